@@ -69,34 +69,33 @@ IGNORED: dict[str, tuple[Any, ...]] = {
 # The fields that ask for what this server cannot do, each with the values that do not, and the
 # sentence that refuses it.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "audio": ((), "This model gives text only: 'audio' is not supported."),
+    "audio": ((), "This model generates text only: 'audio' is not supported."),
     "modalities": (
         (["text"], []),
-        "This model gives text only: 'modalities' can only be [\"text\"].",
+        "This model generates text only: 'modalities' can only be [\"text\"].",
     ),
     "prediction": (
         (),
-        "Predicted outputs are not supported: leave 'prediction' out; the answer is the same.",
+        "Predicted outputs are not supported: omit 'prediction'; the response is the same.",
     ),
     "web_search_options": (
         (),
-        "This server cannot search the web: 'web_search_options' is not supported.",
+        "'web_search_options' is not supported: this server cannot search the web.",
     ),
-    "moderation": ((), "This server does not moderate: 'moderation' is not supported."),
+    "moderation": ((), "'moderation' is not supported by this server."),
     "functions": (
         ([],),
-        "'functions' is the old form of tools, with answers of another shape; send 'tools'.",
+        "'functions' is deprecated and not supported; use 'tools'.",
     ),
     "function_call": (
         (),
-        "'function_call' is the old form of 'tool_choice', with answers of another shape; send "
-        "'tool_choice'.",
+        "'function_call' is deprecated and not supported; use 'tool_choice'.",
     ),
     "chat_template": (
         (),
-        "Templates are not taken from requests; the server's flag --chat-template sets one.",
+        "'chat_template' is not supported in requests; the server's flag --chat-template sets it.",
     ),
-    "use_beam_search": ((False,), "Beam search is not offered over HTTP; LLM.beam_search has it."),
+    "use_beam_search": ((False,), "Beam search is not supported over HTTP; use LLM.beam_search."),
 }
 
 Number = int | float

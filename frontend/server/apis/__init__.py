@@ -1,4 +1,4 @@
-"""Each API's shapes: what its bodies ask for, and what its answers and streams look like.
+"""The format of each API: the meaning of its bodies, and its responses and streams.
 
 Must not know: URLs.
 """

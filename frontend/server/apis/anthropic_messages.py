@@ -1,5 +1,4 @@
-"""The messages of Anthropic's API and the blocks that they are made of, as messages that chat
-templates know.
+"""Converts messages of Anthropic's API and their content blocks to messages for chat templates.
 
 Must not know: the other fields of a body, HTTP.
 """
@@ -15,7 +14,7 @@ from ..http.errors import ApiError, invalid, unsupported
 
 
 class Block(msgspec.Struct, tag_field="type", kw_only=True):
-    """What content is made of."""
+    """Base of the content blocks."""
 
     # for Anthropic's prompt cache; here every prefix is cached
     cache_control: dict[str, Any] | None = None
@@ -23,7 +22,7 @@ class Block(msgspec.Struct, tag_field="type", kw_only=True):
 
 class TextBlock(Block, tag="text"):
     text: str
-    citations: list[Any] | None = None  # of an answer that is handed back: they are in its text
+    citations: list[Any] | None = None  # of a response that is sent back; the text contains them
 
 
 class ThinkingBlock(Block, tag="thinking"):
@@ -32,7 +31,7 @@ class ThinkingBlock(Block, tag="thinking"):
 
 
 class RedactedThinkingBlock(Block, tag="redacted_thinking"):
-    """Written by another server's model in a form that only that one can read."""
+    """Reasoning that another server encrypted; only that server can read it."""
 
     data: str | None = None
 
@@ -67,7 +66,7 @@ AnyBlock = (
 
 
 class SystemBlock(msgspec.Struct, kw_only=True):
-    """A TextBlock, whose type need not be said: there is no other."""
+    """A TextBlock whose type may be omitted, since no other type is allowed."""
 
     type: Literal["text"] = "text"
     text: str
@@ -83,13 +82,13 @@ class AnthropicMessage(msgspec.Struct, kw_only=True):
 def plain_messages(
     system: str | list[SystemBlock] | None, said: list[AnthropicMessage]
 ) -> list[dict[str, Any]]:
-    """As chat templates expect them: a result of a tool is a message, thoughts and calls belong to
-    the message that they stand in.
+    """Messages for chat templates: a tool result becomes a message; reasoning and calls belong to
+    the message that contains them.
 
-    Turns of the same role that follow each other become one, as in Anthropic's API; many templates
-    refuse two.
+    Consecutive messages of the same role are merged, as in Anthropic's API; many templates reject
+    them.
     """
-    messages: list[dict[str, Any]] = []  # their texts in pieces for now
+    messages: list[dict[str, Any]] = []  # with their texts in pieces at first
     if (
         text := system
         if isinstance(system, str)
@@ -97,7 +96,7 @@ def plain_messages(
     ):
         messages.append({"role": "system", "content": [text]})
     if not said:
-        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
+        raise invalid("messages", "'messages' must have at least one message.", "empty_array")
     names: dict[str, str] = {}  # of the tools, by the ids of their calls
     for i, message in enumerate(said):
         if message.role not in ("user", "assistant", "system"):
@@ -123,7 +122,7 @@ def plain_messages(
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
-    """The message to add to: the last one if it is of this role, else a new one."""
+    """The message to append to: the last one if it has this role, else a new one."""
     if not messages or messages[-1]["role"] != role:
         messages.append({"role": role, "content": []})
     return messages[-1]
@@ -183,7 +182,7 @@ def _result_text(block: ToolResultBlock, where: str) -> str:
             raise no_media(f"{where}.content[{k}]", part)
         texts.append(part.text)
     text = "\n".join(texts)
-    # templates have no other way to say so
+    # templates have no field for errors
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 

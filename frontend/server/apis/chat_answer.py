@@ -1,10 +1,10 @@
-"""The answer of /v1/chat/completions, whole or as a stream, in OpenAI's shape with the additions
-that the field has agreed on.
+"""The response of /v1/chat/completions, whole or streamed, in OpenAI's format with common
+extensions.
 
 Must not know: how the body was checked, templates, formats of tool calls, the engine.
 
-Reasoning stands in `reasoning_content` (DeepSeek's name, which most clients read) and in
-`reasoning` (vLLM's newer one).
+Reasoning is sent as `reasoning_content` (DeepSeek's name, which most clients read) and as
+`reasoning` (vLLM's newer name).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
-    # vLLM's: the stop token or string, null for the end of sequence
+    # vLLM's extension: the stop token or string, null for the end of sequence
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -96,7 +96,7 @@ class Chunk(msgspec.Struct, kw_only=True):
 
 
 class ChatAnswer:
-    """The answer to one checked body (routes/chat.py)."""
+    """The response to one checked body (routes/chat.py)."""
 
     def __init__(self, state: ServerState, call: Call, body: Any, model: str, chat: ChatRun):
         self._state = state
@@ -115,7 +115,7 @@ class ChatAnswer:
         }
         self._tail: dict[str, Any] = {"system_fingerprint": state.system_fingerprint}
         if body.service_tier is not None:
-            self._tail["service_tier"] = "default"  # there is but one
+            self._tail["service_tier"] = "default"  # the only tier
 
     # ------------------------------------------------------------ whole
 
@@ -235,8 +235,8 @@ class ChatAnswer:
         yield DONE
 
     def _deltas(self, news: ChoiceNews) -> list[ChunkChoice]:
-        """One per part; log-probabilities and token ids go with the first, or alone where no part
-        has come yet.
+        """One choice per part. Log-probabilities and token ids are added to the first, or sent in
+        an empty choice if there is no part yet.
         """
         parts = [
             part for part in news.parts if self._shows_reasoning or not isinstance(part, Reasoning)

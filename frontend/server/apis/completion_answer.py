@@ -1,4 +1,4 @@
-"""The answer of /v1/completions, whole or as a stream, in OpenAI's shape with vLLM's additions.
+"""The response of /v1/completions, whole or streamed, in OpenAI's format with vLLM's extensions.
 
 Must not know: how the body was checked, the engine.
 """
@@ -29,7 +29,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     logprobs: CompletionLogprobs | None = None
     finish_reason: Literal["stop", "length", "content_filter"] | None = None
-    # vLLM's: the stop token or string, null for the end of sequence
+    # vLLM's extension: the stop token or string, null for the end of sequence
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
@@ -47,9 +47,9 @@ class Completion(msgspec.Struct, kw_only=True):
 
 
 class CompletionAnswer:
-    """The answer to one checked body (routes/completions.py).
+    """The response to one checked body (routes/completions.py).
 
-    Without `gives_tokens` the engine's one token is left out.
+    Without `gives_tokens`, the one token that the engine generates is omitted.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class CompletionAnswer:
         self._gives_tokens = gives_tokens
         self._n = body.n or 1
         self._skips_special = body.skip_special_tokens is not False
-        # kept: what is under way is finished even if the server is to end
+        # Kept here, since active requests are completed even while the server shuts down.
         self._tokenizer = state.ready_engine().tokenizer
         self._writer = TokenWriter(self._tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._usage = Usage()
-        # by the choice's index: where its next token begins in its text
+        # by the index of the choice: where its next token begins in its text
         self._offsets: dict[int, int] = {}
         self._head = {
             "id": f"cmpl-{call.suffix}",
@@ -85,9 +85,10 @@ class CompletionAnswer:
     def _runs(
         self, write_down: Callable[[RequestOutput], bytes] | None = None
     ) -> list[AsyncGenerator[RequestOutput, None]]:
-        """`write_down`: what a stream of one prompt says of an output.
+        """The outputs of each prompt. `write_down`: converts an output to a piece of a stream.
 
-        Several prompts take turns, so theirs go through the stream's task.
+        It is used directly only with a single prompt. With several, the task of the stream
+        interleaves the outputs.
         """
         if write_down is not None and len(self._jobs) == 1:
             return [
@@ -132,7 +133,7 @@ class CompletionAnswer:
         return self._answer(choices, self._usage.counts())
 
     def _chosen(self, output: RequestOutput) -> list[CompletionOutput]:
-        """The n completions to return: the best of those made, by their mean log-probability per
+        """The n completions to return: the best generated ones, by mean log-probability per
         token.
         """
         if not self._gives_tokens:
@@ -210,7 +211,7 @@ class CompletionAnswer:
         counts_always = wants_usage and bool(options.continuous_usage_stats)
         is_plain = body.logprobs is None and not body.return_token_ids and not counts_always
         is_single = is_plain and self._n == 1 and self._gives_tokens
-        # All that does not change from chunk to chunk is written once: a chunk of plain text is its
+        # Everything that is constant across chunks is encoded once: a chunk of plain text is its
         # text between two constants.
         head = b"data: " + encode(self._head)[:-1] + b',"choices":[{"text":'
         tail = b',"system_fingerprint":' + encode(self._state.system_fingerprint) + b"}\n\n"
@@ -224,7 +225,7 @@ class CompletionAnswer:
                 and (end := ends.get(prompt_index)) is not None
                 and output.outputs[0].finish_reason is None
             ):
-                # nearly all: the next text of the one choice there is
+                # the common case: the next text of the only choice
                 completion = output.outputs[0]
                 self._usage.completion_tokens += len(completion.token_ids)
                 return head + encode(completion.text) + end if completion.text else b""
@@ -263,7 +264,7 @@ class CompletionAnswer:
         yield DONE
 
     def _beginnings(self, prompt_index: int, output: RequestOutput) -> list[CompletionChoice]:
-        """What a stream says once of each choice, before its first token: the echoed prompt, its
+        """What a stream sends once per choice, before its first token: the echoed prompt and its
         token ids.
         """
         if not (self._body.echo or self._body.return_token_ids):
@@ -283,5 +284,7 @@ class CompletionAnswer:
 
 
 def finish_reason(completion: CompletionOutput) -> Any:
-    """Only what OpenAI's list has: an aborted completion was cut short."""
+    """Only values that OpenAI's API defines: an aborted completion has the finish reason
+    "length".
+    """
     return "length" if completion.finish_reason == "abort" else completion.finish_reason

@@ -1,6 +1,6 @@
-"""From a body of Anthropic's /v1/messages to a turn of a conversation.
+"""Converts a body of Anthropic's /v1/messages to a turn of a conversation.
 
-Must not know: content blocks (anthropic_messages.py), the answer's shape, HTTP.
+Must not know: content blocks (anthropic_messages.py), the format of the response, HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..sampling import SamplingBody, sampling_params
 from ..state import ServerState
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 
-# The house's names of what can be refused -> this API's.
+# Internal parameter names -> the names in this API, for errors.
 NAMES = {
     "prompt": "messages",
     "stop": "stop_sequences",
@@ -59,7 +59,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 
 class PromptBody(msgspec.Struct, kw_only=True):
-    """POST /v1/messages/count_tokens: what makes the prompt."""
+    """POST /v1/messages/count_tokens: the fields that determine the prompt."""
 
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -80,14 +80,16 @@ class MessagesBody(PromptBody, kw_only=True):
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
-    metadata: dict[str, Any] | None = None  # whom the request is for: changes no answer
-    service_tier: str | None = None  # there is one
-    disable_any_whitespace: bool | None = None  # what users of other servers know
+    metadata: dict[str, Any] | None = None  # the end user's id; has no effect
+    service_tier: str | None = None  # there is only one
+    disable_any_whitespace: bool | None = None  # an extension of other servers
 
 
 def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
-    """Raises ApiError, or InvalidParameterError under the house's names. max_tokens is cut to what
-    the context leaves, as clients expect who have to send one.
+    """Converts the body to a turn.
+
+    max_tokens is reduced to what the context leaves, as clients expect: the API requires them to
+    send one. Raises ApiError, or InvalidParameterError with internal parameter names.
     """
     is_run = isinstance(body, MessagesBody)
     sampling = SamplingBody()
@@ -171,7 +173,7 @@ def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, An
 
 
 def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
-    """In OpenAI's form, which chat templates know, and which of them is to be called."""
+    """The tools in OpenAI's form, which chat templates expect, and the tool choice."""
     tools = [_tool(tool, i) for i, tool in enumerate(body.tools or [])]
     names: set[str] = set()
     for i, tool in enumerate(tools):
@@ -201,7 +203,10 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
 
 def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        message = f"'tools[{i}]', {tool.type:.40}, is one of Anthropic's own; this server has only tools with a name and an input_schema."
+        message = (
+            f"'tools[{i}]', {tool.type:.40}, is a tool of Anthropic's servers; this server "
+            f"supports only tools with a name and an input_schema."
+        )
         raise unsupported(f"tools[{i}].type", message)
     if not tool.name:
         raise missing(f"tools[{i}].name")

@@ -1,7 +1,7 @@
-"""From bodies of Ollama's /api/chat and /api/generate to a turn of a conversation, or to a prompt
-as it is.
+"""Converts bodies of Ollama's /api/chat and /api/generate to a turn of a conversation, or to a raw
+prompt.
 
-Must not know: the answer's shape, HTTP.
+Must not know: the format of the response, HTTP.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True):
-    """The first ones mean something here."""
+    """Ollama's options. Those before the comment have an effect."""
 
     num_predict: int | None = None  # below 1: to the end of the context
     num_ctx: int | None = None
@@ -54,7 +54,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     top_p: Number | None = None
     min_p: Number | None = None
-    seed: int | None = None  # below 0: any
+    seed: int | None = None  # below 0: random
     stop: str | list[str] | None = None
     repeat_penalty: Number | None = None
     presence_penalty: Number | None = None
@@ -115,15 +115,15 @@ class OllamaTool(msgspec.Struct, kw_only=True):
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
-    """What chat and generate share."""
+    """The fields shared by chat and generate."""
 
     model: str | None = None
     format: str | dict[str, Any] | None = None  # "json" or a schema
     options: OllamaOptions | None = None
-    stream: bool | None = None  # unless false
+    stream: bool | None = None  # true by default
     think: bool | str | None = None
-    keep_alive: Number | str | None = None  # the model stays as long as the server
-    disable_any_whitespace: bool | None = None  # what users of other servers know
+    keep_alive: Number | str | None = None  # the model stays loaded while the server runs
+    disable_any_whitespace: bool | None = None  # an extension of other servers
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -141,7 +141,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
-    # refused
+    # rejected
     suffix: str | None = None
     template: str | None = None
     context: list[int] | None = None
@@ -149,9 +149,9 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
 
 
 def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
-    """The name of the model as it was asked for.
+    """Checks the common fields and returns the model name as requested.
 
-    Ollama's names may end in a tag. What is ignored is noted.
+    Names in Ollama's API may end in a tag. Fields without effect are noted.
     """
     if not body.model:
         raise missing("model")
@@ -165,7 +165,7 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
     state.check_model(body.model.removesuffix(":latest"))
     if body.think and state.answer_format.reasoning_marks is None:
         raise invalid(
-            "think", f"The model {body.model!r:.60} does not think: 'think' cannot be set."
+            "think", f"The model {body.model!r:.60} does not reason: 'think' cannot be set."
         )
     context = body.options and body.options.num_ctx
     if context is not None and context > state.max_model_len:
@@ -239,7 +239,7 @@ def _turn(
     params: SamplingParams,
     body: OllamaBody,
 ) -> ChatTurn:
-    """A last message of the assistant is gone on with, as in Ollama."""
+    """If the last message is the assistant's, the model continues it, as in Ollama."""
     thinks, effort = (
         None if body.think is None else bool(body.think),
         body.think if isinstance(body.think, str) else None,
@@ -296,7 +296,7 @@ async def prepare_generate(
     if body.template:
         raise unsupported(
             "template",
-            "Templates are not taken from requests: with 'raw' the prompt is taken as it is.",
+            "'template' is not supported in requests; with 'raw' the prompt is used unmodified.",
         )
     if body.context:
         raise unsupported("context", "'context' is not supported: /api/chat takes a conversation.")
@@ -321,7 +321,7 @@ async def prepare_generate(
 async def _prepare_raw(
     state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str
 ) -> ChatRun:
-    """Without a template: the prompt as it is, the answer as it comes."""
+    """Without a template: the prompt and the output are used unmodified."""
     [token_ids] = await tokenize_all(
         state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
     )

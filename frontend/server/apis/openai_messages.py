@@ -1,4 +1,4 @@
-"""The messages of OpenAI's chat: their shapes by role, and what of them this server cannot take.
+"""The messages of OpenAI's chat API: their types by role, and which of their parts are unsupported.
 
 Must not know: what a template makes of them (frontend/text/chat_messages.py), tokens, the engine.
 """
@@ -16,7 +16,7 @@ from ..response_format import check_name
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A piece of a message. Only text can be read by this server's models."""
+    """A piece of a message. This server's models read text only."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
     text: str | None = None
@@ -39,8 +39,8 @@ class ToolCallParam(msgspec.Struct, kw_only=True):
     function: FunctionCallParam | None = None
     id: str | None = None
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})] = "function"
-    index: int | None = None  # clients send back what a stream gave them
-    custom: dict[str, Any] | None = None  # of OpenAI's custom tools; refused
+    index: int | None = None  # present when clients send back what a stream sent
+    custom: dict[str, Any] | None = None  # OpenAI's custom tools; rejected
 
 
 class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"):
@@ -49,7 +49,7 @@ class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"
 
 
 class DeveloperMessage(SystemMessage, kw_only=True, tag_field="role", tag="developer"):
-    """What newer models call the system message."""
+    """The name of the system message for newer models."""
 
 
 class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
@@ -60,7 +60,7 @@ class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
 class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assistant"):
     """`content`, `tool_calls` or both.
 
-    A message of this server's own can be sent back as it came.
+    A message from this server's response can be sent back unmodified.
     """
 
     content: Content | None = None
@@ -81,7 +81,7 @@ class ToolMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="tool"):
 
 
 class FunctionMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="function"):
-    """The old form of a tool's answer. Refused."""
+    """The deprecated form of a tool message. Rejected."""
 
     content: str | None = None
     name: str | None = None
@@ -98,19 +98,19 @@ Message = (
 
 
 def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
-    """Dicts with text contents and without what was not said, for ChatTurn.
+    """The messages for ChatTurn, as dicts with text contents and without absent fields.
 
-    Raises ApiError with the path of what is wrong.
+    Raises ApiError with the path of the invalid field.
     """
     if not messages:
-        raise invalid("messages", "'messages' must hold at least one message.", "empty_array")
+        raise invalid("messages", "'messages' must have at least one message.", "empty_array")
     plain = []
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         if isinstance(message, FunctionMessage):
             raise unsupported(
                 f"{where}.role",
-                "Messages of the role 'function' are the old form of the role 'tool'; send that.",
+                "The role 'function' is deprecated; use 'tool'.",
             )
         if isinstance(message, AssistantMessage):
             plain.append(_assistant(message, where, call))
@@ -131,7 +131,7 @@ def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, A
     if message.function_call is not None:
         raise unsupported(
             f"{where}.function_call",
-            "'function_call' is the old form of tool calls; send 'tool_calls'.",
+            "'function_call' is deprecated; use 'tool_calls'.",
         )
     if message.audio is not None:
         raise unsupported(
@@ -174,7 +174,7 @@ def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
 
 
 def _text(content: Content, where: str, call: Call, *, may_refuse: bool = False) -> str:
-    """Parts of text are joined by newlines, as in vLLM."""
+    """Joins text parts by newlines, as vLLM does."""
     if isinstance(content, str):
         return content
     texts = []

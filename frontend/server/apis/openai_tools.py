@@ -1,6 +1,7 @@
-"""Tools and tool_choice of OpenAI's chat, checked and in one form.
+"""Checks tools and tool_choice of OpenAI's chat API and converts them to one form.
 
-Must not know: how a model is shown tools, or how it calls them (frontend/answer_format).
+Must not know: how tools are presented to a model, or how a model calls them
+(frontend/answer_format).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Tool(msgspec.Struct, kw_only=True):
-    """`custom`: OpenAI's tools that take free text; refused."""
+    """`custom`: OpenAI's tools with free-text input; rejected."""
 
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
     function: FunctionTool | None = None
@@ -60,9 +61,9 @@ Choice = str | ToolChoice | None
 def checked_tools(
     tools: list[Tool] | None, choice: Choice
 ) -> tuple[list[dict[str, Any]] | None, Any]:
-    """(the tools that the model may use, "auto", "none", "required" or {"name": ...}).
+    """Returns the tools that the model may use, and "auto", "none", "required" or {"name": ...}.
 
-    Raises ApiError with the path of what is wrong.
+    Raises ApiError with the path of the invalid field.
     """
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or [])]
     names: set[str] = set()
@@ -138,4 +139,4 @@ def _choice(choice: Choice, names: set[str]) -> Any:
 
 def _require_known(name: str, names: set[str], where: str) -> None:
     if name not in names:
-        raise invalid(where, f"'{where}' is {name!r:.60}, which is none of 'tools'.")
+        raise invalid(where, f"'{where}' is {name!r:.60}, which is not one of 'tools'.")

@@ -1,7 +1,7 @@
-"""The answers of /v1/responses that are kept: so many, so many bytes, each for the key that asked
-for it.
+"""Stores responses of /v1/responses, limited by count and by bytes, each visible only to the tenant
+that requested it.
 
-Must not know: HTTP, how an answer is made.
+Must not know: HTTP, how a response is generated.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from typing import Any
 
 import msgspec
 
-# of all that is kept, as JSON; a conversation counts whole for each of its answers
+# Of all stored responses, as JSON. A conversation counts in full for each of its responses.
 MAX_BYTES = 256 * 2**20
 
 
 @dataclass(slots=True)
 class Stored:
-    """`input_items`: the whole conversation before the answer, earlier answers included."""
+    """`input_items`: the whole conversation before the response, earlier responses included."""
 
     response: dict[str, Any]
     input_items: list[dict[str, Any]]
 
     def conversation(self) -> list[dict[str, Any]]:
-        """What the next turn goes on from."""
+        """The items that precede the next turn."""
         return [*self.input_items, *self.response["output"]]
 
 
 class ResponseStore:
-    """The oldest go first.
+    """Evicts the oldest responses first.
 
-    With `most` 0 nothing is kept. An answer is found only by the tenant that it was made for.
+    With `most` 0 nothing is stored. A response is found only by its own tenant.
     """
 
     def __init__(self, most: int, max_bytes: int = MAX_BYTES):
@@ -67,8 +67,8 @@ class ResponseStore:
         return found[0]
 
     def find_item(self, tenant: str, item_id: str | None) -> dict[str, Any] | None:
-        """An item of any of the tenant's conversations, the latest first: clients refer to items by
-        their id.
+        """Finds an item in the tenant's conversations, the latest first: clients refer to items by
+        id.
         """
         for (owner, _), (stored, _) in reversed(self._kept.items()):
             if owner == tenant:

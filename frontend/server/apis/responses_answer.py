@@ -1,4 +1,4 @@
-"""The answer of /v1/responses, whole or as OpenAI's events.
+"""The response of /v1/responses, whole or as OpenAI's events.
 
 Must not know: how the body was checked, templates, the engine.
 """
@@ -28,16 +28,16 @@ PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
 
 
 def new_response_id() -> str:
-    """Not made of the request's id, which the client may choose: what is stored must not be
-    overwritten.
+    """A random id. It does not derive from the request id, which the client may choose: a stored
+    response must not be overwritten.
     """
     return f"resp_{secrets.token_hex(24)}"
 
 
 class ResponsesAnswer:
-    """The answer to one checked body.
+    """The response to one checked body.
 
-    `keep` is called with the response once it is complete, before the client is told.
+    `keep` is called with the complete response before it is sent.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class ResponsesAnswer:
         self._statuses: list[str] = []  # of the blocks that have ended
         self._num_events = 0
         self._writer = TokenWriter(state.ready_engine().tokenizer)
-        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not come yet
-        self._new_logprobs: list[TokenLogprob] = []  # of the next delta of text
-        self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each block of text
+        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not arrived yet
+        self._new_logprobs: list[TokenLogprob] = []  # of the next text delta
+        self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each text block
         self._head = _head(body, model, chat)
         self._suffix = self._head["id"].removeprefix("resp_")
 
@@ -74,13 +74,13 @@ class ResponsesAnswer:
     def stream(self) -> EventStream:
         return self._state.event_stream(self._events(), self._call, error_event=self._failed)
 
-    # ------------------------------------------------------------ what comes
+    # ------------------------------------------------------------ outputs of the engine
 
     def _take(self, news: ChoiceNews) -> list[BlockEvent]:
         events = self._blocks.feed(news.parts)
         if news.finish_reason is not None:
             if not self._blocks.blocks:
-                # clients look for a message, if only an empty one
+                # clients expect a message, even an empty one
                 events += self._blocks.begin(TEXT)
             events += self._blocks.close()
         if self._chat.params.logprobs is not None:
@@ -94,7 +94,7 @@ class ResponsesAnswer:
     def _take_logprobs(self, news: ChoiceNews, events: list[BlockEvent]) -> None:
         """In this API only text has log-probabilities.
 
-        Tokens that say nothing, an end of sequence say, go with the text before them.
+        Tokens without text, such as an end of sequence, are added to the text before them.
         """
         self._unsaid += news.logprobs or []
         block = next(
@@ -115,7 +115,7 @@ class ResponsesAnswer:
             self._unsaid = []
 
     def _end(self, news: ChoiceNews) -> dict[str, Any]:
-        """The response that is told last."""
+        """The final response object."""
         output = [
             self._item(block, status)
             for block, status in zip(self._blocks.blocks, self._statuses, strict=True)
@@ -249,7 +249,7 @@ class ResponsesAnswer:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
 
     def _failed(self, error: ApiError) -> bytes:
-        """The last event of a stream that breaks off."""
+        """The last event of a stream that fails."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         output = [self._item(block, "incomplete") for block in self._blocks.blocks]
         response = self._head | {
@@ -261,7 +261,7 @@ class ResponsesAnswer:
 
 
 def _head(body: ResponsesBody, model: str, chat: ChatRun) -> dict[str, Any]:
-    """The response as it is at its beginning: what was asked for, as it is understood here."""
+    """The initial response object: the request's parameters as the server applies them."""
     params, text = chat.params, body.text
     return {
         "id": chat.request_id,

@@ -1,7 +1,7 @@
-"""The items of OpenAI's Responses: the steps of a conversation, as messages that chat templates
-know.
+"""The items of OpenAI's Responses API, which are the steps of a conversation, as messages for chat
+templates.
 
-Must not know: the other fields of a body, where answers are kept, HTTP.
+Must not know: the other fields of a body, where responses are stored, HTTP.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One step of a conversation: a message, a call, its result, or a thought.
+    """One step of a conversation: a message, a call, its result, or reasoning.
 
-    What a type does not have stays None.
+    Fields that a type does not have are None.
     """
 
     type: str | None = None  # None: a message
@@ -72,10 +72,10 @@ def items_of(input: str | list[Item] | None) -> list[Item]:
 def messages_of(
     instructions: str | None, items: list[Item], num_earlier: int = 0
 ) -> list[dict[str, Any]]:
-    """As chat templates expect them: thoughts and calls belong to the assistant's message that they
-    stand next to.
+    """Messages for chat templates: reasoning and calls are merged into the adjacent assistant
+    message.
 
-    The first `num_earlier` items are not those of the body's `input`.
+    The first `num_earlier` items do not come from the body's `input`.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -89,11 +89,11 @@ def messages_of(
             names,
         )
     if not items:
-        raise invalid("input", "'input' must hold at least one item.", "empty_array")
+        raise invalid("input", "'input' must have at least one item.", "empty_array")
     num_system = next(
         (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
     )
-    if num_system > 1:  # many templates take one system message only
+    if num_system > 1:  # many templates accept only one system message
         messages[:num_system] = [
             {
                 "role": "system",
@@ -151,7 +151,10 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
             }
         )
     else:
-        message = f"'{where}' is of the type {item.type!r:.40}; this server knows message, reasoning, function_call and function_call_output."
+        message = (
+            f"'{where}' is of the type {item.type!r:.40}; this server supports message, reasoning, "
+            f"function_call and function_call_output."
+        )
         raise unsupported(f"{where}.type", message)
 
 
@@ -165,14 +168,14 @@ def _add_message(
     if item.content is None:
         raise missing(f"{where}.content")
     text = _text(item.content, f"{where}.content")
-    role = "system" if item.role == "developer" else item.role  # templates know the older name
+    role = "system" if item.role == "developer" else item.role  # templates use the older name
     if (
         role == "assistant"
         and last["role"] == "assistant"
         and not last["content"]
         and "tool_calls" not in last
     ):
-        last["content"] = text  # of the thought before it
+        last["content"] = text  # belongs to the preceding reasoning
     else:
         messages.append({"role": role, "content": text})
 

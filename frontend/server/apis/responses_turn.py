@@ -1,6 +1,7 @@
-"""From a body of /v1/responses to a turn of a conversation.
+"""Converts a body of /v1/responses to a turn of a conversation.
 
-Must not know: items (responses_items.py), the answer's shape, where answers are kept, HTTP.
+Must not know: items (responses_items.py), the format of the response, where responses are stored,
+HTTP.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from ..state import ServerState
 from .responses_items import Item, messages_of
 
-# The house's names of what can be refused -> this API's.
+# Internal parameter names -> the names in this API, for errors.
 NAMES = {
     "prompt": "input",
     "max_tokens": "max_output_tokens",
@@ -29,8 +30,8 @@ NAMES = {
     "structured_outputs.json": "text.format.schema",
 }
 LOGPROBS = "message.output_text.logprobs"
-# What `include` may ask for. Reasoning is given in plain, so nothing needs to be encrypted; the
-# rest is of tools that are not here.
+# Allowed values of `include`. Reasoning is returned in plain text, so it needs no encryption; the
+# others concern tools that this server does not have.
 INCLUDABLE = (
     LOGPROBS,
     "reasoning.encrypted_content",
@@ -86,7 +87,7 @@ class TextConfig(msgspec.Struct, kw_only=True):
 
 class ReasoningConfig(msgspec.Struct, kw_only=True):
     effort: str | None = None
-    summary: str | None = None  # models here give the reasoning itself
+    summary: str | None = None  # models here return the reasoning itself
     generate_summary: str | None = None
 
 
@@ -95,14 +96,14 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
-    """POST /v1/responses. None: as if it had not been sent."""
+    """POST /v1/responses. None: the field was not sent."""
 
     model: str | None = None
     input: str | list[Item] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
-    max_tool_calls: int | None = None  # of built-in tools, of which there are none
+    max_tool_calls: int | None = None  # concerns built-in tools, of which there are none
     temperature: Annotated[float, Meta(ge=0)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -121,12 +122,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None  # every prefix is cached
     prompt_cache_retention: str | None = None
-    service_tier: str | None = None  # there is one
-    # refused
+    service_tier: str | None = None  # there is only one
+    # rejected
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
-    # what users of other servers know
+    # extensions of other servers
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     min_p: Probability | None = None
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
@@ -135,24 +136,24 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
 
 
 def check_body(body: ResponsesBody) -> None:
-    """Refuses what this server does not do, in a sentence each."""
+    """Rejects unsupported fields, each with an explanation."""
     if body.background:
         raise unsupported(
             "background",
-            "'background' is not supported: answers are made while the client waits. Leave it out "
+            "'background' is not supported: the client must wait for the response. Omit it "
             "and stream.",
         )
     if body.conversation is not None:
         raise unsupported(
             "conversation",
-            "'conversation' is not supported: go on from a stored answer with "
+            "'conversation' is not supported: continue a stored response with "
             "'previous_response_id'.",
         )
     if body.prompt is not None:
         raise unsupported(
             "prompt",
-            "'prompt' refers to a template stored at OpenAI, which is not here: give 'input' and "
-            "'instructions'.",
+            "'prompt' refers to a template stored at OpenAI, which this server does not have: send "
+            "'input' and 'instructions'.",
         )
     if unknown := [name for name in body.include or [] if name not in INCLUDABLE]:
         raise invalid(
@@ -173,9 +174,9 @@ def turn_of(
     items: list[Item],
     num_earlier: int,
 ) -> ChatTurn:
-    """`items`: the whole conversation, the first `num_earlier` of them from earlier turns.
+    """`items`: the whole conversation; the first `num_earlier` come from earlier turns.
 
-    Raises ApiError, or InvalidParameterError under the house's names.
+    Raises ApiError, or InvalidParameterError with internal parameter names.
     """
     format = _structured_outputs(body.text and body.text.format)
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
@@ -185,7 +186,7 @@ def turn_of(
         top_k=body.top_k,
         min_p=body.min_p,
         seed=body.seed,
-        # which token belongs to which item shows only as they come
+        # which token belongs to which item is known only while they arrive
         stream=body.stream or wants_logprobs,
         disable_any_whitespace=body.disable_any_whitespace,
     )
@@ -257,13 +258,16 @@ def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None
 
 
 def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
-    """In the form of OpenAI's chat, which chat templates know, and which of them is to be
-    called.
+    """The tools in the form of OpenAI's chat API, which chat templates expect, and the tool
+    choice.
     """
     tools = {}
     for i, tool in enumerate(body.tools or []):
         if tool.type != "function":
-            message = f"'tools[{i}]' is a {tool.type!r:.40}, which OpenAI's servers run; this server has only functions, which the client runs."
+            message = (
+                f"'tools[{i}]' is a {tool.type!r:.40}, which OpenAI's servers run; this server "
+                f"supports only functions, which the client runs."
+            )
             raise unsupported(f"tools[{i}].type", message)
         if not tool.name:
             raise missing(f"tools[{i}].name")
@@ -291,7 +295,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
             f"{choice!r:.40}.",
         )
     if choice == "required" and not tools:
-        raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
+        raise invalid("tool_choice", "'tool_choice' can be "required" only with 'tools'.")
     return list(tools.values()) or None, choice or "auto"
 
 
@@ -315,6 +319,6 @@ def _chosen(
     if not allowed or any(name not in tools for name in allowed):
         raise invalid(
             "tool_choice.tools",
-            "'tool_choice.tools' must be functions out of 'tools', at least one.",
+            "'tool_choice.tools' must name at least one function of 'tools'.",
         )
     return [tools[name] for name in tools if name in allowed], choice.mode

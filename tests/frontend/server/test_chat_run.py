@@ -67,7 +67,7 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
         model_name="m",
         answer_format=detect(template),
         chat_template=None,
-        admission=Admission(8, 8, 100),
+        ready_admission=lambda admission=Admission(8, 8, 100): admission,
         request_log=RequestLog(),
         meters=Meters(),
         running_ids=set(),

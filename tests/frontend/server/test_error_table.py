@@ -812,7 +812,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "functions",
         "unsupported_value",
-        "'functions' is the old form of tools, with answers of",
+        "'functions' is deprecated and not supported; use",
     ),
     (
         "POST",
@@ -821,7 +821,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "modalities",
         "unsupported_value",
-        "This model gives text only: 'modalities' can only be",
+        "This model generates text only: 'modalities' can only be",
     ),
     (
         "POST",
@@ -839,7 +839,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "input",
         "empty_array",
-        "'input' must hold at least one item.",
+        "'input' must have at least one item.",
     ),
     (
         "POST",
@@ -884,7 +884,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None, str]] = [
         400,
         "background",
         "unsupported_value",
-        "'background' is not supported: answers are made while the",
+        "'background' is not supported: the client must wait",
     ),
     (
         "POST",

@@ -22,7 +22,6 @@ MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
 TO_SPLIT = {  # files that are still longer; each must go
     "tests/bundled_model/data.py",
     "tests/features.py",
-    "tests/frontend/server/test_error_table.py",
     "tests/frontend/clients/test_client.py",
 }
 

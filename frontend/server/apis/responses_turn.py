@@ -295,7 +295,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
             f"{choice!r:.40}.",
         )
     if choice == "required" and not tools:
-        raise invalid("tool_choice", "'tool_choice' can be "required" only with 'tools'.")
+        raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
     return list(tools.values()) or None, choice or "auto"
 
 

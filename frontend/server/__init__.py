@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's API and its relatives over one AsyncLLM.
+"""The HTTP server: the APIs of OpenAI, Anthropic and Ollama over one AsyncLLM.
 
 Must not know: messages, sockets of the engine, torch.
 """

@@ -1,13 +1,13 @@
-"""Admission: which requests the engine holds, and which wait for it here, fairly and within bounds.
+"""Admission: decides which requests the engine holds and which wait here, fairly and within limits.
 
-Must not know: HTTP beyond its refusals, the engine, what a request asks for.
+Must not know: HTTP beyond its errors, the engine, the content of a request.
 
-    slot() ──room, and nobody waits──▶ in the engine ──▶ leave
-       └─────────▶ waits: one line per key, in order of priority and arrival; the lines take turns ─▶ in the engine
-       └─────────▶ ApiError 429, where the queue is full
+    slot() ──capacity, and none waits──▶ in the engine ──▶ leave
+       └─────────▶ waits: one queue per key, by priority and arrival; round-robin ─▶ in the engine
+       └─────────▶ ApiError 429, if the queue is full
 
-What a request weighs is its number of completions. The one whose turn it is is never overtaken,
-however much it weighs, so nobody starves; one that weighs more than there is goes in alone.
+The weight of a request is its number of completions. The next request in turn is never overtaken,
+whatever its weight, so no request starves. A request that exceeds the total capacity enters alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ MAX_RETRY_AFTER_S = 600.0
 class CompletionRate:
     """Completions per second that the engine finishes while it is full.
 
-    Two estimates. Once as many completions have ended as the engine holds: their number over the
-    time they took. Before that: the number that it computes at once over the time that one is
-    computed (Little's law), which the first completions tell; a count would be far too low while a
-    first batch still runs.
+    There are two estimates. As soon as as many completions have ended as the engine holds: their
+    number divided by the time they took. Before that: the number of completions that the engine
+    computes at once divided by the compute time of one (Little's law), estimated from the first
+    completions; their plain count would be far too low while a first batch still runs.
     """
 
-    MIN_COUNTED = 8  # completions, for an engine that holds few
+    MIN_COUNTED = 8  # completions, for an engine that holds fewer
     MAX_KEPT = 512
-    FIRST_S = 1.0  # for MIN_COUNTED that stand for a history: too short rather than too long
+    # assumed time for MIN_COUNTED completions without a history; rather too short than too long
+    FIRST_S = 1.0
 
     def __init__(self) -> None:
-        # (when it ended, its completions, seconds it was computed)
+        # (when it ended, number of completions, seconds of computation)
         self._ended: deque[tuple[float, int, float]] = deque(maxlen=self.MAX_KEPT)
 
     def add(self, now: float, num_completions: int, computed_s: float) -> None:
@@ -52,8 +53,8 @@ class CompletionRate:
         num_computing: int,
         mean_age_s: float,
     ) -> float:
-        """`num_running`: that the engine holds, of which it computes `num_computing` at once.
-        `mean_age_s`: how long those have been computed so far.
+        """`num_running`: completions in the engine, of which it computes `num_computing` at once.
+        `mean_age_s`: the mean time for which those have been computed so far.
         """
         needed = max(num_running, self.MIN_COUNTED)
         num_counted, since = 0, full_since
@@ -69,7 +70,9 @@ class CompletionRate:
         return max(1, num_computing) / self._computed_s(needed, mean_age_s)
 
     def _computed_s(self, num_completions: int, mean_age_s: float) -> float:
-        """The mean of the last ones to end; longer, if those that run have taken longer."""
+        """The mean of the last completions to end; more, if the running ones have already taken
+        longer.
+        """
         latest = [
             computed_s
             for *_, computed_s in itertools.islice(reversed(self._ended), num_completions)
@@ -80,9 +83,9 @@ class CompletionRate:
 
 
 class Slot:
-    """One request's place: an async context manager.
+    """The place of one request: an async context manager.
 
-    Inside it the engine may have the request; `queued_s` says how long it waited.
+    Inside it, the request may be in the engine. `queued_s`: seconds that it waited.
     """
 
     __slots__ = (
@@ -113,13 +116,15 @@ class Slot:
         self.group = group
         self.priority = priority
         self.waiter: asyncio.Future | None = None
-        self.is_waiting = False  # in a line
+        self.is_waiting = False  # in a queue
         self.num_completions = num_completions
         self.num_tokens = num_tokens
         self.queued_s = 0.0
-        self.entered = 0.0  # of the admission's clock
+        self.entered = 0.0  # by the admission's clock
         self.share = (
-            1.0  # of its stay in the engine that it is computed, about; else it waits there
+            # estimated fraction of its time in the engine that it is computed; otherwise it waits
+            # there
+            1.0
         )
 
     async def __aenter__(self) -> Slot:
@@ -135,8 +140,11 @@ class Slot:
 
 
 class Admission:
-    """max_running: completions in the engine. max_computing: those it has in one step. max_waiting: groups of requests (those of one call
-    are a group); max_waiting_tokens: of all prompts that wait. `clock` gives seconds.
+    """Limits the completions in the engine and the requests that wait.
+
+    max_running: completions in the engine. max_computing: completions in one step of the engine.
+    max_waiting: groups of waiting requests (the requests of one call are a group).
+    max_waiting_tokens: of all waiting prompts. `clock`: returns seconds.
     """
 
     def __init__(
@@ -155,14 +163,14 @@ class Admission:
         self.num_waiting = 0  # requests
         self.num_waiting_completions = 0
         self.num_waiting_tokens = 0
-        self.num_refused: Counter[str] = Counter()  # by the bound that was reached
+        self.num_refused: Counter[str] = Counter()  # by the limit that was reached
         self._clock = clock
-        # by key, none of them empty; the first is the next to be served
+        # By key, never empty; the first is the next to be served.
         self._lines: dict[str, list[tuple[int, int, Slot]]] = {}
-        self._groups: Counter[Hashable] = Counter()  # requests that wait
+        self._groups: Counter[Hashable] = Counter()  # waiting requests
         self._arrivals = itertools.count()
-        self._full_since = 0.0  # since when somebody has been waiting
-        self._sum_entered = 0.0  # of all completions in the engine: the moments they were let in
+        self._full_since = 0.0  # since when at least one request has been waiting
+        self._sum_entered = 0.0  # of all completions in the engine: their times of admission
         self._rate = CompletionRate()
 
     @property
@@ -177,14 +185,14 @@ class Admission:
         num_tokens: int = 0,
         priority: int = 0,
     ) -> Slot:
-        """Entering it raises ApiError 429 where the queue is full."""
+        """Entering the slot raises ApiError 429 if the queue is full."""
         return Slot(self, key, group, num_completions, num_tokens, priority)
 
     def has_room(self, slot: Slot) -> bool:
         return self.num_running + slot.num_completions <= self.max_running or not self.num_running
 
     async def wait(self, slot: Slot) -> None:
-        """Returns when it has been let in, and counted among the running."""
+        """Returns when the request has been admitted and is counted as running."""
         self._check_bounds(slot)
         began = self._clock()
         if not self.num_waiting:
@@ -202,9 +210,9 @@ class Admission:
         except asyncio.CancelledError:
             if slot.is_waiting:
                 self._take(slot.key, bisect_left(self._lines[slot.key], entry))
-            elif not slot.waiter.cancelled():  # let in and cancelled in the same moment
+            elif not slot.waiter.cancelled():  # admitted and cancelled at the same time
                 self._let_out(slot)
-            self._let_in()  # it may have been in others' way
+            self._let_in()  # it may have blocked others
             raise
         slot.queued_s = self._clock() - began
 
@@ -218,10 +226,10 @@ class Admission:
         self.num_running -= slot.num_completions
         self._sum_entered -= slot.num_completions * slot.entered
         if not self.num_running:
-            self._sum_entered = 0.0  # without what rounding has left
+            self._sum_entered = 0.0  # clears the rounding error
 
     def leave(self, slot: Slot) -> None:
-        """The engine is done with it."""
+        """Releases the slot when the engine has finished the request."""
         self._let_out(slot)
         now = self._clock()
         self._rate.add(now, slot.num_completions, (now - slot.entered) * slot.share)
@@ -229,7 +237,7 @@ class Admission:
             self._let_in()
 
     def _take(self, key: str, index: int) -> Slot:
-        """Out of its line."""
+        """Removes a slot from its queue."""
         line = self._lines[key]
         slot = line.pop(index)[-1]
         slot.is_waiting = False
@@ -244,8 +252,8 @@ class Admission:
         return slot
 
     def _let_in(self) -> None:
-        """The first of the line whose turn it is, as long as there is room; its line then goes
-        behind the others.
+        """Admits the first of the queue whose turn it is, while there is capacity. Its queue then
+        moves behind the others.
         """
         while self._lines:
             key = next(iter(self._lines))
@@ -259,13 +267,13 @@ class Admission:
                 self.let_in(slot)
                 slot.waiter.set_result(None)
 
-    # ------------------------------------------------------------ refusals
+    # ------------------------------------------------------------ rejected requests
 
     def _check_bounds(self, slot: Slot) -> None:
         if slot.group not in self._groups and len(self._groups) >= self.max_waiting:
             raise self._refusal(
                 "requests",
-                f"{len(self._groups)} requests wait for the engine already, as many as may",
+                f"{len(self._groups)} requests already wait for the engine, the maximum",
             )
         if self.num_waiting_tokens + slot.num_tokens > self.max_waiting_tokens:
             raise self._refusal(
@@ -285,8 +293,8 @@ class Admission:
         )
 
     def expected_wait_s(self) -> float:
-        """Seconds until all that waits now has been let in, and one more, at the current rate of
-        completion.
+        """Seconds until all waiting requests and one more have been admitted, at the current
+        completion rate.
         """
         now = self._clock()
         num_computing = min(self.num_running, self.max_computing)

@@ -1,5 +1,4 @@
-"""The ASGI application: every route, and what is done alike for all of them: ids, keys, errors, the
-end of a request.
+"""The ASGI application: all routes, and what they share: ids, keys, errors, the end of a request.
 
 Must not know: what a route does.
 """
@@ -43,11 +42,11 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
 EXPOSED_HEADERS = ("x-request-id", "x-unknown-params", "x-ignored-params", "retry-after")
-# Asked again and again by probes, by scrapers and by the page at /.
+# Polled by probes, scrapers and the page at /.
 POLLS = frozenset(
     {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/engine/state", "/v1/requests"}
 )
-CLIENT_LEFT = 499  # nginx's number, for the metrics only
+CLIENT_LEFT = 499  # nginx's status for a closed connection; used in metrics only
 FAMILIES = (  # in the order in which the router tries them
     chat,
     completions,
@@ -67,7 +66,9 @@ FAMILIES = (  # in the order in which the router tries them
 
 
 def make_app(state: ServerState) -> App | CORSMiddleware:
-    """The whole server over `state`. A preflight carries no key, so CORS comes before App."""
+    """The whole server over `state`. CORS precedes App, since a preflight request carries no
+    key.
+    """
     app = App(state, Router(all_routes(state), redirect_slashes=False))
     if not state.server_config.allowed_origins:
         return app
@@ -83,12 +84,12 @@ def make_app(state: ServerState) -> App | CORSMiddleware:
 
 
 def log_access(scope: Any, status: int, duration_s: float) -> None:
-    """One line, as text: client, method, path, status, duration, request id."""
+    """Logs one line: client, method, path, status, duration, request id."""
     host, port = scope.get("client") or ("unix", None)
     fields = {
         "client": host if port is None else f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "method": scope["method"],
-        # as it was sent: the decoded one may hold line breaks
+        # The path as sent: the decoded path may contain line breaks.
         "path": scope["raw_path"].decode("ascii", "replace"),
         "status": "left" if status == CLIENT_LEFT else status,
         "duration_ms": round(1000 * duration_s, 3),
@@ -103,8 +104,8 @@ def all_routes(state: ServerState) -> list[Route]:
 
 
 class App:
-    """Around the router: gives each request its Call, asks for a key, and turns whatever is raised
-    into an answer of the API's shape.
+    """Wraps the router: gives each request its Call, checks the key, and converts exceptions to
+    responses in the format of the API.
     """
 
     def __init__(self, state: ServerState, router: Router):
@@ -116,8 +117,8 @@ class App:
         )
         self._routes = [route for route in router.routes if isinstance(route, Route)]
         self._paths = {route.endpoint: route.path for route in self._routes}
-        # A path without parameters is looked up: the router, which tries one route after the other,
-        # and its wrappers would take longer than most answers.
+        # Paths without parameters are looked up directly: the router, which tries one route after
+        # the other, and its wrappers would take longer than most handlers.
         self._endpoints = {
             (method, route.path): route.endpoint
             for route in self._routes
@@ -140,8 +141,8 @@ class App:
         of_connection = scope.setdefault("state", {})
         call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
         of_connection["call"] = call
-        # starlette's routes then raise their refusals, which _answer_error puts into the API's
-        # shape
+        # Makes starlette's routes raise their errors, which _answer_error converts to the format of
+        # the API.
         scope["app"] = self
         status, meters = 0, self.state.meters
         meters.num_http_requests += 1
@@ -211,13 +212,13 @@ class App:
                 exc_info=error,
             )
         if has_begun:
-            raise error  # too late for an answer: the connection breaks off
+            raise error  # too late for an error response: the connection ends
         await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(
             scope, receive, send
         )
 
     def _allow(self, scope: Any) -> dict[str, str]:
-        """Every method of the path: the router names those of its first route alone."""
+        """All methods of the path: the router reports only those of its first route."""
         found = next(
             route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE
         )

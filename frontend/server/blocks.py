@@ -1,7 +1,7 @@
-"""Blocks: an answer's parts as a row of blocks, text, reasoning or a call each, as Anthropic's API
-and OpenAI's Responses have them.
+"""Blocks: the parts of a response as a sequence of blocks (text, reasoning or a call), as in
+Anthropic's API and OpenAI's Responses.
 
-Must not know: what an API calls a block, or how it writes one down.
+Must not know: an API's names for blocks, or how it encodes them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .chat_run import ChatRun, Message
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 START, DELTA, STOP = "start", "delta", "stop"
-BlockEvent = tuple[str, "Block", str]  # what happens, to which block, the text that is new in it
+BlockEvent = tuple[str, "Block", str]  # event, block, new text of the block
 
 
 @dataclass(slots=True)
 class Block:
-    """`text`: what is said, thought, or the JSON of a call's arguments."""
+    """`text`: the text, the reasoning, or the JSON of a call's arguments."""
 
     kind: str
     index: int  # among all blocks
-    name: str = ""  # of the function that is called
+    name: str = ""  # name of the called function
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -34,8 +34,8 @@ class Block:
         return "".join(self.pieces)
 
     def arguments(self) -> dict[str, Any] | None:
-        """Those of a call; None if they are no JSON object, because the answer was cut short within
-        them.
+        """The arguments of a call; None if they are not a JSON object because the response was
+        truncated within them.
         """
         try:
             found = msgspec.json.decode(self.text or "{}")
@@ -45,9 +45,9 @@ class Block:
 
 
 class Blocks:
-    """Told of parts as they come, says which blocks begin, grow and end.
+    """Converts parts to events: blocks that begin, grow and end.
 
-    One block is open at a time: the last.
+    At most one block is open: the last.
     """
 
     def __init__(self) -> None:
@@ -78,20 +78,20 @@ class Blocks:
         return events
 
     def begin(self, kind: str, name: str = "") -> list[BlockEvent]:
-        """Opens a block, and ends the one that was open."""
+        """Opens a block, after closing the open one."""
         events = self.close()
         self._open = Block(kind, len(self.blocks), name)
         self.blocks.append(self._open)
         return [*events, (START, self._open, "")]
 
     def close(self) -> list[BlockEvent]:
-        """Ends the open block, if there is one."""
+        """Closes the open block, if there is one."""
         block, self._open = self._open, None
         return [] if block is None else [(STOP, block, "")]
 
 
 async def read_blocks(chat: ChatRun) -> tuple[list[Block], Message]:
-    """The whole answer, and why it ended."""
+    """The whole response and why it ended."""
     (message,) = await chat.messages()
     blocks = Blocks()
     blocks.feed(message.parts)

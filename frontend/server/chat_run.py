@@ -1,10 +1,11 @@
-"""One turn of a conversation: rendered, run, and its text taken apart into content, reasoning and
-tool calls.
+"""One turn of a conversation: rendered, run, and its text parsed into content, reasoning and tool
+calls.
 
-Must not know: which API asked. OpenAI's chat, Responses, Anthropic's messages and Ollama's chat
-only write these events down.
+Must not know: the API of the request. OpenAI's chat, Responses, Anthropic's messages and Ollama's
+chat only encode these events.
 
-    ChatTurn ──prepare_chat──▶ ChatRun ──news()──▶ [ChoiceNews, ...] per step ──▶ each API's events, or Message for a whole answer
+    ChatTurn ──prepare_chat──▶ ChatRun ──news()──▶ [ChoiceNews, ...] per step ──▶ events of each API
+                                       └─messages()──▶ [Message, ...], the whole response
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .state import ServerState
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 from .usage import Usage
 
-# processor time that a chat template may take on the event loop
+# Seconds of processor time that a chat template may take on the event loop.
 INLINE_S = 0.05
 
 
 @dataclass(slots=True)
 class ChatTurn:
-    """What a chat API asks for, in one form.
+    """The parameters of a chat request in one form for all APIs.
 
     `tool_choice`: "auto", "none", "required" or the name of a function as {"name": ...}.
     """
@@ -52,7 +53,7 @@ class ChatTurn:
     request_id: str
     messages: list[dict[str, Any]]
     params: SamplingParams
-    max_tokens: int | None = None  # asked for by name, and refused if the context cannot hold them
+    max_tokens: int | None = None  # explicit limit; rejected if it exceeds the context
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = "auto"
     parallel_tool_calls: bool = True
@@ -63,7 +64,7 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
-    compact_json: bool = False  # of arguments that a grammar writes
+    compact_json: bool = False  # for call arguments constrained by a grammar
 
     @property
     def wants_tools(self) -> bool:
@@ -73,11 +74,11 @@ class ChatTurn:
 def thinking_variables(
     state: ServerState, call: Call, enabled: bool | None, effort: str | None, names: tuple[str, str]
 ) -> dict[str, Any]:
-    """What the template calls the switch of a model that may think or not, and how hard it is to
-    think; None: as the template has it.
+    """The template variables for a model's optional reasoning and its effort; None: the template's
+    default.
 
-    `names`: the body's two fields, one of which is noted as ignored where the template knows
-    nothing of it.
+    `names`: the two fields of the body; a field that the template does not support is noted as
+    ignored.
     """
     template = state.template_text
     variables: dict[str, Any] = {}
@@ -94,9 +95,9 @@ def thinking_variables(
 
 @dataclass(slots=True)
 class ChoiceNews:
-    """What is new in one choice.
+    """New output of one choice.
 
-    `finish_reason`: "stop", "length", "tool_calls", or None while it goes on.
+    `finish_reason`: "stop", "length", "tool_calls", or None while the choice is unfinished.
     """
 
     index: int
@@ -109,7 +110,7 @@ class ChoiceNews:
 
 @dataclass(slots=True)
 class Message:
-    """A whole answer, put together from its news."""
+    """A whole response, assembled from its ChoiceNews."""
 
     parts: list[Part] = field(default_factory=list)
     finish_reason: str | None = None
@@ -131,8 +132,9 @@ class Message:
 
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
-    """Renders, tokenizes and checks; raises ApiError or InvalidParameterError before the engine is
-    asked.
+    """Renders, tokenizes and checks a turn.
+
+    Raises ApiError or InvalidParameterError before the engine is called.
     """
     format, params = state.answer_format, turn.params
     text, token_ids = await render_turn(
@@ -156,8 +158,8 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> ChatRu
 def shape_answer(
     format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: Call
 ) -> tuple[SamplingParams, dict[str, str]]:
-    """The parameters with the grammar of what the turn demands, and the names of fields for the
-    errors of that grammar.
+    """The parameters with the grammar that the turn requires, and the names of fields for errors of
+    that grammar.
     """
     asked, options = (
         params.structured_outputs,
@@ -176,7 +178,7 @@ def shape_answer(
         shape = format.strict(tools, **options)
     if shape is None:
         if any(tool["function"].get("strict") for tool in tools):
-            # no mark tells where this model's calls begin
+            # No marker shows where this model's calls begin.
             call.ignored_params.append(turn.names.get("strict", "tools.strict"))
         return params, turn.names
     return msgspec.structs.replace(params, structured_outputs=shape), turn.names | {
@@ -186,7 +188,7 @@ def shape_answer(
 
 
 def shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """As the model is shown it: whether it is strict is the server's business."""
+    """The tool as the model sees it, without `strict`, which concerns only the server."""
     return {
         **tool,
         "function": {key: value for key, value in tool["function"].items() if key != "strict"},
@@ -198,12 +200,14 @@ async def render_turn(
 ) -> tuple[str, list[int]]:
     """The prompt of a turn as text and as token ids.
 
-    Raises ApiError, 400: with `must_fit` for what exceeds the model's context for certain, else for
-    what exceeds the limit of tokenizing.py.
+    Raises ApiError 400: with `must_fit` for a prompt that certainly exceeds the model's context,
+    else for one that exceeds the limit of tokenizing.py.
     """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
-        raise invalid(turn.names["prompt"], "This model has no tokenizer here, so it cannot chat.")
+        raise invalid(
+            turn.names["prompt"], "This model has no tokenizer, so it does not support chat."
+        )
     if turn.wants_tools:
         state.answer_format.require_tools()
 
@@ -244,7 +248,7 @@ async def render_turn(
 
 
 def _render_at_once(render: Callable[[], str]) -> str | None:
-    """The text, or None where the template takes so long that it would hold up the event loop."""
+    """The text, or None if the template takes so long that it would block the event loop."""
     from ..text.template_sandbox import time_limit  # imports jinja2
 
     try:
@@ -255,7 +259,7 @@ def _render_at_once(render: Callable[[], str]) -> str | None:
 
 
 class ChatRun:
-    """A checked turn, ready to run once. `usage` counts while `news` is read."""
+    """A checked turn that can be run once. `usage` is updated while `news` is read."""
 
     def __init__(self, state: ServerState, call: Call, job: Job, parsers: list[AnswerParser]):
         self._state = state
@@ -266,8 +270,9 @@ class ChatRun:
         self._reasonings = [Reasoned() for _ in parsers]
         self._tokenizer = state.ready_engine().tokenizer
         self.usage = Usage()
-        self.metrics: RequestMetrics | None = None  # once `news` has begun
-        self.prompt_logprobs: list[PositionLogprobs | None] | None = None  # likewise
+        self.metrics: RequestMetrics | None = None  # set when `news` has begun
+        # set when `news` has begun
+        self.prompt_logprobs: list[PositionLogprobs | None] | None = None
 
     @property
     def request_id(self) -> str:
@@ -290,11 +295,11 @@ class ChatRun:
         write_down: Callable[[list[ChoiceNews]], bytes] | None = None,
         write_text: Callable[[str], bytes] | None = None,
     ) -> AsyncGenerator[list[ChoiceNews], None]:
-        """What each output brings.
+        """The new output of each step.
 
-        With `write_down`, which says it in a stream's words, what can be written at once is not
-        given here. `write_text` says with less ado the most common news of all: more content of the
-        one choice there is, and nothing else.
+        `write_down` encodes it as a piece of a stream: output that can be written at once is then
+        not yielded. `write_text` encodes the most common case with less overhead: content of the
+        only choice, and nothing else.
         """
         parser, reasoned = self._parsers[0], self._reasonings[0]
         if len(self._parsers) > 1:
@@ -345,15 +350,15 @@ class ChatRun:
             self._count_reasoning(reasoned)
             if reason == "stop" and self._has_calls[index]:
                 reason = "tool_calls"
-            elif reason == "abort":  # paused away, say: what there is was cut short
+            elif reason == "abort":  # by a pause, for example: the output is truncated
                 reason = "length"
         return ChoiceNews(
             index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason
         )
 
     def _count_reasoning(self, reasoned: Reasoned) -> None:
-        """The tokens of the reasoning's text, as the tokenizer writes it: the same whether the
-        answer came whole or in pieces.
+        """Counts the tokens of the reasoning text as the tokenizer encodes it, so that the count is
+        the same for whole and streamed responses.
         """
         if not reasoned.texts:
             return
@@ -365,7 +370,7 @@ class ChatRun:
             self.usage.reasoning_tokens += reasoned.num_tokens
 
     async def messages(self) -> list[Message]:
-        """The whole answers, one per choice."""
+        """The whole responses, one per choice."""
         found = [Message() for _ in self._parsers]
         async with aclosing(self.news()) as steps:
             async for step in steps:
@@ -376,7 +381,7 @@ class ChatRun:
 
 @dataclass(slots=True)
 class Reasoned:
-    """What one choice has thought so far. `is_over`: content or a call has begun."""
+    """Reasoning of one choice so far. `is_over`: content or a call has begun."""
 
     texts: list[str] = field(default_factory=list)
     num_tokens: int = 0  # of the whole choice

@@ -1,6 +1,7 @@
-"""ServerConfig: what `quire serve` can be told beside the engine's own configuration.
+"""ServerConfig: the options of `quire serve` besides the engine's configuration.
 
-Must not know: how a value is used. It stays in the server process: keys never travel to an engine.
+Must not know: how a value is used. It stays in the server process: keys are never sent to an
+engine.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ Seconds = Annotated[float, Meta(gt=0)]
 
 
 class ServerConfig(Section, frozen=True):
-    """Field names are unique here and in EngineConfig: together they are the flags of `quire
-    serve`.
+    """Field names are unique across this class and EngineConfig: together they are the flags of
+    `quire serve`.
     """
 
     host: Annotated[
         str,
-        Meta(description="Address to listen on. 0.0.0.0: everybody who can reach this machine."),
+        Meta(description="Address to listen on. 0.0.0.0: all network interfaces."),
     ] = "127.0.0.1"
     port: Annotated[
         int,
@@ -31,8 +32,8 @@ class ServerConfig(Section, frozen=True):
     uds: Annotated[
         str | None,
         Meta(
-            description="Path of a Unix socket to listen on, in place of host and port. Who may "
-            "write to the file may call."
+            description="Path of a Unix socket to listen on, in place of host and port. "
+            "Processes that may write to the file may connect."
         ),
     ] = None
     root_path: Annotated[
@@ -82,7 +83,7 @@ class ServerConfig(Section, frozen=True):
         Meta(description="Client certificates. 0: not asked for; 1: optional; 2: required."),
     ] = 0
     page: Annotated[
-        bool, Meta(description="Serve the page at / that shows the engine at work.")
+        bool, Meta(description="Serve the page at / that shows the state of the engine.")
     ] = True
     admin: Annotated[
         bool,
@@ -91,23 +92,24 @@ class ServerConfig(Section, frozen=True):
         ),
     ] = False
     vllm_metrics: Annotated[
-        bool, Meta(description="Give /metrics vLLM's names (vllm:...) beside our own (quire:...).")
+        bool,
+        Meta(description="Add vLLM's names (vllm:...) to /metrics, besides Quire's (quire:...)."),
     ] = False
     log_format: Annotated[
         Literal["text", "json"],
-        Meta(description="How the log on stderr is written, the engine's too."),
+        Meta(description="Format of the log on stderr, for server and engine."),
     ] = "text"
     access_log: Annotated[
         bool, Meta(description="Log one line per request, with the client's address.")
     ] = True
     access_log_polls: Annotated[
-        bool, Meta(description="Log probes, scrapes and what the page polls as well.")
+        bool, Meta(description="Also log probes, scrapes and the requests that the page polls.")
     ] = False
     unknown_params: Annotated[
         Literal["warn", "error", "allow"],
         Meta(
-            description="Fields of a body that nobody knows. warn: the header x-unknown-params "
-            "lists them; error: 400; allow: silence."
+            description="Unknown fields of a body. warn: the header x-unknown-params "
+            "lists them; error: 400; allow: ignored."
         ),
     ] = "warn"
 
@@ -121,15 +123,15 @@ class ServerConfig(Section, frozen=True):
     tool_call_parser: Annotated[
         str,
         Meta(
-            description="How the model writes tool calls. auto: recognised from its chat template; "
-            "none: not at all."
+            description="Format of the model's tool calls. auto: detected from its chat template; "
+            "none: disabled."
         ),
     ] = "auto"
     reasoning_parser: Annotated[
         str,
         Meta(
-            description="How the model marks its reasoning. auto: recognised from its chat "
-            "template; none: not at all."
+            description="Format of the model's reasoning. auto: detected from its chat "
+            "template; none: disabled."
         ),
     ] = "auto"
     chat_template_kwargs: Annotated[
@@ -147,43 +149,42 @@ class ServerConfig(Section, frozen=True):
     max_concurrent_requests: Annotated[
         PositiveInt | None,
         Meta(
-            description="Most completions that the engine holds at once; more wait here. Default: "
+            description="Maximum completions in the engine at once; more wait here. Default: "
             "twice max_num_seqs."
         ),
     ] = None
     max_queued_requests: Annotated[
         NonNegativeInt,
-        Meta(description="Most requests that wait for the engine; one more is answered 429."),
+        Meta(description="Maximum requests that wait for the engine; further ones receive 429."),
     ] = 1024
     max_queued_tokens: Annotated[
-        PositiveInt, Meta(description="Most prompt tokens that wait; more are answered 429.")
+        PositiveInt,
+        Meta(description="Maximum prompt tokens that wait; requests beyond it receive 429."),
     ] = 4_000_000
     max_body_bytes: Annotated[
-        PositiveInt, Meta(description="Largest body of a request, in bytes.")
+        PositiveInt, Meta(description="Maximum size of a request's body, in bytes.")
     ] = 32 * 2**20
     max_header_bytes: Annotated[
-        PositiveInt, Meta(description="Largest head of a request, in bytes.")
+        PositiveInt, Meta(description="Maximum size of a request's head, in bytes.")
     ] = 64 * 2**10
     max_connections: Annotated[
-        PositiveInt, Meta(description="Most open connections; one more is answered 503.")
+        PositiveInt, Meta(description="Maximum open connections; further ones receive 503.")
     ] = 4096
     max_prompts_per_request: Annotated[
-        PositiveInt, Meta(description="Most prompts in one request.")
+        PositiveInt, Meta(description="Maximum prompts in one request.")
     ] = 2048
-    max_n: Annotated[PositiveInt, Meta(description="Most completions per prompt.")] = 128
+    max_n: Annotated[PositiveInt, Meta(description="Maximum completions per prompt.")] = 128
     header_timeout_s: Annotated[
-        Seconds, Meta(description="How long a client may take to send its headers.")
+        Seconds, Meta(description="Time for a client to send its headers.")
     ] = 10.0
-    body_timeout_s: Annotated[
-        Seconds, Meta(description="How long a client may take to send a body.")
-    ] = 30.0
+    body_timeout_s: Annotated[Seconds, Meta(description="Time for a client to send a body.")] = 30.0
     keep_alive_timeout_s: Annotated[
-        Seconds, Meta(description="How long a connection may idle between two requests.")
+        Seconds, Meta(description="Time for which a connection may be idle between two requests.")
     ] = 75.0
     write_timeout_s: Annotated[
         Seconds,
         Meta(
-            description="How long a client may leave an answer unread before its request is "
+            description="Time for which a client may leave a response unread before its request is "
             "aborted."
         ),
     ] = 60.0
@@ -191,10 +192,11 @@ class ServerConfig(Section, frozen=True):
         Seconds, Meta(description="Silence in a stream after which a comment is sent.")
     ] = 15.0
     step_timeout_s: Annotated[
-        Seconds, Meta(description="Step time beyond which /health/ready calls the engine stuck.")
+        Seconds,
+        Meta(description="Step time beyond which /health/ready reports the engine as stuck."),
     ] = 60.0
     drain_timeout_s: Annotated[
-        Seconds, Meta(description="How long running requests may take after SIGTERM.")
+        Seconds, Meta(description="Time for active requests to finish after SIGTERM.")
     ] = 30.0
     salt_per_key: Annotated[
         bool, Meta(description="Share the prefix cache only between requests of one key.")
@@ -202,15 +204,17 @@ class ServerConfig(Section, frozen=True):
     max_chunks_per_s: Annotated[
         NonNegativeInt,
         Meta(
-            description="About how many chunks all streams together send in a second; beyond it "
+            description="Approximate number of chunks per second of all streams together; beyond it "
             "chunks hold several tokens. "
-            "First tokens and ends never wait, others (and stop strings) about 50 ms at most. 0: "
-            "one for each token, however many streams there are."
+            "First tokens and ends are never delayed, others (and stop strings) by about 50 ms at most. 0: "
+            "one chunk per token, regardless of the number of streams."
         ),
     ] = 1250
     max_stored_responses: Annotated[
         NonNegativeInt,
-        Meta(description="Answers of /v1/responses that are kept for later; the oldest go first."),
+        Meta(
+            description="Maximum stored responses of /v1/responses; the oldest are evicted first."
+        ),
     ] = 1024
 
 

@@ -1,7 +1,7 @@
-"""One request to the engine on behalf of a call: checked against the context, run, and its errors
-in the API's words.
+"""One request to the engine for a call: checked against the context, run, and its errors converted
+to the API's format.
 
-Must not know: the shape of any API's answer.
+Must not know: the format of any API's response.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Job:
 def check_context(
     state: ServerState, token_ids: list[int], params: SamplingParams, names: dict[str, str]
 ) -> None:
-    """OpenAI's refusals for prompts and answers that do not fit; without it the engine would cut
-    max_tokens to what fits.
+    """Raises OpenAI's errors for prompts and outputs that do not fit; otherwise the engine would
+    reduce max_tokens to what fits.
     """
     max_model_len, num_prompt_tokens = state.max_model_len, len(token_ids)
     param = names.get("prompt", "prompt")
@@ -56,9 +56,7 @@ def check_context(
 def check_room(
     state: ServerState, token_ids: list[int], max_tokens: int | None, names: dict[str, str]
 ) -> None:
-    """Refuses an answer length that was asked for and that the context cannot hold, as OpenAI and
-    vLLM do.
-    """
+    """Rejects an explicit output length that exceeds the context, as OpenAI and vLLM do."""
     if max_tokens is not None and len(token_ids) + max_tokens > state.max_model_len:
         raise context_length_exceeded(
             names.get("prompt", "prompt"), state.max_model_len, len(token_ids), max_tokens
@@ -73,7 +71,7 @@ async def run(
 ) -> AsyncGenerator[RequestOutput, None]:
     """The engine's outputs for one prompt.
 
-    Closing it, or cancelling who reads it, aborts the request. Raises ApiError.
+    Closing the generator, or cancelling its reader, aborts the request. Raises ApiError.
 
     `take_at_once`: as for AsyncLLM.generate.
     """
@@ -87,7 +85,7 @@ async def run(
         | ({"cache_salt": salt} if salt else {})
     )
     last, request_id = None, job.request_id
-    # a proxy that tries again sends the same x-request-id while the first try still runs
+    # A proxy that retries sends the same x-request-id while the first attempt still runs.
     while request_id in state.running_ids:
         request_id = f"{job.request_id}-{secrets.token_hex(4)}"
     state.running_ids.add(request_id)
@@ -114,7 +112,7 @@ async def run(
     finally:
         state.running_ids.discard(request_id)
         if metrics:
-            # unless its end was told, the client left
+            # without a final output, the client has disconnected
             reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
             summary = {
                 "x_request_id": call.request_id,
@@ -126,7 +124,7 @@ async def run(
 
 
 def finish_reason(output: RequestOutput) -> str | None:
-    """The last one that this output tells of; with n > 1 the completions have each their own."""
+    """The last finish reason in this output; with n > 1 each completion has its own."""
     return next(
         (
             completion.finish_reason
@@ -138,8 +136,8 @@ def finish_reason(output: RequestOutput) -> str | None:
 
 
 def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
-    """A request that the engine ended with an error: the user's mistake, with the parameter's name,
-    or ours.
+    """The error of a request that the engine ended: a user error with the parameter's name, or an
+    internal error.
     """
     if output.error is None or output.error_parameter is None:
         return ApiError(500, INTERNAL, code="internal_error")
@@ -148,7 +146,7 @@ def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
 
 
 async def all_of(runs: list[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
-    """The last outputs of several runs side by side; the first failure ends them all."""
+    """The last outputs of several concurrent runs; the first failure ends all of them."""
     last: dict[int, RequestOutput] = {}
     async with aclosing(merged(runs)) as outputs:
         async for index, output in outputs:
@@ -159,8 +157,8 @@ async def all_of(runs: list[AsyncGenerator[RequestOutput, None]]) -> list[Reques
 async def merged(
     runs: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """(index of the run, output) of several runs side by side, as they come; the first failure ends
-    them all.
+    """Yields (index of the run, output) of several concurrent runs as they arrive; the first
+    failure ends all of them.
     """
     if len(runs) == 1:
         async with aclosing(runs[0]) as outputs:

@@ -1,7 +1,7 @@
-"""Meters: what the server counts of its requests, for /metrics. Everything is counted when a
-request has ended; a token costs nothing.
+"""Meters: the server's counters of requests for /metrics. They are updated when a request ends, so
+tokens add no overhead.
 
-Must not know: how a metric is written down, HTTP beyond names of routes and numbers of statuses.
+Must not know: how a metric is encoded, HTTP beyond route names and status codes.
 """
 
 from __future__ import annotations
@@ -95,22 +95,22 @@ TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in 
 
 
 class Histogram:
-    """Counts by bucket, of which each ends with its bound, and their sum."""
+    """Counts per bucket, where each bucket has an upper bound, and the sum of the values."""
 
     def __init__(self, about: str, bounds: tuple[float, ...]):
         self.about = about
         self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one for what is beyond
+        self.counts = [0] * (len(bounds) + 1)  # the last one has no upper bound
         self.sum = 0.0
 
     def observe(self, value: float | None, count: int = 1) -> None:
-        """None: there is nothing to tell."""
+        """Ignores None."""
         if value is not None:
             self.counts[bisect_left(self.bounds, value)] += count
             self.sum += value * count
 
     def observe_all(self, values: Sequence[float]) -> None:
-        """Many, in the time of a few."""
+        """Adds many values in one pass."""
         ordered, end = sorted(values), 0
         for bucket, bound in enumerate((*self.bounds, float("inf"))):
             begin, end = end, bisect_right(ordered, bound, end)
@@ -118,7 +118,7 @@ class Histogram:
         self.sum += sum(ordered)
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(bound, observations up to it), as Prometheus wants them."""
+        """(bound, number of observations up to it), as Prometheus requires."""
         total, buckets = 0, []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
@@ -127,21 +127,23 @@ class Histogram:
 
 
 class Meters:
-    """One per server. The names are vLLM's."""
+    """The meters of one server, with vLLM's names."""
 
     def __init__(self) -> None:
-        # with n > 1 that of the last completion
+        # with n > 1, the reason of the last completion
         self.requests_by_reason: Counter[str] = Counter(stop=0, length=0, abort=0, error=0)
         self.http_requests: Counter[tuple[str, str, int]] = Counter()  # by (method, route, status)
         self.http_durations: dict[tuple[str, str], Histogram] = {}  # by (method, route)
-        self.num_http_requests = 0  # that are under way
-        self.num_body_bytes = 0  # of all requests under way
-        self.connections_refused: Counter[str] = Counter()  # by code; before there was a request
+        self.num_http_requests = 0  # active
+        self.num_body_bytes = 0  # of all active requests
+        self.connections_refused: Counter[str] = Counter()  # by code; before the first request
         self.histograms = {
             "time_to_first_token_seconds": Histogram(
                 "From a request's arrival to its first token.", TTFT_S
             ),
-            "inter_token_latency_seconds": Histogram("From one token to the next.", PER_TOKEN_S),
+            "inter_token_latency_seconds": Histogram(
+                "Seconds between consecutive tokens.", PER_TOKEN_S
+            ),
             "request_time_per_output_token_seconds": Histogram(
                 "Mean time per token after the first, one value per request.", PER_TOKEN_S
             ),
@@ -165,14 +167,14 @@ class Meters:
                 "Tokens generated, of all completions together.", TOKENS
             ),
             "request_max_num_generation_tokens": Histogram(
-                "max_tokens as it was in force, times n.", TOKENS
+                "Effective max_tokens, times n.", TOKENS
             ),
             "request_params_n": Histogram("Completions asked for.", COMPLETIONS),
-            "request_params_max_tokens": Histogram("max_tokens where it was asked for.", TOKENS),
+            "request_params_max_tokens": Histogram("max_tokens of requests that set it.", TOKENS),
         }
 
     def http_ended(self, method: str, route: str, status: int, duration_s: float) -> None:
-        """An HTTP request has been answered, or its client has left."""
+        """Counts an HTTP request that has been answered, or whose client has disconnected."""
         self.http_requests[method, route, status] += 1
         if (histogram := self.http_durations.get((method, route))) is None:
             histogram = self.http_durations[method, route] = Histogram("", HTTP_S)
@@ -181,9 +183,7 @@ class Meters:
     def request_ended(
         self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0
     ) -> None:
-        """`queued_s`: how long it waited in the server's queue, before its metrics began to
-        count.
-        """
+        """`queued_s`: seconds in the server's queue, before the request's metrics began."""
         observe = {name: histogram.observe for name, histogram in self.histograms.items()}
         self.requests_by_reason[reason] += 1
         num_tokens, n = metrics.num_generation_tokens, params.n
@@ -205,8 +205,8 @@ class Meters:
         self._observe_tokens(metrics, n)
 
     def _observe_tokens(self, metrics: RequestMetrics, n: int) -> None:
-        """Moments are kept of the first tokens, and of several completions they are mixed: the
-        other tokens count with the request's mean.
+        """Observes the times between tokens. Times are stored for the first tokens only, and are
+        mixed for several completions: the other tokens count with the request's mean.
         """
         num_gaps = metrics.num_generation_tokens - n
         if metrics.decode_time is None or num_gaps <= 0:

@@ -1,6 +1,6 @@
-"""RequestLog: what became of the last requests, for those who ask afterwards.
+"""RequestLog: summaries of recent finished requests, for later queries.
 
-Must not know: prompts or answers (none is kept), HTTP, who asks.
+Must not know: prompts or responses (none is stored), HTTP, the clients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ MAX_REQUESTS = 1024
 class FinishedRequest:
     """One entry.
 
-    `summary`: what HTTP knew of it (model, finish_reason, ...), as it goes into the answer.
+    `summary`: what the HTTP layer knows about it (model, finish_reason, ...), as returned by the
+    API.
     """
 
     request_id: str
@@ -28,10 +29,10 @@ class FinishedRequest:
 
 
 class RequestLog:
-    """The last `capacity` finished requests by id, oldest out first."""
+    """The last `capacity` finished requests by id; the oldest is evicted first."""
 
     def __init__(self, capacity: int = MAX_REQUESTS):
-        self.num_added = 0  # since the start, those that were dropped since included
+        self.num_added = 0  # since the start, evicted ones included
         self._capacity = capacity
         self._requests: OrderedDict[str, FinishedRequest] = OrderedDict()
 
@@ -39,11 +40,11 @@ class RequestLog:
         return len(self._requests)
 
     def add(self, request_id: str, metrics: RequestMetrics, summary: dict[str, Any]) -> None:
-        """Notes a finished request.
+        """Adds a finished request.
 
-        An id that comes again replaces the earlier one: a client may choose its ids.
+        A repeated id replaces the earlier entry: clients may choose ids.
         """
-        # at most 4096, 32 KiB: a quarter of the list's memory
+        # at most 4096 tokens, 32 KiB: a quarter of the log's memory
         moments = array("d", metrics.token_ts)
         self.num_added += 1
         self._requests.pop(request_id, None)
@@ -54,8 +55,8 @@ class RequestLog:
             self._requests.popitem(last=False)
 
     def get(self, request_id: str) -> FinishedRequest | None:
-        """By its id in the answer's body, or by the answer's x-request-id; of several prompts in
-        one call the last to finish.
+        """Finds a request by the id in the response body, or by x-request-id; of several prompts in
+        one call, the last to finish.
         """
         if request_id in self._requests:
             return self._requests[request_id]
@@ -66,6 +67,6 @@ class RequestLog:
         )
 
     def recent(self, limit: int) -> list[FinishedRequest]:
-        """The last `limit` ones, latest first."""
+        """The last `limit` requests, latest first."""
         newest = reversed(self._requests.values())
         return [request for request, _ in zip(newest, range(limit))]

@@ -1,7 +1,7 @@
-"""What an answer must be: OpenAI's response_format, vLLM's structured_outputs and its older
-guided_*, as StructuredOutputsParams; and which whitespace its JSON may have.
+"""Constraints on the output: OpenAI's response_format, vLLM's structured_outputs and its older
+guided_* fields as StructuredOutputsParams, and the whitespace of JSON.
 
-Must not know: grammars (the engine compiles them and says what is wrong), prompts.
+Must not know: grammars (the engine compiles and validates them), prompts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .http.errors import invalid, missing, refused, unsupported
 if TYPE_CHECKING:
     from .sampling import SamplingBody
 
-NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and of functions
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions
 GUIDED = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -29,8 +29,8 @@ SPACING = ("whitespace_pattern", "disable_any_whitespace")
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
-    """vLLM's extension: exactly one of the first five, unless another field says what the answer
-    must be; then only the last two.
+    """vLLM's extension: exactly one of the first five fields, unless another field of the body
+    constrains the output; then only the last two.
     """
 
     json: str | dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
 
 
 def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
-    """Of a body, which may ask in one of three ways. Without its whitespace options."""
+    """The constraint of a body, which may use one of three forms, without whitespace options."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
     ways: dict[str, Any] = {
         "response_format": response_format(body.response_format),
@@ -69,7 +69,7 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
 
 
 def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
-    """What `stated` says the answer must be, without its whitespace options."""
+    """The constraint in `stated`, without its whitespace options."""
     if stated is None:
         return None
     fields = msgspec.structs.asdict(stated)
@@ -79,7 +79,7 @@ def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
 def with_whitespace(
     params: StructuredOutputsParams | None, body: SamplingBody, default_compact: bool
 ) -> StructuredOutputsParams | None:
-    """`params` with the whitespace options of a body, whichever field asked for the structure."""
+    """`params` with the whitespace options of a body, whichever field the constraint comes from."""
     if params is None or (params.json is None and not params.json_object):
         return params
     stated = body.structured_outputs or StructuredOutputs()
@@ -94,9 +94,9 @@ def with_whitespace(
 
 
 def wants_compact_json(body: Any, default: bool) -> bool:
-    """Whether the JSON of an answer, and of the tool calls in it, has no whitespace.
+    """Whether the JSON of a response and of its tool calls has no whitespace.
 
-    `body` is that of any API.
+    `body` may belong to any API.
     """
     stated = getattr(body, "structured_outputs", None)
     for holder in (stated, body):
@@ -107,7 +107,7 @@ def wants_compact_json(body: Any, default: bool) -> bool:
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    """OpenAI's `response_format` object. A schema holds whether or not it is `strict`."""
+    """OpenAI's `response_format` object. A schema is enforced whether or not it is `strict`."""
     kind = None if wanted is None else wanted.get("type")
     if wanted is None or kind == "text":
         return None

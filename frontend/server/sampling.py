@@ -1,7 +1,7 @@
-"""From the fields of a body to SamplingParams: OpenAI's own and the extensions that vLLM's users
-know; and which fields change nothing here.
+"""Converts the fields of a body to SamplingParams: OpenAI's own and vLLM's extensions; and lists
+the fields without effect.
 
-Must not know: prompts, the engine's limits (the InputProcessor knows those).
+Must not know: prompts, the engine's limits (InputProcessor checks those).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .response_format import (
     with_whitespace,
 )
 
-MAX_STOPS = 16  # OpenAI allows 4; its clients' users of other servers are used to more
+MAX_STOPS = 16  # OpenAI allows 4; other servers allow more
 MAX_LOGPROBS = 20
-# The fields that mean in SamplingParams what they mean in a body.
+# The fields with the same meaning in SamplingParams.
 SAME = (
     "n",
     "temperature",
@@ -50,8 +50,7 @@ SAME = (
     "truncate_prompt_tokens",
     "prompt_logprobs",
 )
-# The fields that OpenAI's API knows and that change nothing here, with the values that ask for
-# nothing anyway.
+# OpenAI's fields that have no effect here, with their neutral values.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "user": (),
     "safety_identifier": (),
@@ -66,8 +65,7 @@ IGNORED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1.0,),
     "early_stopping": (False,),
 }
-# The fields that ask for what this server cannot do, each with the values that do not, and the
-# sentence that refuses it.
+# Fields for unsupported features, each with its neutral values and the error message.
 UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "audio": ((), "This model generates text only: 'audio' is not supported."),
     "modalities": (
@@ -107,14 +105,14 @@ TokenId = Annotated[int, Meta(ge=0)]
 
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = None  # OpenAI pads its chunks against eavesdroppers
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in every chunk
+    include_obfuscation: bool | None = None  # OpenAI pads its chunks against traffic analysis
+    continuous_usage_stats: bool | None = None  # vLLM's extension: usage in every chunk
 
 
 class SamplingBody(msgspec.Struct, kw_only=True):
-    """The fields that OpenAI's completions and chat share, and vLLM's extensions to both.
+    """The fields shared by OpenAI's completions and chat, and vLLM's extensions to both.
 
-    None: as if it had not been sent.
+    None: the field was not sent.
     """
 
     model: str | None = None
@@ -134,7 +132,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: dict[str, Any] | None = None
-    # OpenAI's fields that change nothing here
+    # OpenAI's fields that have no effect here
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -143,7 +141,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
-    # what vLLM's users know
+    # vLLM's extensions
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(ge=1e-6, le=1e6)] | None = None
@@ -158,14 +156,14 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     prompt_logprobs: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    # guided_*: the names that structured_outputs' parts had before
+    # guided_*: the deprecated names of the parts of structured_outputs
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    disable_any_whitespace: bool | None = None  # whichever field asks for JSON
+    disable_any_whitespace: bool | None = None  # for every field that requests JSON
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -177,9 +175,7 @@ class SamplingBody(msgspec.Struct, kw_only=True):
 
 
 def check_fields(body: SamplingBody, call: Call) -> None:
-    """Refuses the fields that ask for what this server cannot do, and notes those that it
-    ignores.
-    """
+    """Rejects fields for unsupported features, and notes fields that are ignored."""
     for name, (harmless, sentence) in UNSUPPORTED.items():
         value = getattr(body, name, None)
         if value is not None and value not in harmless:
@@ -220,10 +216,12 @@ def sampling_params(
     names: dict[str, str] | None = None,
     **overrides: Any,
 ) -> SamplingParams:
-    """`defaults`: what the model's authors recommend; `overrides` win over the body; `names`: the
-    engine's parameters -> the body's fields.
+    """Builds SamplingParams.
 
-    Raises ApiError naming the field, or without `names` InvalidParameterError.
+    `defaults`: the values that the model's authors recommend; `overrides` take precedence over the
+    body; `names`: the engine's parameters -> the body's fields.
+
+    Raises ApiError that names the field, or InvalidParameterError if `names` is None.
     """
     given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     if body.n is not None and body.n > config.max_n:
@@ -240,9 +238,9 @@ def sampling_params(
         stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
         given["stop"] = [text for text in stops if text] or None
     if body.seed is not None:
-        given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative ones
+        given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative values
     if body.logit_bias:
-        # JSON has only strings as keys
+        # keys in JSON are strings
         given["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
     start = {
         field: getattr(defaults, field)
@@ -268,9 +266,7 @@ def sampling_params(
 
 
 def field_names(body: SamplingBody) -> dict[str, str]:
-    """The engine's parameters -> the fields of this body that asked for them, where their names
-    differ.
-    """
+    """The engine's parameters -> the fields of this body that set them, where the names differ."""
     if kinds_of(body.structured_outputs) is not None:
         return {}
     guided = next((name for name in GUIDED if getattr(body, name) is not None), "response_format")

@@ -1,4 +1,4 @@
-"""The server's process: the port first, then the engine; signals; the way out.
+"""The server process: opens the port, then starts the engine; handles signals and the shutdown.
 
 Must not know: routes, requests.
 """
@@ -33,7 +33,7 @@ from .http.write_batch import WriteBatch
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
-OTHER_FILES = 128  # that a process has open beside its connections
+OTHER_FILES = 128  # files that a process has open besides its connections
 
 
 def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
@@ -41,7 +41,7 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     check_certificate(config)
     listener = open_port(config)
     configure_logging(logging.INFO, config.log_format)
-    # when it starts and ends we say ourselves
+    # start and end are logged here
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     state = ServerState(config, args.served_model_name or args.model)
     server = Server(config, state, args, engine)
@@ -52,7 +52,7 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
         and not (config.api_key or config.api_key_file)
     ):
         announce(
-            f"warning: {config.host} is open to everybody who can reach this machine; --api-key "
+            f"warning: {config.host} accepts requests from every host that can reach this machine; --api-key "
             f"asks for a key"
         )
     raise_open_files_limit(config.max_connections)
@@ -75,14 +75,14 @@ def shown_address(config: ServerConfig, listener: socket.socket) -> str:
 
 
 def check_certificate(config: ServerConfig) -> None:
-    """Raises InvalidParameterError where HTTPS was asked for and cannot be had."""
+    """Raises InvalidParameterError if HTTPS is requested and its files cannot be used."""
     if config.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_cert_reqs"):
             if getattr(config, name):
-                raise InvalidParameterError(name, "needs ssl_certfile, which must be given too")
+                raise InvalidParameterError(name, "requires ssl_certfile")
         return
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
-        raise InvalidParameterError("ssl_cert_reqs", "needs ssl_ca_certs to check them against")
+        raise InvalidParameterError("ssl_cert_reqs", "requires ssl_ca_certs")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         if config.ssl_ca_certs is not None:
@@ -93,7 +93,7 @@ def check_certificate(config: ServerConfig) -> None:
         ) from None
     try:
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
-    except OSError as error:  # an SSLError is one
+    except OSError as error:  # an SSLError is an OSError
         files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
         raise InvalidParameterError(
             "ssl_certfile", f"{files} cannot be used: {error.strerror or error}"
@@ -101,9 +101,9 @@ def check_certificate(config: ServerConfig) -> None:
 
 
 def open_port(config: ServerConfig) -> socket.socket:
-    """The listening socket, before anything slow happens.
+    """Opens the listening socket before the slow part of the start.
 
-    Raises InvalidParameterError if the address cannot be had.
+    Raises InvalidParameterError if the address cannot be used.
     """
     if config.uds is not None:
         return open_unix_socket(config.uds)
@@ -123,7 +123,7 @@ def open_port(config: ServerConfig) -> socket.socket:
 
 
 def open_unix_socket(path: str) -> socket.socket:
-    """Takes the place of a socket file that nobody listens on any more."""
+    """Replaces a socket file on which no process listens any more."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if Path(path).is_socket() and not is_listening(path):
@@ -145,9 +145,9 @@ def is_listening(path: str) -> bool:
 
 
 def raise_open_files_limit(max_connections: int) -> None:
-    """Every connection is an open file.
+    """Raises the limit of open files to the number of connections.
 
-    Where the system does not allow as many, a full table of files would keep new ones out unheard.
+    If the system does not allow it, further connections would be dropped without a response.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = max_connections + SPARE_CONNECTIONS + OTHER_FILES
@@ -164,9 +164,9 @@ def raise_open_files_limit(max_connections: int) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with the engine's life beside it.
+    """uvicorn with the lifecycle of the engine.
 
-    `failure`: why the engine is not, or no longer, there.
+    `failure`: why there is no engine, or no longer.
     """
 
     def __init__(self, config: ServerConfig, state: ServerState, args: EngineArgs, engine: str):
@@ -174,7 +174,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 make_app(state),
                 loop="uvloop",
-                # cast: uvicorn calls `http` and takes any number of seconds; its annotations are
+                # cast: uvicorn calls `http` and accepts any number of seconds; its annotations are
                 # narrower
                 http=cast(
                     Any,
@@ -188,7 +188,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 lifespan="off",
                 log_config=None,
-                access_log=False,  # app.py writes one line per request when it has ended
+                access_log=False,  # app.py logs one line when a request ends
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
@@ -207,7 +207,7 @@ class Server(uvicorn.Server):
         self._has_ended_engine = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second one ends at once."""
+        """The first signal drains, the second one ends the process at once."""
         if self.should_exit:
             self.force_exit = True
         self.state.is_draining = self.should_exit = True
@@ -215,13 +215,13 @@ class Server(uvicorn.Server):
             self._captured_signals.append(sig)
 
     def _on_hangup(self) -> None:
-        """SIGHUP: the file of keys has changed."""
+        """SIGHUP: reads the key file again."""
         try:
             self.state.keys.read()
         except InvalidParameterError as error:
-            logger.error("the keys stay as they were: %s", error)
+            logger.error("the keys are unchanged: %s", error)
         else:
-            logger.info("the keys have been read again")
+            logger.info("the keys have been reloaded")
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         if self.state.server_config.api_key_file is not None:
@@ -242,15 +242,14 @@ class Server(uvicorn.Server):
             self.failure = engine.dead_error
 
     async def _end_engine(self) -> None:
-        """Its requests are told."""
+        """Shuts the engine down; its requests receive an error."""
         self._has_ended_engine = True
         if self.state.engine is not None:
             await self.state.engine.shutdown_async()
 
     async def on_tick(self, counter: int) -> bool:
-        """A dead engine ends the server, as it does with vLLM: whoever supervises it knows how to
-        start it again, and nothing else would. Every request gets its error first, and /health
-        tells of it while they do.
+        """Ends the server when the engine has died, as vLLM does, since a supervisor can restart
+        it. First every request receives its error, and /health reports the failure meanwhile.
         """
         self._note_death()
         if self.failure is not None:
@@ -258,23 +257,21 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Waits for what runs while the port still answers: 503 for new work, and for the balancer
-        that asks /health/ready. Then uvicorn's own end: no new connections, the old ones closed
-        when what lies in them has been read.
+        """Waits for active requests while the port still answers: 503 for new work, and for load
+        balancers that poll /health/ready. Then uvicorn shuts down: no new connections, and open
+        ones are closed after their input has been read.
         """
         self.state.is_draining = self.failure is None  # else its state says what is wrong
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
         if running:
-            announce(
-                f"{len(running)} requests are left to finish; a second signal ends them at once"
-            )
+            announce(f"{len(running)} active requests may finish; a second signal aborts them")
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
         self._note_death()
         if running:
-            logger.warning("%d requests had not ended and are cut off", len(running))
+            logger.warning("%d unfinished requests are aborted", len(running))
             await self._end_engine()
         self.config.timeout_graceful_shutdown = (
             1 if running else max(1, round(deadline - loop.time()))
@@ -285,7 +282,7 @@ class Server(uvicorn.Server):
         engine = None
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
-            # refuses templates and parsers that this model does not have
+            # rejects templates and parsers that this model does not have
             self.state.set_engine(engine)
         except QuireError as error:
             self.state.loading.error = str(error)
@@ -295,11 +292,10 @@ class Server(uvicorn.Server):
                 await engine.shutdown_async()
             return
         gc.collect()
-        # a step of many streams makes thousands of short-lived objects: no reason to look for
-        # cycles
+        # A step of many streams creates thousands of short-lived objects, which form no cycles.
         gc.set_threshold(20_000, 50, 20)
-        # what has been loaded stays: a collection that looked at all of it would stop every stream
-        # for 20 to 50 ms
+        # Loaded objects are permanent: a collection that visited them would block every stream for
+        # 20 to 50 ms.
         gc.freeze()
         if self._engine != "inproc":
             give_way()
@@ -307,7 +303,7 @@ class Server(uvicorn.Server):
 
 
 def announce(message: str) -> None:
-    """Tells whoever started the server; in a log of JSON as a record like any other."""
+    """Prints a message to stderr; with JSON logs, writes it as a log record."""
     if current_format() == "json":
         logger.info("%s", message)
     else:
@@ -315,12 +311,14 @@ def announce(message: str) -> None:
 
 
 def give_way() -> None:
-    """This process's threads no longer take a core from another's in the midst of its work, but
-    when that offers it, as the engine's kernels do between two calls, or at the system's next tick:
-    kernels wait for each other, and one that is interrupted holds up all. Where the system does not
-    allow it, all stays as it is.
+    """Schedules this process's threads so that they do not preempt others (SCHED_BATCH).
+
+    A thread then gets a core when another offers it, as the engine's kernels do between two calls,
+    or at the next tick of the system. The threads of a kernel wait for each other, so one
+    preemption delays all. No effect where the system does not allow it.
     """
     if hasattr(os, "SCHED_BATCH"):
         for thread_id in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # it has just ended, or a sandbox forbids it
+            # the thread has just ended, or a sandbox forbids the call
+            with contextlib.suppress(OSError):
                 os.sched_setscheduler(int(thread_id), os.SCHED_BATCH, os.sched_param(0))

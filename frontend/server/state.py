@@ -1,7 +1,7 @@
-"""ServerState: the one object that every route is given: configurations, the engine or how far its
-loading has come, names of models.
+"""ServerState: the object that every route receives: configurations, the engine or its loading
+progress, model names.
 
-Must not know: HTTP beyond the refusals that it raises.
+Must not know: HTTP beyond the errors that it raises.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .request_log import RequestLog
 
 logger = logging.getLogger(__name__)
 NUM_TOKENIZER_THREADS = 2
-SHUTDOWN_RETRY_S = 5.0  # until whatever takes over is there
+SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
 
-# Where each stage of loading begins and ends, as shares of the whole; measured on small and large
-# models, good enough for an estimate.
+# The start and end of each loading stage as fractions of the total, measured on small and large
+# models; accurate enough for an estimate.
 STAGES = {
     "start": (0.0, 0.02),
     "import": (0.02, 0.2),
@@ -49,12 +49,12 @@ def openai_error_event(error: ApiError) -> bytes:
 
 @dataclass(slots=True)
 class Loading:
-    """How far the engine has come up."""
+    """Loading progress of the engine."""
 
     stage: str = "start"
-    fraction: float = 0.0  # of everything, 0..1
+    fraction: float = 0.0  # of the total, 0 to 1
     began: float = field(default_factory=time.monotonic)
-    error: str | None = None  # why it will not come up
+    error: str | None = None  # why loading failed
 
     def report(self, stage: str, fraction: float) -> None:
         """`fraction` is that of the stage."""
@@ -66,19 +66,22 @@ class Loading:
 
     @property
     def remaining_s(self) -> float | None:
-        """An estimate in seconds; None while there is nothing to base it on."""
+        """Estimated seconds; None while there is no basis for an estimate."""
         elapsed_s = time.monotonic() - self.began
         return elapsed_s * (1 - self.fraction) / self.fraction if self.fraction >= 0.05 else None
 
 
 class ServerState:
-    """`engine` is None while it loads; `is_draining` is set by SIGTERM and never taken back."""
+    """The state of the server. `engine` is None while it loads; `is_draining` is set by SIGTERM and
+    never reset.
+    """
 
     def __init__(
         self, server_config: ServerConfig, model_name: str, engine: AsyncLLM | None = None
     ):
         self.server_config = server_config
-        self.model_name = model_name  # as the user named it; the engine's own once it is there
+        # as the user named it; the engine's own name once it is loaded
+        self.model_name = model_name
         self.loading = Loading()
         self.is_draining = False
         self.started = time.time()  # seconds since 1970
@@ -90,18 +93,18 @@ class ServerState:
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # set with the engine
-        # who may use the threads of tokenizing.py: the keys in turn
+        # Limits access to the threads of tokenizing.py: round-robin by key.
         self.tokenizing = Admission(
             NUM_TOKENIZER_THREADS, server_config.max_queued_requests, sys.maxsize
         )
         self.meters = Meters()
         self.keys = Keys(server_config)
-        self.running_ids: set[str] = set()  # of the engine's requests, those that wait included
+        self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
             self.set_engine(engine)
 
     def set_engine(self, engine: AsyncLLM) -> None:
-        """The engine has come up."""
+        """Called when the engine has loaded."""
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
         self.template_text = self._find_template(engine)
@@ -114,12 +117,12 @@ class ServerState:
             config.max_queued_tokens,
             max_computing=max_num_seqs,
         )
-        engine.record_token_times = True  # for the time lines of requests
+        engine.record_token_times = True  # for the timelines of requests
         engine.max_outputs_per_s = self.server_config.max_chunks_per_s
         self.engine = engine
 
     def _find_template(self, engine: AsyncLLM) -> str:
-        """The one that will be rendered."""
+        """The template that will be rendered."""
         named = self.chat_template
         if engine.tokenizer is None:
             return ""
@@ -143,7 +146,7 @@ class ServerState:
         )
 
     def ready_engine(self) -> AsyncLLM:
-        """The engine, or the refusal that says why there is none."""
+        """Returns the engine. Raises ApiError that explains why there is none."""
         if self.is_draining:
             raise shutting_down()
         if self.engine is None:
@@ -158,8 +161,8 @@ class ServerState:
         return self.admission
 
     def explain(self, error: Exception) -> ApiError:
-        """What a client is told: from_exception, but that an engine which is gone while the server
-        shuts down is no accident.
+        """Like from_exception, but an engine that stops during the server's shutdown is reported as
+        the shutdown.
         """
         return (
             shutting_down()
@@ -183,7 +186,7 @@ class ServerState:
         )
 
     def check_model(self, name: str | None) -> str:
-        """The served name for the `model` of a body. Raises a 404 for a model that is not here."""
+        """The served name for the `model` of a body. Raises ApiError 404 for an unknown model."""
         if name in (None, "", self.model_name):
             return self.model_name
         message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
@@ -198,8 +201,8 @@ class ServerState:
         comment: bytes = COMMENT,
         media_type: bytes = EVENT_STREAM,
     ) -> EventStream:
-        """The answer that streams `events`, with this server's timeouts; in OpenAI's form, unless
-        told otherwise.
+        """The response that streams `events` with this server's timeouts; by default in OpenAI's
+        format.
         """
         config = self.server_config
 
@@ -231,7 +234,7 @@ def shutting_down() -> ApiError:
 
 
 def read_template(wanted: str | None) -> str | None:
-    """The text of a file, or the name of one of the model's templates as it is."""
+    """The text of a template file, or the name of one of the model's templates unchanged."""
     if wanted is None:
         return None
     path = Path(wanted).expanduser()
@@ -239,7 +242,7 @@ def read_template(wanted: str | None) -> str | None:
 
 
 def fingerprint(engine: AsyncLLM) -> str:
-    """Changes when anything changes that may change an answer: the model, its settings, the
+    """Changes when anything changes that may affect the output: the model, its settings, the
     engine's version.
     """
     from hashlib import blake2b

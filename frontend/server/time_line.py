@@ -1,12 +1,12 @@
-"""The life of a finished request: its summary, its time line, and the same as a Chrome trace.
+"""The events of a finished request: its summary, its timeline, and the same as a Chrome trace.
 
-Must not know: HTTP, where requests come from.
+Must not know: HTTP, the source of requests.
 
-All moments of a time line are seconds since the engine took the request.
+All times of a timeline are seconds since the engine accepted the request.
 
     queued ┤████│            │              │
-    prefill     │██ ████ ████│              │      one prefill_chunk per step
-    decode      │            │▏ ▏ ▏ ▏ ▏ ▏ ▏ │      one decode_step from each moment with news to the next
+    prefill     │██ ████ ████│              │   one prefill_chunk per step
+    decode      │            │▏ ▏ ▏ ▏ ▏ ▏ ▏ │   one decode_step between two outputs
                 scheduled    first_token    finished
 """
 
@@ -21,12 +21,12 @@ Event = dict[str, Any]
 
 
 def summary_of(request: FinishedRequest) -> dict[str, Any]:
-    """One request in a line of a list."""
+    """One request as an entry of a list."""
     metrics = request.metrics
     return {
         "id": request.request_id,
         "object": "request",
-        "created": metrics.arrival_time,  # seconds since 1970
+        "created": metrics.arrival_time,  # seconds since the Unix epoch
         **request.summary,
         "prompt_tokens": metrics.num_prompt_tokens,
         "completion_tokens": metrics.num_generation_tokens,
@@ -38,7 +38,7 @@ def summary_of(request: FinishedRequest) -> dict[str, Any]:
 
 
 def time_line(request: FinishedRequest) -> dict[str, Any]:
-    """The summary, the times of the phases, and all events in their order."""
+    """The summary, the times of the phases, and all events in order."""
     metrics = request.metrics
     phases = {
         "queued_s": metrics.queued_time,
@@ -53,9 +53,7 @@ def time_line(request: FinishedRequest) -> dict[str, Any]:
 
 
 def events(metrics: RequestMetrics) -> list[Event]:
-    """What the engine told of the request; of one that it never took (refused at its door),
-    nothing.
-    """
+    """The engine's events of the request; empty if the engine rejected it."""
     zero = metrics.queued_ts
     if not zero:
         return []
@@ -92,9 +90,9 @@ def events(metrics: RequestMetrics) -> list[Event]:
 
 
 def _decode_steps(metrics: RequestMetrics, zero: float) -> list[Event]:
-    """From each moment with tokens to the next.
+    """The intervals between the times of tokens.
 
-    Tokens of one moment came in one step: several completions, several tokens ahead.
+    Tokens with the same time come from one step: several completions, or several tokens at once.
     """
     steps: list[Event] = []
     previous = None
@@ -115,8 +113,8 @@ def _decode_steps(metrics: RequestMetrics, zero: float) -> list[Event]:
     return steps
 
 
-# Rows of the trace, top to bottom; chunks and steps have rows of their own, since a trace's row
-# takes only what nests.
+# Rows of the trace, top to bottom. Chunks and steps have rows of their own, since the events of a
+# trace row must be nested.
 ROWS = {
     "queued": "request",
     "decode": "request",
@@ -128,7 +126,7 @@ THREADS = {"request": 1, "prefill chunks": 2, "decode steps": 3}
 
 
 def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
-    """The time line in the Trace Event Format (JSON), which Perfetto and chrome://tracing open.
+    """The timeline in the Trace Event Format (JSON) for Perfetto and chrome://tracing.
 
     Times are microseconds.
     """

@@ -1,8 +1,8 @@
-"""Log-probabilities in the two shapes of OpenAI's API, and prompt log-probabilities in vLLM's.
+"""Log-probabilities in the two formats of OpenAI's API, and prompt log-probabilities in vLLM's.
 
 Must not know: requests, chunks.
 
-A token that is no whole text by itself, part of an emoji say, is written as its bytes:
+A token that is not complete text by itself, such as part of an emoji, is written as its bytes:
 "bytes:\\xf0\\x9f" in completions, "\\xf0\\x9f" in chat.
 """
 
@@ -16,7 +16,7 @@ from ..outputs import Logprob, PositionLogprobs
 from ..text.detokenizer import piece_table
 from ..text.tokenizer import Tokenizer
 
-LEAST = -9999.0  # what OpenAI writes for a probability of zero; JSON has no infinity
+LEAST = -9999.0  # OpenAI's value for a probability of zero; JSON has no infinity
 
 
 class TopLogprob(msgspec.Struct):
@@ -38,7 +38,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Four lists of one length. The first token of a prompt has no probability."""
+    """Four lists of equal length. The first token of a prompt has no probability."""
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -47,7 +47,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class TokenWriter:
-    """How tokens are written down.
+    """Converts tokens to their text in the API.
 
     `as_ids`: "token_id:7" in place of text (vLLM's return_tokens_as_token_ids).
     """
@@ -78,8 +78,8 @@ class TokenWriter:
     # ------------------------------------------------------------ chat
 
     def chat(self, positions: list[PositionLogprobs], num_top: int) -> list[TokenLogprob]:
-        """The sampled token of each position and its `num_top` most probable ones, the likeliest
-        first.
+        """The sampled token of each position and its `num_top` most probable tokens, the most
+        probable first.
         """
         written = []
         for position in positions:
@@ -106,11 +106,11 @@ class TokenWriter:
     def completion(
         self, positions: list[PositionLogprobs], offset: int, *, skips_special: bool
     ) -> tuple[CompletionLogprobs, int]:
-        """For output tokens that begin `offset` characters into the text; also where the next ones
-        begin.
+        """Log-probabilities of output tokens that begin `offset` characters into the text, and the
+        offset of the next token.
 
-        top_logprobs have the sampled token and the most probable ones, up to one more than were
-        asked for, as in OpenAI's API.
+        top_logprobs contain the sampled token and the most probable ones, up to one more than
+        requested, as in OpenAI's API.
         """
         found = CompletionLogprobs([], [], [], [])
         for position in positions:
@@ -123,9 +123,9 @@ class TokenWriter:
     def prompt(
         self, token_ids: list[int], positions: list[PositionLogprobs | None], text: str
     ) -> CompletionLogprobs:
-        """For the tokens of an echoed prompt.
+        """Log-probabilities of the tokens of an echoed prompt.
 
-        Tokens that the tokenizer put in front, a BOS say, take no room in the text.
+        Tokens that the tokenizer adds in front, such as BOS, have no length in the text.
         """
         found, offset = CompletionLogprobs([], [], [], []), 0
         for token_id, position in zip(token_ids, positions, strict=True):
@@ -167,8 +167,8 @@ class TokenWriter:
 def prompt_logprobs(
     positions: list[PositionLogprobs | None] | None,
 ) -> list[dict[str, Any] | None] | None:
-    """vLLM's shape: one object per token of the prompt, from token ids to candidates; null for the
-    first.
+    """vLLM's format: one object per prompt token, from token ids to candidates; null for the first
+    token.
     """
     if positions is None:
         return None

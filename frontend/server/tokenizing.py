@@ -1,12 +1,11 @@
-"""Texts to token ids beside everything else that the server does: short ones at once, long ones in
-threads of their own.
+"""Tokenizes texts without blocking the server: short ones at once, long ones in dedicated threads.
 
-Must not know: whose text it is.
+Must not know: the client that sent a text.
 
-The tokenizer releases the interpreter's lock (encode_batch does), but takes up to 170 bytes for each
-character, and a second for a million of them. So there are two threads, keys take turns for them,
-texts that cannot fit in the context are refused by their length where that is certain, and texts
-that need not fit have a limit of their own. A request whose client has left gives up its turns.
+The tokenizer's encode_batch releases the GIL, but takes up to 170 bytes per character, and one
+second per million characters. So there are two threads, used round-robin by key. Texts that
+certainly exceed the context are rejected by their length. Texts that need not fit have a limit of
+their own. A request whose client has disconnected releases its turns.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from .state import NUM_TOKENIZER_THREADS, ServerState
 
 Result = TypeVar("Result")
 
-# characters; the tokenizer takes milliseconds for more, which other requests should not wait for
+# characters; longer texts take milliseconds, which would delay other requests
 LONG_TEXT = 20_000
 SLICE = 500_000  # characters of short texts that are tokenized in one turn
-HUGE_TEXT = 1_000_000  # characters whose memory is worth giving back
-# A text that need not fit in the context may have so many characters for each token that does.
+HUGE_TEXT = 1_000_000  # characters from which the memory is returned to the system
+# The number of characters per token of context that a text may have if it need not fit.
 CHARACTERS_PER_TOKEN = 16
-# none is started before it is needed
+# started on first use
 THREADS = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "quire tokenize")
 
 
@@ -47,8 +46,8 @@ async def tokenize_all(
 ) -> list[list[int]]:
     """Token ids of each text.
 
-    Raises ApiError, 400, naming `param` for a text that with `must_fit` exceeds the model's context
-    for certain, or exceeds `max_characters`; 429 when too many requests wait for their turn.
+    Raises ApiError 400 that names `param` for a text that, with `must_fit`, certainly exceeds the
+    model's context, or exceeds `max_characters`; 429 when too many requests wait for their turn.
     """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
@@ -62,7 +61,7 @@ async def tokenize_all(
             if must_fit and tokenizer.max_token_length is not None:
                 check_length(tokenizer, text, param, most)
         try:
-            # also of one: `encode` keeps the interpreter to itself
+            # encode_batch even for one text: `encode` holds the GIL
             return tokenizer.encode_batch(slice_of_texts, add_special_tokens)
         finally:
             if sum(map(len, slice_of_texts)) > HUGE_TEXT:
@@ -78,7 +77,7 @@ async def tokenize_all(
 
 
 def slices(texts: list[str]) -> Iterator[list[str]]:
-    """All texts in order, in lists of at most SLICE characters or of one text."""
+    """All texts in order, in lists of one text or of at most SLICE characters."""
     some: list[str] = []
     for text in texts:
         if some and sum(map(len, some)) + len(text) > SLICE:
@@ -89,9 +88,9 @@ def slices(texts: list[str]) -> Iterator[list[str]]:
 
 
 async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> Result:
-    """The result of `work`, in a thread, when it is this key's turn.
+    """The result of `work`, run in a thread when it is this key's turn.
 
-    A thread cannot be stopped: when the caller is cancelled its place is free once `work` has ended.
+    A thread cannot be stopped: if the caller is cancelled, its slot is released when `work` ends.
     """
     slot = turns.slot(call.tenant, id(call))
     await slot.__aenter__()
@@ -104,17 +103,17 @@ async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> R
     def ended(done: asyncio.Future) -> None:
         turns.leave(slot)
         if not done.cancelled():
-            done.exception()  # has been seen, also where nobody waits any more
+            done.exception()  # mark the exception as retrieved, also if no task waits
 
     running.add_done_callback(ended)
     try:
         return await asyncio.shield(running)
     finally:
-        del running  # an error in it would hold this frame, and so itself and the texts
+        del running  # an exception in it would keep this frame, and so itself and the texts, alive
 
 
 def no_tokenizer() -> ApiError:
-    return invalid("prompt", "This model has no tokenizer here: prompts must be token ids.")
+    return invalid("prompt", "This model has no tokenizer: prompts must be token ids.")
 
 
 def max_characters(max_model_len: int) -> int:
@@ -122,7 +121,7 @@ def max_characters(max_model_len: int) -> int:
 
 
 def check_num_characters(num_characters: int, param: str, max_model_len: int) -> None:
-    """Raises ApiError for a text that nobody should have to wait for."""
+    """Raises ApiError for a text that takes too long to tokenize."""
     most = max_characters(max_model_len)
     if num_characters > most:
         raise invalid(
@@ -133,15 +132,18 @@ def check_num_characters(num_characters: int, param: str, max_model_len: int) ->
 
 
 def check_length(tokenizer: Tokenizer, text: str, param: str, max_model_len: int) -> None:
-    """Raises for a text that has too many tokens for sure."""
+    """Raises ApiError for a text that certainly has too many tokens."""
     longest = tokenizer.max_token_length
     if longest is None or len(text) <= longest * max_model_len:
         return
     num_characters = len(text)
     if composes(tokenizer.backend) and not unicodedata.is_normalized("NFC", text):
-        num_characters //= 4  # as many characters at most become one
+        num_characters //= 4  # at most four characters become one
     num_tokens = -(-num_characters // longest)
     if num_tokens > max_model_len:
-        problem = f"the text of your {param} has {len(text)} characters, which are at least {num_tokens} tokens"
-        message = f"This model's maximum context length is {max_model_len} tokens. However, {problem}. Please reduce the length of the {param}."
+        message = (
+            f"This model's maximum context length is {max_model_len} tokens. However, the text of "
+            f"your {param} has {len(text)} characters, which are at least {num_tokens} tokens. "
+            f"Please reduce the length of the {param}."
+        )
         raise ApiError(400, message, code="context_length_exceeded", param=param)

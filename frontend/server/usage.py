@@ -1,4 +1,4 @@
-"""Usage: how many tokens a call has cost, in the words of each API.
+"""Usage: the number of tokens of a call, in the format of each API.
 
 Must not know: text, routes.
 """
@@ -21,7 +21,7 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class UsageCounts(msgspec.Struct):
-    """OpenAI's object."""
+    """OpenAI's usage object."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -31,7 +31,7 @@ class UsageCounts(msgspec.Struct):
 
 
 class Usage:
-    """Counts over the outputs of one call, deltas or last ones; prompts are known by their
+    """Counts over the outputs of one call, deltas or final ones; prompts are identified by their
     index.
     """
 

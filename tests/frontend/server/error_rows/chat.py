@@ -112,7 +112,7 @@ ROWS: Table = {
             400,
             "tool_choice.function.name",
             "invalid_value",
-            "'tool_choice.function.name' is 'x', which is none of",
+            "'tool_choice.function.name' is 'x', which is not one of",
         ),
         (
             chat(
@@ -122,7 +122,7 @@ ROWS: Table = {
             400,
             "tool_choice.function.name",
             "invalid_value",
-            "'tool_choice.function.name' is 'x', which is none of",
+            "'tool_choice.function.name' is 'x', which is not one of",
         ),
         (
             chat(
@@ -169,7 +169,7 @@ ROWS: Table = {
             400,
             "continue_final_message",
             "invalid_value",
-            "The last of 'messages' must be the assistant's to be",
+            "The last of 'messages' must be an assistant message to",
         ),
         (chat(n=0), 400, "n", "integer_below_min_value", "expected 'int' >= 1."),
         (

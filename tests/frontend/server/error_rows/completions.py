@@ -157,7 +157,7 @@ ROWS: Table = {
             400,
             "best_of",
             "unsupported_value",
-            "'best_of' cannot be streamed: which completions are the",
+            "'best_of' cannot be streamed: the best completions are known",
         ),
         (text(logprobs=99), 400, "logprobs", "integer_above_max_value", "expected 'int' <= 20."),
         (text(logprobs=-3), 400, "logprobs", "integer_below_min_value", "expected 'int' >= -1."),

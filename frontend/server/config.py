@@ -204,9 +204,9 @@ class ServerConfig(Section, frozen=True):
     max_chunks_per_s: Annotated[
         NonNegativeInt,
         Meta(
-            description="Approximate number of chunks per second of all streams together; beyond it "
-            "chunks hold several tokens. "
-            "First tokens and ends are never delayed, others (and stop strings) by about 50 ms at most. 0: "
+            description="Approximate number of chunks per second of all streams together; beyond "
+            "it, chunks hold several tokens. First tokens and ends are never delayed, others (and "
+            "stop strings) by about 50 ms at most. 0: "
             "one chunk per token, regardless of the number of streams."
         ),
     ] = 1250

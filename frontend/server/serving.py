@@ -52,8 +52,8 @@ def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
         and not (config.api_key or config.api_key_file)
     ):
         announce(
-            f"warning: {config.host} accepts requests from every host that can reach this machine; --api-key "
-            f"asks for a key"
+            f"warning: {config.host} accepts requests from every host that can reach this machine; "
+            f"--api-key requires a key"
         )
     raise_open_files_limit(config.max_connections)
     try:

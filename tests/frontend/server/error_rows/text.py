@@ -1,4 +1,4 @@
-"""Rows of the error table for the routes of the tokenizer and of pooling; see test_error_table.py."""
+"""Rows of the error table for the tokenizer and pooling routes; see test_error_table.py."""
 
 from __future__ import annotations
 

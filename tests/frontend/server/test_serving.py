@@ -347,7 +347,7 @@ def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
         assert status("one") == 401
         keys.write_text("# none\n")
         client.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "the keys stay as they were: api_key_file" in client.log())
+        wait_until(lambda: "the keys are unchanged: api_key_file" in client.log())
         assert status("two") == 200 and status("one") == 401
 
 

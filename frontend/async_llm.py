@@ -20,7 +20,7 @@ from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .clients.client import EngineClient
-from .clients.connect import TokenizerBeside, connect, connect_async
+from .clients.connect import TokenizerLoad, connect, connect_async
 from .engine_args import EngineArgs
 from .engine_arguments import EngineArguments
 from .input_processor import Prompt
@@ -39,16 +39,19 @@ class AsyncLLM:
     One task, started with the first request, reads the engine's outputs and passes them to the
     readers.
 
-    config: resolved. client: made with asyncio_mode=True; AsyncLLM owns it. beside: see
+    config: resolved. client: made with asyncio_mode=True; AsyncLLM owns it. tokenizer_load: see
     clients/connect.py.
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        tokenizer_load: TokenizerLoad | None = None,
     ):
         self.config = config
         self.client = client
-        self.session = RequestSession(config, client, beside)
+        self.session = RequestSession(config, client, tokenizer_load)
         # by request id, from the start of `generate` to its end
         self._streams: dict[str, RequestStream] = {}
         self._output_task: asyncio.Task | None = None
@@ -77,9 +80,9 @@ class AsyncLLM:
             engine_args = EngineArgs(model, **arguments)
         elif arguments or model != "bundled":
             raise TypeError("from_engine_args takes EngineArgs or its arguments, not both")
-        config, client, beside = connect(engine_args, engine, asyncio_mode=True)
+        config, client, tokenizer_load = connect(engine_args, engine, asyncio_mode=True)
         try:
-            return cls(config, client, beside)
+            return cls(config, client, tokenizer_load)
         except BaseException:
             client.shutdown()
             raise
@@ -108,10 +111,10 @@ class AsyncLLM:
         started it, so the loop's thread must live as long as the engine.
         """
         report = on_progress or (lambda stage, fraction: None)
-        config, client, beside = await connect_async(args, engine, report)
+        config, client, tokenizer_load = await connect_async(args, engine, report)
         try:
             report("tokenizer", 0.0)
-            llm = await in_thread(lambda: cls(config, client, beside))
+            llm = await in_thread(lambda: cls(config, client, tokenizer_load))
             report("tokenizer", 1.0)
             # from here on the task detects the engine's death even without requests
             llm._ensure_output_task()
@@ -142,7 +145,7 @@ class AsyncLLM:
         one output per token.
 
         Otherwise each of n streams gets the tokens of several steps in one output, every n /
-        max_outputs_per_s seconds, at most every 50 ms. Below 5 ms each token is delivered at once.
+        max_outputs_per_s seconds, but at least every 50 ms. Below 5 ms each token is sent at once.
         First tokens and ends reported by the engine are never delayed. Stop strings are detected
         later by the same interval. For servers: most of a token's cost is the cost of its output.
         """

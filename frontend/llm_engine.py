@@ -13,7 +13,7 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
-from .clients.connect import TokenizerBeside, connect
+from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
 from .input_processor import ProcessedRequest, Prompt
 from .model_info.model_files import find_model_directory
@@ -30,24 +30,27 @@ class LLMEngine:
     For one thread.
 
     config: resolved, as from EngineArgs.create_engine_config. client: LLMEngine owns it; `shutdown`
-    ends it. beside: see clients/connect.py.
+    ends it. tokenizer_load: see clients/connect.py.
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        tokenizer_load: TokenizerLoad | None = None,
     ):
         self.config = config
         self.client = client
-        self.session = RequestSession(config, client, beside)
+        self.session = RequestSession(config, client, tokenizer_load)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, engine: str = "process") -> LLMEngine:
         """`engine`: "process" (a child of this process), "inproc", or the address of a daemon
         ("ipc://...").
         """
-        config, client, beside = connect(engine_args, engine)
+        config, client, tokenizer_load = connect(engine_args, engine)
         try:
-            return cls(config, client, beside)
+            return cls(config, client, tokenizer_load)
         except BaseException:
             client.shutdown()
             raise

@@ -14,7 +14,7 @@ from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
 from ..ipc.messages import EngineCoreOutputs
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
-from .clients.connect import TokenizerBeside, load_tokenizer
+from .clients.connect import TokenizerLoad, load_tokenizer
 from .input_processor import InputProcessor, ProcessedRequest, Prompt
 from .model_info.model_files import (
     NO_GENERATION_CONFIG,
@@ -33,18 +33,23 @@ logger = logging.getLogger(__name__)
 class RequestSession:
     """Requests go in through `process` and `submit`, the engine's outputs through `take`.
 
-    config: resolved. client: owned from now on. beside: the tokenizer that `connect` loads. Reads
-    generation_config.json and the tokenizer; raises ModelLoadError naming the file that is missing
-    or corrupt. No method waits for the engine.
+    config: resolved. client: owned by the session. tokenizer_load: the tokenizer that `connect`
+    loads. Reads generation_config.json and the tokenizer. Raises ModelLoadError naming the file
+    that is missing or corrupt. No method waits for the engine.
     """
 
     def __init__(
-        self, config: EngineConfig, client: EngineClient, beside: TokenizerBeside | None = None
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        tokenizer_load: TokenizerLoad | None = None,
     ):
         self.config = config
         self.client = client
         model_config = config.model_config
-        self.tokenizer = beside.result() if beside is not None else load_tokenizer(model_config)
+        self.tokenizer = (
+            tokenizer_load.result() if tokenizer_load is not None else load_tokenizer(model_config)
+        )
         self.default_sampling_params = default_sampling_params(model_config)
         own_eos_id = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         eos_ids = find_eos_ids(model_config, own_eos_id)

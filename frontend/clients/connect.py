@@ -26,7 +26,7 @@ def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
     )
 
 
-class TokenizerBeside:
+class TokenizerLoad:
     """Loads the tokenizer in a thread while the engine loads; first requests the weight files.
 
     It waits until the engine has its configuration, because the tokenizer library holds the GIL.
@@ -81,7 +81,7 @@ def make_client(
     return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
 
 
-Connected = tuple[EngineConfig, EngineClient, TokenizerBeside | None]
+Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
@@ -93,11 +93,13 @@ def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Con
     check_endpoint(args.otlp_traces_endpoint)
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
-        beside = TokenizerBeside(config)
+        tokenizer_load = TokenizerLoad(config)
         return (
             config,
-            make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=beside.on_progress),
-            beside,
+            make_client(
+                config, engine, asyncio_mode=asyncio_mode, on_progress=tokenizer_load.on_progress
+            ),
+            tokenizer_load,
         )
     client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
     try:
@@ -126,11 +128,11 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     on_progress("model files", 0.0)
     config = await in_thread(args.create_engine_config, may_abandon=True)  # may download
     on_progress("model files", 1.0)
-    beside = TokenizerBeside(config, on_progress)
+    tokenizer_load = TokenizerLoad(config, on_progress)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
-        return config, await InprocClient.start(config, beside.on_progress), beside
+        return config, await InprocClient.start(config, tokenizer_load.on_progress), tokenizer_load
     from .mp_client import MPClient
 
-    return config, await MPClient.start(config, engine, beside.on_progress), beside
+    return config, await MPClient.start(config, engine, tokenizer_load.on_progress), tokenizer_load

@@ -1,4 +1,4 @@
-"""jinja2's sandbox with limits on time and length, so that every template ends.
+"""jinja2's sandbox with limits: a template that loops or grows without end raises an error.
 
 Must not know: messages, tokens, the origin of a template.
 
@@ -101,7 +101,7 @@ def _join(pieces: Iterable[str]) -> str:
     return "".join(kept)
 
 
-@pass_context  # pass_context prevents constant folding at compile time, where no limits apply
+@pass_context  # prevents constant folding at compile time, where no limits apply
 def _limited(context: Any, iterable: Any) -> Iterator[Any]:
     for item in iterable:
         _tick()

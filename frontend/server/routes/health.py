@@ -31,8 +31,8 @@ class Heartbeat:
         self._sent = 0.0  # by the event loop's clock
 
     async def silent_s(self, engine: AsyncLLM) -> float:
-        """Seconds since the engine last answered while a ping is unanswered, during a step; 0.0 if
-        it has just answered.
+        """Seconds for which the pending ping has been unanswered, because the engine is in a step;
+        0.0 if the engine has just answered.
 
         Raises EngineDeadError.
         """

@@ -1,8 +1,8 @@
-"""The `quire` command: chooses the sub-command and turns every exception into one sentence and an
-exit code.
+"""The `quire` command: selects the sub-command and turns every exception into a one-sentence
+message and an exit code.
 
-Must not know: what a sub-command does; its module is imported only when it is the one asked for, so
-that --version costs nothing.
+Must not know: what a sub-command does. Its module is imported only when it is selected, so that
+--version stays fast.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from importlib import import_module
 from . import __version__
 
 COMMANDS = {
-    "serve": "serve a model over OpenAI's API",
+    "serve": "serve a model with OpenAI's API",
     "generate": "complete one or many prompts, streaming to the terminal",
-    "chat": "talk with the model",
+    "chat": "chat with the model",
     "engine": "load a model once and serve it to other programs through a socket file",
     "bench": "measure a server, or the engine offline",
-    "plan": "what a model needs and what this machine gives: weights, context, requests at once",
-    "doctor": "what this machine and a model lack, and what to do about it",
+    "plan": "show whether a model fits: weights, context, concurrent requests",
+    "doctor": "check this machine and a model, with advice for each problem",
     "top": "watch the engine of a running server",
-    "models": "what is in the hub's cache on this machine, and what it lacks",
+    "models": "list the models in the hub cache of this machine",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = (
     1,
@@ -42,7 +42,7 @@ HELP = "\n".join(
         *(f"  quire {name:<10} {what}" for name, what in COMMANDS.items()),
         "",
         "  quire --version    print the version",
-        "  quire COMMAND --help, --help-all    the most used flags; all of them",
+        "  quire COMMAND --help, --help-all    the common flags; all flags",
         "",
         'Try: quire generate "Once upon a time"',
     ]
@@ -50,18 +50,17 @@ HELP = "\n".join(
 
 
 def fail(error: Exception | str, code: int) -> int:
-    """The error as one sentence, and beneath it the notes that somebody added (a plan, where memory
-    does not suffice).
-    """
-    with contextlib.suppress(OSError):  # standard error may be full or closed; the code remains
+    """Prints the error as one sentence, followed by its notes (a memory plan, for example)."""
+    with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code remains
         print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return code
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command line (default: the process's own).
+    """Runs one command line (default: the arguments of the process).
 
-    Returns 0, or 1 failure, 2 bad input, 130 interrupted, 141 broken pipe.
+    Returns 0 for success, 1 for a failure, 2 for bad input, 130 after an interrupt, 141 for a
+    broken pipe.
     """
     argv = sys.argv[1:] if argv is None else argv
     open_missing_streams()
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader left (`quire generate ... | head`)
+    except BrokenPipeError:  # the reader has exited (`quire generate ... | head`)
         _discard_output()
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk behind `>`, a limit of the system
@@ -82,14 +81,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _discard_output() -> None:
-    """What is still buffered goes nowhere, so that the interpreter's last flush is quiet."""
+    """Discards buffered output, so that the interpreter's final flush prints no error."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def open_missing_streams() -> None:
-    """A program started with a standard stream closed (cron, `>&-`) has None in its place; here all
-    three can be used.
+    """Opens the null device for each standard stream that was closed when the program started
+    (cron, `>&-`). Python sets such a stream to None.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -124,7 +123,7 @@ def run_command(command: str, argv: list[str]) -> int:
     except (OSError, KeyboardInterrupt):
         raise
     except Exception as error:
-        # a defect of ours: the cause in one line, the rest for whoever sets QUIRE_TRACEBACK=1
+        # A bug in Quire: the cause in one line. QUIRE_TRACEBACK=1 prints the traceback.
         if os.environ.get("QUIRE_TRACEBACK"):
             raise
         return fail(

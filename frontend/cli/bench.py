@@ -1,7 +1,7 @@
-"""`quire bench serve|throughput|latency|cpu`: which of the four.
+"""`quire bench serve|throughput|latency|cpu`: selects the mode.
 
-Must not know: how anything is measured; bench_serve.py, bench_offline.py and bench_cpu.py are
-imported when they are the ones asked for.
+Must not know: how anything is measured. bench_serve.py, bench_offline.py and bench_cpu.py are
+imported only when selected.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 
 MODES = {
-    "serve": "load on a running server of the OpenAI API, ours or another's",
+    "serve": "load a running server of the OpenAI API, Quire or another",
     "throughput": "the offline engine, all requests at once",
-    "latency": "the offline engine, one batch again and again",
-    "cpu": "a model's steps beside what this CPU's memory and arithmetic allow",
+    "latency": "the offline engine, one batch repeatedly",
+    "cpu": "a model's steps compared with this CPU's memory and arithmetic limits",
 }
 HELP = "\n".join(
     [

@@ -1,4 +1,4 @@
-"""`quire bench cpu`: its flags, what it prints and writes.
+"""`quire bench cpu`: its flags and its output.
 
 Must not know: how anything is measured, torch.
 """
@@ -17,7 +17,7 @@ from .parser import Parser
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ...ipc.config import EngineConfig
+    from ...ipc.config import EngineConfig, resolved
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
 COLUMNS = (
@@ -40,23 +40,23 @@ def cpu_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench cpu",
         "quire bench cpu [--model NAME] [--sweep] [engine flags]",
-        "Measures what this CPU's memory and arithmetic allow, and each phase of a model as a "
+        "Measures the memory and arithmetic limits of this CPU, and each phase of a model as a "
         "fraction of that.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "measurement")
     add(
         "--batch-sizes",
-        "requests of the decode steps",
+        "requests per decode step",
         type=int,
         nargs="+",
         default=[1, 32],
         metavar="N",
     )
-    add("--context", "tokens before each of them", type=int, default=128, metavar="N")
+    add("--context", "context tokens of each request", type=int, default=128, metavar="N")
     add(
         "--prefill-len",
-        "tokens of the prompt, as far as the model takes them",
+        "tokens of the prompt, at most the model's context",
         type=int,
         default=4096,
         metavar="N",
@@ -70,7 +70,7 @@ def cpu_parser(argv: list[str]) -> Parser:
     )
     add(
         "--svg",
-        "with --sweep: draw what costs grow with, into files in this directory",
+        "with --sweep: draw the costs, into files in this directory",
         metavar="DIR",
     )
     add("--json", "write settings, machine and results to this file", metavar="FILE")
@@ -86,7 +86,7 @@ def cpu(argv: list[str]) -> int:
 
     arguments = given(args, engine_flags())
     asked = EngineArgs(arguments.pop("model", "bundled"), **arguments).create_engine_config()
-    work, longest = model_work(asked), asked.model_config.max_model_len
+    work, longest = model_work(asked), resolved(asked.model_config.max_model_len)
     plan = Plan(
         [(batch, args.context) for batch in args.batch_sizes],
         [max(1, min(args.prefill_len, longest - ROOM))],
@@ -96,7 +96,7 @@ def cpu(argv: list[str]) -> int:
     print(format_limits(limits))
     print(
         f"\na step reads {work.weights_bytes / 1e6:.1f} MB of weights and "
-        f"{work.kv_bytes_per_token / 1024:.1f} KiB for each token of context\n"
+        f"{work.kv_bytes_per_token / 1024:.1f} KiB per token of context\n"
     )
     print_phases(phases)
     swept: dict[str, list[Phase]] = {}
@@ -139,19 +139,22 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
-    """With room for the plan, and no more."""
+    """The configuration with exactly as much room as the plan needs."""
     from ..engine_args import replace as replaced
 
-    model_config, block_size = config.model_config, config.cache_config.block_size
-    if plan.max_model_len > model_config.max_model_len:
-        longest = model_config.max_model_len
+    longest, block_size = (
+        resolved(config.model_config.max_model_len),
+        config.cache_config.block_size,
+    )
+    if plan.max_model_len > longest:
         raise InvalidParameterError(
             "--context",
-            f"must leave room for {plan.max_model_len} tokens in all, the model takes {longest}",
+            f"must leave room for {plan.max_model_len} tokens in total, the model's maximum "
+            f"is {longest}",
         )
     num_bytes = max(
         plan.kv_cache_bytes(work.kv_bytes_per_token, block_size),
-        2 * model_config.max_model_len * work.kv_bytes_per_token,
+        2 * longest * work.kv_bytes_per_token,
     )
     return replaced(
         config,
@@ -163,7 +166,9 @@ def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
 def sweeps(
     config: EngineConfig, args: argparse.Namespace, longest: int, most_threads: int
 ) -> list[tuple[str, EngineConfig, Any]]:
-    """(what grows, the engine's configuration, what is measured in it)"""
+    """(name of the varied quantity, configuration of the engine, phases to measure) of each
+    sweep.
+    """
     from ..bench.cpu import ROOM, Plan
     from ..engine_args import replace as replaced
 
@@ -193,7 +198,10 @@ def format_limits(limits: Limits) -> str:
         f"{dtype} {rate / 1e9:.0f} {'GOP/s' if dtype == 'int8' else 'GFLOP/s'}"
         for dtype, rate in limits.gemm_flops.items()
     )
-    return f"this machine reads as much memory as the weights take, a GiB at most, at {rates}, at best,\nand multiplies matrices at {peaks}"
+    return (
+        "limits of this machine (best measurement): reads memory of the size of the weights, at "
+        f"most 1 GiB, at {rates},\nand multiplies matrices at {peaks}"
+    )
 
 
 def print_phases(phases: list[Phase]) -> None:

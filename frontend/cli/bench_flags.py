@@ -13,7 +13,7 @@ from .parser import Parser
 
 
 class Adder:
-    """Adds arguments to a group; the rare ones are shown by --help-all only."""
+    """Adds arguments to a group. Rare ones are shown by --help-all only."""
 
     def __init__(self, parser: Parser, title: str):
         self.group, self.show_all = parser.add_argument_group(title), parser.show_all
@@ -32,7 +32,7 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     add = Adder(parser, "workload")
     add(
         "--dataset-name",
-        f"what is asked: {', '.join(DATASETS)}",
+        f"the workload: {', '.join(DATASETS)}",
         choices=DATASETS,
         default="random",
         metavar="NAME",
@@ -44,34 +44,34 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     )
     add(
         "--num-prompts",
-        "requests; of multi-turn conversations",
+        "number of requests; for multi-turn: of conversations",
         type=int,
         default=num_prompts,
         metavar="N",
     )
     add(
         "--input-len",
-        "tokens of a prompt (words where no tokenizer is given); of multi-turn per turn",
+        "tokens of a prompt (words without --tokenizer); for multi-turn: per turn",
         type=int,
         default=512,
         metavar="N",
     )
     add(
         "--output-len",
-        "most tokens of an answer [128; of sharegpt: as many as the file's answer]",
+        "maximum tokens of an answer [128; for sharegpt: as many as the file's answer]",
         type=int,
         metavar="N",
     )
     add(
         "--range-ratio",
-        "lengths vary evenly between (1 - X) and (1 + X) of these",
+        "lengths are uniform between (1 - X) and (1 + X) times these",
         type=float,
         default=0.0,
         metavar="X",
     )
     add(
         "--prefix-len",
-        "of prefix: so many of the prompt's tokens are shared",
+        "for prefix: number of shared tokens in a prompt",
         rare=True,
         type=int,
         default=256,
@@ -79,7 +79,7 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     )
     add(
         "--num-prefixes",
-        "of prefix: so many different ones take turns",
+        "for prefix: number of different shared prefixes",
         rare=True,
         type=int,
         default=1,
@@ -87,7 +87,7 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     )
     add(
         "--num-turns",
-        "of multi-turn: turns per conversation",
+        "for multi-turn: turns per conversation",
         rare=True,
         type=int,
         default=3,
@@ -106,7 +106,8 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
 def add_sampling(add: Adder, *, ignore_eos: bool) -> None:
     add(
         "--ignore-eos",
-        f"answers go on to --output-len [{'on' if ignore_eos else 'off'}]",
+        "ignore end-of-sequence: answers have --output-len tokens "
+        f"[{'on' if ignore_eos else 'off'}]",
         action=argparse.BooleanOptionalAction,
         default=ignore_eos,
     )
@@ -133,9 +134,7 @@ def workload_options(args: argparse.Namespace, seed: int) -> WorkloadOptions:
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Every flag as JSON can hold it, the key excepted, and the bookkeeping of where settings came
-    from.
-    """
+    """All flags as JSON values, without the key and the record of where settings came from."""
     values = {
         name: value
         for name, value in vars(args).items()

@@ -1,5 +1,4 @@
-"""`quire bench throughput` and `quire bench latency`: their flags, the engine they open, what they
-print.
+"""`quire bench throughput` and `quire bench latency`: their flags, their engine and their output.
 
 Must not know: how an engine is reached, HTTP, torch.
 """
@@ -32,7 +31,7 @@ def throughput_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench throughput",
         "quire bench throughput [--model NAME] [workload flags] [engine flags]",
-        "Gives the offline engine all requests at once and reports tokens per second.",
+        "Submits all requests to the offline engine at once and reports tokens per second.",
         show_all="--help-all" in argv,
     )
     add_workload(parser, num_prompts=200, tokenizer=False)
@@ -44,12 +43,11 @@ def latency_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench latency",
         "quire bench latency [--batch-size N] [--input-len N] [--output-len N] [engine flags]",
-        "Runs one batch again and again, and reports how long it takes and what the machine's "
-        "memory would allow.",
+        "Runs one batch repeatedly and reports its time and what the machine's memory would allow.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "batch")
-    add("--batch-size", "requests that run together", type=int, default=8, metavar="N")
+    add("--batch-size", "requests per batch", type=int, default=8, metavar="N")
     add("--input-len", "tokens of each prompt", type=int, default=32, metavar="N")
     add("--output-len", "tokens of each answer", type=int, default=128, metavar="N")
     add("--num-iters", "measured runs of the batch", type=int, default=10, metavar="N")
@@ -80,7 +78,7 @@ def throughput(argv: list[str]) -> int:
         ("prefill, first step to first token", "prefill_time"),
         ("decode, first to last token", "decode_time"),
     ]
-    print("\nper request, ms, by the engine's clock")
+    print("\nper request, ms, measured by the engine")
     print("\n".join(milliseconds_table([(title, run.phases[phase]) for title, phase in phases])))
     print("\n" + format_steps(run.steps, limit))
     if args.json:
@@ -104,7 +102,7 @@ def format_throughput(run: OfflineRun, num_requests: int) -> str:
         f"requests/s",
         f"{run.num_input_tokens} tokens in, {run.num_output_tokens} out: "
         f"{run.num_output_tokens / run.seconds:.1f} output tokens/s, "
-        f"{num_tokens / run.seconds:.1f} tokens/s in all",
+        f"{num_tokens / run.seconds:.1f} tokens/s in total",
     ]
     if run.num_failures:
         lines.append(f"{run.num_failures} requests failed; the first: {run.first_error}")
@@ -112,8 +110,8 @@ def format_throughput(run: OfflineRun, num_requests: int) -> str:
 
 
 def format_steps(steps: Steps, limit: ReadLimit) -> str:
-    """Of the last steps: what took their time, and those that only decode beside the least that
-    memory allows.
+    """Text about the last steps: the share of each phase, and the decode-only steps compared with
+    the minimum set by memory bandwidth.
     """
     total = steps.schedule_s + steps.execute_s + steps.process_s or 1.0
     parts = {"schedule": steps.schedule_s, "execute": steps.execute_s, "process": steps.process_s}
@@ -122,7 +120,7 @@ def format_steps(steps: Steps, limit: ReadLimit) -> str:
     if steps.decode_step_s is None:
         return text
     return (
-        f"{text}\na token of each, {steps.decode_batch:.0f} requests in a step that only decodes: "
+        f"{text}\ndecode-only step of {steps.decode_batch:.0f} requests: "
         f"{1000 * steps.decode_step_s:.2f} ms (median); "
         f"reading the weights once takes {1000 / limit.max_steps_per_s:.2f} ms on this machine"
     )
@@ -181,12 +179,14 @@ def latency(argv: list[str]) -> int:
 
 
 def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> str:
-    """The median run's rates. A decode step gives every request of the batch one token."""
+    """The rates of the median run. A decode step produces one token for each request of the
+    batch.
+    """
     prefill = sorted(phases, key=lambda phase: phase.prefill_s)[len(phases) // 2]
     decode = sorted(phases, key=lambda phase: phase.decode_s)[len(phases) // 2]
     prefill_rate = prefill.num_prefill_tokens / prefill.prefill_s
     if not decode.decode_s:  # with --num-scheduler-steps
-        return f"prefill {prefill_rate:.0f} tokens/s (median); all tokens came with the first, in one step"
+        return f"prefill {prefill_rate:.0f} tokens/s (median); all tokens were produced in one step"
     decode_rate = decode.num_decode_tokens / decode.decode_s
     steps = decode_rate / batch_size
     return "\n".join(
@@ -202,9 +202,7 @@ def format_phases(phases: list[Phases], limit: ReadLimit, batch_size: int) -> st
 
 @contextmanager
 def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
-    """The engine that the flags ask for; its seed is 0 unless one is given, so that runs can be
-    compared.
-    """
+    """The engine that the flags configure. Its default seed is 0, so that runs are comparable."""
     from ..llm import LLM
 
     arguments = given(args, engine_flags())
@@ -217,7 +215,7 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
 
 
 def read_limit(llm: LLM) -> ReadLimit:
-    """Measured before the run, while the engine waits."""
+    """Measures the bandwidth before the run, while the engine is idle."""
     from ..bench.offline import measure_read_limit
 
     config = llm.llm_engine.config
@@ -230,7 +228,9 @@ def read_limit(llm: LLM) -> ReadLimit:
 
 def _tokenizer(llm: LLM) -> Any:
     if llm.get_tokenizer() is None:
-        raise InvalidParameterError("skip_tokenizer_init", "prompts are made with the tokenizer")
+        raise InvalidParameterError(
+            "skip_tokenizer_init", ("the tokenizer is needed to generate prompts")
+        )
     return llm.get_tokenizer()
 
 
@@ -245,7 +245,7 @@ def _params(args: argparse.Namespace, requests: list[Request]) -> list[Any]:
 
 
 def _progress(total: int) -> Any:
-    """A bar on standard error, where that is a terminal; called after each run of the batch."""
+    """A progress bar on stderr if that is a terminal. Called after each run of the batch."""
     from tqdm import tqdm
 
     bar = tqdm(total=total, desc="batches", disable=None, leave=False)

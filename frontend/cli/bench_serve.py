@@ -1,7 +1,7 @@
-"""`quire bench serve`: its flags, the progress line, and where the results go.
+"""`quire bench serve`: its flags, the progress line and the destinations of the results.
 
-Must not know: how anything is measured. What measures is imported once the flags are known to be
-good.
+Must not know: how anything is measured. The measuring modules are imported after the flags have
+been checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions
     from ..bench.serve import ServeOptions, ServeRun
 
-# added to the seed: warm-ups are like the workload, and put nothing of it into a prefix cache
+# Added to the seed for warm-up requests: they resemble the workload, but share no prefix with it.
 WARMUP_SEED = 1_000_003
 
 
@@ -27,8 +27,8 @@ def serve_parser(argv: list[str]) -> Parser:
     parser = Parser(
         "quire bench serve",
         "quire bench serve --base-url URL [--model NAME] [workload flags]",
-        "Puts load on a server of the OpenAI API and reports throughput and latencies. Ctrl-C "
-        "reports what was measured so far.",
+        "Sends requests to a server of the OpenAI API and reports throughput and latencies. Ctrl-C "
+        "reports the results so far.",
         show_all="--help-all" in argv,
     )
     add = Adder(parser, "server")
@@ -39,7 +39,7 @@ def serve_parser(argv: list[str]) -> Parser:
         metavar="URL",
     )
     add("--model", "name of the model [the first of /v1/models]", metavar="NAME")
-    add("--api-key", "key to send [$OPENAI_API_KEY]", metavar="KEY")
+    add("--api-key", "API key [$OPENAI_API_KEY]", metavar="KEY")
     add(
         "--endpoint",
         "/v1/completions or /v1/chat/completions",
@@ -48,7 +48,7 @@ def serve_parser(argv: list[str]) -> Parser:
     )
     add(
         "--ready-timeout",
-        "wait so many seconds for a server that is starting",
+        "seconds to wait for a server that is starting",
         rare=True,
         type=float,
         default=0.0,
@@ -56,7 +56,7 @@ def serve_parser(argv: list[str]) -> Parser:
     )
     add(
         "--timeout",
-        "seconds until a request counts as failed",
+        "timeout of a request in seconds",
         rare=True,
         type=float,
         default=3600.0,
@@ -66,20 +66,25 @@ def serve_parser(argv: list[str]) -> Parser:
     add = Adder(parser, "load")
     add(
         "--request-rate",
-        "requests per second, or inf: all at once",
+        "requests per second; inf: all at once",
         type=float,
         default=float("inf"),
         metavar="X",
     )
     add(
         "--burstiness",
-        "1: Poisson arrivals; less: in bursts; more: evener (gamma distributed)",
+        "1: Poisson arrivals; below 1: bursts; above 1: more regular (gamma distribution)",
         rare=True,
         type=float,
         default=1.0,
         metavar="X",
     )
-    add("--max-concurrency", "most requests at the same time [no limit]", type=int, metavar="N")
+    add(
+        "--max-concurrency",
+        "maximum number of concurrent requests [no limit]",
+        type=int,
+        metavar="N",
+    )
     add(
         "--num-warmups",
         "requests before the measurement",
@@ -132,7 +137,7 @@ def serve(argv: list[str]) -> int:
 
     if args.token_ids and args.endpoint == "chat":
         raise InvalidParameterError(
-            "--token-ids", "goes with --endpoint completions: a chat is text"
+            "--token-ids", "requires --endpoint completions, because chat messages are text"
         )
     limits = parse_goodput(args.goodput)
     timing = {"ready_timeout_s": args.ready_timeout, "timeout_s": args.timeout}
@@ -185,14 +190,14 @@ def _run_serve(
     warmups: list[Request],
     tokenizer: Any,
 ) -> ServeRun:
-    """On uvloop, which halves what a chunk costs the client."""
+    """Runs on uvloop, which halves the client's cost per chunk."""
     import asyncio
 
     from ..bench.serve import run_serve
 
     try:
         from uvloop import new_event_loop
-    except ImportError:  # there is none for Windows
+    except ImportError:  # uvloop does not support Windows
         from asyncio import new_event_loop
     bar = Bar(sum(1 + len(request.follow_ups) for request in requests))
     try:
@@ -207,9 +212,7 @@ def _run_serve(
 
 
 class Bar:
-    """One line on standard error, where that is a terminal: requests that have ended, failures
-    among them.
-    """
+    """One line on stderr if that is a terminal: completed requests, including failures."""
 
     def __init__(self, total: int):
         self.total, self.num_failures, self._bar = total, 0, None
@@ -217,7 +220,7 @@ class Bar:
     def start(self) -> None:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread beside the event loop
+        tqdm.monitor_interval = 0  # no monitor thread beside the event loop
         self._bar = tqdm(
             total=self.total, desc="requests", dynamic_ncols=True, disable=None, mininterval=0.5
         )

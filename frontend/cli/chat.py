@@ -26,12 +26,12 @@ from .sources import naming_sources
 
 USAGE = "quire chat [--system TEXT] [sampling flags] [engine flags]"
 DESCRIPTION = (
-    "Talks with the model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops the "
+    "Chats with the model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops the "
     "answer. From a pipe: one turn per line, and the commands /clear and /exit."
 )
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
-SYSTEM = Flag("system", str | None, None, "What the model is told before the first turn.")
-DEFAULTS = {"max_tokens": None}  # an answer may fill the context
+SYSTEM = Flag("system", str | None, None, "System message before the first turn.")
+DEFAULTS = {"max_tokens": None}  # None: an answer may fill the context
 
 
 def make_parser(argv: list[str]) -> Parser:
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> int:
 
 
 def talk_interactively(conversation: Conversation) -> int:
-    """Turns and commands from a terminal, until /exit or Ctrl-D."""
+    """Reads turns and commands from a terminal until /exit or Ctrl-D."""
     display = make_display(sys.stdout)
     commands = Commands(conversation, display)
     display.notice("/help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer")
@@ -89,13 +89,15 @@ def talk_interactively(conversation: Conversation) -> int:
 
 
 def make_display(out: TextIO) -> PlainDisplay:
-    """Markdown is rendered where the terminal can move its cursor."""
+    """A display that renders Markdown if the terminal supports cursor movement, else plain text."""
     is_capable = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
     return (MarkdownDisplay if is_capable else PlainDisplay)(out, sys.stderr)
 
 
 def talk_line_by_line(conversation: Conversation) -> int:
-    """Turns from a pipe. A refused turn is reported, the others go on, and the exit code is 2."""
+    """Reads turns from a pipe. A turn that fails is reported, later turns still run, and the exit
+    code is 2.
+    """
     code, display = 0, PlainDisplay(sys.stdout, sys.stderr)
     for line in sys.stdin:
         line = line.strip()

@@ -25,7 +25,7 @@ ROLES = ("user", "assistant")
 
 
 class Commands:
-    """Runs the lines that begin with a slash. `is_over`: /exit was given."""
+    """Runs lines that begin with a slash. `is_over`: /exit was entered."""
 
     def __init__(self, conversation: Conversation, display: Display):
         self.conversation = conversation
@@ -33,7 +33,9 @@ class Commands:
         self.is_over = False
 
     def run(self, line: str) -> None:
-        """Raises InvalidParameterError, naming the command, for an unknown one and bad input."""
+        """Raises InvalidParameterError naming the command for an unknown command or invalid
+        input.
+        """
         name, _, argument = line.strip().partition(" ")
         if name not in COMMANDS:
             near = closest(name[1:], [command[1:] for command in COMMANDS])
@@ -84,7 +86,7 @@ class Commands:
             value = from_text(flag, text)
         except ValueError as error:
             raise InvalidParameterError(flag.name, str(error)) from None
-        SamplingParams(**{**self.conversation.sampling, flag.name: value})  # checks it
+        SamplingParams(**{**self.conversation.sampling, flag.name: value})  # validates it
         if flag.name == "n" and value != 1:
             raise InvalidParameterError("n", "a conversation has one answer per turn")
         return value
@@ -92,7 +94,7 @@ class Commands:
     def save(self, argument: str) -> None:
         path = _path("/save", argument)
         if path.exists():
-            _read("/save", path)  # another file is not overwritten
+            _read("/save", path)  # raises if the file exists and is not a conversation
         content = {"system": self.conversation.system, "messages": self.conversation.messages}
         try:
             with tempfile.NamedTemporaryFile(
@@ -171,5 +173,5 @@ def _read(command: str, path: Path) -> dict[str, Any]:
         )
     )
     if not is_sound:
-        raise InvalidParameterError(command, f"{path} is not a conversation that /save wrote")
+        raise InvalidParameterError(command, f"{path} is not a conversation written by /save")
     return content

@@ -1,4 +1,4 @@
-"""What a conversation looks like in a terminal: the line editor with its history, and answers as
+"""The terminal view of a conversation: the line editor with its history, and answers rendered as
 Markdown.
 
 Must not know: engines, what a command does.
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from prompt_toolkit.history import History
 
 PROMPT = "> "
-REFRESH_S = 0.06  # between two drawings of an unfinished paragraph
-# a model could move the cursor or change the terminal's title
+REFRESH_S = 0.06  # interval between redraws of an unfinished paragraph
+# Control characters are removed: a model could move the cursor or change the terminal's title.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _FENCE = re.compile(r" {0,3}(```+|~~~+)")
 
 
 def history_file() -> Path:
-    """In the user's state directory, by the XDG base directory specification."""
+    """Path in the user's state directory, following the XDG base directory specification."""
     state = os.environ.get("XDG_STATE_HOME", "")
     base = Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state"
     return base / "quire" / "chat_history"
 
 
 def open_history(path: Path, notice: Any) -> History:
-    """The turns of earlier sessions, in a file that only its owner reads (mode 0600).
+    """The turns of earlier sessions, in a file that only its owner can read (mode 0600).
 
-    Where the file cannot be written, `notice` is called with a sentence and the history lasts for
-    the session.
+    If the file is not writable, `notice` is called with a sentence, and the history is kept for
+    this session only.
     """
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
@@ -63,8 +63,8 @@ def open_history(path: Path, notice: Any) -> History:
 
 
 def make_editor(history: History, commands: list[str], **options: Any) -> PromptSession[str]:
-    """Reads a turn: Enter sends it, Alt-Enter or a backslash at its end begins a new line, and
-    pasted text keeps its lines. `options`: of PromptSession.
+    """An editor that reads one turn. Enter sends it, Alt-Enter or a trailing backslash begins a new
+    line, and pasted text keeps its lines. `options`: arguments of PromptSession.
     """
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -90,7 +90,7 @@ def make_editor(history: History, commands: list[str], **options: Any) -> Prompt
 
     if "output" not in options and (terminal := _terminal()) is not None:
         output = Vt100_Output.from_pty(terminal, term=os.environ.get("TERM"))
-        output.enable_cpr = False  # not every terminal answers where its cursor is
+        output.enable_cpr = False  # some terminals do not report the cursor position
         options["output"] = output
     session: PromptSession[str] = PromptSession(
         PROMPT,
@@ -111,7 +111,7 @@ def _terminal() -> TextIO | None:
 
 
 class PlainDisplay:
-    """Prints an answer as it comes."""
+    """Prints an answer as it arrives."""
 
     def __init__(self, out: TextIO, err: TextIO):
         self.out, self.err, self.dim = out, err, Dim(out)
@@ -130,7 +130,7 @@ class PlainDisplay:
 
 
 class MarkdownDisplay(PlainDisplay):
-    """Renders Markdown: complete blocks are printed once, the unfinished one is drawn again as it
+    """Renders Markdown. Complete blocks are printed once; the unfinished block is redrawn as it
     grows.
     """
 
@@ -139,7 +139,7 @@ class MarkdownDisplay(PlainDisplay):
 
         super().__init__(out, err)
         self.console = Console(file=out, highlight=False)
-        self._pending = ""  # of the answer, not yet printed for good
+        self._pending = ""  # part of the answer that is not yet printed permanently
         self._live: Any = None
         self._drawn_at = 0.0
 
@@ -173,7 +173,7 @@ class MarkdownDisplay(PlainDisplay):
         if self._live is None:
             self._live = Live(console=self.console, auto_refresh=False, transient=True)
             self._live.start()
-        # what does not fit on the screen could not be erased again
+        # lines above the top of the screen cannot be erased
         shown = last_lines(self._pending, max(1, self.console.height // 2))
         self._live.update(Markdown(shown), refresh=True)
         self._drawn_at = time.monotonic()
@@ -185,8 +185,8 @@ class MarkdownDisplay(PlainDisplay):
 
 
 def split_blocks(text: str) -> tuple[str, str]:
-    """(complete blocks, the rest): cut at the last blank line that is followed by a line that is
-    not indented, outside of fenced code.
+    """(complete blocks, the rest), split at the last blank line that is outside of fenced code and
+    followed by a line without indentation.
     """
     fence, end, position, after_blank = "", 0, 0, False
     for line in text.splitlines(keepends=True):
@@ -199,7 +199,9 @@ def split_blocks(text: str) -> tuple[str, str]:
 
 
 def _fence_after(line: str, fence: str) -> str:
-    """The fence of code that is open after `line`, where `fence` was open before it; or ""."""
+    """The code fence that is open after `line`, or "". `fence` is the fence that was open
+    before it.
+    """
     if fence:
         marks = line.strip()
         return "" if marks.startswith(fence) and not marks.strip(fence[0]) else fence
@@ -208,7 +210,7 @@ def _fence_after(line: str, fence: str) -> str:
 
 
 def last_lines(text: str, count: int) -> str:
-    """The last lines of Markdown, in the code block that they are in."""
+    """The last lines of Markdown text. A code block that is cut keeps its fence."""
     lines, fence = text.splitlines(), ""
     for line in lines[:-count]:
         fence = _fence_after(line, fence)

@@ -1,5 +1,5 @@
-"""A conversation: its turns, the engine that answers the last one, and what is dropped when the
-context is full.
+"""A conversation: its turns, the engine that answers the last turn, and the removal of old turns
+when the context is full.
 
 Must not know: terminals, commands, where a turn comes from.
 """
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
 Message = dict[str, str]
-LEAST_ROOM = 256  # tokens that are kept free for an answer, at most a quarter of the context
+LEAST_ROOM = 256  # tokens reserved for an answer, at most a quarter of the context
 
 
 class Display(Protocol):
-    """Where an answer goes."""
+    """The destination of an answer."""
 
     def write(self, text: str) -> None:
-        """The next piece of the answer."""
+        """Shows the next piece of the answer."""
 
     def end(self) -> None:
-        """The answer is complete."""
+        """Called when the answer is complete."""
 
     def notice(self, text: str) -> None:
-        """A sentence that is not the model's."""
+        """Shows a sentence that is not part of the answer."""
 
     def error(self, text: str) -> None: ...
 
 
 @dataclass
 class Stats:
-    """Counts are tokens."""
+    """Counts are in tokens unless named otherwise."""
 
     num_turns: int = 0
     num_dropped_turns: int = 0
     num_prompt_tokens: int = 0  # of the last turn: the whole conversation
-    num_cached_tokens: int = 0  # of those, found in the prefix cache
+    num_cached_tokens: int = 0  # of these, tokens found in the prefix cache
     num_generated: int = 0  # of all turns
-    seconds: float = 0.0  # of all turns, from the turn to the end of its answer
+    seconds: float = 0.0  # of all turns, from the input to the end of the answer
     first_token_s: float = 0.0  # of the last turn
 
     def lines(self, context: int) -> list[str]:
@@ -60,7 +60,7 @@ class Stats:
 
 
 class Conversation:
-    """`sampling`: arguments of SamplingParams, which later turns may change."""
+    """`sampling`: arguments of SamplingParams, which may change between turns."""
 
     def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
         self.engine = engine
@@ -70,22 +70,23 @@ class Conversation:
         self.clear()
 
     def clear(self) -> None:
-        self.messages: list[Message] = []  # user and assistant in turn, without the system message
+        # alternating user and assistant, without the system message
+        self.messages: list[Message] = []
 
     @property
     def context(self) -> int:
-        """Tokens that prompt and answer have together."""
+        """Maximum number of tokens of prompt and answer together."""
         return self.engine.config.model_config.max_model_len or 0
 
     def say(self, text: str, display: Display) -> None:
         """Adds the user's turn and shows the answer.
 
-        A turn that is refused raises InvalidParameterError and leaves no trace.
+        A turn that is rejected raises InvalidParameterError and leaves the conversation unchanged.
         """
         self._answer([*self.messages, {"role": "user", "content": text}], display)
 
     def regenerate(self, display: Display) -> None:
-        """Answers the last turn again. Raises InvalidParameterError where there is none."""
+        """Answers the last turn again. Raises InvalidParameterError if there is no turn."""
         if not self.messages:
             raise InvalidParameterError("/regenerate", "there is no answer yet")
         self._answer(self.messages[:-1], display)
@@ -107,9 +108,9 @@ class Conversation:
         self.messages = [*kept, {"role": "assistant", "content": answer}]
 
     def _fit(self, asked: list[Message], params: SamplingParams) -> tuple[list[Message], list[int]]:
-        """The newest turns that fit with room for an answer, and their tokens.
+        """The newest turns that fit and leave room for an answer, and their number of tokens.
 
-        The last turn always stays; the engine refuses it where it is too long by itself.
+        The last turn is always kept. The engine rejects it if it alone is too long.
         """
         room = min(params.max_tokens or LEAST_ROOM, LEAST_ROOM, self.context // 4)
         while True:
@@ -130,7 +131,9 @@ class Conversation:
     def _stream(
         self, request_id: str, interrupts: Interrupts, display: Display, started: float
     ) -> str:
-        """Shows the answer as it comes and returns it. Ctrl-C ends it, and what was said stays."""
+        """Shows the answer as it arrives and returns it. Ctrl-C ends it and keeps the text so
+        far.
+        """
         answer, error, was_cut, is_first = "", None, False, True
         try:
             while self.engine.has_unfinished_requests():

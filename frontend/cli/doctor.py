@@ -1,5 +1,5 @@
-"""`quire doctor`: checks the machine and a model before anything is loaded; every line passes,
-warns or fails, with what to do.
+"""`quire doctor`: checks the machine and a model before anything is loaded. Every check passes,
+warns or fails, with advice.
 
 Must not know: how anything is checked, torch.
 """
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from ..model_info.machine_diagnosis import Finding
 
 USAGE = "quire doctor [MODEL] [--json] [server flags] [engine flags]"
-DESCRIPTION = "Checks this machine and MODEL for what `quire serve`, with the same flags, would stumble over. Nothing is loaded."
+DESCRIPTION = (
+    "Checks this machine and MODEL for problems with `quire serve` and the same flags. Nothing "
+    "is loaded."
+)
 COLOURS = {"pass": "32", "warn": "33", "fail": "31"}
 
 
@@ -56,9 +59,9 @@ def main(argv: list[str]) -> int:
 
 
 def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Finding]:
-    """The findings as they come.
+    """Yields the findings as they are made.
 
-    A library that is missing ends neither the machine's checks nor the report.
+    A missing library ends neither the other checks of the machine nor the report.
     """
     from ..model_info.machine_diagnosis import Finding, check_machine
     from ..server.config import ServerConfig

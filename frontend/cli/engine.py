@@ -1,6 +1,6 @@
 """`quire engine`: loads a model once and serves it to every program that attaches at an address.
 
-Must not know: what the daemon does; this process becomes it.
+Must not know: what the daemon does. This process turns into the daemon.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from .plan import render
 from .sources import naming_sources
 
 USAGE = "quire engine --listen ipc://PATH [MODEL] [engine flags]"
-DESCRIPTION = "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this address, until SIGTERM or Ctrl-C."
+DESCRIPTION = (
+    "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this "
+    "address, until SIGTERM or Ctrl-C."
+)
 COMMON = (
     "dtype",
     "max_model_len",
@@ -33,7 +36,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire engine", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
     parser.add_flags("daemon", [LISTEN], ("listen",))
-    # The seed belongs to the programs that attach; the model has no flag of its own here.
+    # The programs that attach choose the seed. The model is an argument here, without --model.
     parser.add_flags(
         "engine", [flag for flag in engine_flags() if flag.name not in ("model", "seed")], COMMON
     )
@@ -55,12 +58,12 @@ def main(argv: list[str]) -> int:
 
 
 def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:
-    """This process is about to become the daemon, which knows of no plan: what it will probably
-    refuse is explained beforehand.
+    """Prints a warning if the model probably does not fit into memory. The daemon, which this
+    process becomes, has no plan to explain its own error with.
     """
     from ..model_info.plan import make_plan
 
-    with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
+    with contextlib.suppress(QuireError):  # a model known to a plug-in only has no plan
         plan = make_plan(engine_args, given=arguments)
         if not plan.fits:
             print(f"quire engine: it will probably not fit\n\n{render(plan)}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Command-line flags made from the fields of the configuration trees and of SamplingParams.
 
-Must not know: what any of them does, where its value comes from.
+Must not know: the effect of any flag, where its value comes from.
 """
 
 from __future__ import annotations
@@ -20,41 +20,40 @@ from .. import vllm_arguments
 
 SAMPLING_HELP = {
     "n": "Completions per prompt.",
-    "temperature": "0: always the likeliest token; higher: more varied.",
-    "top_p": "Sample from the likeliest tokens that hold this share of the probability.",
-    "top_k": "Sample from this many likeliest tokens; 0: all.",
-    "min_p": "Leave out tokens less likely than this fraction of the likeliest one.",
+    "temperature": "0: always the most likely token; higher: more varied.",
+    "top_p": "Sample from the most likely tokens with this total probability.",
+    "top_k": "Sample from this many most likely tokens; 0: all.",
+    "min_p": "Omit tokens less likely than this fraction of the most likely token's probability.",
     "seed": "Seed of the random numbers: the same seed, prompt and flags give the same tokens.",
-    "presence_penalty": "Taken from the logit of every token that has appeared in the output.",
-    "frequency_penalty": "Taken from a token's logit for each time it has appeared in the output.",
-    "repetition_penalty": "Divides the logits of tokens seen in prompt or output; 1: off.",
-    "max_tokens": "Most tokens of one completion; none: to the end of the context.",
-    "min_tokens": "Tokens before the completion may end.",
+    "presence_penalty": "Subtracted from the logit of every token in the output.",
+    "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
+    "repetition_penalty": "Penalty on the logits of tokens in the prompt or output; 1: off.",
+    "max_tokens": "Maximum tokens of one completion; none: to the end of the context.",
+    "min_tokens": "Minimum tokens of one completion.",
     "stop": "End before this text; may be repeated.",
     "stop_token_ids": "End after one of these token ids.",
-    "include_stop_str_in_output": "Leave the stop text in the output.",
-    "ignore_eos": "Go on after the end-of-sequence token.",
-    "logprobs": "Report the log-probabilities of this many likeliest tokens (with --json).",
+    "include_stop_str_in_output": "Keep the stop text in the output.",
+    "ignore_eos": "Continue after the end-of-sequence token.",
+    "logprobs": "Report the log-probabilities of this many most likely tokens (with --json).",
     "prompt_logprobs": "The same for the tokens of the prompt.",
-    "skip_special_tokens": "Leave special tokens out of the text.",
+    "skip_special_tokens": "Omit special tokens from the text.",
     "spaces_between_special_tokens": "Put spaces between special tokens.",
     "logit_bias": "Added to the logits of these token ids.",
     "allowed_token_ids": "Sample from these token ids only.",
     "bad_words": "Never produce this text; may be repeated.",
-    "structured_outputs": 'What the output must be: {"json": SCHEMA}, {"regex": TEXT}, {"choice": '
+    "structured_outputs": 'Constraint on the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": '
     '[TEXT]}, {"grammar": LARK} or {"json_object": true}.',
-    "truncate_prompt_tokens": "Keep only the last so many tokens of the prompt; -1: as many as the "
+    "truncate_prompt_tokens": "Keep only this many last tokens of the prompt; -1: as many as the "
     "context takes.",
-    "extra_args": "For logits processors of your own.",
+    "extra_args": "Arguments for custom logits processors.",
 }
-# The command itself decides how it wants its outputs; the token ids of bad words are not the user's
-# to give.
+# The command itself chooses the kind of its outputs. The token ids of bad words are internal.
 NOT_SAMPLING_FLAGS = frozenset(
     {"output_kind", "detokenize", "stream_interval", "bad_words_token_ids"}
 )
 
 
-# Never printed, whatever asks for the settings or complains about them.
+# Never printed, neither with the settings nor in an error.
 SECRETS = frozenset({"api_key", "hf_token"})
 
 
@@ -62,18 +61,18 @@ SECRETS = frozenset({"api_key", "hf_token"})
 class Flag:
     """One field as a flag.
 
-    `type` is the field's annotation; `default` is only shown: a flag that is not given leaves no
-    trace.
+    `type` is the field's annotation. `default` is for display only: a flag that is not given sets
+    nothing.
     """
 
     name: str
     type: Any
     default: Any
     help: str
-    # raises ValueError with a sentence, for what the type cannot say
+    # raises ValueError with a sentence, for conditions beyond the type
     check: Callable[[Any], None] | None = None
     positional: bool = False
-    # the default is what somebody else makes of it: the model's recommendation, a random number
+    # the default comes from elsewhere: the model's recommendation, a random number
     decided_later: bool = False
 
     @property
@@ -82,7 +81,7 @@ class Flag:
 
     @property
     def options(self) -> list[str]:
-        """The option and its other names on the command line."""
+        """The option and its aliases on the command line."""
         if short := vllm_arguments.SHORT_OPTIONS.get(self.name):
             return [self.option, short]
         return [self.option, *vllm_arguments.OPTIONS.get(self.name, ())]
@@ -117,7 +116,7 @@ def _check_keys(keys: list[str]) -> None:
 
 
 LISTEN = Flag(
-    "listen", str | None, None, "Where programs attach: ipc:// and the path of a socket file."
+    "listen", str | None, None, "Address for clients: ipc:// and the path of a socket file."
 )
 
 
@@ -135,7 +134,7 @@ def server_flags() -> list[Flag]:
 
 
 def vllm_flags(*, of_server: bool) -> list[Flag]:
-    """Flags of `vllm serve` that Quire does not have, accepted or refused by vllm_arguments.py."""
+    """Flags of `vllm serve` that Quire does not have. vllm_arguments.py accepts or rejects them."""
     own = {*config_fields(), *(flag.name for flag in server_flags())}
     names = vllm_arguments.NAMES - own - (frozenset() if of_server else vllm_arguments.SERVER_NAMES)
     return [
@@ -176,7 +175,7 @@ def sampling_flags() -> list[Flag]:
 
 
 def all_flag_names() -> set[str]:
-    """The settings of any command: a variable of another command's is no mistake."""
+    """The names of all commands' settings. A variable for another command is not an error."""
     return {
         flag.name for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE, LISTEN)
     }
@@ -194,5 +193,5 @@ def _description(annotation: Any) -> str:
 
 
 def given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:
-    """Those of the flags' settings that were given anywhere."""
+    """The settings of these flags that were given by any source."""
     return {flag.name: getattr(args, flag.name) for flag in flags if hasattr(args, flag.name)}

@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
 USAGE = "quire generate [PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
-DESCRIPTION = "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several prompts run together."
+DESCRIPTION = (
+    "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several "
+    "prompts run together."
+)
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
-# SamplingParams' own default of 16, vLLM's, ends a story in its first sentence
+# The default of SamplingParams and vLLM, 16 tokens, is too short for a completion to read.
 DEFAULTS = {"max_tokens": 256}
 
-# what LLMEngine takes as a prompt, and the sampling parameters of this prompt alone
+# a prompt of LLMEngine, and the sampling parameters of this prompt alone
 Prompt = tuple[Any, dict[str, Any]]
 
 
@@ -71,7 +74,7 @@ def main(argv: list[str]) -> int:
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:
     """All prompts of the command line.
 
-    Raises InvalidParameterError for none, an unreadable file or a bad line.
+    Raises InvalidParameterError for no prompt, an unreadable file or an invalid line.
     """
     words = args.prompts
     if not words and args.file is None:
@@ -85,7 +88,7 @@ def read_prompts(args: argparse.Namespace) -> list[Prompt]:
         prompts += read_file(args.file)
     if not prompts:
         raise InvalidParameterError("--file", f"{args.file} holds no prompt")
-    if not any(prompt for prompt, _ in prompts):  # nothing to load an engine for
+    if not any(prompt for prompt, _ in prompts):  # fails before an engine is loaded
         raise InvalidParameterError("prompt", "must not be empty")
     return prompts
 
@@ -125,7 +128,9 @@ def decode(raw: bytes, source: str) -> str:
 
 
 def parse_line(line: str, where: str) -> Prompt:
-    """{"prompt": text} or {"prompt_token_ids": [...]}, with sampling parameters beside it."""
+    """Parses {"prompt": text} or {"prompt_token_ids": [...]}, with sampling parameters in the same
+    object.
+    """
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
@@ -152,14 +157,14 @@ def complete(
 ) -> int:
     """Runs all prompts and prints their outputs.
 
-    A refused prompt is reported and leaves the others alone; it makes the exit code 2.
+    A prompt that is rejected is reported and does not affect the others. The exit code is then 2.
     """
     if args.json:
         writer, kind = JsonWriter(sys.stdout), RequestOutputKind.FINAL_ONLY
     else:
         echo = sys.stdout.isatty() if args.echo is None else args.echo
         titles = [prompt if isinstance(prompt, str) else "" for prompt, _ in prompts]
-        # more are refused below
+        # larger values are rejected below
         counts = [min(overrides.get("n", base.get("n", 1)), MAX_N) for _, overrides in prompts]
         writer, kind = (
             TextWriter(titles, counts, echo=echo, out=sys.stdout),
@@ -181,7 +186,7 @@ def complete(
                 meter.count(output)
                 writer.write(int(output.request_id), output)
                 if output.finished and output.error:
-                    # what the engine refuses (a grammar, say) is bad input too
+                    # errors found by the engine (in a grammar, for example) are bad input, too
                     code = 2 if output.error_parameter else code or 1
                     complain(int(output.request_id), prompts, output.error)
         writer.end()

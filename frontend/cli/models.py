@@ -1,4 +1,4 @@
-"""`quire models`: what is in the hub's cache on this machine, sizes, and what is missing.
+"""`quire models`: the content of the hub cache on this machine, sizes, and missing files.
 
 Must not know: how the cache is laid out, the network, torch.
 """
@@ -14,7 +14,10 @@ from .table import print_table
 from .values import format_bytes, format_count
 
 USAGE = "quire models [--json]"
-DESCRIPTION = "Lists the models that are on this machine: the bundled one and those in the hub's cache (HF_HOME). The network is not asked."
+DESCRIPTION = (
+    "Lists the models on this machine: the bundled one and those in the hub cache (HF_HOME). "
+    "Does not use the network."
+)
 
 
 def make_parser(argv: list[str]) -> Parser:

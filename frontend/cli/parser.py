@@ -1,7 +1,7 @@
-"""The parser of a command's flags: one sentence per mistake, a short and a full help, settings from
-elsewhere filled in.
+"""The parser of a command's flags: one-sentence errors, a short and a full help, and settings from
+other sources.
 
-Must not know: what any flag does.
+Must not know: the effect of any flag.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..vllm_arguments import spelled
 from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
 
-MODEL_OPTION = "model_option"  # where argparse keeps --model
+MODEL_OPTION = "model_option"  # where argparse stores --model
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one sentence per mistake (exit code 2), the nearest flag for an unknown one, a
-    short and a full help; and the settings that its flags stand for may come from the environment
-    or a file as well (sources.py).
+    """argparse with one-sentence errors (exit code 2), a suggestion for an unknown flag, and a
+    short and a full help. The settings of its flags may also come from the environment or a file
+    (sources.py).
     """
 
     def __init__(self, prog: str, usage: str, description: str, *, show_all: bool = False):
@@ -33,14 +33,14 @@ class Parser(argparse.ArgumentParser):
         )
         self.show_all = show_all
         self.groups: list[tuple[str, list[Flag]]] = []
-        self.hidden: list[Flag] = []  # vLLM's, which Quire does not have
-        self.add_argument("-h", "--help", action="help", help="show the most used flags")
+        self.hidden: list[Flag] = []  # vLLM's flags without an equivalent in Quire
+        self.add_argument("-h", "--help", action="help", help="show the common flags")
         self.add_argument(
             "--help-all", action="help", help="show all flags, and their environment variables"
         )
 
     def add_flags(self, title: str, flags: Iterable[Flag], common: tuple[str, ...]) -> None:
-        """Adds a group of flags; those that `common` does not name appear only under --help-all."""
+        """Adds a group of flags. Those not named in `common` appear under --help-all only."""
         group = self.add_argument_group(title)
         self.groups.append((title, list(flags)))
         for flag in self.groups[-1][1]:
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def add_model(self) -> None:
-        """The model as an argument without a name; --model, as in vLLM, is the same."""
+        """The model as a positional argument. --model is an alias, as in vLLM."""
         (flag,) = [
             replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"
         ]
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _add_sources(self) -> None:
-        """Last, so that they stand behind the command's own in the help."""
+        """Added last, so that the help shows them after the command's own flags."""
         group = self.add_argument_group("settings")
         group.add_argument(
             "--config",
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         group.add_argument(
             "--print-config",
             action="store_true",
-            help="print every setting with where it came from, and leave",
+            help="print every setting with its source and exit",
         )
         if self.show_all:
             from .sources import OTHER_VARIABLES
@@ -85,16 +85,16 @@ class Parser(argparse.ArgumentParser):
             self.epilog = (
                 "In variables and files a switch is on or off, lists and objects are JSON in a "
                 "variable (a list of one text may be that text). "
-                f"Further variables: {others}; HF_HOME and HF_HUB_OFFLINE (the hub's); "
+                f"Further variables: {others}; HF_HOME and HF_HUB_OFFLINE (of the hub client); "
                 f"OMP_NUM_THREADS."
             )
 
     def parse(self, argv: list[str]) -> argparse.Namespace:
-        """The arguments, and the settings from everywhere as attributes; `settings` says where each
-        came from.
+        """The arguments and the settings of all sources as attributes. `settings` holds the source
+        of each.
 
-        With --print-config it prints them and raises SystemExit(0). Raises InvalidParameterError
-        for a bad file or variable.
+        With --print-config, prints them and raises SystemExit(0). Raises InvalidParameterError for
+        an invalid file or variable.
         """
         if self.groups:
             self._add_vllm_flags()
@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _add_vllm_flags(self) -> None:
-        """Lets a command line of vLLM's run; help and suggestions leave these flags out."""
+        """Accepts the flags of a vLLM command line. Help and suggestions omit them."""
         known = {flag.name for _, group in self.groups for flag in group}
         if "dtype" not in known:
             return  # a command without an engine
@@ -127,7 +127,7 @@ class Parser(argparse.ArgumentParser):
                 )
 
     def _with_dashes(self, argv: list[str]) -> list[str]:
-        """--max_model_len is --max-model-len, as in vLLM."""
+        """Turns --max_model_len into --max-model-len, as vLLM does."""
         words = []
         for word in argv:
             option, equals, value = word.partition("=")
@@ -193,7 +193,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """As argparse's, which hides that nothing could be written."""
+        """Replaces argparse's method, which ignores write errors."""
         (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
@@ -201,17 +201,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def _choice(flag: Flag, kind: type) -> Callable[[str], Any]:
-    """For argparse: text -> one of the choices, vLLM's spelling of it included."""
+    """For argparse: converts text to one of the choices, accepting vLLM's spelling, too."""
 
     def convert(text: str) -> Any:
         return kind(spelled(flag.name, text))
 
-    convert.__name__ = kind.__name__  # argparse puts it into its message
+    convert.__name__ = kind.__name__  # argparse uses it in its message
     return convert
 
 
 def _converter(flag: Flag) -> Callable[[str], Any]:
-    """For argparse: text -> the field's value."""
+    """For argparse: converts text to the field's value."""
 
     def convert(text: str) -> Any:
         try:

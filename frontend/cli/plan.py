@@ -1,7 +1,7 @@
-"""`quire plan`: what a model needs, what this machine or a named amount of memory gives, and the
-flags that make it run.
+"""`quire plan`: what a model needs, what this machine or a given amount of memory provides, and the
+flags that make the model fit.
 
-Must not know: how the figures are found, torch.
+Must not know: how the figures are computed, torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from ..model_info.plan import Plan
 
 USAGE = "quire plan [MODEL] [--memory SIZE] [--json] [engine flags]"
-DESCRIPTION = "Reads MODEL's config.json and says what it weighs, the longest context, and how many requests run at once. Nothing is loaded."
+DESCRIPTION = (
+    "Reads MODEL's config.json and prints the size of its weights, the longest context and the "
+    "number of concurrent requests. Nothing is loaded."
+)
 COMMON = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "block_size")
 
 
@@ -36,15 +39,15 @@ def make_parser(argv: list[str]) -> Parser:
         "--memory",
         metavar="SIZE",
         type=_size,
-        help="plan for so much memory, e.g. 24GiB; with --device cuda, for a GPU that has it [what "
-        "is here]",
+        help="plan for this much memory, e.g. 24GiB; with --device cuda: the memory of the GPU "
+        "[that of this machine]",
     )
     parser.add_argument(
         "--json", action="store_true", help="the figures as one JSON object, in bytes and tokens"
     )
     parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
     parser.add_flags(
-        "server (of no use here, so that its settings can be given as they are)",
+        "server (no effect here; accepted so that its settings can be passed unchanged)",
         [*server_flags(), ENGINE],
         (),
     )
@@ -178,7 +181,7 @@ def render(plan: Plan) -> str:
 
 
 def command(plan: Plan) -> str:
-    """The line to copy, empty where nothing makes the model fit."""
+    """The command line that makes the model fit, or "" if there is none."""
     return (
         shlex.join(["quire", "serve", plan.model, *plan.flags])
         if plan.longest_context or plan.fits_as
@@ -188,14 +191,14 @@ def command(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
-    """Where an engine started inside does not fit the memory, its error has the plan as a note,
-    which the command line prints beneath it.
+    """If the engine does not fit into memory, adds the plan to its error as a note. The command
+    line prints it after the error.
     """
     try:
         yield
     except NotEnoughMemoryError as error:
         from ..model_info.plan import make_plan
 
-        with contextlib.suppress(QuireError):  # a model that only a plug-in knows has no plan
+        with contextlib.suppress(QuireError):  # a model known to a plug-in only has no plan
             error.add_note(render(make_plan(args, given=arguments)).rstrip())
         raise

@@ -1,4 +1,5 @@
-"""`quire serve`: the HTTP server over an engine in a child process, in this one, or in a daemon.
+"""`quire serve`: the HTTP server over an engine in a child process, in this process, or in a
+daemon.
 
 Must not know: routes, requests, torch.
 """
@@ -11,7 +12,10 @@ from .plan import plan_beneath
 from .sources import naming_sources
 
 USAGE = "quire serve [MODEL] [server flags] [engine flags]"
-DESCRIPTION = "Serves MODEL over OpenAI's API until Ctrl-C or SIGTERM. Without MODEL: the small one that comes with Quire."
+DESCRIPTION = (
+    "Serves MODEL with OpenAI's API until Ctrl-C or SIGTERM. Default MODEL: the small model "
+    "bundled with Quire."
+)
 COMMON = ("host", "port", "api_key")
 COMMON_ENGINE = (
     "served_model_name",
@@ -41,7 +45,7 @@ def main(argv: list[str]) -> int:
     from ..server.config import ServerConfig
     from ..server.serving import serve
 
-    # A daemon's settings are its own: what is not given is taken from it, the model too.
+    # A daemon has its own settings: the model and everything else not given here come from it.
     arguments = given(args, engine_flags())
     engine_args = EngineArgs(**arguments)
     with naming_sources(args.settings), plan_beneath(engine_args, arguments):

@@ -1,5 +1,5 @@
-"""What generate and chat share: the flags that choose and configure an engine, and the engine
-itself, opened and closed.
+"""What generate and chat share: the flags that configure an engine, and the engine itself, opened
+and closed.
 
 Must not know: prompts, what is printed.
 """
@@ -30,9 +30,7 @@ SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give t
 
 
 def session_flags() -> list[Flag]:
-    """The engine's flags; its `seed` is drawn anew for every run, so that a story told twice is not
-    the same story.
-    """
+    """The engine's flags. Its `seed` is random for every run, so that repeated runs differ."""
     random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
     return [
         dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
@@ -41,8 +39,8 @@ def session_flags() -> list[Flag]:
 
 
 def request_flags(**defaults: Any) -> list[Flag]:
-    """The sampling flags without the request's own seed (--seed is the run's), with these defaults
-    shown; the model may recommend others.
+    """The sampling flags without the request's seed (--seed applies to the run), with these
+    defaults shown. The model may recommend other values.
     """
     flags = [
         dataclasses.replace(flag, decided_later=True)
@@ -61,16 +59,17 @@ def add_session_flags(parser: Parser) -> None:
 
 @contextmanager
 def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
-    """The engine that the flags ask for, ready; shut down on the way out.
+    """A context manager that yields the engine configured by the flags and shuts it down at exit.
 
-    On a terminal, standard error says what takes the time.
+    If stderr is a terminal, it shows what is being loaded.
     """
     import secrets
 
     from ..engine_args import EngineArgs
     from ..llm_engine import LLMEngine
 
-    engine_args = EngineArgs(**{"seed": secrets.randbits(63)} | given(args, engine_flags()))
+    arguments: dict[str, Any] = {"seed": secrets.randbits(63)} | given(args, engine_flags())
+    engine_args = EngineArgs(**arguments)
     notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
     print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
     with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
@@ -85,8 +84,8 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
 
 
 def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:
-    """Sampling parameters before the flags: the command's own defaults, and over them what the
-    model's authors recommend.
+    """Sampling parameters before the flags apply: the model's recommendations over the command's
+    defaults.
     """
     vllm, recommended = (
         msgspec.structs.asdict(SamplingParams()),
@@ -96,5 +95,5 @@ def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:
 
 
 def check_sampling(sampling: dict[str, Any]) -> None:
-    """Refuses bad values before an engine is started."""
+    """Rejects invalid values before an engine is started."""
     SamplingParams(**sampling)

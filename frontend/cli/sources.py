@@ -1,7 +1,7 @@
-"""Where a command's settings come from: flags over QUIRE_* variables over a file over defaults; and
-printing them with their sources.
+"""The sources of a command's settings: flags override QUIRE_* variables, these override a file, and
+that overrides defaults. Also prints the settings with their sources.
 
-Must not know: argparse, what any setting does.
+Must not know: argparse, the effect of any setting.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .values import from_plain, from_text
 
 PREFIX = "QUIRE_"
 CONFIG_VARIABLE = "QUIRE_CONFIG"
-# Variables that are no settings of a command.
+# Variables that are not settings of a command.
 OTHER_VARIABLES = {
     CONFIG_VARIABLE: "file with settings, as --config",
     "QUIRE_TRACEBACK": "1: an internal error shows where it happened",
     "QUIRE_NATIVE": "0: no native kernels on a CPU, or the path of another library with them",
 }
-# Kubernetes gives every container variables for each service of its namespace; one called "quire"
-# must not set our port.
+# Kubernetes sets variables in every container for each service of its namespace. A service named
+# "quire" must not set the port.
 KUBERNETES = re.compile(r"QUIRE_(?:.*_)?(?:SERVICE_HOST|SERVICE_PORT(?:_.*)?|PORT_\d+_.*)")
-# stands for a secret in what --print-config prints; read back it is refused, lest a server run
-# without its keys
+# Replaces a secret in the output of --print-config. Reading it back is an error, because the server
+# would run without its keys.
 HIDDEN = "<hidden>"
 
 
@@ -46,9 +46,9 @@ class Setting:
 def collect(
     flags: Mapping[str, Flag], command_line: Mapping[str, Any], file: str | None, command: str
 ) -> dict[str, Setting]:
-    """Every setting that was given, by name, from the source that counts.
+    """Every setting that was given, by name, from the source with the highest priority.
 
-    Raises InvalidParameterError naming variable, or file and key.
+    Raises InvalidParameterError naming the variable, or the file and the key.
     """
     origin = "--config" if file is not None else CONFIG_VARIABLE
     file = file if file is not None else os.environ.get(CONFIG_VARIABLE) or None
@@ -71,7 +71,9 @@ def collect(
 
 
 def _check(flag: Flag, value: Any) -> None:
-    """What argparse has put together from several flags has not been looked at as a whole."""
+    """Checks values that argparse assembled from several flags, which no check has seen as a
+    whole.
+    """
     try:
         if flag.check is not None:
             flag.check(value)
@@ -81,8 +83,8 @@ def _check(flag: Flag, value: Any) -> None:
 
 @contextlib.contextmanager
 def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
-    """Around what a command does with its settings: an error about one that does not stand on the
-    command line says where it stands.
+    """Wraps a command's use of its settings: an error about a setting that is not from the command
+    line names its source.
     """
     try:
         yield
@@ -97,8 +99,8 @@ def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
 
 
 def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> dict[str, Setting]:
-    """QUIRE_<NAME> of this command's settings; a variable of another command's is left alone, one
-    of nobody's is warned of.
+    """QUIRE_<NAME> of this command's settings. A variable for another command is ignored; an
+    unknown one causes a warning.
     """
     settings = {}
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
@@ -112,7 +114,7 @@ def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> d
         if name not in flags:
             _warn_of_unknown(variable, {*flags, *all_flag_names()})
             continue
-        # as compose files write "not set"; an empty key is a mistake, and not no key
+        # compose files write "not set" like this; an empty key is an error and does not mean no key
         if not text and not flags[name].secret:
             continue
         try:
@@ -127,8 +129,8 @@ def _warn_of_unknown(variable: str, names: set[str]) -> None:
         return
     others = [name.removeprefix(PREFIX) for name in OTHER_VARIABLES if name.startswith(PREFIX)]
     near = closest(variable.removeprefix(PREFIX), [*others, *map(str.upper, sorted(names))])
-    advice = f"did you mean {PREFIX}{near}?" if near else "it is not used"
-    print(f"quire: there is no setting for the variable {variable}; {advice}", file=sys.stderr)
+    advice = f"did you mean {PREFIX}{near}?" if near else "it is ignored"
+    print(f"quire: the variable {variable} matches no setting; {advice}", file=sys.stderr)
 
 
 # ------------------------------------------------------------ files
@@ -137,7 +139,7 @@ def _warn_of_unknown(variable: str, names: set[str]) -> None:
 def read_file(
     flags: Mapping[str, Flag], file: str, origin: str, command: str
 ) -> dict[str, Setting]:
-    """A YAML, TOML or JSON file (by its ending) of names and values.
+    """A YAML, TOML or JSON file (by its suffix) of names and values.
 
     Every key must be one of this command's settings.
     """
@@ -147,7 +149,7 @@ def read_file(
         if name not in flags:
             raise InvalidParameterError(origin, f"{file}: {_unknown(name, flags, command)}")
         if name in settings:
-            raise InvalidParameterError(origin, f"{file}: {name} is there twice")
+            raise InvalidParameterError(origin, f"{file}: {name} occurs twice")
         try:
             value = (
                 value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
@@ -160,10 +162,10 @@ def read_file(
 
 def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:
     if name in all_flag_names():
-        return f"{name} is no setting of {command}"
+        return f"{name} is not a setting of {command}"
     near = closest(str(name), flags)
     return f"there is no setting {name!r}; " + (
-        f"did you mean {near}?" if near else f"{command} --help-all shows all"
+        f"did you mean {near}?" if near else f"{command} --help-all lists all"
     )
 
 
@@ -183,12 +185,12 @@ def _parse(path: Path, origin: str) -> dict[Any, Any]:
         value = parse(text)
     except (ValueError, RecursionError) as error:
         raise InvalidParameterError(origin, f"{path} is not {kind}: {error}") from None
-    if value is None:  # nothing but comments
+    if value is None:  # only comments
         return {}
     if not isinstance(value, dict):
         raise InvalidParameterError(
             origin,
-            f"{path} must hold names and values (dtype: float32), not a {type(value).__name__}",
+            f"{path} must contain names and values (dtype: float32), not a {type(value).__name__}",
         )
     return value
 
@@ -204,10 +206,10 @@ def _parse_json(text: str) -> Any:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON lets the last of equal keys win; here they are a mistake."""
+    """Rejects duplicate keys, of which the JSON parser would silently keep the last."""
     names = [name for name, _ in pairs]
     if len(set(names)) < len(names):
-        raise ValueError(f"{max(names, key=names.count)} is there twice")
+        raise ValueError(f"{max(names, key=names.count)} occurs twice")
     return dict(pairs)
 
 
@@ -225,11 +227,12 @@ def render(
 ) -> str:
     """All settings as YAML with their sources as comments.
 
-    Given to --config, it makes the same settings; a default that is only decided later (by the
-    model, or by chance) stands there as a comment, because to fix it now would change it.
+    As a file for --config, it produces the same settings. A default that is determined later (by
+    the model, or at random) is written as a comment, because a fixed value would change its
+    meaning.
     """
     lines = [
-        f"# {command}: what is set, and where it came from; {command} --config FILE takes it back"
+        f"# {command}: the settings and their sources; {command} --config FILE reads this file"
     ]
     for title, flags in groups:
         lines += ["", f"# {title}"]
@@ -246,7 +249,7 @@ def render(
 
 
 def _yaml(value: Any) -> str:
-    """One value as it may stand behind a key."""
+    """One value as it may follow a key."""
     import msgspec
 
     from . import yaml_text

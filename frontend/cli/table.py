@@ -1,7 +1,6 @@
-"""A table in the terminal: rich's where somebody looks at it, aligned columns where a program reads
-it.
+"""A table in the terminal: rich's on a terminal, aligned columns in a pipe.
 
-Must not know: what the rows are about.
+Must not know: the meaning of the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 def print_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, right: frozenset[str] = frozenset()
 ) -> None:
-    """`right`: names of columns of figures, which are aligned to the right."""
+    """`right`: names of the columns that are right-aligned (figures)."""
     if not sys.stdout.isatty():
         widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
         for row in (header, *rows):
@@ -37,5 +36,5 @@ def print_table(
             no_wrap=name != header[-1],
         )
     for row in rows:
-        table.add_row(*map(Text, row))  # as Text: a name may hold what rich takes for its markup
+        table.add_row(*map(Text, row))  # as Text: a name may contain rich markup
     Console().print(table)

@@ -1,5 +1,5 @@
-"""What a command does with the terminal: printing prompts' answers in order, one JSON line each,
-and Ctrl-C as a request.
+"""Terminal output of a command: answers in the order of the prompts, one JSON object per line, and
+Ctrl-C as a request to stop.
 
 Must not know: engines, tokenizers, where a request comes from.
 """
@@ -15,7 +15,7 @@ from typing import Any, Self, TextIO
 
 class Interrupts:
     """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that
-    no step is torn; the second raises.
+    a step can complete; the second raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Interrupts:
 
 
 class Dim:
-    """Marks what is not the model's own words, where `stream` is a terminal."""
+    """Dims text that is not the model's output, if `stream` is a terminal."""
 
     def __init__(self, stream: TextIO):
         self.on, self.off = ("\x1b[2m", "\x1b[0m") if stream.isatty() else ("", "")
@@ -45,11 +45,11 @@ class Dim:
 
 
 class TextWriter:
-    """Prints completions in the order of their prompts: the first unfinished one streams, those
-    behind it wait for their turn.
+    """Prints completions in the order of their prompts. The first unfinished completion is
+    streamed; later ones are buffered.
 
-    `titles[i]` is prompt i's text, printed before its completions with `echo`; `counts[i]` is how
-    many it has. Where there are several completions, each has a headline.
+    `titles[i]` is the text of prompt i, printed before its completions with `echo`. `counts[i]` is
+    its number of completions. If there are several completions, each has a headline.
     """
 
     def __init__(self, titles: list[str], counts: list[int], *, echo: bool, out: TextIO):
@@ -58,7 +58,7 @@ class TextWriter:
         self.waiting: dict[tuple[int, int], list[str]] = {key: [] for key in self.keys}
         self.finished: set[tuple[int, int]] = set()
         self.cursor = 0  # index into keys of the completion being printed
-        self.started = False  # its headline is out
+        self.started = False  # its headline is printed
         self.at_line_start = True
         self.dim = Dim(out)
 
@@ -72,12 +72,12 @@ class TextWriter:
         self._pump()
 
     def refuse(self, index: int, problem: str) -> None:
-        """Prompt `index` will have no output; whoever prints after it need not wait."""
+        """Marks prompt `index` as having no output, so that later prompts can be printed."""
         self.finished.update((index, k) for k in range(self.counts[index]))
         self._pump()
 
     def end(self) -> None:
-        """Leaves the cursor at the start of a line, also after an interrupt."""
+        """Moves the cursor to the start of a line, also after an interrupt."""
         if not self.at_line_start:
             self._put("\n")
 
@@ -110,8 +110,8 @@ class TextWriter:
 
 
 class JsonWriter:
-    """One JSON object per completion and line, as each prompt finishes; `index` counts prompts,
-    `completion` counts within n.
+    """Prints one JSON object per completion and line when its prompt has finished. `index` counts
+    prompts, `completion` counts within n.
     """
 
     def __init__(self, out: TextIO):
@@ -139,7 +139,7 @@ class JsonWriter:
             if completion.logprobs is not None:
                 line["cumulative_logprob"] = completion.cumulative_logprob
                 line["logprobs"] = [_logprobs(position) for position in completion.logprobs]
-            # they are the same for all
+            # the same for all completions
             if output.prompt_logprobs is not None and completion.index == 0:
                 line["prompt_logprobs"] = [
                     position and _logprobs(position) for position in output.prompt_logprobs
@@ -158,7 +158,7 @@ class JsonWriter:
 
 
 def _logprobs(position: dict[int, Any]) -> list[dict[str, Any]]:
-    """One position's alternatives, likeliest first by rank."""
+    """The alternatives at one position, in order of rank."""
     ranked = sorted(position.items(), key=lambda item: item[1].rank)
     return [
         {
@@ -172,7 +172,7 @@ def _logprobs(position: dict[int, Any]) -> list[dict[str, Any]]:
 
 
 class Meter:
-    """Counts tokens and seconds, for one line on standard error where that is a terminal."""
+    """Counts tokens and seconds for one line on stderr, if that is a terminal."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""`quire top`: a server's engine at work, in the terminal.
+"""`quire top`: live view of a server's engine in the terminal.
 
 Must not know: how it is drawn (top_view.py), any part of an engine.
 """
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     import urllib.error
 
 USAGE = "quire top [URL] [--json]"
-DESCRIPTION = "Shows what a running server's engine does; q or Ctrl-C leaves. Where the output is no terminal: one look, as text."
+DESCRIPTION = (
+    "Shows the engine of a running server; q or Ctrl-C exits. Without a terminal: prints one "
+    "observation as text."
+)
 TIMEOUT_S = 5.0
 
 
 class ServerError(QuireError):
-    """The server does not answer, or not with what was asked for. `is_loading`: it will."""
+    """The server does not answer, or its answer is unexpected. `is_loading`: the model is being
+    loaded.
+    """
 
     def __init__(self, sentence: str, *, is_loading: bool = False):
         super().__init__(sentence)
@@ -43,11 +48,13 @@ def make_parser(argv: list[str]) -> Parser:
         default="http://127.0.0.1:8000",
         help="the server, with or without /v1 [http://127.0.0.1:8000]",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="key to send [$OPENAI_API_KEY]")
+    parser.add_argument("--api-key", metavar="KEY", help="API key [$OPENAI_API_KEY]")
     parser.add_argument(
-        "--interval", metavar="S", type=float, default=0.5, help="seconds between two looks [0.5]"
+        "--interval", metavar="S", type=float, default=0.5, help="seconds between updates [0.5]"
     )
-    parser.add_argument("--json", action="store_true", help="one look, as the server's JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print one observation as the server's JSON"
+    )
     return parser
 
 
@@ -68,7 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 class Server:
-    """Where the observations come from."""
+    """The server that is observed."""
 
     def __init__(self, url: str, api_key: str | None = None):
         url = url if "://" in url else f"http://{url}"
@@ -78,7 +85,7 @@ class Server:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def state(self) -> dict[str, Any]:
-        """The engine now, with all the steps that it remembers.
+        """The current state of the engine, with all steps in its history.
 
         Raises ServerError with a sentence.
         """
@@ -97,10 +104,8 @@ class Server:
                 f"{getattr(error.reason, 'strerror', None) or error.reason}"
             ) from None
         except (OSError, ValueError) as error:
-            # a connection that breaks off, an address that is none, an answer that is no JSON
-            raise ServerError(
-                f"{self.url} does not answer as a Quire server does: {error}"
-            ) from None
+            # a broken connection, an invalid address, an answer that is not JSON
+            raise ServerError(f"{self.url} does not answer like a Quire server: {error}") from None
 
     def _refusal(self, error: urllib.error.HTTPError) -> ServerError:
         try:
@@ -115,7 +120,7 @@ class Server:
             AttributeError,
         ):
             return ServerError(
-                f"{self.url} is no Quire server: it answers /v1/engine/state with {error.code} "
+                f"{self.url} is not a Quire server: it answers /v1/engine/state with {error.code} "
                 f"{error.reason}"
             )
         hint = " (--api-key KEY)" if error.code == 401 else ""
@@ -132,10 +137,10 @@ def print_once(server: Server) -> None:
 
 
 def watch(server: Server, interval_s: float) -> int:
-    """Until q or Ctrl-C.
+    """Runs until q or Ctrl-C.
 
-    A server that cannot be reached in the beginning ends it; later, or while it loads, it is asked
-    again.
+    A server that cannot be reached at first ends it. If the server fails later, or is loading, it
+    is asked again.
     """
     from rich.console import Console
     from rich.live import Live
@@ -165,9 +170,9 @@ def watch(server: Server, interval_s: float) -> int:
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], str]]:
-    """`pressed(timeout_s)` waits for a key and returns it, "" for none.
+    """`pressed(timeout_s)` waits for a key and returns it, or "" after the timeout.
 
-    The terminal neither shows keys nor waits for a line's end.
+    The terminal does not echo keys and does not wait for the end of a line.
     """
     if not sys.stdin.isatty():
 

@@ -1,4 +1,4 @@
-"""What `quire top` shows: one observation of an engine as rich's tables and bars.
+"""The view of `quire top`: one observation of an engine as rich's tables and bars.
 
 Must not know: HTTP, keys, when it is shown.
 """
@@ -8,21 +8,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-WINDOW_S = 2.0  # over which rates are taken
+WINDOW_S = 2.0  # interval over which rates are computed
 SCHEDULE, EXECUTE, PROCESS, PREFILL, DECODE = range(2, 7)  # columns of a step
-STATES = {"swapped": "swapped out", "held": "held by a pause", "grammar": "grammar"}
+STATES = {"swapped": "swapped out", "held": "paused", "grammar": "grammar"}
 USED, CACHED, OUTPUT, REST = "blue", "cyan", "yellow", "bright_black"
 
 
 def rates(state: dict[str, Any]) -> tuple[float, float, float]:
-    """Output tokens, prompt tokens and steps per second over the last WINDOW_S, from the steps
-    themselves: one look is enough.
+    """Output tokens, prompt tokens and steps per second over the last WINDOW_S. They are computed
+    from the steps, so one observation suffices.
 
-    Where there are more steps than the engine remembers, over as long as it does.
+    If the history of steps is shorter than WINDOW_S, its length is used.
     """
     steps = [step for step in state["steps"] if step[1] > state["time"] - WINDOW_S]
     if not steps:
@@ -39,7 +39,7 @@ def rates(state: dict[str, Any]) -> tuple[float, float, float]:
 def screen(
     state: dict[str, Any], url: str, *, width: int, height: int | None = None
 ) -> RenderableType:
-    """Everything; `height`: lines that there are, None for as many as it takes."""
+    """The whole view. `height`: available lines, None for no limit."""
     top = [
         _headline(state, url),
         Text(),
@@ -48,18 +48,18 @@ def screen(
         _steps(state, width),
         Text(),
     ]
-    # what stands above, the heads, and a line for those left out
+    # lines above, headlines, and a line that counts what is omitted
     most = None if height is None else max(1, height - 11)
     return Group(*top, _requests(state, width, most))
 
 
 def trouble(url: str, sentence: str) -> RenderableType:
-    """While there is nothing to show."""
+    """Shown while there is no observation."""
     return Group(
         Text.assemble(("quire top  ", "bold"), (url, "dim")),
         Text(),
         Text(sentence, "red"),
-        Text("It is asked again; q leaves.", "dim"),
+        Text("Retrying; q exits.", "dim"),
     )
 
 
@@ -107,7 +107,7 @@ def _figure(n: float, words: str) -> Text:
 
 
 def _cache(state: dict[str, Any], width: int) -> Text:
-    """The blocks without the null block: those that requests hold, those in the prefix cache."""
+    """The blocks without the null block: those that requests hold and those in the prefix cache."""
     counts = state["block_counts"]
     num_blocks = max(1, sum(counts.values()))
     used, cached = counts["used"] + counts["shared"], counts["cached"]
@@ -147,12 +147,12 @@ def _steps(state: dict[str, Any], width: int) -> Text:
 
 
 def _requests(state: dict[str, Any], width: int, most: int | None) -> RenderableType:
-    # else in order of arrival
+    # otherwise in order of arrival
     requests = sorted(state["requests"], key=lambda request: request["state"] != "running")
     if not requests:
-        return Text("Nothing runs.", "dim")
+        return Text("No requests.", "dim")
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=False)
-    for name, justify in (
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("request", "left"),
         ("state", "left"),
         ("prompt", "right"),
@@ -160,7 +160,8 @@ def _requests(state: dict[str, Any], width: int, most: int | None) -> Renderable
         ("output", "right"),
         ("", "left"),
         ("blocks", "right"),
-    ):
+    )
+    for name, justify in columns:
         table.add_column(name, justify=justify, no_wrap=True)
     bar_width = max(4, min(28, (width - 72) // 2))
     for request in requests[:most]:
@@ -189,14 +190,15 @@ def _requests(state: dict[str, Any], width: int, most: int | None) -> Renderable
 
 
 def _doing(request: dict[str, Any]) -> str:
-    if request["state"] != "running":
-        return STATES.get(request["state"], request["state"])
+    state: str = request["state"]
+    if state != "running":
+        return STATES.get(state, state)
     return "prefill" if request["num_computed_tokens"] < request["num_prompt_tokens"] else "decode"
 
 
 def short_id(engine_id: str) -> str:
-    """What one can tell requests apart by: "cmpl-0123456789abcdef01234567-3-<16 hex>" ->
-    "01234567-3"; of n completions "1_…" -> "….1".
+    """The distinctive part of a request id: "cmpl-0123456789abcdef01234567-3-<16 hex>" ->
+    "01234567-3"; one of n completions "1_…" -> "….1".
     """
     child = re.match(r"(\d+)_", engine_id)
     name = re.sub(r"^\d+_|-[0-9a-f]{16}$", "", engine_id)
@@ -212,7 +214,7 @@ def seconds(s: float) -> str:
 
 
 def _bar(width: int, parts: list[tuple[float, str]]) -> Text:
-    """Shares of a whole in their colours, from the left; whatever is not nothing is at least one
+    """Shares of a whole as colored characters, from the left. A share above zero gets at least one
     character.
     """
     bar, width = Text(), max(1, width)

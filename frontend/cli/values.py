@@ -1,7 +1,7 @@
-"""From text, and from what YAML, TOML or JSON hold, to the value of a field: one rule for flags,
+"""Converts text, and values from YAML, TOML or JSON, to the value of a field: one rule for flags,
 environment and files.
 
-Must not know: which fields there are, where a value was written.
+Must not know: which fields exist, where a value was written.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ UNITS = {
     **{f"{p}i": 2 ** (10 * k) for k, p in enumerate("KMGT", start=1)},
     **{p: 10 ** (3 * k) for k, p in enumerate("KMGT", start=1)},
 }
-SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # beside true, false, 1 and 0
+SWITCH = {"on": True, "yes": True, "off": False, "no": False}  # in addition to true, false, 1 and 0
 
 
 def plain_type(annotation: Any) -> Any:
-    """Annotated[X | None, ...] -> X; of several alternatives the last one, which is the widest (str
-    | list[str] -> list[str]).
+    """Annotated[X | None, ...] -> X. Of several alternatives, the last one, which is the most
+    general (str | list[str] -> list[str]).
     """
     if get_origin(annotation) is Annotated:
         return plain_type(get_args(annotation)[0])
@@ -42,7 +42,9 @@ def plain_type(annotation: Any) -> Any:
 
 
 def from_text(flag: Flag, text: str) -> Any:
-    """What stands on a command line or in the environment. Raises ValueError with a sentence."""
+    """Converts a value of a command line or an environment variable. Raises ValueError with a
+    sentence.
+    """
     plain = plain_type(flag.type)
     spelled = vllm_arguments.spelled(flag.name, text)
     if spelled is None:
@@ -68,10 +70,10 @@ def from_text(flag: Flag, text: str) -> Any:
 
 
 def from_plain(flag: Flag, value: Any) -> Any:
-    """What stands in a file. Raises ValueError with a sentence."""
+    """Converts a value of a file. Raises ValueError with a sentence."""
     plain = plain_type(flag.type)
     value = vllm_arguments.spelled(flag.name, value)
-    # YAML reads 1e-5 as text; "none" and "4GiB" are meant
+    # YAML reads 1e-5 as text; "none" and "4GiB" are texts, too
     if isinstance(value, str) and plain is not str:
         return from_text(flag, value)
     return _checked(flag, value, value, strict=True)
@@ -104,9 +106,9 @@ def _got(flag: Flag, written: Any) -> str:
 
 
 def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
-    """A value as JSON gives it -> a field's.
+    """A JSON value -> the value of a field.
 
-    Raises msgspec.ValidationError, or InvalidParameterError from within.
+    Raises msgspec.ValidationError, or InvalidParameterError from a nested check.
     """
     if plain_type(annotation) is not StructuredOutputsParams or value is None:
         return msgspec.convert(value, annotation, strict=strict, str_keys=True)
@@ -121,12 +123,12 @@ def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:
 
 
 def wanted(annotation: Any) -> str:
-    """A type in the words of somebody who writes text."""
+    """A description of the type for users who write text."""
     plain = plain_type(annotation)
     spelled_otherwise = {
         bool: "true or false",
         list[int]: "integers separated by commas",
-        list[str]: "a list of texts",
+        list[str]: "a list of strings",
         dict[int, float]: 'a JSON object {"token id": number}',
         dict[str, str]: 'a JSON object {"name": "text"}',
         dict[str, Any]: "a JSON object",
@@ -140,7 +142,8 @@ def is_literal(annotation: Any) -> bool:
 
 
 def parse_bytes(text: str) -> int:
-    """ "24GiB" (1024 each, also 24Gi), "24GB" (1000 each, also 24G), or a plain number of bytes.
+    """ "24GiB" (powers of 1024, also 24Gi), "24GB" (powers of 1000, also 24G), or a plain number of
+    bytes.
 
     Raises ValueError with a sentence.
     """
@@ -152,8 +155,8 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_count(text: str) -> int | str:
-    """ "16k" (16,000) and "16K" (16,384), as vLLM reads them: small letters are powers of 1000,
-    capitals of 1024. Any other text is returned as it is.
+    """ "16k" (16,000) and "16K" (16,384), as in vLLM: lower-case suffixes are powers of 1000,
+    upper-case suffixes powers of 1024. Any other text is returned unchanged.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT])", text.strip())
     if match is None:
@@ -163,12 +166,12 @@ def parse_count(text: str) -> int | str:
 
 
 def format_count(number: int) -> str:
-    """ "8.19B": parameters as the names of models give them."""
+    """ "8.19B": a number of parameters in the form used in model names."""
     return f"{number / 1e9:.2f}B" if number >= 1e9 else f"{number / 1e6:.2f}M"
 
 
 def format_bytes(num_bytes: float) -> str:
-    """ "1.5 GiB": four digits at most before the unit."""
+    """ "1.5 GiB": at most four digits before the unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(num_bytes) < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,5 +1,5 @@
-"""YAML as a settings file wants it: a key twice is an error, 1e6 is a number, and every value that
-is written is read back as itself.
+"""YAML for settings files: a duplicate key is an error, 1e6 is a number, and every value that is
+written is read back unchanged.
 
 Must not know: settings, files. Imported only where YAML is read or written.
 """
@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-# YAML 1.2 has numbers such as 1e6; the library, which follows 1.1, takes them for text unless there
-# is a point in them.
+# YAML 1.2 has numbers such as 1e6. The library follows 1.1 and reads them as text unless they
+# contain a decimal point.
 _FLOAT = (
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
@@ -22,17 +22,17 @@ _FLOAT = (
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        """As YAML has it, and not the last of equal keys."""
+        """Builds a mapping as YAML does, but rejects duplicate keys."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         if twice := [key for key in keys if keys.count(key) > 1]:
             raise yaml.constructor.ConstructorError(
-                problem=f"{twice[0]} is there twice", problem_mark=node.start_mark
+                problem=f"{twice[0]} occurs twice", problem_mark=node.start_mark
             )
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Knows of the loader's numbers: a text that looks like one is put in quotes."""
+    """Quotes text that the loader would read as a number."""
 
 
 _Loader.add_implicit_resolver(*_FLOAT)
@@ -51,8 +51,8 @@ def load(text: str) -> Any:
 
 
 def dump(value: Any) -> str:
-    """One value, in ASCII, as it may stand behind a key and before a comment."""
-    # Inside a list, so that texts are written as they must be beside brackets.
+    """One value in ASCII, for use after a key and before a comment."""
+    # Dumped inside a list, so that texts are quoted as required within brackets.
     return yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), sort_keys=False
     ).strip()[1:-1]

@@ -1,3 +1,3 @@
-"""What is known of a model and a machine without loading weights: files, hub cache, sizes, memory
+"""Facts about a model and a machine that need no loaded weights: files, hub cache, sizes, memory
 plan, diagnosis.
 """

@@ -1,4 +1,4 @@
-"""How much memory this machine's GPU has, and has free, as NVIDIA's driver says it.
+"""Total and free memory of this machine's GPU, as reported by NVIDIA's driver.
 
 Must not know: torch, what the memory is for.
 """
@@ -14,15 +14,15 @@ CUDA_LIBRARY = "libcuda.so.1"
 
 
 def gpu_memory_bytes() -> tuple[int, int]:
-    """(free, all) of the first GPU, as a process sees it that uses it: what using it takes is gone
-    from the free memory already.
+    """(free, total) memory of the first GPU in bytes, as seen by a process with a CUDA context. The
+    memory of the context itself is already subtracted from the free memory.
 
-    Raises InvalidParameterError, naming `device`, where there is none.
+    Raises InvalidParameterError for `device` if there is no GPU.
     """
     try:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
-        raise _no_gpu(f"{CUDA_LIBRARY} is not here") from None
+        raise _no_gpu(f"{CUDA_LIBRARY} was not found") from None
     device, context, free, total = (
         ctypes.c_int(),
         ctypes.c_void_p(),
@@ -45,7 +45,7 @@ def gpu_memory_bytes() -> tuple[int, int]:
 
 def _check(code: int) -> None:
     if code:
-        raise _no_gpu(f"the driver answers with error {code}")
+        raise _no_gpu(f"the driver returned error {code}")
 
 
 def _no_gpu(reason: str) -> InvalidParameterError:

@@ -1,5 +1,5 @@
-"""Checks of the machine: processor, cores, memory, GPU, libraries, port, disks, limits. Each is a
-Finding, with what to do about it.
+"""Checks of the machine: processor, cores, memory, GPU, libraries, port, disks, limits. Each
+returns a Finding with advice.
 
 Must not know: torch, a model, how findings are printed.
 """
@@ -32,9 +32,9 @@ from .cpu import (
 )
 
 GIB = 2**30
-OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)  # as requires-python in pyproject.toml
-# What the kernels make use of, best first; the first line that holds says how the model is
-# multiplied.
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)  # matches requires-python in pyproject.toml
+# Processor features that the kernels use, best first. The first line that applies describes how the
+# model's matrices are multiplied.
 X86_FEATURES = (
     "amx_bf16",
     "amx_int8",
@@ -59,7 +59,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 def check_machine(
     host: str, port: int, max_connections: int, cpu_isa: str = "auto"
 ) -> Iterator[Finding]:
-    """All checks, in the order in which they are to be read."""
+    """All checks, in display order."""
     yield check_python()
     yield from check_packages()
     yield check_cpu(cpu_isa)
@@ -81,11 +81,11 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     detail = f"{platform.python_version()} at {sys.executable}"
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return Finding("python", "pass", detail)
-    return Finding("python", "fail", detail, "Quire runs on Python 3.11 to 3.14")
+    return Finding("python", "fail", detail, "Quire supports Python 3.11 to 3.14")
 
 
 def check_packages() -> Iterator[Finding]:
-    """The libraries that Quire asks for, in the versions it asks for. Nothing is imported."""
+    """The libraries that Quire requires, in the required versions. Nothing is imported."""
     from packaging.requirements import Requirement
 
     try:
@@ -94,7 +94,7 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(
             "libraries",
             "warn",
-            "quire is not installed as a package, so nothing says which versions it needs",
+            "quire is not installed as a package, so the required versions are unknown",
             "pip install -e .",
         )
         return
@@ -105,12 +105,12 @@ def check_packages() -> Iterator[Finding]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            only_gpu = requirement.name == "triton"  # wheels of torch for CPUs come without
+            only_gpu = requirement.name == "triton"  # CPU builds of torch do not include it
             problems.append(
                 (
                     requirement,
                     "warn" if only_gpu else "fail",
-                    "is missing" + " (only GPUs need it)" * only_gpu,
+                    "is missing" + " (needed for GPUs only)" * only_gpu,
                 )
             )
             continue
@@ -119,7 +119,7 @@ def check_packages() -> Iterator[Finding]:
             version.split("+")[0], prereleases=True
         ):
             problems.append(
-                (requirement, "fail", f"is {version}, Quire needs {requirement.specifier}")
+                (requirement, "fail", f"is {version}, Quire requires {requirement.specifier}")
             )
     for requirement, status, problem in problems:
         yield Finding(
@@ -137,15 +137,15 @@ def check_packages() -> Iterator[Finding]:
 def check_cpu(cpu_isa: str = "auto") -> Finding:
     name, present = read_processor()
     features = [name for name in X86_FEATURES + ARM_FEATURES if name in present]
-    detail = f"{name}: {', '.join(features) or 'no vector instructions known here'}"
+    detail = f"{name}: {', '.join(features) or 'no known vector instructions'}"
     if NATIVE_BFLOAT16 & present:
-        return Finding("processor", "pass", f"{detail}; bfloat16 is multiplied natively")
+        return Finding("processor", "pass", f"{detail}; native bfloat16")
     if not {"avx2", "asimd"} & present:
         return Finding(
             "processor",
             "warn",
             detail,
-            "without AVX2 everything is slow; another machine, or another type of virtual CPU",
+            "Quire is slow without AVX2; use another machine or another type of virtual CPU",
         )
     dtype = "bfloat16, by native kernels" if prefers_bfloat16(cpu_isa) else "float32"
     return Finding("processor", "pass", f"{detail}; no native bfloat16, so dtype=auto is {dtype}")
@@ -154,33 +154,35 @@ def check_cpu(cpu_isa: str = "auto") -> Finding:
 def check_kernels(cpu_isa: str) -> Finding:
     """Whether the native kernels were built, and which instruction set they would use.
 
-    The library itself is not asked: that takes torch.
+    Does not load the library, because that requires torch.
     """
     isas = native_isas()
     if cpu_isa == "none":
         return Finding(
             "native kernels",
             "pass",
-            "not wanted (cpu_isa=none): torch's kernels serve, several times slower for small "
+            "disabled (cpu_isa=none): torch's kernels are used, several times slower for small "
             "models",
         )
     if cpu_isa != "auto" and cpu_isa not in isas:
         return Finding(
             "native kernels",
             "fail",
-            f"this processor has no {cpu_isa}",
-            f"--cpu-isa {isas[0] if isas else 'none'}, or none of this flag",
+            f"this processor does not support {cpu_isa}",
+            f"--cpu-isa {isas[0] if isas else 'none'}, or leave the flag out",
         )
     if not isas:
         return Finding(
-            "native kernels", "pass", "none for this processor (x86 with AVX2): torch's kernels run"
+            "native kernels",
+            "pass",
+            ("none for this processor (they need x86 with AVX2): torch's kernels are used"),
         )
     if not are_kernels_built():
-        fix = "a C++ compiler (apt install g++), then install Quire again (pip install -e .)"
+        fix = "install a C++ compiler (apt install g++), then Quire again (pip install -e .)"
         return Finding(
             "native kernels",
             "warn",
-            "not built: torch's kernels serve, several times slower for small models",
+            "not built: torch's kernels are used, several times slower for small models",
             fix,
         )
     return Finding(
@@ -195,21 +197,24 @@ def check_cores() -> Finding:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
     quota = cgroup_cpu_quota()
     load = psutil.getloadavg()[0]
-    detail = f"{cores} for Quire: {affinity} of {total} by affinity, cgroup quota {'none' if quota is None else f'{quota:g}'}, load {load:.1f}"
+    detail = (
+        f"{cores} for Quire: {affinity} of {total} by affinity, cgroup quota "
+        f"{'none' if quota is None else f'{quota:g}'}, load {load:.1f}"
+    )
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if wanted.isdigit() and int(wanted) > cores:
         return Finding(
             "cores",
             "warn",
-            f"{detail}; OMP_NUM_THREADS={wanted} is more",
+            f"{detail}; OMP_NUM_THREADS={wanted} is higher",
             f"OMP_NUM_THREADS={cores}, or none",
         )
     if load > total + 1:
         return Finding(
             "cores",
             "warn",
-            f"{detail}: other programs want more cores than there are",
-            "stop them, or give Quire cores of its own (taskset)",
+            f"{detail}: other programs need more cores than available",
+            "stop them, or reserve cores for Quire (taskset)",
         )
     return Finding("cores", "pass", detail)
 
@@ -231,7 +236,7 @@ def check_memory() -> Finding:
             "limit",
         )
     if free < 2 * GIB:
-        return Finding("memory", "warn", detail, "only small models fit: quire plan MODEL")
+        return Finding("memory", "warn", detail, "only small models fit; see quire plan MODEL")
     return Finding("memory", "pass", detail)
 
 
@@ -243,14 +248,14 @@ def check_swap() -> Finding:
             "swap",
             "warn",
             detail,
-            "weights or cache on a disk make every step wait for it: free memory, or swapoff -a && "
+            "swapped-out weights or cache slow down every step: free memory, or swapoff -a && "
             "swapon -a",
         )
     return Finding("swap", "pass", detail)
 
 
 def check_gpu() -> Finding:
-    """NVIDIA's driver is asked itself; torch is not needed for that."""
+    """Queries NVIDIA's driver directly; torch is not needed."""
     try:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
@@ -259,17 +264,17 @@ def check_gpu() -> Finding:
             return Finding(
                 "gpu",
                 "warn",
-                "there is an NVIDIA GPU, but its library libcuda is not here",
-                "give the container the driver (--gpus all)",
+                "there is an NVIDIA GPU, but its library libcuda was not found",
+                "make the driver available in the container (--gpus all)",
             )
-        return Finding("gpu", "pass", "none; the model runs on the processor")
+        return Finding("gpu", "pass", "none; the model runs on the CPU")
     code, names, version = cuda.cuInit(0), [], ctypes.c_int()
     if code:
         return Finding(
             "gpu",
             "warn",
-            f"libcuda is here, but cuInit fails with error {code}",
-            "nvidia-smi says what the driver misses",
+            f"libcuda was found, but cuInit fails with error {code}",
+            "run nvidia-smi for the cause",
         )
     count = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
@@ -280,13 +285,16 @@ def check_gpu() -> Finding:
         cuda.cuDeviceGetName(name, len(name), device)
         cuda.cuDeviceTotalMem_v2(ctypes.byref(size), device)
         names.append(f"{name.value.decode()} ({size.value / GIB:.0f} GiB)")
-    detail = f"{', '.join(names) or 'none'}; driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+    detail = (
+        f"{', '.join(names) or 'none'}; driver for CUDA "
+        f"{version.value // 1000}.{version.value % 1000 // 10}"
+    )
     if not names:
         return Finding("gpu", "pass", detail)
     return Finding(
         "gpu",
         "warn",
-        f"{detail}; the model runs on the processor all the same",
+        f"{detail}; the model runs on the CPU nevertheless",
         "nothing, or --device cuda, which has not been proven on a GPU yet",
     )
 
@@ -305,12 +313,12 @@ def check_port(host: str, port: int) -> Finding:
             probe.listen(1)
     except OSError as error:
         fix = (
-            "--host: an address of this machine"
+            "set --host to an address of this machine"
             if isinstance(error, socket.gaierror)
-            else f"--port {port + 1}, or end what holds it (ss -ltnp)"
+            else f"--port {port + 1}, or end the process that uses it (ss -ltnp)"
         )
         return Finding(
-            "port", "fail", f"{host}:{port} cannot be had: {error.strerror or error}", fix
+            "port", "fail", f"{host}:{port} is not available: {error.strerror or error}", fix
         )
     return Finding("port", "pass", f"{host}:{port} is free")
 
@@ -320,7 +328,10 @@ def check_open_files(max_connections: int) -> Finding:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = max_connections + 256  # sockets, model files, libraries
-    detail = f"{'no limit' if soft == resource.RLIM_INFINITY else soft}, of which max_connections={max_connections} takes most"
+    detail = (
+        f"{'no limit' if soft == resource.RLIM_INFINITY else soft}, of which "
+        f"max_connections={max_connections} takes most"
+    )
     if soft != resource.RLIM_INFINITY and soft < needed:
         fix = (
             f"ulimit -n {needed}"
@@ -341,7 +352,7 @@ def check_disks() -> Iterator[Finding]:
         "temporary files",
         Path(tempfile.gettempdir()),
         GIB // 10,
-        "TMPDIR: a directory that can be written and has room",
+        "set TMPDIR to a writable directory with enough space",
     )
     yield check_socket_directory()
     if Path("/dev/shm").is_dir():
@@ -349,15 +360,18 @@ def check_disks() -> Iterator[Finding]:
             "/dev/shm",
             Path("/dev/shm"),
             64 * 2**20,
-            "a larger one for the container (--shm-size 1g)",
+            "increase it for the container (--shm-size 1g)",
         )
     yield _check_space(
-        "hub cache", cache, 5 * GIB, "HF_HOME: a disk with room; quire models lists what is there"
+        "hub cache",
+        cache,
+        5 * GIB,
+        ("set HF_HOME to a disk with enough space; quire models lists its content"),
     )
 
 
 def check_socket_directory() -> Finding:
-    """The engine's process is reached through socket files, whose paths may not be long."""
+    """Programs reach the engine process through socket files, whose path length is limited."""
     from ...ipc.sockets import runtime_directory
 
     try:
@@ -367,7 +381,7 @@ def check_socket_directory() -> Finding:
             "sockets",
             "fail",
             str(error),
-            "XDG_RUNTIME_DIR: a directory of your own with a short path",
+            "set XDG_RUNTIME_DIR to a directory of your own with a short path",
         )
 
 
@@ -375,13 +389,13 @@ def _check_space(name: str, directory: Path, least: int, fix: str) -> Finding:
     existing = next(path for path in (directory, *directory.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     detail = f"{directory}: {free / GIB:.1f} GiB free" + (
-        "" if existing == directory else ", not made yet"
+        "" if existing == directory else ", not created yet"
     )
     if not os.access(existing, os.W_OK | os.X_OK):
         return Finding(
             name,
             "fail" if name == "temporary files" else "warn",
-            f"{directory} cannot be written",
+            f"{directory} is not writable",
             fix,
         )
     return Finding(name, "pass", detail) if free >= least else Finding(name, "warn", detail, fix)
@@ -391,7 +405,9 @@ def check_hub() -> Finding:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return Finding("hub", "pass", "offline (HF_HUB_OFFLINE): only models that are here already")
+        return Finding(
+            "hub", "pass", ("offline (HF_HUB_OFFLINE): only models that are already cached")
+        )
     token = (
         "with a token"
         if (constants.HF_TOKEN_PATH and Path(constants.HF_TOKEN_PATH).exists())

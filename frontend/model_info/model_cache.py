@@ -1,5 +1,5 @@
-"""What the hub's cache on this machine holds: models, their sizes, whether Quire runs them, and
-what is missing.
+"""The content of the hub cache on this machine: models, their sizes, whether Quire supports them,
+and which files are missing.
 
 Must not know: the network, torch, how a list is shown.
 """
@@ -20,19 +20,19 @@ from .model_sizes import measure_model
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
-    model: str  # as --model takes it
-    revision: str  # branches and tags that lead here, or the commit
+    model: str  # as passed to --model
+    revision: str  # branches and tags of this commit, or the commit
     directory: str
     size_bytes: int
-    dtype: str | None  # that the weights were saved in, as config.json says
+    dtype: str | None  # dtype of the saved weights, from config.json
     architecture: str | None
-    num_parameters: int | None  # None where the architecture is not supported
-    problems: list[str]  # why it cannot run as it is; empty: ready
+    num_parameters: int | None  # None if the architecture is not supported
+    problems: list[str]  # reasons why it cannot run; empty: ready
 
 
 def list_models() -> tuple[list[CachedModel], list[str]]:
-    """The bundled model and every snapshot of a model in the cache; and what is wrong with the
-    cache itself.
+    """The bundled model and every model snapshot in the cache, and the problems of the cache
+    itself.
     """
     bundled = find_model_directory(BUNDLED)
     models = [
@@ -103,7 +103,7 @@ def describe(
 
 
 def _short(error: Exception, directory: Path) -> str:
-    """Without the path, which stands in the row."""
+    """The problem without the path, which the row already shows."""
     text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}/", "")
     return text.partition("; supported:")[0]
 

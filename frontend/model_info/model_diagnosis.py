@@ -1,5 +1,5 @@
-"""Checks of a model: files, memory, and whether template, tokenizer and the ends of sequence agree.
-Each is a Finding.
+"""Checks of a model: files, memory, and whether template, tokenizer and end-of-sequence tokens
+agree. Each returns a Finding.
 
 Must not know: torch, an engine, how findings are printed.
 """
@@ -30,15 +30,16 @@ from .model_sizes import ModelSizes, measure_model
 from .plan import make_plan
 
 GIB = 2**30
-MARK = "QUIRE-MARK"  # a word that no template writes
+MARK = "QUIRE-MARK"  # a word that does not occur in any template
 
 
 def check_model(
     args: EngineArgs, server: ServerConfig = ServerConfig(), chat_template: str | None = None
 ) -> Iterator[Finding]:
-    """What comes first and fails makes the rest pointless.
+    """All checks. If an early one fails, the checks that depend on it are skipped.
 
-    `chat_template`: text, or the name of one of the model's, in place of its own.
+    `chat_template`: text, or the name of one of the model's templates, used instead of the default
+    template.
     """
     try:
         directory = find_cached_directory(
@@ -53,7 +54,7 @@ def check_model(
             "model",
             "fail",
             str(error),
-            "quire models lists what is here; the message says what is supported",
+            "quire models lists the local models; the message names what is supported",
         )
         return
     yield Finding(
@@ -66,8 +67,8 @@ def check_model(
         yield Finding(
             "config",
             "warn",
-            f"keys of config.json that Quire does not use: {', '.join(unread)}",
-            "check on the model's page that none of them changes how it computes",
+            f"keys of config.json that Quire ignores: {', '.join(unread)}",
+            "check the model's page: none of them may change its computation",
         )
     yield check_weights(directory, args, sizes)
     yield check_plan(args)
@@ -84,7 +85,7 @@ def check_model(
             "tokenizer",
             "fail",
             str(error),
-            "a tokenizer.json (transformers' save_pretrained writes one), or --tokenizer",
+            "add a tokenizer.json (transformers' save_pretrained writes one), or use --tokenizer",
         )
         return
     yield check_vocabulary(tokenizer, sizes.config.vocab_size)
@@ -96,7 +97,7 @@ def check_model(
             "ends",
             "fail",
             str(error),
-            "correct the file, or --override-generation-config '{\"eos_token_id\": [ID]}'",
+            "correct the file, or use --override-generation-config '{\"eos_token_id\": [ID]}'",
         )
         return
     yield check_ends(tokenizer, ends, of_config, sizes.config.vocab_size)
@@ -105,21 +106,26 @@ def check_model(
 
 
 def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Finding:
-    """The headers of all files against what the engine's loader expects, by the same check."""
+    """Compares the headers of all weight files with what the engine's loader expects. The loader
+    uses the same check.
+    """
     if args.load_format == "dummy":
         return Finding(
-            "weights", "warn", "load_format=dummy: random ones", "leave it out for the model's own"
+            "weights",
+            "warn",
+            "load_format=dummy: random ones",
+            ("leave it out to use the model's own"),
         )
     try:
         missing = missing_weight_files(directory)
     except ModelLoadError as error:
-        return Finding("weights", "fail", str(error), "a sound copy of the file")
+        return Finding("weights", "fail", str(error), "replace the file with an intact copy")
     if missing:
         is_cached = "snapshots" in directory.parts
         fix = (
-            f"hf download {args.model}, or leave it to the first start"
+            f"hf download {args.model}, or start the engine, which downloads them"
             if is_cached
-            else "copy them there; Quire reads safetensors only"
+            else "copy them there; Quire supports safetensors only"
         )
         return Finding(
             "weights",
@@ -133,7 +139,9 @@ def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Findi
             directory, table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
         )
     except ModelLoadError as error:
-        return Finding("weights", "fail", str(error), "a sound copy of the files of this model")
+        return Finding(
+            "weights", "fail", str(error), ("replace the model's files with intact copies")
+        )
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))
     return Finding(
         "weights", "pass", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
@@ -144,8 +152,11 @@ def check_plan(args: EngineArgs) -> Finding:
     try:
         plan = make_plan(args)
     except QuireError as error:
-        return Finding("fits", "fail", str(error), "the message says what is possible")
-    detail = f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in {plan.memory_bytes / GIB:.1f} GiB of free memory"
+        return Finding("fits", "fail", str(error), "the message names the allowed values")
+    detail = (
+        f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in "
+        f"{plan.memory_bytes / GIB:.1f} GiB of free memory"
+    )
     if plan.fits:
         longest = max(plan.concurrency)
         return Finding(
@@ -154,7 +165,10 @@ def check_plan(args: EngineArgs) -> Finding:
             f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once",
         )
     if plan.longest_context:
-        detail += f"; a sequence of at most {plan.longest_context} tokens fits, max_model_len is {plan.max_model_len}"
+        detail += (
+            f"; a sequence of at most {plan.longest_context} tokens fits, "
+            f"max_model_len is {plan.max_model_len}"
+        )
     return Finding(
         "fits",
         "fail",
@@ -172,7 +186,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Finding:
             "tokenizer",
             "fail",
             f"{detail}; its largest id is {largest}",
-            "the tokenizer is another model's: --tokenizer",
+            "the tokenizer belongs to another model; use --tokenizer",
         )
     return Finding("tokenizer", "pass", detail)
 
@@ -180,53 +194,56 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Finding:
 def check_ends(
     tokenizer: Tokenizer, used: list[int], of_config: list[int], vocab_size: int
 ) -> Finding:
-    """config.json, generation_config.json and the tokenizer may each name tokens that end a
-    sequence; the engine takes the second's, or else the first's (`used`), and the tokenizer's
-    beside them.
+    """config.json, generation_config.json and the tokenizer may each name end-of-sequence tokens.
+    The engine uses those of generation_config.json, or of config.json if there are none (`used`),
+    and also the tokenizer's.
     """
     own = tokenizer.eos_token_id
-    ends = list(dict.fromkeys([*used, *([] if own is None else [own])]))
+    ends: list[int] = list(dict.fromkeys([*used, *([] if own is None else [own])]))
     if not ends:
         return Finding(
             "ends",
             "warn",
-            "no end-of-sequence token: answers end at max_tokens only",
+            "no end-of-sequence token: answers end only at max_tokens",
             "--override-generation-config '{\"eos_token_id\": [ID]}'",
         )
     if bad := [i for i in ends if not 0 <= i < vocab_size]:
         return Finding(
             "ends",
             "fail",
-            f"id {bad[0]} is none of the model's {vocab_size}",
-            "the files are of different models",
+            f"id {bad[0]} is outside of the model's {vocab_size} tokens",
+            "the files belong to different models",
         )
     disagreements = [_tokens(tokenizer, ends)]
     if lost := [i for i in of_config if i not in ends]:
         disagreements.append(
             f"config.json also names {_tokens(tokenizer, lost)}, which generation_config.json "
-            f"overrules"
+            f"overrides"
         )
     if own is not None and used and own not in used:
         disagreements.append(
-            f"the tokenizer's {_tokens(tokenizer, [own])} is not among those of the configuration, "
-            f"and is used as well"
+            f"the tokenizer's {_tokens(tokenizer, [own])} is not in the configuration "
+            f"and is also used"
         )
     if len(disagreements) == 1:
         return Finding("ends", "pass", disagreements[0])
-    fix = f"if an answer stops early or runs on: --override-generation-config '{json.dumps({'eos_token_id': ends})}'"
+    override = json.dumps({"eos_token_id": ends})
+    fix = f"if an answer ends too early or too late: use --override-generation-config '{override}'"
     return Finding("ends", "warn", "; ".join(disagreements), fix)
 
 
 def check_template(
     tokenizer: Tokenizer, config_ends: list[int], template: str | None
 ) -> Iterator[Finding]:
-    """What the chat template writes, against what the tokenizer adds and what ends a sequence."""
+    """Compares the output of the chat template with the tokens that the tokenizer adds and with the
+    tokens that end a sequence.
+    """
     if not tokenizer.chat_templates and template is None:
         yield Finding(
             "template",
             "warn",
-            "none: this is a base model, or its template is lost",
-            "quire generate; --chat-template FILE for quire serve",
+            "none: this is a base model, or its template is missing",
+            "use quire generate, or --chat-template FILE with quire serve",
         )
         return
     if template is not None and template not in tokenizer.chat_templates and "{" not in template:
@@ -234,26 +251,26 @@ def check_template(
         yield Finding(
             "template",
             "fail",
-            f"{template} is no file, nor one of the model's: {names}",
+            f"{template} is neither a file nor one of the model's templates: {names}",
             "--chat-template FILE",
         )
         return
     question = [{"role": "user", "content": "Hello"}]
     try:
-        prompt = tokenizer.apply_chat_template(
-            question, chat_template=template, add_generation_prompt=True, tokenize=False
-        )
-        without = tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+        prompt = _render(tokenizer, question, template, add_generation_prompt=True)
+        without = _render(tokenizer, question, template)
     except InvalidParameterError as error:
-        yield Finding("template", "fail", str(error), "--chat-template FILE with one that works")
+        yield Finding(
+            "template", "fail", str(error), ("use --chat-template FILE with a valid template")
+        )
         return
     yield _check_bos(tokenizer, prompt)
     if prompt == without:
-        fix = "a template that begins the assistant's turn where add_generation_prompt is true"
+        fix = "use a template that begins the assistant's turn if add_generation_prompt is true"
         yield Finding(
             "generation prompt",
             "warn",
-            "the template writes none: the model may go on with the user's turn",
+            "the template writes none: the model may continue the user's turn",
             fix,
         )
     else:
@@ -262,8 +279,8 @@ def check_template(
 
 
 def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | None) -> Finding:
-    """How the server will read what the model writes: recognised from the template, unless the
-    flags say.
+    """Which parsers the server uses for the model's output: detected from the template, unless
+    flags name them.
     """
     templates = tokenizer.chat_templates
     text = (
@@ -273,17 +290,34 @@ def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | No
     )
     try:
         found = detect(text, server.tool_call_parser, server.reasoning_parser, tokenizer)
+    except InvalidParameterError as error:
+        return Finding(
+            "answers", "fail", str(error), "use one of the names in the message, or auto"
+        )
+    try:
         found.require_tools()
         tools = found.tool_name
     except InvalidParameterError as error:
-        if error.parameter != "tools":
-            return Finding(
-                "answers", "fail", str(error), "one of the names that the message gives, or auto"
-            )
         tools = f"none (tools {error.problem})"
     return Finding(
         "answers", "pass", f"tool calls: {tools}; reasoning: {found.reasoning_name or 'none'}"
     )
+
+
+def _render(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, str]],
+    template: str | None,
+    add_generation_prompt: bool = False,
+) -> str:
+    text = tokenizer.apply_chat_template(
+        messages,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+    )
+    assert isinstance(text, str)
+    return text
 
 
 def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
@@ -294,18 +328,24 @@ def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
             "BOS",
             "fail",
             f"the template writes {tokenizer.bos_token} twice",
-            "a template that writes it once",
+            "use a template that writes it once",
         )
     if added and ids[:1] != [bos]:
-        detail = f"the tokenizer puts {tokenizer.bos_token} before a plain prompt, the template before no chat"
+        detail = (
+            f"the tokenizer puts {tokenizer.bos_token} before a plain prompt, the template before "
+            "no chat"
+        )
         return Finding(
             "BOS",
             "warn",
             detail,
-            "a template that begins with {{ bos_token }}, if the model was trained so",
+            "use a template that begins with {{ bos_token }} if the model was trained with it",
         )
     if added:
-        detail = f"{tokenizer.bos_token} once; a chat that a program renders itself and sends as a plain prompt would get it twice"
+        detail = (
+            f"{tokenizer.bos_token} once; a chat that a program renders itself and sends as a "
+            "plain prompt would get it twice"
+        )
         return Finding("BOS", "pass", detail)
     return Finding(
         "BOS",
@@ -320,28 +360,25 @@ def _check_turn_end(
     config_ends: list[int],
     template: str | None,
 ) -> Iterator[Finding]:
-    """The token that the template puts behind an answer is the one that the model learned to stop
-    with.
+    """Whether the token that the template writes after an answer is the token at which the model
+    stops.
     """
     try:
-        text = tokenizer.apply_chat_template(
-            [*question, {"role": "assistant", "content": MARK}],
-            chat_template=template,
-            tokenize=False,
-        )
+        text = _render(tokenizer, [*question, {"role": "assistant", "content": MARK}], template)
     except InvalidParameterError as error:
         yield Finding(
             "end of turn",
             "warn",
-            f"the template does not take an answer: {error}",
-            "a template that does, or no conversations",
+            f"the template fails for an answer: {error}",
+            "use a template that renders answers, or single-turn requests only",
         )
         return
     behind = tokenizer.encode(text.rpartition(MARK)[2], add_special_tokens=False)
     special = [i for i in behind if i in tokenizer.special_ids]
     ends = {*config_ends, tokenizer.eos_token_id}
     if special and special[0] not in ends:
-        fix = f"--override-generation-config '{json.dumps({'eos_token_id': [special[0], *config_ends]})}'"
+        override = json.dumps({"eos_token_id": [special[0], *config_ends]})
+        fix = f"--override-generation-config '{override}'"
         yield Finding(
             "end of turn",
             "warn",

@@ -19,9 +19,9 @@ from ...ipc.json_files import read_json, read_json_if_exists
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-# of the configuration's `generation_config`: SamplingParams' own defaults
+# values of `generation_config` that select the defaults of SamplingParams
 NO_GENERATION_CONFIG = "none"
-# Of generation_config.json -> of SamplingParams.
+# Key of generation_config.json -> field of SamplingParams.
 SAMPLING_KEYS = {
     key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 } | {"max_new_tokens": "max_tokens"}
@@ -34,11 +34,11 @@ def find_model_directory(
     weights: bool = True,
     download_dir: str | None = None,
 ) -> Path:
-    """The absolute directory that holds the model's files, downloaded first if `model` is a name on
-    the hub: into `download_dir`, by default the hub's cache.
+    """The absolute directory of the model's files. A model on the hub is downloaded first, into
+    `download_dir` (default: the hub cache).
 
-    Raises ModelLoadError naming the model: no such directory, and no such model on the hub or no
-    network.
+    Raises ModelLoadError naming the model if there is neither such a directory nor such a model on
+    the hub, or no network.
     """
     if model == BUNDLED:
         return Path(__file__).resolve().parents[1] / "bundled_model"
@@ -59,8 +59,8 @@ def find_model_directory(
 def find_cached_directory(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
-    """Where a hub's model lies in the cache, without a look at the network; None for one that is
-    not there, and for what is no hub's name.
+    """The directory of a hub model in the cache, without network access. None if the model is not
+    cached or the name is not a valid hub name.
     """
     if model == BUNDLED or Path(model).expanduser().exists() or _looks_like_a_path(model):
         return None
@@ -92,30 +92,31 @@ def _download(
         )
         return Path(found).resolve()
     except Exception as error:
-        # the hub's client lets through its own, its HTTP library's and the system's exceptions
+        # The hub client raises its own exceptions and those of its HTTP library and the system.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelLoadError(
-            f"model {model!r}: there is no such directory, and the hub did not give it: {reason}"
+            f"model {model!r}: there is no such directory, and the hub did not provide it: {reason}"
         ) from error
 
 
 def read_ahead(directory: Path) -> None:
-    """Asks the system for the weight files' contents, so that they come from the disk while an
-    engine still starts. A wish: nothing fails.
+    """Asks the operating system to start reading the weight files into the page cache while the
+    engine process starts. Best effort: errors are ignored.
     """
     if not hasattr(os, "posix_fadvise"):
         return
     for path in sorted(directory.glob("*.safetensors")):
-        if not path.is_file():  # to open a pipe would block
+        if not path.is_file():  # opening a pipe would block
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """config.json with `overrides` laid over it; objects are merged, key by key.
+    """config.json, updated with `overrides`. Objects are merged key by key.
 
-    Raises ModelLoadError for a file that read_json refuses, and for what no message can carry.
+    Raises ModelLoadError for a file that read_json rejects, and for values that cannot be encoded
+    in a message.
     """
     hf_config = _merged(read_json(directory / "config.json"), overrides)
     try:
@@ -134,14 +135,15 @@ def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """generation_config.json, or {} where the model has none."""
+    """generation_config.json, or {} if the model has none."""
     return read_json_if_exists(directory / "generation_config.json")
 
 
 def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids, those of generation_config.json before those of config.json.
+    """End-of-sequence ids: those of generation_config.json, or those of config.json if there
+    are none.
 
-    One id or a list, null, or absent.
+    The value may be one id, a list, null, or absent.
     """
     value = generation_config.get("eos_token_id")
     if value is None:
@@ -158,8 +160,8 @@ def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) 
 
 
 def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, Any]:
-    """What generation_config.json recommends, as arguments of SamplingParams; the keys are those
-    that vLLM takes.
+    """The recommendations of generation_config.json as arguments of SamplingParams. Uses the same
+    keys as vLLM.
     """
     return {
         parameter: value

@@ -1,8 +1,8 @@
-"""What a model weighs, from its config.json alone: parameters, bytes of weights, bytes of KV cache
-per token.
+"""A model's sizes, from its config.json alone: parameters, bytes of weights, bytes of KV cache per
+token.
 
-Must not know: torch, weights' files, memory. tests/frontend/model_info/test_model_sizes.py
-compares it with the models in executor/models/.
+Must not know: torch, weight files, memory. tests/frontend/model_info/test_model_sizes.py compares
+the sizes with the models in executor/models/.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
-KV_SCALE_BYTES = 4  # of a head in int8 (kernels/ops.py: kv_cache_row)
+KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = "auto") -> int:
-    """Keys and values of all layers."""
+    """Bytes of keys and values of all layers."""
     head_bytes = {
         "auto": config.head_dim * DTYPE_BYTES[dtype],
         "fp8": config.head_dim,
@@ -39,8 +39,8 @@ class ModelSizes:
     num_parameters: int
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """As the engine packs them; with quantization the embedding of an untied head, biases and
-        norms stay of the dtype.
+        """Bytes as packed by the engine. With quantization, the embedding of an untied head, biases
+        and norms keep the dtype.
         """
         if quantization is None:
             return self.num_parameters * DTYPE_BYTES[dtype]
@@ -54,9 +54,9 @@ class ModelSizes:
         )
 
     def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
-        """What a step on a GPU holds at once at most, by estimate: the residual stream and the
-        widest layer's inputs and outputs, logits and a copy of them, what sampling and the pieces
-        of a decode's attention keep. The engine measures it.
+        """Estimate of the peak memory of a step on a GPU, in bytes: the residual stream, inputs and
+        outputs of the widest layer, logits and a copy of them, and the buffers of sampling and of
+        decode attention. The engine measures the actual value.
         """
         config = self.config
         attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
@@ -70,7 +70,9 @@ class ModelSizes:
 
 
 def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
-    """Raises ModelLoadError, in the engine's own words, for a model that it would refuse."""
+    """Raises ModelLoadError, with the engine's message, for a model that the engine would
+    reject.
+    """
     name = find_architecture(hf_config)
     config = ARCHITECTURES[name].parse(hf_config)
     num_parameters = sum(map(prod, ARCHITECTURES[name].weight_shapes(config).values()))
@@ -78,8 +80,8 @@ def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
 
 
 def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
-    """(rows, columns) of every linear layer's weight as executor/models/layers.py merges them,
-    without the head's.
+    """(rows, columns) of every linear layer's weight as merged by executor/models/layers.py,
+    without the head.
     """
     hidden, inner, q_rows = (
         config.hidden_size,

@@ -1,7 +1,7 @@
-"""What a model needs and what a machine gives, before anything is loaded: the figures that the
-engine will come to when it starts.
+"""The memory plan: what a model needs and what a machine provides, computed before anything is
+loaded. The figures are those that the engine computes when it starts.
 
-Must not know: torch, weights' files, how a plan is shown.
+Must not know: torch, weight files, how a plan is shown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.config import EngineConfig, config_fields
+from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes
 from ...ipc.memory_plan import (
@@ -28,46 +28,47 @@ from .gpu_memory import gpu_memory_bytes
 from .model_files import find_cached_directory, find_model_directory
 from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model
 
-# of a GPU, for CUDA itself and cuBLAS's workspace: an estimate, nobody has measured it
+# Of a GPU, for the CUDA context and the cuBLAS workspace. An estimate, not a measurement.
 CUDA_BYTES = 640 * 2**20
-# the engine process without weights and cache (260 MiB measured: Python and torch), and a frontend
-# (100)
+# Engine process without weights and cache (260 MiB measured: Python and torch), and a frontend (100
+# MiB).
 RUNTIME_BYTES = 384 * 2**20
 CONTEXTS = (1024, 4096, 16_384, 65_536, 262_144, 1_048_576)
-# of the arguments; the plan decides them
+# arguments that the plan determines
 NOT_COPIED = frozenset({"model", "max_model_len", "kv_cache_memory_bytes"})
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    model: str  # as the user calls it
+    model: str  # as given by the user
     architecture: str
     num_parameters: int
     dtype: str
     weights_bytes: int
     quantization: str | None  # of the linear layers' weights
-    # of "bfloat16" and "float32" unquantized, of "int8" and "int4" with this dtype
+    # "bfloat16" or "float32" unquantized, else "int8" or "int4" with this dtype
     weights_bytes_by_dtype: dict[str, int]
     kv_bytes_per_token: int
     block_size: int
     model_context: int | None
-    max_model_len: int  # asked for; by default the model's context
+    max_model_len: int  # requested; default: the model's context length
     device: str
-    memory_bytes: int  # all of a GPU's
-    memory_is_named: bool  # else it is what this machine has free, or its GPU
+    memory_bytes: int  # on a GPU: its total memory
+    memory_is_named: bool  # False: the free memory of this machine or its GPU
     memory_share: float  # gpu_memory_utilization
-    # of a GPU: what gpu_memory_utilization leaves to others, and what these have beyond that
+    # On a GPU: the share that gpu_memory_utilization leaves to other processes, and what they use
+    # beyond it.
     withheld_bytes: int
     runtime_bytes: int
-    step_bytes: int  # on a GPU: activations, graphs and requests' tables, by estimate
-    num_blocks: int  # KV-cache blocks that the engine will make; 0: it will refuse to start
+    step_bytes: int  # on a GPU: activations, graphs and request tables, estimated
+    num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
-    # tokens of one sequence that fit, no more than the model takes; 0: not even the weights and one
-    # block fit
+    # Tokens of one sequence that fit, at most the model's context length. 0: the weights and one
+    # block do not fit.
     longest_context: int
-    # tokens per request -> requests that run at once, no more than max_num_seqs
+    # Tokens per request -> requests that run concurrently, at most max_num_seqs.
     concurrency: dict[int, int]
-    flags: list[str]  # that make it run, empty where nothing does
-    # the dtype of `flags`, where this one does not fit at all and that one does
+    flags: list[str]  # flags that make the model fit; empty if there are none
+    # The dtype in `flags`, if the model fits with that dtype only.
     fits_as: str | None
 
     @property
@@ -80,8 +81,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_memory_bytes(self) -> int:
-        """Memory for the weights and one sequence of max_model_len, as the engine divides it when
-        left to itself.
+        """Memory for the weights and one sequence of max_model_len, as divided by the engine's
+        defaults.
         """
         if self.device == "cuda":
             needed = (
@@ -100,7 +101,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def least_kv_cache_bytes(self) -> int:
-        """KV cache for one sequence of max_model_len, the null block included."""
+        """KV cache for one sequence of max_model_len, including the null block."""
         return (
             (1 + -(-self.max_model_len // self.block_size))
             * self.block_size
@@ -109,9 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def free_bytes(self) -> int:
-        """What is left for the KV cache and everything else; negative where the weights do not
-        fit.
-        """
+        """Bytes left for the KV cache and everything else. Negative if the weights do not fit."""
         return (
             self.memory_bytes
             - self.withheld_bytes
@@ -124,15 +123,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 def make_plan(
     args: EngineArgs, memory_bytes: int | None = None, given: dict[str, Any] | None = None
 ) -> Plan:
-    """The plan for `args` on this machine, or for `memory_bytes` (on a GPU all that it has).
+    """The plan for `args` on this machine, or for `memory_bytes` (on a GPU its total memory).
 
-    Raises what the engine would for a model that it does not run.
+    Raises the engine's own error for an unsupported model.
 
-    `given`: the arguments that the user chose, for the flags to copy.
+    `given`: the arguments set by the user, which `flags` repeats.
     """
     config = resolve(args)
     sizes = measure_model(config.model_config.hf_config)
-    _refuse_what_no_engine_takes(config, sizes.config.head_dim)
+    _check_supported(config, sizes.config.head_dim)
     memory = _measure_memory(config, memory_bytes)
     step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
@@ -156,7 +155,7 @@ def make_plan(
         num_blocks = 0
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
     most, usable = config.scheduler_config.max_num_seqs, (num_blocks or room) - 1
-    # a GPU's engine measures what here is estimated
+    # the engine on a GPU measures what is estimated here
     is_exact = memory_bytes is not None and not memory.is_gpu
     flags, fits_as = (
         _flags(
@@ -165,7 +164,8 @@ def make_plan(
         None,
     )
     if not longest and dtype == "float32":
-        arguments = {name: getattr(args, name) for name in config_fields()} | {"dtype": "bfloat16"}
+        arguments: dict[str, Any] = {name: getattr(args, name) for name in config_fields()}
+        arguments["dtype"] = "bfloat16"
         flags = make_plan(
             EngineArgs(**arguments), memory_bytes, {**(given or {}), "dtype": "bfloat16"}
         ).flags
@@ -186,7 +186,7 @@ def make_plan(
         kv_bytes_per_token=bytes_per_token,
         block_size=block_size,
         model_context=context,
-        max_model_len=config.model_config.max_model_len,
+        max_model_len=resolved(config.model_config.max_model_len),
         device=config.device_config.device,
         memory_share=config.cache_config.gpu_memory_utilization,
         memory_bytes=memory.total_bytes,
@@ -211,8 +211,8 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
-    """Of this machine, or of one that has `memory_bytes`: free ones on a CPU, all of a GPU's, which
-    is then taken to be idle.
+    """Bytes of this machine, or of a machine with `memory_bytes`: the free memory of a CPU machine,
+    the total memory of a GPU, which is then assumed to be idle.
     """
     if config.device_config.device != "cuda":
         return Memory(
@@ -226,38 +226,30 @@ def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
             CUDA_BYTES,
             True,
         )
-    free, total = gpu_memory_bytes()  # with CUDA in use: it takes no more
+    free, total = gpu_memory_bytes()  # the CUDA context is already subtracted
     return Memory(total, total - free_of_share(free, total, share), 0, True)
 
 
 def _estimate_step(config: EngineConfig, sizes: ModelSizes) -> int:
-    """What the worker measures: the largest step, and the largest that has a graph, whose memory is
-    its own; and the tables of requests.
+    """Estimates what the worker measures: the largest step, the largest step with a graph, whose
+    memory is separate, and the request tables.
     """
     scheduler_config, model_config = config.scheduler_config, config.model_config
-    most_tokens, most_requests = (
-        scheduler_config.max_num_batched_tokens,
-        scheduler_config.max_num_seqs,
-    )
+    most_tokens = resolved(scheduler_config.max_num_batched_tokens)
+    most_requests = scheduler_config.max_num_seqs
+    max_model_len = resolved(model_config.max_model_len)
     steps = sum(
         sizes.step_bytes(model_config.dtype, tokens, min(tokens, most_requests))
         for tokens in (most_tokens, most_requests)
     )
-    return (
-        steps
-        + most_requests
-        * (
-            model_config.max_model_len
-            + model_config.max_model_len // config.cache_config.block_size
-        )
-        * 4
-    )
+    row_length = max_model_len + max_model_len // config.cache_config.block_size
+    return steps + most_requests * row_length * 4
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
     """The configuration that the engine would receive.
 
-    Of the model only small files are wanted, and a model in the hub's cache needs no network.
+    Reads small files of the model only. A model in the hub cache needs no network.
     """
     arguments = {name: getattr(args, name) for name in config_fields()}
     directory = find_cached_directory(
@@ -274,14 +266,14 @@ def resolve(args: EngineArgs) -> EngineConfig:
     return EngineArgs(**arguments).create_engine_config()
 
 
-def _refuse_what_no_engine_takes(config: EngineConfig, head_dim: int) -> None:
-    """What no engine takes: the engine's own refusals, in short."""
+def _check_supported(config: EngineConfig, head_dim: int) -> None:
+    """Raises the errors of the engine for unsupported combinations, with short messages."""
     kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
         if kv_cache_dtype == "int8":
             raise InvalidParameterError(
                 "kv_cache_dtype",
-                "int8 is served by the native kernels for CPUs; on a GPU use fp8 or auto",
+                "int8 is supported by the native CPU kernels only; on a GPU use fp8 or auto",
             )
         if config.model_config.quantization is not None:
             raise InvalidParameterError(
@@ -292,7 +284,8 @@ def _refuse_what_no_engine_takes(config: EngineConfig, head_dim: int) -> None:
     if not {"reshape_and_cache", "paged_attention"} <= config.device_config.kernels.keys():
         if kv_cache_dtype == "fp8":
             raise InvalidParameterError(
-                "kv_cache_dtype", "fp8 is served by the kernels for NVIDIA GPUs; use int8 or auto"
+                "kv_cache_dtype",
+                ("fp8 is supported by the NVIDIA GPU kernels only; use int8 or auto"),
             )
         if kv_cache_dtype == "int8" and (head_dim % 16 or head_dim > 256):
             raise InvalidParameterError(
@@ -312,20 +305,20 @@ def _flags(
     if not longest:
         return []
     flags: dict[str, Any] = {name: value for name, value in given.items() if name not in NOT_COPIED}
-    if config.model_config.max_model_len > longest:
+    if resolved(config.model_config.max_model_len) > longest:
         flags["max_model_len"] = round_down(longest) if kv_cache_bytes is None else longest
     elif "max_model_len" in given:
         flags["max_model_len"] = given["max_model_len"]
     if config.cache_config.kv_cache_memory_bytes is not None:
         flags["kv_cache_memory_bytes"] = config.cache_config.kv_cache_memory_bytes
     elif kv_cache_bytes is not None:
-        # a machine other than this one: what it has free, its engine would measure itself
+        # for a different machine, use the free memory that its engine would measure
         flags["kv_cache_memory_bytes"] = kv_cache_bytes
     return [word for name, value in flags.items() for word in _words(name, value)]
 
 
 def round_down(length: int) -> int:
-    """Free memory changes by the minute; a figure to copy leaves a little."""
+    """Rounds down, because free memory changes constantly and a value to copy needs some margin."""
     step = 1024 if length >= 8192 else 256 if length >= 1024 else 1
     return length // step * step
 

@@ -39,7 +39,7 @@ def test_throughput(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert out.startswith("4 requests in ") and "20 out: " in out
     assert (
         "execute " in out
-        and "a token of each, 4 requests in a step that only decodes: " in out
+        and "decode-only step of 4 requests: " in out
         and "reading the weights once takes" in out
     )
     assert "prefill, first step to first token" in out and "decode, first to last token" in out
@@ -99,7 +99,7 @@ def test_a_decode_of_no_time_has_no_rate() -> None:
         ReadLimit(1, 1.0),
         batch_size=1,
     )
-    assert text == "prefill 200 tokens/s (median); all tokens came with the first, in one step"
+    assert text == "prefill 200 tokens/s (median); all tokens were produced in one step"
 
 
 def test_steps_are_beside_the_limit() -> None:
@@ -108,7 +108,7 @@ def test_steps_are_beside_the_limit() -> None:
     )
     assert text.splitlines() == [
         "the last 9 steps: schedule 10.0 %, execute 70.0 %, process 20.0 %",
-        "a token of each, 8 requests in a step that only decodes: 20.00 ms (median); reading the "
+        "decode-only step of 8 requests: 20.00 ms (median); reading the "
         "weights once takes 10.00 ms on this machine",
     ]
     assert (
@@ -125,7 +125,7 @@ def test_steps_are_beside_the_limit() -> None:
         ("latency --num-iters 0", "quire: --num-iters: must be at least 1, got 0"),
         (
             "latency --engine inproc --skip-tokenizer-init",
-            "quire: skip_tokenizer_init: prompts are made with the tokenizer",
+            "quire: skip_tokenizer_init: the tokenizer is needed to generate prompts",
         ),
         (
             "throughput --dataset-name sharegpt",

@@ -185,7 +185,7 @@ def test_only_failures_is_exit_code_1(capsys: pytest.CaptureFixture) -> None:
         ("--token-ids", "quire: --token-ids: needs --tokenizer"),
         (
             "--token-ids --tokenizer bundled --endpoint chat",
-            "quire: --token-ids: goes with --endpoint completions: a chat is text",
+            "quire: --token-ids: requires --endpoint completions, because chat messages are text",
         ),
         ("--max-concurency 3", "unknown flag --max-concurency; did you mean --max-concurrency?"),
     ],

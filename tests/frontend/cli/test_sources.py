@@ -113,21 +113,21 @@ def test_an_empty_file_and_empty_variables_say_nothing(environment: pytest.Monke
     ("text", "sentence"),
     [
         ("prot: 1", "there is no setting 'prot'; did you mean port?"),
-        ("zzzzz: 1", "there is no setting 'zzzzz'; quire serve --help-all shows all"),
-        ("3: 1", "there is no setting 3; quire serve --help-all shows all"),
+        ("zzzzz: 1", "there is no setting 'zzzzz'; quire serve --help-all lists all"),
+        ("3: 1", "there is no setting 3; quire serve --help-all lists all"),
         ("temperature: 1", "temperature is no setting of quire serve"),
         ("port: 99999", "port must be an integer, at least 0, at most 65535, got 99999"),
-        ("port: 1\nport: 2", "is not YAML: port is there twice (line 1)"),
-        ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs is there twice"),
-        ("- port", "must hold names and values (dtype: float32), not a list"),
-        ("port", "must hold names and values (dtype: float32), not a str"),
+        ("port: 1\nport: 2", "is not YAML: port occurs twice (line 1)"),
+        ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs occurs twice"),
+        ("- port", "must contain names and values (dtype: float32), not a list"),
+        ("port", "must contain names and values (dtype: float32), not a str"),
         ("port: [", "is not YAML: "),
         (
             "port: !!python/object/apply:os.getpid []",
             "is not YAML: could not determine a constructor for the tag",
         ),
         ("host: 2026-99-99", "is not YAML: month must be in 1..12"),
-        ("api_key: 3", "api_key must be a list of texts"),
+        ("api_key: 3", "api_key must be a list of strings"),
     ],
 )
 def test_a_bad_file_is_named_with_its_key(text: str, sentence: str) -> None:
@@ -149,7 +149,7 @@ def test_files_that_are_none() -> None:
     Path("bytes.yaml").write_bytes(b"\xff")
     cases = {
         "q.toml": "is not TOML",
-        "q.json": "is not JSON: port is there twice",
+        "q.json": "is not JSON: port occurs twice",
         "q.ini": "must end in .yaml",
         "none.yaml": "cannot read",
         "bytes.yaml": "is not UTF-8",
@@ -188,9 +188,9 @@ def test_an_unknown_variable_is_warned_of_and_others_are_not(
     environment.setenv("QUIRE_XXXXXXXX", "1")
     assert parse() == {}
     assert capsys.readouterr().err.splitlines() == [
-        "quire: there is no setting for the variable QUIRE_MAX_MODLE_LEN; did you mean "
+        "quire: the variable QUIRE_MAX_MODLE_LEN matches no setting; did you mean "
         "QUIRE_MAX_MODEL_LEN?",
-        "quire: there is no setting for the variable QUIRE_XXXXXXXX; it is not used",
+        "quire: the variable QUIRE_XXXXXXXX matches no setting; it is ignored",
     ]
 
 

@@ -98,7 +98,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
         ({}, ["prefill", "60/100", "0/40"]),
         ({"num_computed_tokens": 110, "num_output_tokens": 10}, ["decode", "100/100", "10/40"]),
         ({"state": "swapped"}, ["swapped out"]),
-        ({"state": "held"}, ["held by a pause"]),
+        ({"state": "held"}, ["paused"]),
         ({"state": "grammar", "max_tokens": None}, ["grammar", "0/900"]),
     ],
 )
@@ -143,7 +143,7 @@ def test_an_engine_that_has_done_nothing() -> None:
             width=80,
         )
     )
-    assert "Nothing runs." in text and "none yet" in text and "- prefix hits" in text
+    assert "No requests." in text and "none yet" in text and "- prefix hits" in text
 
 
 def test_trouble_is_a_sentence() -> None:

@@ -74,7 +74,7 @@ def test_text(name: str, text: str, value: Any) -> None:
         ),
         ("engine", "tcp://x", "must be inproc, process or an address ipc://PATH, got 'tcp://x'"),
         ("api_key", [""], "must not hold an empty key"),
-        ("api_key", {"sk-1": 2}, "must be a list of texts"),  # and no word of the key
+        ("api_key", {"sk-1": 2}, "must be a list of strings"),  # and no word of the key
         (
             "api_key",
             '["sk-1"',

@@ -50,7 +50,7 @@ def test_other_yaml_is_the_librarys_and_the_library_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: 1\nb: {c: 1, c: 2}", "c is there twice (line 2)"),
+        ("a: 1\nb: {c: 1, c: 2}", "c occurs twice (line 2)"),
         ("a: [", "expected the node content, but found '<stream end>' (line 1)"),
         ("!!python/object/apply:os.getpid []", "could not determine a constructor for the tag"),
         ("a: 2026-99-99", "month must be in 1..12"),

@@ -58,6 +58,6 @@ def test_what_the_driver_refuses_is_one_sentence(failing, monkeypatch):
 def test_no_driver(monkeypatch):
     monkeypatch.setattr(gpu_memory, "CUDA_LIBRARY", "libnothing.so.1")
     with pytest.raises(
-        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .*libnothing.so.1 is not here"
+        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .*libnothing.so.1 was not found"
     ):
         gpu_memory.gpu_memory_bytes()

@@ -85,10 +85,10 @@ def test_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     ) == [Finding("libraries", "pass", "torch 2.13.0+cpu, triton 3.9, pyzmq 27.0")]
     second, first, _ = packages(monkeypatch, needed, {"torch": "2.9.0", "pyzmq": "27.0"})
     assert first == Finding(
-        "triton", "warn", "is missing (only GPUs need it)", "pip install 'triton'"
+        "triton", "warn", "is missing (needed for GPUs only)", "pip install 'triton'"
     )
     assert second == Finding(
-        "torch", "fail", "is 2.9.0, Quire needs <2.14,>=2.11", "pip install 'torch<2.14,>=2.11'"
+        "torch", "fail", "is 2.9.0, Quire requires <2.14,>=2.11", "pip install 'torch<2.14,>=2.11'"
     )
     assert packages(monkeypatch, needed, {"torch": "2.13.0", "triton": "3"})[0] == Finding(
         "pyzmq", "fail", "is missing", "pip install 'pyzmq>=26'"
@@ -144,7 +144,7 @@ AVX512 = "fma avx2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
             "pass",
             "avx2 (of amx, avx512, avx2)",
         ),
-        ("fma avx2 avx512f", "avx512", True, "fail", "this processor has no avx512"),
+        ("fma avx2 avx512f", "avx512", True, "fail", "this processor does not support avx512"),
         ("fma avx2", "none", True, "pass", "not wanted"),
         ("fma avx2", "auto", False, "warn", "not built"),
         ("sse2", "auto", True, "pass", "none for this processor"),
@@ -250,7 +250,7 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         diagnosis, "Path", lambda name: Path("/nowhere") if name == "/dev/nvidiactl" else Path(name)
     )
     monkeypatch.setattr(ctypes, "CDLL", none)
-    assert diagnosis.check_gpu() == Finding("gpu", "pass", "none; the model runs on the processor")
+    assert diagnosis.check_gpu() == Finding("gpu", "pass", "none; the model runs on the CPU")
     monkeypatch.setattr(diagnosis, "Path", lambda name: Path("/dev/null"))
     assert diagnosis.check_gpu().status == "warn" and "--gpus all" in diagnosis.check_gpu().fix
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver(code=100))
@@ -303,7 +303,7 @@ def test_disks_and_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     findings = {finding.name: finding for finding in diagnosis.check_disks()}
     assert findings["temporary files"].status == "pass"
     assert findings["hub cache"].status == "warn" and findings["hub cache"].detail.endswith(
-        "1.0 GiB free, not made yet"
+        "1.0 GiB free, not created yet"
     )
     monkeypatch.setattr(diagnosis.os, "access", lambda path, mode: False)
     findings = {finding.name: finding for finding in diagnosis.check_disks()}

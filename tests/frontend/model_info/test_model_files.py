@@ -77,7 +77,7 @@ def test_without_a_network_the_model_is_named_in_one_line(monkeypatch) -> None:
         find_model_directory("org/model")
     assert (
         str(raised.value)
-        == "model 'org/model': there is no such directory, and the hub did not give it: Name or "
+        == "model 'org/model': there is no such directory, and the hub did not provide it: Name or "
         "service not known"
     )
 

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ipc.config import resolved
 from ...ipc.errors import InvalidParameterError
 from .bench_flags import Adder, settings_of
 from .flags import engine_flags, given
@@ -17,7 +18,7 @@ from .parser import Parser
 from .table import print_table
 
 if TYPE_CHECKING:
-    from ...ipc.config import EngineConfig, resolved
+    from ...ipc.config import EngineConfig
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
 COLUMNS = (
@@ -142,10 +143,8 @@ def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
     """The configuration with exactly as much room as the plan needs."""
     from ..engine_args import replace as replaced
 
-    longest, block_size = (
-        resolved(config.model_config.max_model_len),
-        config.cache_config.block_size,
-    )
+    longest = resolved(config.model_config.max_model_len)
+    block_size = config.cache_config.block_size
     if plan.max_model_len > longest:
         raise InvalidParameterError(
             "--context",
@@ -199,8 +198,8 @@ def format_limits(limits: Limits) -> str:
         for dtype, rate in limits.gemm_flops.items()
     )
     return (
-        "limits of this machine (best measurement): reads memory of the size of the weights, at "
-        f"most 1 GiB, at {rates},\nand multiplies matrices at {peaks}"
+        "this machine reads memory of the size of the weights (at most 1 GiB) at "
+        f"{rates},\nand multiplies matrices at {peaks} (best measurements)"
     )
 
 

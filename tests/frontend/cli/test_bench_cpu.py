@@ -113,7 +113,7 @@ def test_an_engine_has_room_for_its_plan() -> None:
     config = EngineArgs(max_model_len=300).create_engine_config()
     made = fitting(config, Plan([(5, 100)], [200], 1.0), model_work(config))
     assert made.scheduler_config.max_num_seqs == 5
-    with pytest.raises(InvalidParameterError, match="the model takes 300"):
+    with pytest.raises(InvalidParameterError, match="maximum is 300"):
         fitting(config, Plan([(1, 290)], [], 1.0), model_work(config))
 
 

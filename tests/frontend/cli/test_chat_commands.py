@@ -128,7 +128,7 @@ def test_other_files_are_not_loaded_and_not_overwritten(
     path = tmp_path / "notes.txt"
     path.write_text(content)
     for command in ("/load", "/save"):
-        with pytest.raises(InvalidParameterError, match="is not a conversation that /save wrote"):
+        with pytest.raises(InvalidParameterError, match="is not a conversation written by /save"):
             commands.run(f"{command} {path}")
     assert path.read_text() == content
 

@@ -49,7 +49,7 @@ def test_one_failure_is_exit_code_1_with_its_fix(
         code, out, _ = call(capsys)
         assert (
             code == 1
-            and f"fail  port               127.0.0.1:{port} cannot be had" in out
+            and f"fail  port               127.0.0.1:{port} is not available" in out
             and f"-> --port {port + 1}" in out
         )
         code, out, _ = call(capsys, "--json")

@@ -115,7 +115,7 @@ def test_an_empty_file_and_empty_variables_say_nothing(environment: pytest.Monke
         ("prot: 1", "there is no setting 'prot'; did you mean port?"),
         ("zzzzz: 1", "there is no setting 'zzzzz'; quire serve --help-all lists all"),
         ("3: 1", "there is no setting 3; quire serve --help-all lists all"),
-        ("temperature: 1", "temperature is no setting of quire serve"),
+        ("temperature: 1", "temperature is not a setting of quire serve"),
         ("port: 99999", "port must be an integer, at least 0, at most 65535, got 99999"),
         ("port: 1\nport: 2", "is not YAML: port occurs twice (line 1)"),
         ("max_num_seqs: 1\nmax-num-seqs: 2", "max_num_seqs occurs twice"),

@@ -90,7 +90,7 @@ def test_servers_that_are_not_there_or_not_ours(mock: Mock, capsys: pytest.Captu
         and err == f"quire: no server answers at http://127.0.0.1:{port}: Connection refused\n"
     )
     code, _, err = call(capsys, f"{mock.address}/elsewhere")
-    assert code == 1 and "is no Quire server: it answers /v1/engine/state with 404" in err
+    assert code == 1 and "is not a Quire server: it answers /v1/engine/state with 404" in err
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ TEMPLATE = "tokenizer_config.json"
 # what is wrong -> (how it comes about, finding, status, words)
 CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "no config": (remove("config.json"), "model", "fail", "has no config.json"),
-    "unread key": (edit("config.json", clip_qkv=8.0), "config", "warn", "does not use: clip_qkv"),
+    "unread key": (edit("config.json", clip_qkv=8.0), "config", "warn", "ignores: clip_qkv"),
     "architecture": (
         edit("config.json", architectures=["OtherForCausalLM"]),
         "model",
@@ -155,9 +155,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         edit("generation_config.json", eos_token_id=[99_999]),
         "ends",
         "fail",
-        "id 99999 is none",
+        "id 99999 is outside",
     ),
-    "ends overruled": (
+    "ends overridden": (
         edit("config.json", eos_token_id=[EOS_TOKEN_ID, 301]),
         "ends",
         "warn",
@@ -167,7 +167,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         edit("generation_config.json", eos_token_id=300),
         "ends",
         "warn",
-        "the tokenizer's <|im_end|> (302) is not among",
+        "the tokenizer's <|im_end|> (302) is not in the configuration",
     ),
     "no template": (edit(TEMPLATE, chat_template=None), "template", "warn", "none"),
     "broken template": (
@@ -190,7 +190,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         ),
         "end of turn",
         "warn",
-        "does not take an answer",
+        "fails for an answer",
     ),
     "turn ends elsewhere": (
         lambda m: [
@@ -266,7 +266,7 @@ def test_another_template_and_how_answers_are_read(model: Path) -> None:
     assert (
         findings["template"].status == "fail"
         and findings["template"].detail
-        == "nowhere.jinja is no file, nor one of the model's: default"
+        == "nowhere.jinja is neither a file nor one of the model's templates: default"
     )
     [*_, last] = check_model(
         EngineArgs(str(model)), ServerConfig(tool_call_parser="nobodys"), template

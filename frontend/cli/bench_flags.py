@@ -96,8 +96,8 @@ def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
     if tokenizer:
         add(
             "--tokenizer",
-            "directory or hub name: makes prompts of so many tokens, and counts where the server "
-            "does not",
+            "directory or hub name: generates prompts of exact length, and counts tokens if the "
+            "server does not",
             metavar="NAME",
         )
         add("--token-ids", "send prompts as token ids, not as text", rare=True, action="store_true")

@@ -95,7 +95,7 @@ def serve_parser(argv: list[str]) -> Parser:
     )
     add(
         "--seed",
-        "the same seed gives the same prompts at the same times",
+        "equal seeds produce equal prompts and arrival times",
         rare=True,
         type=int,
         default=0,
@@ -104,13 +104,13 @@ def serve_parser(argv: list[str]) -> Parser:
     add("--temperature", "sent if given", rare=True, type=float, metavar="X")
     add(
         "--extra-body",
-        "JSON object of fields to send with every request; null leaves a field out",
+        "JSON object of fields to send with every request; null removes a field",
         rare=True,
         metavar="JSON",
     )
     add(
         "--no-usage",
-        "do not ask for the number of tokens (stream_options)",
+        "do not request token counts (stream_options)",
         rare=True,
         action="store_true",
     )

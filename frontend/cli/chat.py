@@ -26,7 +26,7 @@ from .sources import naming_sources
 
 USAGE = "quire chat [--system TEXT] [sampling flags] [engine flags]"
 DESCRIPTION = (
-    "Chats with the model. /help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops the "
+    "Chats with the model. /help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops the "
     "answer. From a pipe: one turn per line, and the commands /clear and /exit."
 )
 COMMON_SAMPLING = ("temperature", "top_p", "max_tokens", "stop")
@@ -68,7 +68,7 @@ def talk_interactively(conversation: Conversation) -> int:
     """Reads turns and commands from a terminal until /exit or Ctrl-D."""
     display = make_display(sys.stdout)
     commands = Commands(conversation, display)
-    display.notice("/help lists the commands, /exit or Ctrl-D leaves, Ctrl-C stops an answer")
+    display.notice("/help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops an answer")
     editor = make_editor(open_history(history_file(), display.notice), sorted(COMMANDS))
     while not commands.is_over:
         try:
@@ -76,7 +76,7 @@ def talk_interactively(conversation: Conversation) -> int:
         except EOFError:
             break
         except KeyboardInterrupt:
-            display.notice("(Ctrl-D leaves)")
+            display.notice("(Ctrl-D exits)")
             continue
         try:
             if line.startswith("/") and not line.startswith("//"):

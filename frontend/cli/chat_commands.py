@@ -52,7 +52,7 @@ class Commands:
         for _, usage, what in COMMANDS.values():
             self.display.notice(f"{usage:<{width}}  {what}")
         self.display.notice("Alt-Enter, or \\ at the end of a line, begins a new line.")
-        self.display.notice("Ctrl-C stops an answer, Ctrl-D leaves, // begins a turn with a slash.")
+        self.display.notice("Ctrl-C stops an answer, Ctrl-D exits, // begins a turn with a slash.")
 
     def clear(self, argument: str) -> None:
         self.conversation.clear()

@@ -170,7 +170,7 @@ def render(plan: Plan) -> str:
     lines.append(f"{'longest context':<44} {plan.longest_context:>10,}   tokens")
     if plan.longest_context < plan.max_model_len:
         least = format_bytes(plan.least_kv_cache_bytes), format_bytes(plan.least_memory_bytes)
-        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in all".format(
+        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in total".format(
             plan.max_model_len, *least
         )
     lines += [

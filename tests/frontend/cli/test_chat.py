@@ -42,7 +42,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(address: str, state: dict[str,
     terminal.type("\x03")
     terminal.wait_for("> ")
     terminal.type("half a turn\x03")
-    terminal.wait_for("(Ctrl-D leaves)")
+    terminal.wait_for("(Ctrl-D exits)")
     terminal.wait_for("> ")
     terminal.type("/clear\r")
     terminal.wait_for("a new conversation")

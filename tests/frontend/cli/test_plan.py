@@ -59,7 +59,7 @@ def test_the_plan_in_words(model: str, capsys: pytest.CaptureFixture) -> None:
     assert figures["KV cache"] == ["3.3", "GiB", "144.0", "KiB", "per", "token"]
     assert figures["requests of 4,096 tokens at once"] == ["5"]
     assert (
-        figures["longest context"][1:3] == ["tokens;", "max_model_len=40,960"] and "in all" in out
+        figures["longest context"][1:3] == ["tokens;", "max_model_len=40,960"] and "in total" in out
     )
     assert lines[-1].startswith(f"quire serve {model} --dtype bfloat16 --max-model-len ")
 

@@ -27,7 +27,7 @@ SAMPLING_HELP = {
     "seed": "Seed of the random numbers: the same seed, prompt and flags give the same tokens.",
     "presence_penalty": "Subtracted from the logit of every token in the output.",
     "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
-    "repetition_penalty": "Penalty on the logits of tokens in the prompt or output; 1: off.",
+    "repetition_penalty": "Divides the logits of tokens in the prompt or output; 1: off.",
     "max_tokens": "Maximum tokens of one completion; none: to the end of the context.",
     "min_tokens": "Minimum tokens of one completion.",
     "stop": "End before this text; may be repeated.",

@@ -29,8 +29,8 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
     if NATIVE in ops.chosen.values() and ops.chosen[op] != NATIVE and op not in overrides:
         logger.warning(
             "head_dim=%d: native attention takes multiples of 8 up to 256, so PyTorch computes it: "
-            "more slowly, and the last bits of a request's logits may depend on the requests beside "
-            "it",
+            "more slowly, and the last bits of a request's logits may depend on the requests "
+            "beside it",
             head_dim,
         )
 

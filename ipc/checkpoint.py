@@ -127,7 +127,7 @@ def _check_tensor(
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """What a safetensors file says that it holds, checked against the file's length; sorted by name.
+    """Return the tensors of a safetensors header, sorted by name; check them against the file size.
 
     Raises ModelLoadError for a file that is truncated, too long or no safetensors file.
     """

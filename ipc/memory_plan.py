@@ -45,8 +45,8 @@ def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
     if weights_bytes > free_bytes:
         raise NotEnoughMemoryError(
             "model",
-            f"its weights take {weights_bytes} bytes as {dtype}, {free_bytes} bytes are free; quire "
-            f"plan shows what a model needs",
+            f"its weights take {weights_bytes} bytes as {dtype}, {free_bytes} bytes are free; "
+            f"quire plan shows what a model needs",
         )
 
 

@@ -1,4 +1,4 @@
-"""Answers of an engine, and when two of them are the same."""
+"""Collects an engine's outputs and compares them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Answers = dict[str, RequestOutput]  # by request id, the last of each
 
 
 def answer_alone(engine: LLMEngine, jobs: list[Job]) -> Answers:
-    """What the engine answers to each of them when there is no other."""
+    """Return the output of each job when the engine runs no other request."""
     answers: Answers = {}
     for job in jobs:
         engine.add_request(job.request_id, {"prompt_token_ids": job.prompt_token_ids}, job.params)
@@ -20,7 +20,7 @@ def answer_alone(engine: LLMEngine, jobs: list[Job]) -> Answers:
 
 
 def assert_same(got: Answers, expected: Answers, within: float = 1e-3) -> None:
-    """`within`: of each log-probability."""
+    """Compare two sets of outputs. Log-probabilities may differ by `within`."""
     assert got.keys() == expected.keys()
     for request_id, want in expected.items():
         have = got[request_id]
@@ -51,8 +51,9 @@ def in_short(completion: CompletionOutput) -> tuple:
 
 
 def numbers(output: RequestOutput) -> list[float]:
-    """The log-probabilities of what was sampled and of the prompt, in order; the other candidates
-    may change places where they tie.
+    """Return the log-probabilities of the sampled and prompt tokens, in order.
+
+    The other candidates are left out: their order may change where they tie.
     """
     positions = [(c.token_ids, c.logprobs) for c in output.outputs if c.logprobs is not None]
     if output.prompt_logprobs is not None:

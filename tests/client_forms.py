@@ -1,5 +1,6 @@
-"""The bundled model behind every form of client, with settings that are the same for all: for tests
-whose results must not depend on the form.
+"""The bundled model behind every kind of client, with the same settings for all.
+
+For tests whose results must not depend on the kind of client.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from quire.frontend.clients.inproc_client import InprocClient
 BLOCKING = ("inproc", "inproc with codec", "process", "daemon")
 ASYNCIO = ("inproc async", "process async")
 MANY_BLOCKS = 1600
-# One thread: with several, tests of a tiny model on a busy machine wait for each other more than
-# they compute.
+# One thread: with several, tests of a tiny model on a busy machine spend their time waiting.
 DEFAULTS = dict(
     dtype="float32",
     max_model_len=384,
@@ -38,13 +38,13 @@ def make_engine(engine: str = "inproc", **settings) -> LLMEngine:
 
 
 def make_async_engine(client: str, **settings) -> AsyncLLM:
-    """`client`: one of ASYNCIO"""
+    """Make an engine for `client`, one of ASYNCIO."""
     return AsyncLLM.from_engine_args(engine_args(**settings), engine=client.removesuffix(" async"))
 
 
 @contextmanager
 def blocking_engine(client: str, directory: Path, **settings) -> Iterator[LLMEngine]:
-    """`client`: one of BLOCKING. A daemon puts its socket into `directory`."""
+    """Make an engine for `client`, one of BLOCKING. A daemon creates its socket in `directory`."""
     if client == "daemon":
         with (
             daemon(directory, **settings) as address,
@@ -70,7 +70,7 @@ def closing(engine: LLMEngine) -> Iterator[LLMEngine]:
 
 @contextmanager
 def daemon(directory: Path, **settings) -> Iterator[str]:
-    """`quire engine` with these settings, its socket in `directory`; ended by SIGTERM."""
+    """Run `quire engine` with these settings and its socket in `directory`; end it with SIGTERM."""
     address = f"ipc://{directory / 'engine.sock'}"
     flags = [
         f"--{name.replace('_', '-')}={item}"

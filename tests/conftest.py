@@ -1,13 +1,13 @@
-"""Fixtures that every test may use."""
+"""Fixtures for all tests."""
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The root holds packages called core, ipc and kernels: on sys.path they would shadow others'
-# (transformers probes `kernels`).
+# The repository root holds packages named core, ipc and kernels. On sys.path they would shadow
+# packages of the same name (transformers probes for `kernels`).
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 
-# How OpenMP's threads wait is decided when torch is first imported, which tests do by other ways
-# than the engine.
+# OpenMP's wait policy is fixed when torch is first imported, and tests may import torch before the
+# engine does.
 import quire.executor  # noqa: E402, F401

@@ -1,5 +1,6 @@
-"""An engine with the fake executor, as a program: `python -P -m quire.tests.fake_engine`, started
-like the real one.
+"""An engine process with the fake executor: `python -P -m quire.tests.fake_engine`.
+
+It starts like the real engine.
 """
 
 import os
@@ -22,9 +23,11 @@ COMMAND = [sys.executable, "-P", "-m", "quire.tests.fake_engine"]
 
 
 class TroubledExecutor(FakeExecutor):
-    """hf_overrides: "delay_s" and "raise_at_step" as in FakeExecutor; "at_load": "fail"
-    (ValueError), "die" (SIGKILL), "hang" or "exit"; "grammar_delay_s": how long a grammar's check
-    takes.
+    """A fake executor with scripted failures, taken from hf_overrides.
+
+    - "delay_s" and "raise_at_step": as in FakeExecutor.
+    - "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit".
+    - "grammar_delay_s": the duration of a grammar check, in seconds.
     """
 
     def __init__(self, config: EngineConfig):
@@ -56,9 +59,7 @@ class TroubledExecutor(FakeExecutor):
 
 @contextmanager
 def daemon(directory: Path, config: EngineConfig):
-    """A daemon with the fake executor, listening in `directory`: yields (its address, its
-    Popen).
-    """
+    """Run a daemon with the fake executor that listens in `directory`; yield (address, Popen)."""
     address = f"ipc://{directory / 'engine.sock'}"
     process = subprocess.Popen(
         [*COMMAND, "--listen", address], stdin=subprocess.PIPE, stderr=subprocess.PIPE
@@ -75,7 +76,7 @@ def daemon(directory: Path, config: EngineConfig):
 
 
 def wait_until(holds, timeout_s: float = 10.0) -> float:
-    """Returns the seconds it took until `holds()`; fails after `timeout_s`."""
+    """Wait until `holds()` is true and return the seconds waited; fail after `timeout_s`."""
     begin = time.monotonic()
     while not holds():
         assert time.monotonic() - begin < timeout_s, "it did not come true in time"

@@ -1,5 +1,7 @@
-"""A fake executor and its oracle: tokens from arithmetic, and an exact mirror of slots, block
-tables and KV cache that asserts.
+"""A fake executor and its oracle.
+
+Tokens are computed by integer arithmetic. The executor mirrors slots, block tables and the KV
+cache, and asserts that every step is consistent with them.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ _MASK = 2**64 - 1
 
 
 def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
-    """A small resolved configuration.
+    """Make a small resolved configuration.
 
-    `arguments`: flat names of EngineArgs (max_model_len, num_gpu_blocks_override, …).
+    `arguments` are flat names of EngineArgs (max_model_len, num_gpu_blocks_override, …).
     """
     defaults = {
         "max_model_len": 256,
@@ -53,29 +55,33 @@ def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
 
 
 def extend_digest(digest: int, token_id: int) -> int:
-    """The fake KV entry of one token: it depends on the token and on every token before it, as a
-    real one does (64 bits).
+    """Return the fake KV entry of one token, 64 bits.
+
+    Like a real entry, it depends on the token and on every token before it.
     """
     digest = ((digest ^ (token_id + 1)) * 0x9E3779B97F4A7C15) & _MASK
     return digest ^ (digest >> 29)
 
 
 def token_from_digest(digest: int, params: SamplingParams | None, vocab_size: int) -> int:
-    """The fake sampler: greedy requests follow the digest alone, random ones their seed as well."""
+    """Sample the next token: from the digest alone if greedy, otherwise from the digest and the
+    seed.
+    """
     if params is not None and not params.is_greedy:
         digest = extend_digest(digest, params.seed or 0)
     return (digest >> 11) % vocab_size
 
 
 def weights_digest(path: str) -> int:
-    """What the fake weights in a directory come to: the digest before the first token. 0: those
-    that the engine starts with.
+    """Return the digest of the fake weights in a directory, which precedes the first token.
+
+    The weights that the engine starts with have digest 0.
     """
     return zlib.crc32(path.encode())
 
 
 def digest_of(token_ids: list[int], digest: int = 0) -> int:
-    """`digest`: that of the weights."""
+    """Return the digest of the tokens, starting from `digest`, that of the weights."""
     for token_id in token_ids:
         digest = extend_digest(digest, token_id)
     return digest
@@ -88,8 +94,9 @@ def expected_output(
     config: EngineConfig,
     weights: int = 0,
 ) -> tuple[list[int], FinishReason, int | None]:
-    """What an unscripted engine must answer, whatever the batching: (output tokens, finish reason,
-    stop reason).
+    """Return (output tokens, finish reason, stop reason) of a request without a script.
+
+    The result does not depend on batching.
     """
     digest, output = digest_of(prompt_token_ids, weights), []
     while True:
@@ -111,7 +118,7 @@ def expected_output(
 
 @dataclass
 class FakeSlot:
-    """The mirror of one request, as a model runner would keep it."""
+    """The state of one request, as a model runner keeps it."""
 
     request: NewRequestData
     token_ids: list[int]
@@ -125,14 +132,15 @@ class FakeSlot:
 
 
 class FakeExecutor:
-    """Has the Executor's interface.
+    """Implements the Executor interface on digests.
 
-    Its KV cache holds digests, so a wrong block, table or order gives wrong tokens or an
+    The KV cache holds digests, so a wrong block, table or order gives wrong tokens or an
     AssertionError.
 
-    Scripts are keyed by (request_id, index of the output token): `tokens` forces a token (an EOS,
-    say), `errors` fails that row alone, `nan_rows` does so with the error of a NaN. `raise_at_step`
-    raises from execute_model; `delay_s` sleeps in every step. Swapping costs what `costs` says.
+    Scripts are keyed by (request_id, index of the output token). `tokens` forces a token (an EOS,
+    for example), `errors` fails that row alone, and `nan_rows` fails it with the error of a NaN.
+    `raise_at_step` raises in execute_model; `delay_s` sleeps in every step. `costs` gives the cost
+    of swapping.
     """
 
     NAN_ERROR = "the model's logits are not finite"
@@ -175,7 +183,7 @@ class FakeExecutor:
         return num_blocks * self.block_size * 8
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
-        """As many host blocks as `swap_space` has MiB."""
+        """Allocate as many host blocks as `swap_space` has MiB."""
         self.num_host_blocks = int(self.config.cache_config.swap_space * 1024)
         return self.num_host_blocks, self.costs
 
@@ -201,9 +209,7 @@ class FakeExecutor:
         return self._compute(step)
 
     def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
-        """Done when the test says so, with what the test wants; at once where it has scripted
-        nothing.
-        """
+        """Return the scripted future of a grammar check, or one that is already done."""
         future = self.grammar_checks.get(params.regex)
         if future is None:
             future = Future()
@@ -211,10 +217,9 @@ class FakeExecutor:
         return future
 
     def _move_blocks(self, step: SchedulerOutput) -> None:
-        """Out, in, copies.
+        """Swap out, swap in, then copy blocks.
 
-        Nothing that is filled twice, and nothing that is read after it was overwritten, goes
-        unnoticed.
+        Fails if a block is filled twice or read after it was overwritten.
         """
         assert all(0 <= host < self.num_host_blocks for _, host in step.blocks_to_swap_out), (
             step.blocks_to_swap_out
@@ -261,7 +266,7 @@ class FakeExecutor:
         self.asleep -= set(tags)
 
     def load_weights(self, path: str) -> None:
-        """A path that holds "missing" fails, and changes nothing."""
+        """Load the fake weights. A path that contains "missing" raises and changes nothing."""
         if "missing" in path:
             raise ModelLoadError(f"{path}: no weights are there")
         self.weights = weights_digest(path)
@@ -351,7 +356,7 @@ class FakeExecutor:
             state = self.slots[slot]
             sampled = []
             for _ in range(1 + num_lookahead):
-                # a step before this one; its row here was scheduled before anybody knew
+                # A step before this one; this row was scheduled before its result was known.
                 if state.has_failed:
                     break
                 digest = self._write(state, num_tokens if not sampled else 1)
@@ -373,7 +378,9 @@ class FakeExecutor:
         return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors)
 
     def _sample(self, state: FakeSlot, digest: int, errors: dict[int, str]) -> int | None:
-        """The next token, appended to the slot's; or None, and what went wrong is in `errors`."""
+        """Append the next token to the slot and return it. On failure, return None and add to
+        `errors`.
+        """
         key = (state.request.request_id, state.num_output_tokens)
         error = self.NAN_ERROR if key in self.nan_rows else self.errors.get(key)
         if error is not None:
@@ -387,7 +394,7 @@ class FakeExecutor:
         return token_id
 
     def _write(self, state: FakeSlot, num_tokens: int) -> int:
-        """Computes `num_tokens` tokens into the slot's blocks; returns the last digest."""
+        """Compute `num_tokens` tokens into the slot's blocks and return the last digest."""
         start, end = state.num_computed_tokens, state.num_computed_tokens + num_tokens
         assert end <= len(state.token_ids), (
             f"{state.request.request_id}: scheduled beyond its tokens"

@@ -33,8 +33,8 @@ _ARRAY, _LARGE = (
     Array("f4", (INLINE_BYTES // 4,), bytes(INLINE_BYTES)),
 )
 
-# Without Shutdown, Config and Detach: a frame that still means one of these is obeyed, as it should
-# be.
+# Without Shutdown, Config and Detach: the engine would obey a damaged frame that still decodes to
+# one of these.
 CLIENT_MESSAGES = [
     EngineCoreRequest("fuzz-1", [1, 2, 3], SamplingParams(seed=1, max_tokens=2)),
     EngineCoreRequest(
@@ -88,8 +88,7 @@ ENGINE_MESSAGES: list[EngineMessage] = [
 ]
 
 
-# Decorates a fuzz test: some frames in every run, a million in each direction with `pytest -m
-# slow`.
+# Decorates a fuzz test: a few frames by default, a million per direction with `pytest -m slow`.
 NUM_FRAMES = pytest.mark.parametrize(
     "num_frames",
     [20_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
@@ -97,7 +96,7 @@ NUM_FRAMES = pytest.mark.parametrize(
 
 
 def mutations(messages: list, rng: random.Random, num_frames: int) -> Iterator[list[bytes]]:
-    """Frames that are random, cut, spliced, bit-flipped, repeated or reordered."""
+    """Generate frames that are random, cut, spliced, bit-flipped, repeated or reordered."""
     originals = [[bytes(frame) for frame in Encoder(2**24).encode(message)] for message in messages]
     for _ in range(num_frames):
         frames = list(rng.choice(originals))

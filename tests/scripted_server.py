@@ -1,6 +1,4 @@
-"""An HTTP server of a few lines that answers what its script says, byte for byte, dying
-included.
-"""
+"""A small HTTP server that sends scripted bytes or resets the connection."""
 
 from __future__ import annotations
 
@@ -16,8 +14,9 @@ Script = list[Any]  # bytes to send, each in a segment of its own, or one of the
 
 
 class ScriptedServer:
-    """`answer(request)` gives the script for each request {"method", "path", "headers", "body"};
-    all requests are kept in `requests`.
+    """Runs the script that `answer(request)` returns.
+
+    A request is {"method", "path", "headers", "body"}. All requests are kept in `requests`.
     """
 
     def __init__(self, answer: Callable[[dict[str, Any]], Script]):
@@ -81,7 +80,7 @@ async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 async def scripted_server(
     answer: Callable[[dict[str, Any]], Script] | Script,
 ) -> AsyncIterator[tuple[str, ScriptedServer]]:
-    """(its URL, the server)."""
+    """Run a server; yield (its URL, the server)."""
     server = ScriptedServer(answer if callable(answer) else lambda request: answer)
     listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
     try:
@@ -96,7 +95,7 @@ async def scripted_server(
 def answer(
     body: bytes | str, status: str = "200 OK", kind: str = "application/json", extra: str = ""
 ) -> bytes:
-    """A whole answer with a length."""
+    """Return a complete response with a content-length."""
     body = body.encode() if isinstance(body, str) else body
     return (
         f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\n{extra}content-length: "
@@ -111,7 +110,7 @@ STREAM_HEAD = (
 
 
 def chunked(*parts: bytes) -> list[bytes]:
-    """The head of an event stream, each part as one HTTP chunk, and the end."""
+    """Return the head of an event stream, each part as one HTTP chunk, and the final chunk."""
     return [STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(part), part) for part in parts), b"0\r\n\r\n"]
 
 
@@ -120,7 +119,7 @@ def event(**fields: Any) -> bytes:
 
 
 def completion_stream(texts: list[str], usage: dict[str, int] | None = None) -> list[bytes]:
-    """What a server of /v1/completions sends."""
+    """Return the event stream of a /v1/completions server."""
     chunks = [event(choices=[{"index": 0, "text": text, "finish_reason": None}]) for text in texts]
     chunks.append(event(choices=[{"index": 0, "text": "", "finish_reason": "length"}]))
     if usage is not None:
@@ -129,7 +128,7 @@ def completion_stream(texts: list[str], usage: dict[str, int] | None = None) -> 
 
 
 def chat_stream(texts: list[str]) -> list[bytes]:
-    """What a server of /v1/chat/completions sends."""
+    """Return the event stream of a /v1/chat/completions server."""
     deltas = [{"role": "assistant", "content": ""}, *({"content": text} for text in texts)]
     chunks = [
         event(choices=[{"index": 0, "delta": delta, "finish_reason": None}]) for delta in deltas

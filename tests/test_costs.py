@@ -47,9 +47,11 @@ import json, os, sys, psutil
 from quire import LLM, SamplingParams
 with LLM(engine="process") as llm:
     outputs = llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=16), use_tqdm=False)
-    chat = llm.chat([{"role": "user", "content": "What is 2 + 3?"}], SamplingParams(max_tokens=8), use_tqdm=False)
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    chat = llm.chat(messages, SamplingParams(max_tokens=8), use_tqdm=False)
     rss = psutil.Process().memory_info().rss
-print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": len(outputs) + len(chat)}))
+num_outputs = len(outputs) + len(chat)
+print(json.dumps({"modules": sorted(sys.modules), "rss": rss, "num_outputs": num_outputs}))
 """
 
 
@@ -65,7 +67,10 @@ def cpu_seconds(code: str, *arguments: str) -> float:
     """CPU time of a Python process that runs `code`, best of three: the neighbours on the machine
     change it little.
     """
-    report = "; import resource; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + u.ru_stime)"
+    report = (
+        "; import resource; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + "
+        "u.ru_stime)"
+    )
     return min(float(run_python(code + report).split()[-1]) for _ in range(3))
 
 
@@ -92,7 +97,10 @@ def test_import_quire_takes_milliseconds() -> None:
     "arguments", [["--version"], ["--help"], ["serve", "--version"]], ids=" ".join
 )
 def test_version_and_help_load_nothing_heavy(arguments: list[str]) -> None:
-    code = f"import sys, json; from quire.__main__ import main; main({arguments!r}); print(json.dumps(sorted(sys.modules)))"
+    code = (
+        f"import sys, json; from quire.__main__ import main; main({arguments!r}); "
+        f"print(json.dumps(sorted(sys.modules)))"
+    )
     assert set(json.loads(run_python(code).splitlines()[-1])) & HEAVY == set()
 
 
@@ -117,7 +125,10 @@ def test_help_of_a_command_costs_little_more_than_the_libraries_it_is_made_of(co
     the interpreter with argparse and msgspec, which every help needs, is the measure.
     """
     libraries = cpu_seconds("import argparse, dataclasses, json, msgspec, pathlib")
-    code = f"from quire.__main__ import main\ntry: main([{command!r}, '--help'])\nexcept SystemExit: pass\nNone"
+    code = (
+        f"from quire.__main__ import main\ntry: main([{command!r}, '--help'])\nexcept "
+        f"SystemExit: pass\nNone"
+    )
     cost = cpu_seconds(code)
     print(
         f"quire {command} --help: {1000 * cost:.0f} ms of CPU, the libraries {1000 * libraries:.0f}"
@@ -126,13 +137,19 @@ def test_help_of_a_command_costs_little_more_than_the_libraries_it_is_made_of(co
 
 
 def test_a_plan_loads_no_library_of_the_engine_nor_the_hubs() -> None:
-    code = "import sys, json; from quire.__main__ import main; main(['plan']); print(json.dumps(sorted(sys.modules)))"
+    code = (
+        "import sys, json; from quire.__main__ import main; main(['plan']); "
+        "print(json.dumps(sorted(sys.modules)))"
+    )
     allowed = {"msgspec", "argparse", "psutil"}
     assert set(json.loads(run_python(code).splitlines()[-1])) & (HEAVY - allowed) == set()
 
 
 def test_the_doctor_and_the_list_of_models_never_import_torch() -> None:
-    code = "import sys; from quire.__main__ import main; main(['doctor', '--port', '0']); main(['models']); print('torch' in sys.modules)"
+    code = (
+        "import sys; from quire.__main__ import main; main(['doctor', '--port', '0']); "
+        "main(['models']); print('torch' in sys.modules)"
+    )
     assert run_python(code).splitlines()[-1] == "False"
 
 
@@ -163,7 +180,10 @@ def test_idle_processes_use_no_cpu(seconds: int) -> None:
     """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core
     together.
     """
-    code = "from quire import LLM\nllm = LLM(engine='process')\nprint('ready', flush=True)\nimport sys; sys.stdin.read()\nllm.close()"
+    code = (
+        "from quire import LLM\nllm = LLM(engine='process')\nprint('ready', flush=True)\nimport "
+        "sys; sys.stdin.read()\nllm.close()"
+    )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as program:

@@ -19,7 +19,7 @@ from quire.tests.answers import answer_alone
 from quire.tests.answers import assert_same as assert_same_answers
 from quire.tests.client_forms import MANY_BLOCKS, closing, make_engine
 from quire.tests.executor.on_device import LateCopies, keep_on_device
-from quire.tests.features import PLAIN, learn_grammars, run
+from quire.tests.feature_run import PLAIN, learn_grammars, run
 from quire.tests.workloads import Job, assert_same, drive, random_jobs
 
 # one request of the longest kind fits; the others preempt each other

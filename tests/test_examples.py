@@ -10,6 +10,8 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,15 +23,22 @@ ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 # program -> what its output must match
 PROMISES = {
-    "offline_batch.py": r"One day, a little fox.*\n.* tokens in [\d.]+ ms\n(.*\n)+\d+ tokens generated",
+    "offline_batch.py": (
+        r"One day, a little fox.*\n.* tokens in [\d.]+ ms\n(.*\n)+\d+ tokens generated"
+    ),
     "streaming.py": r"\w+ \w+",
     "asyncio_requests.py": r"Once upon a time,? \w+(.*\n)+aborted after: '.{30}'",
     "shared_daemon.py": r"this program: Once upon a time.*\n(.*\n)*another program: One day",
-    "structured_output.py": r"JSON: {'name': '.*', 'age': \d+, 'city': '.*', 'job': '.*'}\nsum: \d+ \+ \d+ = \d+\nchoice: (yes|no)",
+    "structured_output.py": (
+        r"JSON: {'name': '.*', 'age': \d+, 'city': '.*', 'job': '.*'}\nsum: \d+ \+ \d+ = \d+\n"
+        r"choice: (yes|no)"
+    ),
     "tool_loop.py": r"add\({\"a\": ?\d+, ?\"b\": ?\d+}\) = \d+\nanswer: ",
     "logits_processor.py": r"True: '.*', 0 immediate repeats",
     "custom_kernel.py": r"the kernel ran [1-9]\d* times\nsame tokens as the reference: True",
-    "live_observation.py": r"step \d+: \d requests hold \d+ of (.*\n)+3200 tokens; 4 requests finished",
+    "live_observation.py": (
+        r"step \d+: \d requests hold \d+ of (.*\n)+3200 tokens; 4 requests finished"
+    ),
 }
 
 
@@ -40,18 +49,42 @@ def test_every_program_is_tested_and_listed() -> None:
     assert set(listed) == programs
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize("program", PROMISES)
-def test_programs(program: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+def run_program(program: str, directory: Path) -> subprocess.CompletedProcess[str]:
+    directory.mkdir()
+    return subprocess.run(
         [sys.executable, EXAMPLES / program],
-        cwd=tmp_path,
+        cwd=directory,
         env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
         timeout=170,
     )
+
+
+Results = dict[str, Future[subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def results(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Results]:
+    """The selected programs, two at a time: most of their time is start-up on one core."""
+    selected = [
+        item.callspec.params["program"]
+        for item in request.session.items
+        if getattr(item, "originalname", None) == "test_programs" and item.path == request.path
+    ]
+    directory = tmp_path_factory.mktemp("examples")
+    with ThreadPoolExecutor(2) as pool:
+        yield {name: pool.submit(run_program, name, directory / name) for name in selected}
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("program", PROMISES)
+def test_programs(program: str, results: Results) -> None:
+    done = results[program].result()
     assert done.returncode == 0, done.stderr
     assert re.search(PROMISES[program], done.stdout), done.stdout
 

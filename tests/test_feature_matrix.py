@@ -1,14 +1,17 @@
-"""Every pair of features works together, or is refused in a sentence: both are seen at work, and
-neither changes what the other answers.
+"""Every pair of features works together or raises an error that names the conflict.
 
-What is compared: the answers of the pair with those of the same requests, one at a time, by an
-engine without any of the features; and for each feature that is the request's, the latter with
-those of the same requests without it.
+Both features of a pair must show an effect, and neither may change the other's outputs. The outputs
+of a pair are compared with those of the same requests, run one at a time by an engine without the
+features. If a feature changes the requests, those outputs are also compared with the outputs of the
+same requests without it.
 
-No pair is refused by an engine. Three cannot be met in the plain way:
-    recompute and swap      are two values of preemption_mode. Put together they are "swap" with little room, where some must recompute.
-    n and greedy            "n: must be 1 with temperature=0 (greedy), where all completions are the same": here n > 1 is sampled.
-    beam search and what    a request can ask for: BeamSearchParams has no such parameter (REFUSED). Here both run beside each other.
+No engine refuses a pair. Three pairs need special treatment:
+
+- recompute and swap are two values of preemption_mode. The pair is "swap" with little host memory,
+  where some requests must recompute.
+- n > 1 is refused with temperature=0 (REFUSED). Requests with n > 1 are sampled here.
+- BeamSearchParams does not accept most sampling parameters (REFUSED). Beam searches run beside the
+  other requests.
 """
 
 from __future__ import annotations
@@ -29,19 +32,16 @@ from quire import (
 )
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers, answer_alone, assert_same, assert_same_beams
-from quire.tests.features import (
+from quire.tests.feature_run import (
     BEAM_PARAMS,
     BEAM_PROMPTS,
     BLOCK_BYTES,
-    FEATURES,
     JOBS,
     PLAIN,
-    QUANTIZED,
-    RECOMPUTE,
-    SWAP,
     Feature,
     run,
 )
+from quire.tests.features import FEATURES, QUANTIZED, RECOMPUTE, SWAP
 from quire.tests.workloads import Job
 
 PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))

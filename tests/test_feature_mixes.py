@@ -12,17 +12,9 @@ import pytest
 from quire import LLMEngine, SamplingParams
 from quire.tests.answers import answer_alone, assert_same
 from quire.tests.client_forms import closing, make_engine
-from quire.tests.features import (
-    BEAMS,
-    BLOCK_BYTES,
-    FEW_BLOCKS,
-    PAUSE,
-    PLAIN,
-    STRUCTURES,
-    Feature,
-    learn_grammars,
-    run,
-)
+from quire.tests.feature_requests import STRUCTURES
+from quire.tests.feature_run import BLOCK_BYTES, FEW_BLOCKS, PLAIN, Feature, learn_grammars, run
+from quire.tests.features import BEAMS, PAUSE
 from quire.tests.workloads import Job
 
 NUM_MIXES, ALL_MIXES = 5, 200

@@ -21,7 +21,6 @@ MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
 TO_SPLIT = {  # files that are still longer; each must go
     "tests/bundled_model/data.py",
-    "tests/features.py",
     "tests/frontend/clients/test_client.py",
 }
 
@@ -281,8 +280,8 @@ def test_the_scan_sees_what_it_forbids() -> None:
 
 
 WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
-# What tells a date: `created` of an answer, the server's start, a template's strftime_now. Durations
-# are differences of time.monotonic() or of an event loop's clock.
+# Files that need a date: `created` of an answer, the server's start, a template's strftime_now.
+# Durations are differences of time.monotonic() or of an event loop's clock.
 TELLS_A_DATE = {
     "frontend/input_processor.py",
     "frontend/server/apis/chat_answer.py",
@@ -370,7 +369,7 @@ def test_ruff_agrees(command: str) -> None:
 
 
 def test_clang_format_agrees() -> None:
-    """.clang-format decides how C++ looks. It does not wrap comments, so columns are counted too."""
+    """.clang-format formats C++. It does not wrap comments, so columns are counted too."""
     folders = (ROOT / "kernels/cpu/native/src", ROOT / "tests/kernels/native")
     paths = [p for d in folders for p in sorted(d.iterdir()) if p.suffix in (".h", ".cpp", ".inl")]
     assert len(paths) > 30

@@ -141,7 +141,10 @@ def test_sdist_and_wheel_hold_what_they_should(distributions) -> None:
 def test_the_wheel_does_the_main_job(environment: Path, tmp_path: Path) -> None:
     words = ("generate", "Once upon a time", "--max-tokens", "8")
     assert run(environment / "quire", *words, cwd=tmp_path, HF_HUB_OFFLINE="1").strip()
-    show = "from quire.kernels.cpu.native.library import *; print(__import__('quire').__file__, library)"
+    show = (
+        "from quire.kernels.cpu.native.library import *; print(__import__('quire').__file__, "
+        "library)"
+    )
     home, library = run(environment / "python", "-c", show, cwd=tmp_path).split(maxsplit=1)
     assert Path(home).is_relative_to(environment.parent)
     assert "Library" in library, "the wheel's native library is not loaded"

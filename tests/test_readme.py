@@ -1,4 +1,4 @@
-"""README and docs/ are true: their blocks run, their names and files exist, links lead somewhere."""
+"""README and docs/: code blocks run, and the names, files and links in them exist."""
 
 from __future__ import annotations
 

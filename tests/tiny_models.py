@@ -1,5 +1,6 @@
-"""Tiny random checkpoints, saved by transformers, so that tests need no download: weights, config
-and a small tokenizer in one directory.
+"""Tiny random checkpoints, saved by transformers: weights, config and a small tokenizer.
+
+Tests that use them need no download.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ CHAT_TEMPLATE = (
     "'<|im_end|>\\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-# Enough merges for tokens of several bytes, for one that begins with a space and for pieces of
+# Enough merges for tokens of several bytes, for a token with a leading space, and for parts of
 # multi-byte characters.
 _MERGES = (
     "Ġ t|h e|Ġt he|i n|e r|a n|Ġ a|r e|o n|Ġ w|o u|Ġ s|e n|Ġ o|o r|a t|i s|Ġ c|Ġ b|e s|i t|Ġ f|n "
@@ -42,7 +43,7 @@ KINDS = ("qwen2", "qwen3", "llama", "mistral")
 
 
 def make_tiny_config(kind: str, **overrides: Any):
-    """transformers' config of a tiny model of `kind`; `overrides` are keys of config.json."""
+    """Make transformers' config of a tiny model of `kind`; `overrides` are keys of config.json."""
     from transformers import AutoConfig
 
     per_kind = {
@@ -63,12 +64,12 @@ def save_tiny_model(
     num_shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Writes config.json, generation_config.json, safetensors, tokenizer.json and
-    tokenizer_config.json; returns the directory.
+    """Write a checkpoint and return its directory.
 
-    Every parameter is random, biases and norms too, with a spread so wide that greedy choices are
-    far from ties. `num_shards` > 1 splits the weights over about that many files with an index.
-    `overrides` are keys of config.json.
+    The files are config.json, generation_config.json, safetensors, tokenizer.json and
+    tokenizer_config.json. All parameters are random, including biases and norms, with a spread wide
+    enough that greedy choices do not tie. `num_shards` > 1 splits the weights over about that many
+    files with an index. `overrides` are keys of config.json.
     """
     import torch
     from transformers import AutoModelForCausalLM, logging
@@ -88,8 +89,10 @@ def save_tiny_model(
 
 
 def randomize(model, seed: int) -> None:
-    """Fills every parameter from `seed`: matrices with a spread of 1.6 / sqrt(inputs), embeddings
-    1, norms around 1, biases 0.3.
+    """Fill every parameter from `seed`.
+
+    Standard deviations: 1.6 / sqrt(inputs) for matrices, 1 for embeddings, 0.3 for biases. Norms
+    are around 1.
     """
     import torch
 
@@ -108,7 +111,7 @@ def randomize(model, seed: int) -> None:
 
 
 def save_tiny_tokenizer(directory: str | Path) -> None:
-    """A byte-level BPE of 256 bytes, a few merges, three special tokens and a ChatML template.
+    """Save a byte-level BPE tokenizer: 256 bytes, a few merges, three special tokens, ChatML.
 
     Every text round-trips.
     """

@@ -1,5 +1,6 @@
-"""A random workload and the loop that drives it through an LLMEngine, the same for every path that
-must agree.
+"""A random workload and the loop that drives it through an LLMEngine.
+
+All execution paths whose outputs must agree use it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Result:
 def random_jobs(
     num_jobs: int, vocab_size: int, seed: int, max_prompt: int = 300, max_output: int = 48
 ) -> list[Job]:
-    """Lengths, priorities, seeds, stops and aborts at random; half of the prompts begin like an
-    earlier one, as chats do.
+    """Make jobs with random lengths, priorities, seeds, stops and aborts.
+
+    Half of the prompts share a prefix with an earlier one, as chats do.
     """
     rng = random.Random(seed)
     jobs: list[Job] = []
@@ -73,11 +75,10 @@ def drive(
     check: bool = True,
     watch: Callable[[int, list[RequestOutput]], None] | None = None,
 ) -> dict[str, Result]:
-    """Feeds the jobs in by their arrival step and steps until all are finished; `check`s the
-    engine's integrity after every step.
+    """Add the jobs at their arrival steps and step until all are finished.
 
-    `watch(step, outputs)` sees what each step brought, and may do to the engine what it likes
-    before the next.
+    `check` verifies the engine's integrity after every step. `watch(step, outputs)` receives the
+    outputs of each step and may act on the engine before the next.
     """
     waiting = sorted(jobs, key=lambda job: job.arrives_at_step)
     by_id = {job.request_id: job for job in jobs}
@@ -116,8 +117,9 @@ def drive(
 
 
 async def drive_async(engine: AsyncLLM, jobs: list[Job]) -> dict[str, Result]:
-    """The same jobs as tasks of one asyncio program, which all begin at once; a caller that aborts
-    leaves its stream.
+    """Run the same jobs as concurrent asyncio tasks.
+
+    All tasks start at once. A caller that aborts leaves its stream.
     """
 
     async def run(job: Job) -> tuple[str, Result | None]:
@@ -162,8 +164,9 @@ def _result(output: Any) -> Result:
 def assert_same(
     jobs: list[Job], got: dict[str, Result], expected: dict[str, Result], aborts: bool = True
 ) -> None:
-    """Requests that ran to their end are equal in every field; an aborted one is a beginning of
-    what it would have been.
+    """Assert that finished requests are equal in every field.
+
+    An aborted request must be a prefix of its complete output.
     """
     for job in jobs:
         want = expected[job.request_id]

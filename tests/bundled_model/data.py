@@ -387,7 +387,8 @@ def _filler(rng: Random) -> Iterator[str]:
         for sentence in story_sentences(rng):
             yield sentence
             if rng.random() < 0.08:
-                yield f"{rng.choice(WORDS.girls + WORDS.boys)} has {rng.randint(2, 9999)} {rng.choice(WORDS.foods)}."
+                name, count = rng.choice(WORDS.girls + WORDS.boys), rng.randint(2, 9999)
+                yield f"{name} has {count} {rng.choice(WORDS.foods)}."
 
 
 def recall_prompt(

@@ -1,9 +1,11 @@
-"""Clients that nobody here wrote: one virtual environment each, and the table of what they find
-against a running server.
+"""Third-party clients, each in its own virtual environment, run against a server.
 
-    python tests/clients/environments.py install [NAME ...]    makes the environments under $QUIRE_CLIENTS (default: .clients in this directory)
-    python tests/clients/environments.py table [NAME ...]      runs the clients that are installed; a table in Markdown
-    pytest -m clients                                          the same as tests
+    python tests/clients/environments.py install [NAME ...]    create the environments
+    python tests/clients/environments.py table [NAME ...]      run the installed clients
+    pytest -m clients                                          run them as tests
+
+The environments are created under $QUIRE_CLIENTS (default: .clients in this directory). `table`
+prints the results as a Markdown table.
 """
 
 import ast

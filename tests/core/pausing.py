@@ -31,8 +31,9 @@ def expected(core, request, weights: int = 0) -> list[int]:
 
 
 def call(core, method: str, *args, client_index: int = 0, told: dict | None = None):
-    """The result of a utility that is due at once, or with the next step, which may only deliver
-    rows to client 0.
+    """Return the result of a utility that completes at once or with the next step.
+
+    That step may only deliver rows to client 0.
     """
     result = core.call_utility(method, list(args), client_index)
     deliver(core, told)
@@ -40,14 +41,14 @@ def call(core, method: str, *args, client_index: int = 0, told: dict | None = No
 
 
 def deliver(core, told: dict | None) -> None:
-    """What is owed already, where nothing more can come: rows of a step that was in flight."""
+    """Deliver the rows of a step that was in flight; nothing else may come."""
     if told is not None and core.owes_rows() and not core.pausing.can_step:
         for outputs in step(core).values():
             collect(outputs, told)
 
 
 def started(num_requests: int = 3, num_steps: int = 3, **arguments):
-    """A core in the middle of its work: (core, requests, what client 0 was told)."""
+    """Start a core: (core, requests, messages sent to client 0)."""
     core, told = make_core(**arguments), {}
     requests = [
         long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8)
@@ -66,7 +67,7 @@ FORMS = {
     "overlapped": {"async_scheduling": True},
     "multi-step": {"num_scheduler_steps": 4},
     "overlapped multi-step": {"async_scheduling": True, "num_scheduler_steps": 4},
-    # 3 requests of 48 tokens take 9 blocks and 7 are there; 97 tokens is what one may need
+    # Three requests of 48 tokens take 9 blocks of the 7 available. One request may need 97 tokens.
     "swapping": {"preemption_mode": "swap", "num_gpu_blocks_override": 8, "max_model_len": 97},
     "chunked": {"max_num_batched_tokens": 16},
 }

@@ -1,5 +1,7 @@
-"""Plays the scheduler for an SingleProcessExecutor: whole or chunked prompts, batches of requests, their tokens
-and log-probabilities.
+"""Drives a SingleProcessExecutor without the scheduler.
+
+Runs whole or chunked prompts and batches of requests, and returns their tokens and
+log-probabilities.
 """
 
 from __future__ import annotations

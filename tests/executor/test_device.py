@@ -55,7 +55,10 @@ def test_memory_of_a_gpu(monkeypatch):
 )
 def test_threads_sleep_when_idle_unless_the_user_says_otherwise(own, policy):
     """OpenMP reads the policy when torch is imported, so the package must set it before."""
-    program = "import os, sys; import quire.executor; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    program = (
+        "import os, sys; import quire.executor; print(os.environ['OMP_WAIT_POLICY'], 'torch' in "
+        "sys.modules)"
+    )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     result = subprocess.run(
         [sys.executable, "-c", program],

@@ -20,11 +20,15 @@ from quire.frontend.engine_args import EngineArgs
 assert "torch" not in sys.modules
 lean_import.import_torch(EngineArgs(logits_processors=json.loads(sys.argv[1])).create_engine_config())
 import torch
-def runs(): return hasattr(sys.modules["torch._meta_registrations"], "__getattr__"), "torch._decomp.decompositions" in sys.modules
+def runs():
+    is_deferred = hasattr(sys.modules["torch._meta_registrations"], "__getattr__")
+    return is_deferred, "torch._decomp.decompositions" in sys.modules
 before = runs()
-assert (torch.ones(2, 3) @ torch.ones(3, 2)).argmax().item() == 0 and torch.empty(4, device="meta").shape == (4,)
+assert (torch.ones(2, 3) @ torch.ones(3, 2)).argmax().item() == 0
+assert torch.empty(4, device="meta").shape == (4,)
 function = torch._meta_registrations.meta_index_Tensor
-print(json.dumps([before, runs(), function.__module__, any(type(finder).__name__ == "_Finder" for finder in sys.meta_path)]))
+has_finder = any(type(finder).__name__ == "_Finder" for finder in sys.meta_path)
+print(json.dumps([before, runs(), function.__module__, has_finder]))
 """
 
 

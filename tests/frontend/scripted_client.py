@@ -1,6 +1,4 @@
-"""An engine client whose answers a test writes down: no scheduler, no model, one token per request
-and step.
-"""
+"""An engine client with scripted outputs: no scheduler, no model."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ Answer = list[int] | str  # the output's tokens, or the message of a failure aft
 
 
 class ScriptedClient(EngineClient):
-    """`answer(request)` says what each request gets.
+    """Gives each request the output that `answer(request)` returns.
 
-    It ends with its last token, with a stop token, or at max_tokens. A request with n > 1
-    is n requests here, as in the engine.
+    An output ends with its last token, with a stop token, or at max_tokens. A request with n > 1
+    becomes n requests, as in the engine.
 
-    `tokens_per_step`: how many of them come at a time. `dies_after`: outputs given before the
-    engine is gone. Everything asked is recorded.
+    `tokens_per_step` tokens come at a time. The engine is lost after `dies_after` outputs. All
+    calls are recorded.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class ScriptedClient(EngineClient):
 
 
 def children(request: EngineCoreRequest) -> list[EngineCoreRequest]:
-    """What the engine makes of a request: itself, or one request per completion."""
+    """Return the request itself, or one request per completion, as the engine does."""
     params = request.sampling_params
     if params.n == 1:
         return [request]
@@ -176,7 +174,7 @@ def row(
     num_cached_tokens: int | None = None,
     epoch: int = 0,
 ) -> EngineCoreOutputs:
-    """Outputs with one row."""
+    """Return outputs with one row."""
     return EngineCoreOutputs(
         epoch=epoch,
         request_ids=[request_id],
@@ -197,8 +195,9 @@ def prompt_logprobs(first_index: int, token_ids: list[int], k: int) -> PromptLog
 
 
 def arrays(token_ids: list[int], k: int) -> tuple[Array, Array, Array]:
-    """The log-probability of token t is -t / 8 and its rank 7; of the k candidates -1, -2, …, which
-    are the tokens t+1, t+2, …
+    """Return scripted log-probabilities: -t / 8 and rank 7 for token t.
+
+    The k candidates are the tokens t+1, t+2, … with log-probabilities -1, -2, …
     """
     shape = (len(token_ids), k + 1)
     ids = array("i", [t + i for t in token_ids for i in range(k + 1)])
@@ -212,7 +211,7 @@ def arrays(token_ids: list[int], k: int) -> tuple[Array, Array, Array]:
 
 
 def joined(rows: list[EngineCoreOutputs]) -> EngineCoreOutputs:
-    """Several one-row outputs as one."""
+    """Join several one-row outputs into one."""
     return EngineCoreOutputs(
         epoch=max((r.epoch for r in rows), default=0),
         request_ids=[i for r in rows for i in r.request_ids],

@@ -26,7 +26,10 @@ def test_every_field_is_a_flag_with_a_description() -> None:
 
 
 def test_flags_give_values_of_the_fields_types() -> None:
-    words = "a --temperature 0 b --max-tokens none --stop x --stop y --stop-token-ids 1,2 --block-size 32 --no-enable-prefix-caching"
+    words = (
+        "a --temperature 0 b --max-tokens none --stop x --stop y --stop-token-ids 1,2 "
+        "--block-size 32 --no-enable-prefix-caching"
+    )
     json_words = ["--hf-overrides", '{"rope_theta": 1e4}', "--kernels", '{"rms_norm": "reference"}']
     args = generate.make_parser([]).parse([*words.split(), *json_words, "c", "--max-model-len=99"])
     assert args.prompts == ["a", "b", "c"]

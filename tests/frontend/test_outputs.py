@@ -33,7 +33,10 @@ def output(
 
 def test_fields_are_vllms() -> None:
     names = [field.name for field in dataclasses.fields(RequestOutput)]
-    expected = "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics num_cached_tokens"
+    expected = (
+        "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics "
+        "num_cached_tokens"
+    )
     assert set(expected.split()) <= set(names)
     names = [field.name for field in dataclasses.fields(CompletionOutput)]
     assert names == [

@@ -1,6 +1,4 @@
-"""Small tokenizers of the kinds that models have, and the configurations that go with them; written
-to disk, no download.
-"""
+"""Small tokenizers of the kinds that models use, and matching configurations."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ TEXTS = (
 
 
 def write_byte_fallback_tokenizer(directory: Path, *, strip: bool = True) -> None:
-    """Llama 2's kind: "▁" for a space, bytes as <0xNN>, a BOS, one leading space taken off when
-    `strip`.
+    """Write a Llama 2 tokenizer: "▁" for a space, bytes as <0xNN>, and a BOS.
+
+    One leading space is removed if `strip`.
     """
     words = ["▁", "▁the", "▁cat", "a", "b", "c", "t", "▁▁", "好", "é", "."]
     vocab = {
@@ -49,9 +48,7 @@ def write_byte_fallback_tokenizer(directory: Path, *, strip: bool = True) -> Non
 
 
 def write_word_piece_tokenizer(directory: Path) -> None:
-    """A kind whose decoder does more than put pieces together: "##" continues a word, anything else
-    begins one.
-    """
+    """Write a WordPiece tokenizer: "##" continues a word, anything else begins one."""
     vocab = {
         token: i
         for i, token in enumerate(
@@ -75,7 +72,7 @@ def _write(directory: Path, backend: Backend, config: dict[str, Any]) -> None:
 
 @cache
 def tiny_tokenizer_directory(kind: str = "byte_level") -> Path:
-    """A directory with a tokenizer of this kind, written once per test run."""
+    """Return a directory with a tokenizer of this kind, written once per test run."""
     holder = TemporaryDirectory(prefix="quire-test-")
     _HOLDERS.append(holder)
     directory = Path(holder.name)
@@ -90,13 +87,14 @@ def tiny_tokenizer_directory(kind: str = "byte_level") -> Path:
 
 @cache
 def tiny_tokenizer(kind: str = "byte_level") -> Tokenizer:
-    """Kinds: byte_level, byte_fallback, byte_fallback_strip, word_piece."""
+    """Return a tokenizer: byte_level, byte_fallback, byte_fallback_strip or word_piece."""
     return Tokenizer(tiny_tokenizer_directory(kind))
 
 
 def text_config(**arguments: Any) -> EngineConfig:
-    """A resolved configuration over the byte-level tokenizer: vocabulary 320, context 64 unless
-    `arguments` say otherwise.
+    """Make a resolved configuration with the byte-level tokenizer.
+
+    Vocabulary 320 and context 64 unless `arguments` override them.
     """
     directory = str(tiny_tokenizer_directory())
     defaults = {

@@ -1,5 +1,6 @@
-"""The table of architectures says what the executor's models say: which there are, how config.json is
-read, which tensors a checkpoint must hold.
+"""The architecture table agrees with the executor's models.
+
+It lists the same architectures, reads config.json alike and expects the same checkpoint tensors.
 """
 
 from __future__ import annotations

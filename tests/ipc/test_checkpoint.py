@@ -1,6 +1,4 @@
-"""Headers of safetensors files: which files a checkpoint has, what is unsound, what a model does not
-expect.
-"""
+"""Safetensors headers: the files of a checkpoint, invalid headers, and unexpected tensors."""
 
 from __future__ import annotations
 

@@ -93,7 +93,10 @@ def test_a_directory_that_cannot_be_written_or_is_too_long_is_passed_over(base, 
 def test_stale_directories_go_and_others_stay(base, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     held = SocketDirectory()
-    script = "from quire.ipc.sockets import *; import os; d = SocketDirectory(); make_context(); print(d.path); os._exit(0)"
+    script = (
+        "from quire.ipc.sockets import *; import os; d = SocketDirectory(); make_context(); "
+        "print(d.path); os._exit(0)"
+    )
     orphan = Path(
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True
@@ -131,7 +134,10 @@ def test_one_listener_per_place(base, context):
 
 
 def test_a_dead_listeners_file_is_replaced(base, context):
-    script = "import sys, os; from quire.ipc.sockets import *; x = bind_listener(make_context(), sys.argv[1]); os._exit(0)"
+    script = (
+        "import sys, os; from quire.ipc.sockets import *; x = bind_listener(make_context(), "
+        "sys.argv[1]); os._exit(0)"
+    )
     address = f"ipc://{base}/engine.sock"
     subprocess.run([sys.executable, "-c", script, address], check=True)
     assert (base / "engine.sock").is_socket() and listener_pid(base / "engine.sock") is None

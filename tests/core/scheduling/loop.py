@@ -11,9 +11,9 @@ from quire.tests.fakes import FakeExecutor, make_config
 
 
 class Loop:
-    """A scheduler and a fake executor, stepped by hand.
+    """Steps a scheduler and a fake executor by hand.
 
-    Collects each request's tokens and end, and checks after every step.
+    Collects each request's tokens and finish, and checks both after every step.
     """
 
     def __init__(self, **arguments):
@@ -44,7 +44,7 @@ class Loop:
         self.scheduler.add_request(message, client_index)
 
     def step(self) -> dict[str, int]:
-        """One step; returns the tokens scheduled, by request in order."""
+        """Run one step and return the scheduled tokens, by request in order."""
         num_preemptions = self.scheduler.counters.num_preemptions
         step = self.scheduler.schedule()
         if step is None:

@@ -41,10 +41,13 @@ BEGIN = """
 import sys
 from quire.executor.weights import early_memory
 from quire.frontend.engine_args import EngineArgs
-thread = early_memory.begin(EngineArgs(sys.argv[1], hf_overrides={"tie_word_embeddings": sys.argv[2] == "tied"}, cpu_isa=sys.argv[3]).create_engine_config())
+overrides = {"tie_word_embeddings": sys.argv[2] == "tied"}
+args = EngineArgs(sys.argv[1], hf_overrides=overrides, cpu_isa=sys.argv[3])
+thread = early_memory.begin(args.create_engine_config())
 if thread is not None: thread.join()
 memory = early_memory.take()
-print("torch" in sys.modules, memory is not None, early_memory.take() is None, memory is not None and memory[5])
+is_there, is_taken = memory is not None, early_memory.take() is None
+print("torch" in sys.modules, is_there, is_taken, is_there and memory[5])
 """
 
 

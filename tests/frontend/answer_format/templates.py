@@ -1,17 +1,23 @@
-"""Small chat templates of our own, with the marks and the turns of the models' real ones; name of
-the format -> template.
-"""
+"""Small chat templates with the markers and turn structure of real models, by tool-call format."""
 
 from __future__ import annotations
 
-TOOLS = "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}HINT{{ '<|im_end|>\n' }}{% endif %}"
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson }}{% "
+    "endfor %}HINT{{ '<|im_end|>\n' }}{% endif %}"
+)
 TURNS = """\
 {%- for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}\
-{%- if m.role == 'assistant' and m.reasoning_content is defined %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif -%}
-{%- if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}CALLS{% endif %}{{ '<|im_end|>\n' }}{% endfor %}\
+{%- if m.role == 'assistant' and m.reasoning_content is defined %}\
+{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}{% endif -%}
+{%- if m.content %}{{ m.content }}{% endif %}{% if m.tool_calls %}CALLS{% endif %}\
+{{ '<|im_end|>\n' }}{% endfor %}\
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 EACH = "{% for c in m.tool_calls %}ONE{% endfor %}"
-LISTED = "{% for c in m.tool_calls %}{{ '{\"name\": \"' + c.function.name + '\", \"KEY\": ' + ARGUMENTS + '}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+LISTED = (
+    '{% for c in m.tool_calls %}{{ \'{"name": "\' + c.function.name + \'", "KEY": \' + '
+    "ARGUMENTS + '}' }}{% if not loop.last %}{{ ', ' }}{% endif %}{% endfor %}"
+)
 AS_JSON = "c.function.arguments | tojson"
 
 
@@ -37,7 +43,10 @@ def tagged(name: str, argument: str, end: str) -> str:
 
 
 VALUE = "(v if v is string else v | tojson)"
-PYTHON_CALL = "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k + '=' + (v | tojson) }}{% if not loop.last %}, {% endif %}{% endfor %})"
+PYTHON_CALL = (
+    "{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k + '=' + (v | "
+    "tojson) }}{% if not loop.last %}, {% endif %}{% endfor %})"
+)
 PYTHON_LIST = each(PYTHON_CALL + "{% if not loop.last %}, {% endif %}")
 
 TEMPLATES = {
@@ -82,7 +91,8 @@ TEMPLATES = {
     "deepseek_v3": chatml(  # its own template puts the arguments behind a text
         "{{ '<｜tool▁calls▁begin｜>' }}"
         + each(
-            "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n```json\n' "
+            "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n"
+            "```json\n' "
             "+ c.function.arguments + '\n```<｜tool▁call▁end｜>\n' }}"
         )
         + "{{ '<｜tool▁calls▁end｜>' }}"
@@ -90,7 +100,8 @@ TEMPLATES = {
     "deepseek_v31": chatml(
         "{{ '<｜tool▁calls▁begin｜>' }}"
         + each(
-            "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + c.function.arguments + "
+            "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' + "
+            "c.function.arguments + "
             "'<｜tool▁call▁end｜>' }}"
         )
         + "{{ '<｜tool▁calls▁end｜>' }}"

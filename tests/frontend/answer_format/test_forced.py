@@ -1,7 +1,8 @@
-"""Calls that must be made: for every format, what the grammar lets through the parser reads as
-calls that keep to the tools' schemas.
+"""Required tool calls: every string that a format's grammar accepts parses into valid calls.
 
-    pytest -m slow tests/frontend/answer_format/test_forced.py        # three thousand random schemas, some minutes
+The full run covers three thousand random schemas and takes some minutes:
+
+    pytest -m slow tests/frontend/answer_format/test_forced.py
 """
 
 from __future__ import annotations
@@ -64,12 +65,15 @@ WRITTEN = {
         "<tool_call>now\n</tool_call>"
     ),
     "deepseek_v3": (
-        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city": '
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
+        '{"city": '
         '"Paris", "days": 3}\n```<｜tool▁call▁end｜>\n'
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
     ),
     "kimi_k2": (
-        '<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": 3}<|tool_call_end|>'
+        "<|tool_calls_section_begin|><|tool_call_begin|>"
+        'functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": '
+        "3}<|tool_call_end|>"
         "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     ),
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 3}}, '
@@ -267,7 +271,10 @@ def test_three_thousand_random_schemas(first) -> None:
 
 def test_free_text_in_tags() -> None:
     answer_format = detect("", "qwen3_coder", tokenizer=marked_tokenizer())
-    text = '<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n"two"\n</parameter>\n</function>\n</tool_call>'
+    text = (
+        '<tool_call>\n<function=write>\n<parameter=text>\nOne <b>\n\n"two"\n</parameter>\n'
+        "</function>\n</tool_call>"
+    )
     assert accepts(marked_tokenizer(), answer_format.forced([WRITE], "required"), text)
     assert json.loads(parse(answer_format, text, [WRITE]).tool_calls[0].arguments) == {
         "text": 'One <b>\n\n"two"'

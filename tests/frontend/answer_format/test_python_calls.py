@@ -29,7 +29,9 @@ EXPECTED = {
         (LFM, f"<|tool_call_start|>[{CALLS}]<|tool_call_end|>"),
         (
             OLMO,
-            f"<function_calls>\n{CALLS.replace('), g', ')' + chr(10) + 'g').replace('True', 'true').replace('None', 'null')}\n</function_calls>",
+            "<function_calls>\n"
+            + CALLS.replace("), g", ")\ng").replace("True", "true").replace("None", "null")
+            + "\n</function_calls>",
         ),
     ],
 )

@@ -8,7 +8,10 @@ from hypothesis import strategies as st
 from quire.frontend.bench import sse
 from quire.frontend.bench.sse import SseError, SseParser
 
-EVERYTHING = b": a comment\r\nevent: x\r\ndata: one\r\n\r\nid: 7\ndata:two\ndata: three\n\n\n\n: ping\n\nretry: 5\ndata:  indented\n\ndata\ndata: \xff\r\rdata: [DONE]"
+EVERYTHING = (
+    b": a comment\r\nevent: x\r\ndata: one\r\n\r\nid: 7\ndata:two\ndata: three\n\n\n\n"
+    b": ping\n\nretry: 5\ndata:  indented\n\ndata\ndata: \xff\r\rdata: [DONE]"
+)
 EVENTS = [b"one", b"two\nthree", b" indented", b"\xff", b"[DONE]"]
 
 

@@ -63,7 +63,10 @@ except SystemExit:
 
 
 def test_flags_become_the_workload() -> None:
-    words = "--dataset-name prefix --num-prompts 3 --input-len 40 --output-len 5 --range-ratio 0.5 --prefix-len 10 --num-prefixes 2 --token-ids"
+    words = (
+        "--dataset-name prefix --num-prompts 3 --input-len 40 --output-len 5 --range-ratio 0.5 "
+        "--prefix-len 10 --num-prefixes 2 --token-ids"
+    )
     options = workload_options(serve_parser([]).parse(words.split()), seed=4)
     assert (options.dataset_name, options.num_prompts, options.input_len, options.output_len) == (
         "prefix",

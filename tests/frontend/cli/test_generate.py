@@ -1,4 +1,4 @@
-"""`quire generate` as a user meets it: where prompts come from, streams, exit codes, Ctrl-C, pipes."""
+"""`quire generate` as a process: prompt sources, streams, exit codes, Ctrl-C and pipes."""
 
 from __future__ import annotations
 

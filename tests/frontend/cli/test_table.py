@@ -31,6 +31,9 @@ def test_on_a_terminal_markup_in_a_cell_stays_text(monkeypatch: pytest.MonkeyPat
 
 
 def test_rich_is_not_imported_for_a_pipe() -> None:
-    code = "import sys; from quire.frontend.cli.table import print_table; print_table(('a',), [('b',)]); print('rich' in sys.modules)"
+    code = (
+        "import sys; from quire.frontend.cli.table import print_table; print_table(('a',), "
+        "[('b',)]); print('rich' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["a", "b", "False"]

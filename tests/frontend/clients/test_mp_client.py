@@ -427,7 +427,10 @@ def test_engine_index_and_epoch_come_back():
 
 
 def test_no_torch_here():
-    modules = "quire.frontend.clients.mp_client, quire.frontend.clients.inproc_client, quire.core.engine_proc"
+    modules = (
+        "quire.frontend.clients.mp_client, quire.frontend.clients.inproc_client, "
+        "quire.core.engine_proc"
+    )
     script = f"import sys, {modules}; print([m for m in ('torch', 'numpy') if m in sys.modules])"
     assert (
         subprocess.run(

@@ -211,8 +211,8 @@ def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -
         plan(big, kv_cache_dtype="fp8")
     with pytest.raises(
         InvalidParameterError,
-        match="kv_cache_dtype: int8 is supported by the native CPU kernels only; on a GPU use fp8 or "
-        "auto",
+        match="kv_cache_dtype: int8 is supported by the native CPU kernels only; on a GPU use fp8 "
+        "or auto",
     ):
         plan(big, 80 * GIB, device="cuda", kv_cache_dtype="int8")
     with pytest.raises(

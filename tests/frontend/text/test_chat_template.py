@@ -21,14 +21,23 @@ CHATML = (
 TRIMMING = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n{% endfor %}"
 )
-TOOLS = "{%- for tool in tools or [] %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}{%- endfor %}{{ (documents or []) | length }}"
-LOOP_CONTROLS = "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{% break %}{% endfor %}"
+TOOLS = (
+    "{%- for tool in tools or [] %}{{ tool | tojson }}{{ tool | tojson(indent=2) }}{%- endfor %}"
+    "{{ (documents or []) | length }}"
+)
+LOOP_CONTROLS = (
+    "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
+    "{% break %}{% endfor %}"
+)
 GENERATION = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% set x "
     "= 1 %}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
 )
-NAMESPACE = "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}{{ strftime_now('%Y') }}"
+NAMESPACE = (
+    "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ "
+    "ns.n }}{{ strftime_now('%Y') }}"
+)
 
 CHAT = [
     {"role": "system", "content": "Be <brief> & “kind”. 好"},

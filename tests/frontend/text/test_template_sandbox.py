@@ -89,7 +89,8 @@ PLAIN = [
     "{% for k, v in {'a': 1, 'b': 2}.items() if v > 1 %}{{ k }}{{ loop.revindex }}{% endfor %}",
     "{% for x in nothing %}{{ x }}{% else %}empty{% endfor %}{{ nothing ~ none ~ 1.5 }}",
     "{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m('a') * 3 }}{{ m('b') ~ 'c' }}",
-    "{{ [1, 2] | join(', ') }}{{ messages | join('|', attribute='role') }}{{ 'aXa' | replace('a', 'bb', 1) }}",
+    "{{ [1, 2] | join(', ') }}{{ messages | join('|', attribute='role') }}{{ 'aXa' | "
+    "replace('a', 'bb', 1) }}",
     "{{ 'a\nb' | indent(2, true) }}{{ 'a' | center(9) }}{{ '%s-%05d' | format('x', 7) }}",
     "{{ '%s %d' % ('x', 7) }}{{ '{}:{:>4}'.format(1, 2) }}{{ 'x'.ljust(3) }}{{ ','.join(['a']) }}",
     "{{ 2 ** 10 + 3 * 4 % 5 }}{{ [1] + [2] }}{{ 'a' + 'b' }}{{ [0] * 3 }}{{ -3 * 'x' }}",

@@ -168,7 +168,8 @@ def test_bad_files_are_named(tmp_path) -> None:
 
 def test_the_frontend_imports_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from quire import LLM, AsyncLLM, EngineArgs; from quire.frontend.text.tokenizer "
+        "import sys; from quire import LLM, AsyncLLM, EngineArgs; from "
+        "quire.frontend.text.tokenizer "
         "import Tokenizer\n"
         f"t = Tokenizer({str(tiny_tokenizer_directory())!r}); "
         f"t.apply_chat_template([dict(role='user', content='x')])\n"

@@ -1,0 +1,196 @@
+"""The workload of the feature tests, and a run that records what is visible from outside."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from quire.frontend.beam_search import BeamSearch, BeamSearchOutput, first_params
+from quire.tests.answers import Answers
+from quire.tests.workloads import Job, drive
+
+MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
+# keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
+BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4
+PLAIN = dict(
+    dtype="float32",
+    num_threads=1,
+    max_model_len=MAX_MODEL_LEN,
+    block_size=BLOCK_SIZE,
+    max_num_seqs=16,
+    num_gpu_blocks_override=300,
+    enable_prefix_caching=False,
+    enable_jump_forward=False,
+    num_scheduler_steps=1,
+)
+# one request of the longest kind fits; a few ordinary ones preempt each other
+FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
+PAUSE_AT_STEP = 6
+
+replace = msgspec.structs.replace
+
+
+@dataclass
+class Run:
+    """The outputs of one workload and what was observed while it ran."""
+
+    answers: Answers = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)  # what the run added to get_metrics
+    states: list[dict[str, Any]] = field(default_factory=list)  # scheduler_state between steps
+    # request id -> step of its first token
+    first_seen: dict[str, int] = field(default_factory=dict)
+    most_at_once: int = 0  # new tokens of one completion in one step
+    disturbances: list[str] = field(default_factory=list)
+    # of BEAM_PROMPTS, when they were searched beside the jobs
+    beams: list[BeamSearchOutput] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Feature:
+    name: str
+    shows: Callable[[Run], None]
+    settings: dict[str, Any] = field(default_factory=dict)
+    # (params, index of the job, answer without it)
+    change: Callable[[SamplingParams, int, RequestOutput | None], SamplingParams] | None = None
+    # (answers, those of the same requests without this feature)
+    relates: Callable[[Answers, Answers], None] | None = None
+    disturb: Callable[[LLMEngine], str] | None = None  # once, in mid-run; returns what it was
+    searches_beams: bool = False  # beside the jobs, from the first step on
+    # its settings make other logits: what is compared with has them too
+    changes_model: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def make_jobs() -> list[Job]:
+    """Seven requests with a common prefix that arrive over several steps.
+
+    Every other one is greedy. Later requests have higher priority.
+    """
+    rng = random.Random(3)
+    beginning = [rng.randrange(300, 1000) for _ in range(2 * BLOCK_SIZE + 3)]
+    jobs = []
+    for i in range(7):
+        prompt = beginning + [rng.randrange(300, 1000) for _ in range(rng.randint(2, 12))]
+        params = SamplingParams(
+            temperature=0.8 * (i % 2), seed=100 * i, max_tokens=14, ignore_eos=True
+        )
+        jobs.append(
+            Job(
+                f"job-{i}",
+                prompt,
+                params,
+                priority=-i,
+                arrives_at_step=2 * i // 3,
+                abort_after=None,
+            )
+        )
+    return jobs
+
+
+JOBS = make_jobs()
+
+
+BEAM_PROMPTS = [job.prompt_token_ids[-20:] for job in JOBS[:2]]
+BEAM_PARAMS = BeamSearchParams(beam_width=3, max_tokens=8)
+
+
+class BeamsBeside:
+    """An LLMEngine whose steps also advance beam searches, as AsyncLLM.beam_search does.
+
+    It keeps their outputs.
+    """
+
+    def __init__(self, engine: LLMEngine):
+        self._engine = engine
+        requests = [
+            engine.process_inputs("beams", prompt, first_params(BEAM_PARAMS))
+            for prompt in BEAM_PROMPTS
+        ]
+        self._searches = [
+            BeamSearch(request, BEAM_PARAMS, engine.config.model_config) for request in requests
+        ]
+        self._steps: list[dict[str, RequestOutput | None]] = [
+            self._ask(i) for i in range(len(requests))
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def _ask(self, index: int) -> dict[str, RequestOutput | None]:
+        search = self._searches[index]
+        step: dict[str, RequestOutput | None] = {}
+        for i, prompt in enumerate(search.step_prompts):
+            request_id = f"beam-{index}-{i}"
+            self._engine.add_request(request_id, prompt, search.step_params)
+            step[request_id] = None
+        return step
+
+    def step(self) -> list[RequestOutput]:
+        others = []
+        for output in self._engine.step():
+            step = next((step for step in self._steps if output.request_id in step), None)
+            if step is None:
+                others.append(output)
+                continue
+            step[output.request_id] = output
+        for i, step in enumerate(self._steps):
+            if step and all(step.values()):
+                self._searches[i].advance(list(step.values()))
+                self._steps[i] = self._ask(i)
+        return others
+
+    def outputs(self) -> list[BeamSearchOutput]:
+        assert all(search.is_done for search in self._searches)
+        return [search.output(self._engine.tokenizer) for search in self._searches]
+
+
+def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
+    """Run the jobs through an engine with an empty cache and observe it after every step."""
+    learn_grammars(engine, jobs)
+    assert engine.reset_prefix_cache()
+    seen, before = Run(), engine.get_metrics()
+    disturb = next((feature.disturb for feature in features if feature.disturb is not None), None)
+    beams = BeamsBeside(engine) if any(feature.searches_beams for feature in features) else None
+    num_tokens: dict[tuple[str, int], int] = {}
+
+    def watch(step: int, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            seen.answers[output.request_id] = output
+            seen.first_seen.setdefault(output.request_id, step)
+            for completion in output.outputs:
+                key, count = (output.request_id, completion.index), len(completion.token_ids)
+                seen.most_at_once = max(seen.most_at_once, count - num_tokens.get(key, 0))
+                num_tokens[key] = count
+        seen.states.append(engine.call_utility("scheduler_state"))
+        if (
+            disturb is not None
+            and not seen.disturbances
+            and step >= PAUSE_AT_STEP
+            and seen.states[-1]["running"]
+        ):
+            seen.disturbances.append(disturb(engine))
+
+    drive(beams or engine, jobs, aborts=False, watch=watch)
+    seen.beams = beams.outputs() if beams else []
+    seen.counters = {name: value - before[name] for name, value in engine.get_metrics().items()}
+    assert len(seen.answers) == len(jobs) and all(
+        answer.finished and answer.error is None for answer in seen.answers.values()
+    ), seen.answers
+    return seen
+
+
+def learn_grammars(engine: LLMEngine, jobs: list[Job]) -> None:
+    """Compile the grammars of the jobs, so that requests are scheduled in the step they arrive."""
+    for job in jobs:
+        if job.params.structured_outputs is not None:
+            engine.add_request(
+                job.request_id, job.prompt_token_ids[:1], replace(job.params, n=1, max_tokens=1)
+            )
+    while engine.has_unfinished_requests():
+        engine.step()

@@ -13,9 +13,7 @@ from quire.tests.frontend.cli.command import ONE_THREAD, QUIRE
 
 @pytest.fixture(scope="package")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A daemon on the bundled model ; it must leave in order when it is told
-    to.
-    """
+    """A daemon on the bundled model, ended by SIGTERM; it must exit with 0."""
     path = tmp_path_factory.mktemp("daemon") / "engine.sock"
     with subprocess.Popen(
         [*QUIRE, "engine", "--listen", f"ipc://{path}", *ONE_THREAD],

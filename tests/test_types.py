@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+FOLDERS = ("core", "executor", "frontend", "ipc")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -19,7 +20,7 @@ def test_pyright_finds_no_error() -> None:
         pytest.skip("pyright is not installed: pip install -e '.[test,types]'")
     command = [program] if program else [sys.executable, "-m", "pyright"]
     done = subprocess.run(
-        [*command, "--level", "error", "--pythonpath", sys.executable],
+        [*command, "--level", "error", "--pythonpath", sys.executable, *FOLDERS],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -21,7 +21,6 @@ MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
 TO_SPLIT = {  # files that are still longer; each must go
     "tests/bundled_model/data.py",
-    "tests/frontend/clients/test_client.py",
 }
 
 # Folder -> folders of quire that it may import. The exceptions name the one file, and there only
@@ -64,7 +63,6 @@ MIRRORS = {
     # one contract suite over all forms of a client
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
-    "frontend/clients/connect.py": "tests/frontend/test_llm_engine.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "executor/models/llama.py": "tests/executor/test_models.py",

@@ -22,7 +22,7 @@ from quire import (
 )
 from quire.frontend.clients.guard import Guard
 from quire.tests.client_forms import ASYNCIO, BLOCKING, blocking_engine, make_async_engine
-from quire.tests.frontend.clients.test_client import Driver, long_requests, make_requests
+from quire.tests.frontend.clients.driver import Driver, long_requests, make_requests
 
 PROMPTS = [[10 + i, 20, 30 + i] for i in range(8)]
 SHORT = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -210,7 +210,7 @@ class InputProcessor:
         require(
             not params.bad_words_token_ids,
             "bad_words_token_ids",
-            "cannot be set in a request; use bad_words",
+            "must not be set in a request; use bad_words",
         )
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, name)) is not None:

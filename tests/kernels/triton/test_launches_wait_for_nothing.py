@@ -108,7 +108,7 @@ def test_steps_are_launched_without_reading_a_tensor(temperature, with_graphs, m
     runner = make_runner(copies, with_graphs)
     assert launches.take() == (dict.fromkeys(AROUND - {"draw_kernel"}, 1), 1)  # warmed up
     params = SamplingParams(temperature=temperature, seed=1)
-    prompts = {slot: list(range(slot + 14)) for slot in (0, 2, 3)}
+    prompts = {slot: list(range(slot + 13)) for slot in (0, 2, 3)}
     new = [
         NewRequestData(slot, str(slot), tokens, len(tokens), params)
         for slot, tokens in prompts.items()

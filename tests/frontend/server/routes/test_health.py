@@ -39,7 +39,7 @@ def test_a_step_is_no_reason_to_be_taken_out_but_one_without_an_end_is() -> None
 def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
     assert server.get("/ping").json() == server.post("/ping").json() == {"status": "ok"}
     assert server.get("/load").json() == {"server_load": 0}
-    body = {"prompt": "Once", "max_tokens": 200, "ignore_eos": True, "stream": True}
+    body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with server.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
         assert server.get("/load").json() == {"server_load": 1}

@@ -188,7 +188,7 @@ def test_the_context_ends_the_beams(llm) -> None:
 def test_refusals(llm) -> None:
     with pytest.raises(
         InvalidParameterError,
-        match=r"beam_width: must be at most 20, got 21: a step needs the 2 \* beam_width most likely",
+        match=r"beam_width: must be at most 20, got 21: a step needs the 2 \* beam_width most",
     ):
         llm.beam_search("x", BeamSearchParams(beam_width=21, max_tokens=5))
     with pytest.raises(InvalidParameterError, match=r"prompt: .*in request 1 of 2"):

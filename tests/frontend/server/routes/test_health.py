@@ -41,6 +41,7 @@ def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
     assert server.get("/load").json() == {"server_load": 0}
     body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with server.stream("POST", "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # kept: an iterator that is collected closes the stream
+        next(lines)
         assert server.get("/load").json() == {"server_load": 1}
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})

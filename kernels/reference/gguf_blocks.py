@@ -1,0 +1,237 @@
+"""Specification of GGML's block types: the weights that packed blocks of a GGUF file stand for.
+
+Must not know: files, speed.
+
+A row is a sequence of blocks. Every formula multiplies, adds and rounds in the order of GGML's own
+code, so that the results are its results bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PIECE = 2**22  # weights that are dequantized at a time: bounds the memory of temporary values
+
+_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class BlockType(NamedTuple):
+    """How one block is stored."""
+
+    columns: int
+    num_bytes: int
+    weights: Callable[[Tensor], Tensor]  # [blocks, num_bytes] uint8 -> [blocks, columns] f32
+
+
+def row_bytes(columns: int, type: str) -> int:
+    """The bytes of a row. Raises ValueError for an unknown type and for a part of a block."""
+    block = block_type(type)
+    if columns % block.columns:
+        raise ValueError(
+            f"a row of {columns} weights is not a whole number of {type} blocks of {block.columns}"
+        )
+    return columns // block.columns * block.num_bytes
+
+
+def block_type(type: str) -> BlockType:
+    if type not in TYPES:
+        raise ValueError(f"type {type:.20} is not supported; supported: {', '.join(TYPES)}")
+    return TYPES[type]
+
+
+def dequantize(blocks: Tensor, type: str) -> Tensor:
+    """[rows, bytes] uint8 -> [rows, columns] f32.
+
+    Raises ValueError for an unknown type, and for rows that end within a block.
+    """
+    block = block_type(type)
+    if blocks.dtype != torch.uint8 or blocks.dim() != 2 or blocks.shape[1] % block.num_bytes:
+        raise ValueError(
+            f"{type} needs rows of bytes in blocks of {block.num_bytes}, not {blocks.dtype} "
+            f"{list(blocks.shape)}"
+        )
+    rows, columns = len(blocks), blocks.shape[1] // block.num_bytes * block.columns
+    out = torch.empty(rows, columns)
+    for start in range(0, rows, step := max(1, PIECE // max(columns, 1))):
+        piece = blocks[start : start + step].reshape(-1, block.num_bytes)
+        out[start : start + step] = block.weights(piece).view(-1, columns)
+    return out
+
+
+def _split(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+    return blocks.split(sizes, dim=1)
+
+
+def _half(x: Tensor) -> Tensor:
+    """[blocks, 2] bytes -> [blocks, 1] f32"""
+    return x.contiguous().view(torch.float16).float()
+
+
+def _bits(x: Tensor, width: int, run: int) -> Tensor:
+    """[blocks, bytes] -> [blocks, weights] of `width` bits.
+
+    `run` bytes hold the lowest bits of `run` weights, then the next bits of the next `run`.
+    """
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
+    return ((x.unflatten(1, (-1, 1, run)) >> shifts) & (1 << width) - 1).flatten(1)
+
+
+def _in_groups(x: Tensor, scales: Tensor) -> Tensor:
+    """[blocks, columns] -> [blocks, groups, columns of a group] f32, one group for each scale"""
+    return x.float().unflatten(1, (scales.shape[1], -1))
+
+
+def _f32(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.float32)
+
+
+def _bf16(blocks: Tensor) -> Tensor:
+    return blocks.contiguous().view(torch.bfloat16).float()
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    scale, numbers = _split(blocks, 2, 16)
+    return _half(scale) * (_bits(numbers, 4, 16).float() - 8)
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    scale, least, numbers = _split(blocks, 2, 2, 16)
+    return _half(scale) * _bits(numbers, 4, 16).float() + _half(least)
+
+
+def _fifth_bits(high: Tensor) -> Tensor:
+    """[blocks, 4] -> [blocks, 32]: bit i of the little-endian word, times 16"""
+    return _bits(high, 1, 1) << 4
+
+
+def _q5_0(blocks: Tensor) -> Tensor:
+    scale, high, numbers = _split(blocks, 2, 4, 16)
+    return _half(scale) * ((_bits(numbers, 4, 16) | _fifth_bits(high)).float() - 16)
+
+
+def _q5_1(blocks: Tensor) -> Tensor:
+    scale, least, high, numbers = _split(blocks, 2, 2, 4, 16)
+    return _half(scale) * (_bits(numbers, 4, 16) | _fifth_bits(high)).float() + _half(least)
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    scale, numbers = _split(blocks, 2, 32)
+    return _half(scale) * numbers.view(torch.int8).float()
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    both, numbers, scale, least = _split(blocks, 16, 64, 2, 2)
+    scales, leasts = _half(scale) * (both & 15).float(), _half(least) * (both >> 4).float()
+    x = _in_groups(_bits(numbers, 2, 32), scales)
+    return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    high, numbers, low_scales, high_scales, scale = _split(blocks, 32, 64, 8, 4, 2)
+    scales = _bits(low_scales, 4, 8) | _bits(high_scales, 2, 4) << 4
+    scales = _half(scale) * (scales.float() - 32)
+    # the third bit is stored for x + 4
+    x = _in_groups(_bits(numbers, 2, 32) | _bits(high, 1, 32) << 2, scales) - 4
+    return (scales.unsqueeze(-1) * x).flatten(1)
+
+
+def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, 12] -> eight scales and eight minima of 6 bits, [blocks, 8] each"""
+    scales, leasts, rest = _split(packed, 4, 4, 4)
+    return (
+        torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), 1).float(),
+        torch.cat((leasts & 63, rest >> 4 | leasts >> 2 & 48), 1).float(),
+    )
+
+
+def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> Tensor:
+    scales, leasts = _scales_and_leasts(packed)
+    scales, leasts = _half(scale) * scales, _half(least) * leasts
+    x = _in_groups(numbers, scales)
+    return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
+
+
+def _q4_k(blocks: Tensor) -> Tensor:
+    scale, least, packed, numbers = _split(blocks, 2, 2, 12, 128)
+    return _with_leasts(scale, least, packed, _bits(numbers, 4, 32))
+
+
+def _q5_k(blocks: Tensor) -> Tensor:
+    scale, least, packed, high, numbers = _split(blocks, 2, 2, 12, 32, 128)
+    return _with_leasts(scale, least, packed, _bits(numbers, 4, 32) | _bits(high, 1, 32) << 4)
+
+
+def _q6_k(blocks: Tensor) -> Tensor:
+    low, high, scales, scale = _split(blocks, 128, 64, 16, 2)
+    scales = _half(scale) * scales.contiguous().view(torch.int8).float()
+    x = _in_groups(_bits(low, 4, 64) | _bits(high, 2, 32) << 4, scales) - 32
+    return (scales.unsqueeze(-1) * x).flatten(1)
+
+
+def _look_up(values: Sequence[int], numbers: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)[numbers.int()]
+
+
+def _iq4_nl(blocks: Tensor) -> Tensor:
+    scale, numbers = _split(blocks, 2, 16)
+    return _half(scale) * _look_up(_IQ4, _bits(numbers, 4, 16))
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    scale, high, low, numbers = _split(blocks, 2, 2, 4, 128)
+    scales = _half(scale) * ((_bits(low, 4, 1) | _bits(high, 2, 1) << 4).float() - 32)
+    x = _in_groups(_look_up(_IQ4, _bits(numbers, 4, 16)), scales)
+    return (scales.unsqueeze(-1) * x).flatten(1)
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    """The scale is a power of two, 2**(exponent - 128); the least two are subnormal numbers."""
+    exponent, numbers = _split(blocks, 1, 16)
+    exponent = exponent.int()
+    bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
+    return bits.view(torch.float32) * _look_up(_FP4, _bits(numbers, 4, 16))
+
+
+def _tq1_0(blocks: Tensor) -> Tensor:
+    """Five ternary digits per byte, the first in the highest place; the last four bytes have
+    four.
+    """
+    runs, scale = blocks.split((52, 2), dim=1)
+    numbers = []
+    for run, num_digits in zip(runs.split((32, 16, 4), dim=1), (5, 5, 4), strict=True):
+        powers = torch.tensor((1, 3, 9, 27, 81)[:num_digits], dtype=torch.uint8).view(-1, 1)
+        shifted = run.unsqueeze(1) * powers  # modulo 256: the digits before are gone
+        numbers.append((shifted.int() * 3 >> 8).flatten(1))
+    return _half(scale) * (torch.cat(numbers, 1).float() - 1)
+
+
+def _tq2_0(blocks: Tensor) -> Tensor:
+    numbers, scale = _split(blocks, 64, 2)
+    return _half(scale) * (_bits(numbers, 2, 32).float() - 1)
+
+
+TYPES = {
+    "F32": BlockType(1, 4, _f32),
+    "F16": BlockType(1, 2, _half),
+    "BF16": BlockType(1, 2, _bf16),
+    "Q4_0": BlockType(32, 18, _q4_0),
+    "Q4_1": BlockType(32, 20, _q4_1),
+    "Q5_0": BlockType(32, 22, _q5_0),
+    "Q5_1": BlockType(32, 24, _q5_1),
+    "Q8_0": BlockType(32, 34, _q8_0),
+    "Q2_K": BlockType(256, 84, _q2_k),
+    "Q3_K": BlockType(256, 110, _q3_k),
+    "Q4_K": BlockType(256, 144, _q4_k),
+    "Q5_K": BlockType(256, 176, _q5_k),
+    "Q6_K": BlockType(256, 210, _q6_k),
+    "IQ4_NL": BlockType(32, 18, _iq4_nl),
+    "IQ4_XS": BlockType(256, 136, _iq4_xs),
+    "MXFP4": BlockType(32, 17, _mxfp4),
+    "TQ1_0": BlockType(256, 54, _tq1_0),
+    "TQ2_0": BlockType(256, 66, _tq2_0),
+}

@@ -14,7 +14,7 @@ from quire.tests.answers import Answers
 from quire.tests.workloads import Job, drive
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
-# keys and values, layers, tokens, KV heads, head_dim, fp32 (of the bundled model)
+# keys and values × layers × tokens × KV heads × head_dim × bytes of fp32, for the bundled model
 BLOCK_BYTES = 2 * 5 * BLOCK_SIZE * 2 * 64 * 4
 PLAIN = dict(
     dtype="float32",
@@ -27,7 +27,7 @@ PLAIN = dict(
     enable_jump_forward=False,
     num_scheduler_steps=1,
 )
-# one request of the longest kind fits; a few ordinary ones preempt each other
+# One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
 
@@ -45,7 +45,7 @@ class Run:
     first_seen: dict[str, int] = field(default_factory=dict)
     most_at_once: int = 0  # new tokens of one completion in one step
     disturbances: list[str] = field(default_factory=list)
-    # of BEAM_PROMPTS, when they were searched beside the jobs
+    # of BEAM_PROMPTS, if they were searched beside the jobs
     beams: list[BeamSearchOutput] = field(default_factory=list)
 
 
@@ -54,13 +54,14 @@ class Feature:
     name: str
     shows: Callable[[Run], None]
     settings: dict[str, Any] = field(default_factory=dict)
-    # (params, index of the job, answer without it)
+    # (params, index of the job, answer without the feature)
     change: Callable[[SamplingParams, int, RequestOutput | None], SamplingParams] | None = None
-    # (answers, those of the same requests without this feature)
+    # (answers, answers of the same requests without this feature)
     relates: Callable[[Answers, Answers], None] | None = None
-    disturb: Callable[[LLMEngine], str] | None = None  # once, in mid-run; returns what it was
-    searches_beams: bool = False  # beside the jobs, from the first step on
-    # its settings make other logits: what is compared with has them too
+    # called once in mid-run; returns its observation
+    disturb: Callable[[LLMEngine], str] | None = None
+    searches_beams: bool = False  # whether it runs beside the jobs from the first step on
+    # its settings change the logits, so they also apply to the baseline
     changes_model: bool = False
 
     def __str__(self) -> str:
@@ -68,9 +69,8 @@ class Feature:
 
 
 def make_jobs() -> list[Job]:
-    """Seven requests with a common prefix that arrive over several steps.
-
-    Every other one is greedy. Later requests have higher priority.
+    """Make seven requests with a common prefix that arrive over several steps. Every other one is
+    greedy. Later requests have higher priority.
     """
     rng = random.Random(3)
     beginning = [rng.randrange(300, 1000) for _ in range(2 * BLOCK_SIZE + 3)]
@@ -116,13 +116,13 @@ class BeamsBeside:
             BeamSearch(request, BEAM_PARAMS, engine.config.model_config) for request in requests
         ]
         self._steps: list[dict[str, RequestOutput | None]] = [
-            self._ask(i) for i in range(len(requests))
+            self._submit_step(i) for i in range(len(requests))
         ]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def _ask(self, index: int) -> dict[str, RequestOutput | None]:
+    def _submit_step(self, index: int) -> dict[str, RequestOutput | None]:
         search = self._searches[index]
         step: dict[str, RequestOutput | None] = {}
         for i, prompt in enumerate(search.step_prompts):
@@ -142,7 +142,7 @@ class BeamsBeside:
         for i, step in enumerate(self._steps):
             if step and all(step.values()):
                 self._searches[i].advance(list(step.values()))
-                self._steps[i] = self._ask(i)
+                self._steps[i] = self._submit_step(i)
         return others
 
     def outputs(self) -> list[BeamSearchOutput]:

@@ -11,7 +11,7 @@ from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import make_engine
 from quire.tests.workloads import assert_same, drive, random_jobs
 
-# Short, since the reference is slow, and all at once, so that they preempt each other.
+# Short, since the reference is slow. They arrive together, so that they preempt each other.
 JOBS = [
     replace(job, arrives_at_step=0)
     for job in random_jobs(12, vocab_size=1500, seed=2, max_prompt=60)
@@ -36,7 +36,7 @@ def answers(**settings):
     try:
         results = drive(engine, JOBS, aborts=False)
         if "preemption_mode" in settings:
-            # else the test would show nothing
+            # without an effect the test would prove nothing
             assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
         return results
     finally:
@@ -46,7 +46,7 @@ def answers(**settings):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_the_scheduler_does_not_change_outputs(option):
     expected = answers(**OPTIONS[option], enable_prefix_caching=False)
-    if option != "int8":  # which is too exact to change one of these tokens
-        assert expected != answers(enable_prefix_caching=False)  # the option is at work
+    if option != "int8":  # its error is too small to change one of these tokens
+        assert expected != answers(enable_prefix_caching=False)  # the option has an effect
     for settings in SETTINGS:
         assert_same(JOBS, answers(**OPTIONS[option], **settings), expected, aborts=False)

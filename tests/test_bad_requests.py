@@ -1,5 +1,5 @@
-"""A bad request gets its own error, which names the parameter; the requests beside it do not
-notice.
+"""A bad request fails alone, with an error that names the parameter. Concurrent requests are not
+affected.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.ipc.messages import EngineCoreRequest, FinishReason
 
 GOOD = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little fox", "The owl"]
-BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that the error must name
+BAD_IN_THE_FRONTEND = {  # user error -> the parameter that the error must name
     "temperature": lambda engine: engine.add_request(
         "bad", "Hi", SamplingParams(temperature=math.nan)
     ),
@@ -32,7 +32,7 @@ BAD_IN_THE_FRONTEND = {  # how a user would get it wrong -> the parameter that t
     "temprature": lambda engine: engine.add_request("bad", "Hi", SamplingParams(temprature=1.0)),
     "request_id": lambda engine: engine.add_request("good-0", "Hi", GOOD),
 }
-BAD_ON_THE_WIRE = {  # what a client of the engine could send past the frontend
+BAD_ON_THE_WIRE = {  # requests that an engine client could send past the frontend's checks
     "prompt_token_ids": EngineCoreRequest("bad", [1, 10**6], msgspec.structs.replace(GOOD)),
     "max_tokens": EngineCoreRequest("bad", [1], SamplingParams(seed=1, max_tokens=None)),
     "params": EngineCoreRequest("bad", [1], PoolingParams()),
@@ -54,7 +54,9 @@ def engine(request):
 
 
 def run(engine: LLMEngine, disturb=lambda engine: None) -> dict[str, list[int]]:
-    """The good requests' tokens; `disturb` is called after a few steps, when all of them run."""
+    """Return the tokens of the good requests. `disturb` is called after a few steps, when all of
+    them run.
+    """
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(f"good-{i}", prompt, GOOD)
     tokens, step = {}, 0
@@ -67,7 +69,7 @@ def run(engine: LLMEngine, disturb=lambda engine: None) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("parameter", BAD_IN_THE_FRONTEND)
-def test_a_users_mistake(engine, parameter):
+def test_user_errors(engine, parameter):
     def disturb(engine):
         with pytest.raises((InvalidParameterError, TypeError), match=parameter):
             BAD_IN_THE_FRONTEND[parameter](engine)
@@ -76,7 +78,7 @@ def test_a_users_mistake(engine, parameter):
 
 
 @pytest.mark.parametrize("parameter", BAD_ON_THE_WIRE)
-def test_a_request_past_the_frontend(engine, parameter):
+def test_requests_past_the_frontend(engine, parameter):
     expected = run(engine)
     refusals = []
     deliver = engine.client.get_output

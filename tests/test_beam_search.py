@@ -1,5 +1,5 @@
-"""Beam search against transformers' generate(num_beams=...), on tiny models with ends of sequence
-in reach, over the real engine.
+"""Beam search against transformers' generate(num_beams=...) on the real engine. The models are tiny
+and some beams reach an end-of-sequence token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def directory(kind: str) -> Path:
 def oracle(kind: str):
     model = AutoModelForCausalLM.from_pretrained(directory(kind), dtype=torch.float32).eval()
     with torch.no_grad():
-        model.lm_head.weight[EOS_TOKEN_ID] *= 2  # so that some beams end, and not all
+        # chosen so that some beams end early and some do not
+        model.lm_head.weight[EOS_TOKEN_ID] *= 2
     model.save_pretrained(directory(kind))
     return model
 
@@ -58,7 +59,7 @@ def llm(kind) -> LLM:
 def expected(
     kind: str, prompt: list[int], params: BeamSearchParams
 ) -> list[tuple[list[int], float]]:
-    """(output tokens, score) of transformers' beams, best first."""
+    """Return (output tokens, score) of transformers' beams, best first."""
     with torch.no_grad():
         result = oracle(kind).generate(
             torch.tensor([prompt]),
@@ -114,7 +115,7 @@ CASES += [
 
 
 @pytest.mark.parametrize("params", CASES, ids=str)
-def test_the_beams_are_transformers(kind, llm, params) -> None:
+def test_beams_equal_those_of_transformers(kind, llm, params) -> None:
     outputs = llm.beam_search([{"prompt_token_ids": prompt} for prompt in PROMPTS], params)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         reference = expected(kind, prompt, params)
@@ -139,8 +140,8 @@ def test_the_beams_are_transformers(kind, llm, params) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-def test_some_of_those_beams_end_early_and_some_do_not(kind) -> None:
-    """Else the test above would say nothing about ends."""
+def test_some_beams_end_early(kind) -> None:
+    """Otherwise the comparison with transformers would not cover end-of-sequence tokens."""
     lengths = {
         len(tokens)
         for prompt in PROMPTS
@@ -151,7 +152,7 @@ def test_some_of_those_beams_end_early_and_some_do_not(kind) -> None:
     assert len(lengths) > 5 and 20 in lengths
 
 
-def test_the_end_of_sequence_is_left_out_unless_asked_for(kind, llm) -> None:
+def test_end_of_sequence_is_left_out_unless_requested(kind, llm) -> None:
     params = BeamSearchParams(beam_width=4, max_tokens=20)
     for prompt in PROMPTS:
         [output] = llm.beam_search({"prompt_token_ids": prompt}, params)
@@ -177,7 +178,7 @@ def test_one_beam_is_the_greedy_output(llm) -> None:
         ]
 
 
-def test_the_context_ends_the_beams(llm) -> None:
+def test_max_model_len_ends_the_beams(llm) -> None:
     prompt = [5] * 125
     [output] = llm.beam_search(
         {"prompt_token_ids": prompt}, BeamSearchParams(beam_width=2, max_tokens=50, ignore_eos=True)
@@ -204,7 +205,7 @@ def test_refusals(llm) -> None:
     llm.llm_engine.abort_all_requests()
 
 
-def test_an_interrupted_search_leaves_nothing_behind(llm, monkeypatch) -> None:
+def test_an_interrupted_search_leaves_no_requests(llm, monkeypatch) -> None:
     step, calls = llm.llm_engine.step, []
 
     def interrupted():
@@ -221,7 +222,7 @@ def test_an_interrupted_search_leaves_nothing_behind(llm, monkeypatch) -> None:
     assert llm.beam_search("abc", params)[0].sequences
 
 
-def test_async_beams_are_the_same_beside_other_requests(kind, llm) -> None:
+def test_async_beams_do_not_depend_on_other_requests(kind, llm) -> None:
     params = CASES[3]
     reference = llm.beam_search({"prompt_token_ids": PROMPTS[2]}, params)[0]
 
@@ -258,7 +259,7 @@ def test_async_beams_are_the_same_beside_other_requests(kind, llm) -> None:
             )
             while not engine.has_unfinished_requests():
                 assert not cancelled.done(), cancelled
-                # every turn of the loop: a step of this model takes less than a millisecond
+                # in every iteration of the loop: a step of this model takes less than a millisecond
                 await asyncio.sleep(0)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -1,5 +1,5 @@
-"""In bfloat16 on native kernels a request's tokens and log-probabilities are the same bits whatever
-is computed beside it, and how.
+"""In bfloat16 on native kernels, the bits of a request's tokens and log-probabilities do not depend
+on the batch or on how the prompt is computed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.skipif(
     library is None, reason="native kernels are not built here; torch's do not promise this"
 )
 
-# one request of the longest kind fits; the others preempt each other all the time
+# One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)
 Logprobs = list[list[tuple[int, float]]]
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
-    """Half of them want log-probabilities, some those of their prompts too: at the bits of these
-    nothing rounds.
+    """Half of the jobs request log-probabilities, some also those of the prompt. They are compared
+    as exact bits.
     """
     rng = random.Random(seed)
     jobs = []
@@ -41,8 +41,8 @@ def make_jobs(count: int, seed: int) -> list[Job]:
 
 
 def table(positions: Any) -> Logprobs:
-    """Per position its tokens and their log-probabilities: floats, which are equal only where every
-    bit is.
+    """Return the tokens and log-probabilities of each position. The floats compare equal only if
+    all bits are equal.
     """
     return [
         [(token, entry.logprob) for token, entry in position.items()] if position else []
@@ -81,7 +81,7 @@ def jobs() -> list[Job]:
 
 @pytest.fixture(scope="module")
 def expected(jobs):
-    """Each request alone, its prompt in one piece, on one thread, nothing cached."""
+    """Run each request alone: its prompt in one piece, on one thread, with an empty cache."""
     with closing(
         make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)
     ) as engine:
@@ -101,16 +101,16 @@ SETTINGS = [
 @pytest.mark.parametrize(
     "settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items())
 )
-def test_how_and_beside_what_does_not_change_a_bit(jobs, expected, settings):
+def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
         assert_same_bits(jobs, run(engine, jobs), expected)
         if settings.items() >= FEW.items():
-            # else the test would show nothing
+            # otherwise the test would prove nothing
             assert engine.client.call_utility("get_metrics")["num_preemptions"] > 5
 
 
-def test_a_warm_cache_and_another_process_do_not_change_a_bit(jobs, expected):
-    for _ in range(2):  # restarted
+def test_a_warm_cache_or_another_process_does_not_change_a_bit(jobs, expected):
+    for _ in range(2):  # after a restart
         with closing(make_engine("process", dtype="bfloat16", num_threads=2)) as engine:
             assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
             warm = run(engine, jobs, aborts=False)
@@ -144,8 +144,8 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_random_settings_and_neighbours_do_not_change_a_bit():
-    """`pytest -m slow tests/test_bit_equalities.py`: forty engines with settings at random, each
-    with other requests in another order.
+    """Run with `pytest -m slow tests/test_bit_equalities.py`: forty engines with random settings,
+    each with the other requests in a random order.
     """
     rng = random.Random(5)
     jobs = make_jobs(150, seed=12)
@@ -171,7 +171,7 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
     [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}],
     ids=str,
 )
-def test_of_quantized_weights_and_caches_too(small):
+def test_quantized_weights_and_caches(small):
     few = make_jobs(14, seed=12)
     with closing(
         make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)

@@ -1,6 +1,4 @@
-"""What Quire costs when it does nothing or little: imports, memory of the frontend, CPU of idle
-processes.
-"""
+"""Fixed costs of Quire: imports, memory of the frontend, CPU time of idle processes."""
 
 import json
 import subprocess
@@ -31,7 +29,7 @@ HEAVY = {
     "prometheus_client",
     "packaging",
 }
-# seconds and 100 MB at start-up, for nothing
+# costs seconds and 100 MB at start-up and is not needed
 COMPILERS = {
     "torch._dynamo",
     "torch._inductor",
@@ -64,8 +62,8 @@ def run_python(code: str) -> str:
 
 
 def cpu_seconds(code: str, *arguments: str) -> float:
-    """CPU time of a Python process that runs `code`, best of three: the neighbours on the machine
-    change it little.
+    """Return the CPU time of a Python process that runs `code`, best of three. Other load on the
+    machine changes CPU time little.
     """
     report = (
         "; import resource; u = resource.getrusage(resource.RUSAGE_SELF); print(u.ru_utime + "
@@ -106,7 +104,7 @@ def test_version_and_help_load_nothing_heavy(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("argument", ["--help", "--help-all"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_loads_no_library_of_the_engine(command: str, argument: str) -> None:
+def test_command_help_loads_no_engine_library(command: str, argument: str) -> None:
     code = f"""
 import sys, json
 from quire.__main__ import main
@@ -120,9 +118,9 @@ print(json.dumps(sorted(sys.modules)))"""
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_costs_little_more_than_the_libraries_it_is_made_of(command: str) -> None:
-    """0.15 s of CPU is the aim, which an idle machine shows; a busy one is slower in everything, so
-    the interpreter with argparse and msgspec, which every help needs, is the measure.
+def test_command_help_adds_little_to_its_imports(command: str) -> None:
+    """The goal is 0.15 s of CPU time on an idle machine. A busy machine is slower in everything, so
+    the limit is relative: the interpreter with argparse and msgspec, which every help text needs.
     """
     libraries = cpu_seconds("import argparse, dataclasses, json, msgspec, pathlib")
     code = (
@@ -136,7 +134,7 @@ def test_help_of_a_command_costs_little_more_than_the_libraries_it_is_made_of(co
     assert cost < 3 * libraries
 
 
-def test_a_plan_loads_no_library_of_the_engine_nor_the_hubs() -> None:
+def test_a_plan_loads_no_engine_or_hub_library() -> None:
     code = (
         "import sys, json; from quire.__main__ import main; main(['plan']); "
         "print(json.dumps(sorted(sys.modules)))"
@@ -145,7 +143,7 @@ def test_a_plan_loads_no_library_of_the_engine_nor_the_hubs() -> None:
     assert set(json.loads(run_python(code).splitlines()[-1])) & (HEAVY - allowed) == set()
 
 
-def test_the_doctor_and_the_list_of_models_never_import_torch() -> None:
+def test_the_doctor_and_the_model_list_never_import_torch() -> None:
     code = (
         "import sys; from quire.__main__ import main; main(['doctor', '--port', '0']); "
         "main(['models']); print('torch' in sys.modules)"
@@ -161,7 +159,9 @@ def test_version_takes_a_quarter_second() -> None:
 
 
 def test_frontend_is_light_and_never_imports_torch() -> None:
-    """The whole life of a frontend with its engine in a child: start, generate, chat, close."""
+    """Cover the whole life of a frontend with its engine in a child process: start, generate, chat,
+    close.
+    """
     result = json.loads(run_python(GENERATE).splitlines()[-1])
     assert result["num_outputs"] == 9
     assert {"torch", "transformers", "triton", "asyncio"} & set(result["modules"]) == set()
@@ -169,7 +169,7 @@ def test_frontend_is_light_and_never_imports_torch() -> None:
     assert result["rss"] < MAX_FRONTEND_MIB * 2**20
 
 
-def test_an_engine_of_this_process_loads_no_compiler() -> None:
+def test_an_in_process_engine_loads_no_compiler() -> None:
     code = GENERATE.replace('engine="process"', 'engine="inproc"')
     loaded = set(json.loads(run_python(code).splitlines()[-1])["modules"])
     assert "torch" in loaded and loaded & COMPILERS == set()
@@ -177,7 +177,7 @@ def test_an_engine_of_this_process_loads_no_compiler() -> None:
 
 @pytest.mark.parametrize("seconds", [3, pytest.param(30, marks=pytest.mark.slow)])
 def test_idle_processes_use_no_cpu(seconds: int) -> None:
-    """Frontend, engine and their threads block while there is nothing to do: under 1 % of a core
+    """Frontend, engine and their threads block while there is no work: under 1 % of a core
     together.
     """
     code = (
@@ -194,7 +194,7 @@ def test_idle_processes_use_no_cpu(seconds: int) -> None:
                 *psutil.Process(program.pid).children(recursive=True),
             ]
             assert len(processes) >= 2
-            time.sleep(0.5)  # what start-up left to do
+            time.sleep(0.5)  # wait for work that start-up left in the background
             before = sum(sum(process.cpu_times()[:2]) for process in processes)
             time.sleep(seconds)
             used = sum(sum(process.cpu_times()[:2]) for process in processes) - before

@@ -1,5 +1,5 @@
-"""Requests through engines that keep their state as on a GPU, tokens coming as late as they can:
-the outputs of the plain engine, on every path.
+"""Engines that keep their request state as on a GPU, with tokens that arrive as late as possible:
+outputs equal those of the plain engine on every path.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from quire.tests.executor.on_device import LateCopies, keep_on_device
 from quire.tests.feature_run import PLAIN, learn_grammars, run
 from quire.tests.workloads import Job, assert_same, drive, random_jobs
 
-# one request of the longest kind fits; the others preempt each other
+# One request of the longest kind fits; the others preempt each other.
 FEW = dict(block_size=8, num_gpu_blocks_override=50)
 NUM_MIXES, ALL_MIXES = 2, 100
 
 
-def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> SamplingParams:
-    """What some of the early requests want of the host, so that steps are of either kind; and some
-    are forks.
+def with_host_features(
+    params: SamplingParams, is_early: bool, rng: random.Random
+) -> SamplingParams:
+    """Give some early requests features that need the host, so that both kinds of steps occur. Some
+    requests have n > 1.
     """
     if rng.random() < 0.1 and params.temperature:
         params = msgspec.structs.replace(params, n=3)
-    wishes = (
+    features = (
         {"repetition_penalty": 1.2},
         {"logprobs": 2},
         {"prompt_logprobs": 1},
@@ -42,7 +44,7 @@ def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> Sampling
         {"logit_bias": {7: 3.0}},
     )
     return (
-        msgspec.structs.replace(params, **rng.choice(wishes))
+        msgspec.structs.replace(params, **rng.choice(features))
         if is_early and rng.random() < 0.5
         else params
     )
@@ -51,7 +53,7 @@ def wish(params: SamplingParams, is_early: bool, rng: random.Random) -> Sampling
 def make_jobs(seed: int) -> list[Job]:
     rng = random.Random(seed)
     return [
-        replace(job, params=wish(job.params, job.arrives_at_step < 8, rng))
+        replace(job, params=with_host_features(job.params, job.arrives_at_step < 8, rng))
         for job in random_jobs(60, vocab_size=1500, seed=seed)
     ]
 
@@ -85,7 +87,7 @@ def expected() -> dict:
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )
-def test_outputs_are_those_of_the_plain_engine(expected, settings, monkeypatch):
+def test_outputs_equal_those_of_the_plain_engine(expected, settings, monkeypatch):
     copies = LateCopies()
     keep_on_device(monkeypatch, copies, with_graphs=settings.get("num_scheduler_steps") == 4)
     with closing(make_engine(**settings)) as engine:
@@ -94,7 +96,7 @@ def test_outputs_are_those_of_the_plain_engine(expected, settings, monkeypatch):
         metrics = engine.get_metrics()
     assert metrics["num_free_blocks"] == settings.get("num_gpu_blocks_override", MANY_BLOCKS) - 1
     if settings.items() >= FEW.items():
-        assert metrics["num_preemptions"] > 5  # else few blocks would show nothing
+        assert metrics["num_preemptions"] > 5  # with more blocks nothing would be preempted
     when = {event: index for index, event in enumerate(copies.events)}
     num_ahead = sum(
         when.get(f"launched {n + 1}", len(when)) < when[f"waits for {n}"]
@@ -116,8 +118,8 @@ def plain() -> Iterator[LLMEngine]:
         for seed in range(ALL_MIXES)
     ],
 )
-def test_mixes_of_features_get_the_answers_that_each_would_get_alone(plain, seed, monkeypatch):
-    """As in test_feature_mixes.py, with other seeds: grammars, penalties, forks, sleep, new weights
+def test_mixes_of_features_equal_their_answers_alone(plain, seed, monkeypatch):
+    """Like test_feature_mixes.py, with other seeds: grammars, penalties, n > 1, sleep, new weights
     in mid-run.
     """
     rng = random.Random(10_000 + seed)

@@ -1,5 +1,5 @@
-"""Two hundred random requests give the same outputs on every path that must agree, and leave
-nothing behind.
+"""Two hundred random requests give the same outputs on every path that must agree. Nothing is
+leaked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quire.tests.client_forms import (
 from quire.tests.workloads import assert_same, drive, drive_async, random_jobs
 
 JOBS = random_jobs(200, vocab_size=1500, seed=1)
-# one request of the longest kind fits; the others preempt each other all the time
+# One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, num_gpu_blocks_override=50)
 
 
@@ -69,7 +69,7 @@ def test_settings_do_not_change_outputs(expected, settings):
         assert_same(JOBS, drive(engine, JOBS), expected)
         assert_empty(engine, settings.get("num_gpu_blocks_override", MANY_BLOCKS))
         if settings.items() >= FEW.items():
-            # else the test would show nothing
+            # otherwise the test would prove nothing
             assert engine.client.call_utility("get_metrics")["num_preemptions"] > 20
     finally:
         engine.shutdown()
@@ -88,8 +88,8 @@ def test_a_warm_prefix_cache_does_not_change_outputs(expected):
 
 
 @pytest.mark.parametrize("client", BLOCKING + ASYNCIO)
-def test_clients_do_not_change_outputs_and_leave_nothing(expected, client, tmp_path):
-    # what a process loads once (libraries, threads) is no leak
+def test_clients_do_not_change_outputs_and_leak_nothing(expected, client, tmp_path):
+    # what a process loads once (libraries, threads) is not a leak
     make_engine("inproc" if "inproc" in client else "process").shutdown()
     gc.collect()
     before = _resources()
@@ -133,7 +133,7 @@ def run_async(client: str) -> tuple[dict, list[str]]:
     return asyncio.run(main())
 
 
-def test_requests_one_at_a_time_give_the_same(expected):
+def test_requests_one_at_a_time_give_the_same_outputs(expected):
     engine = make_engine()
     try:
         for job in JOBS[:40]:

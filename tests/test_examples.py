@@ -1,4 +1,4 @@
-"""The programs in examples/ run, offline, and print what they promise."""
+"""The programs in examples/ run offline and print what they promise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Results = dict[str, Future[subprocess.CompletedProcess[str]]]
 def results(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Results]:
-    """The selected programs, two at a time: most of their time is start-up on one core."""
+    """Run the selected programs, two at a time: most of their time is start-up on one core."""
     selected = [
         item.callspec.params["program"]
         for item in request.session.items

@@ -1,5 +1,5 @@
-"""The fake executor's checks fire: each wrong step below would otherwise pass unseen through every
-test that trusts it.
+"""The fake executor's checks fire. Each wrong step below would otherwise pass unnoticed in every
+test that relies on the fake executor.
 """
 
 import pytest
@@ -15,8 +15,8 @@ def new(slot: int, request_id: str, token_ids: list[int]) -> NewRequestData:
 
 
 def make_executor(**arguments) -> FakeExecutor:
-    """Two requests have run one step: "a" (20 tokens) in slot 0 with blocks 1, 2 and "b" (5 tokens)
-    in slot 1 with block 3.
+    """Make an executor that has run one step of two requests: "a" (20 tokens) in slot 0 with blocks
+    1, 2 and "b" (5 tokens) in slot 1 with block 3.
     """
     executor = FakeExecutor(make_config(**arguments))
     executor.initialize_kv_cache(20)
@@ -32,7 +32,7 @@ def make_executor(**arguments) -> FakeExecutor:
     return executor
 
 
-def test_a_right_step_gives_the_tokens_of_the_function():
+def test_a_correct_step_gives_the_expected_tokens():
     executor = make_executor()
     sampled = executor.slots[0].token_ids[20]
     assert sampled == token_from_digest(digest_of(list(range(20))), GREEDY, 97)
@@ -86,7 +86,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_step_is_noticed(name):
+def test_a_wrong_step_is_detected(name):
     with pytest.raises(AssertionError):
         make_executor(max_num_batched_tokens=100).execute_model(WRONG[name])
 

@@ -45,7 +45,7 @@ from quire.tests.features import FEATURES, QUANTIZED, RECOMPUTE, SWAP
 from quire.tests.workloads import Job
 
 PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
-HOST_BLOCKS = 3  # of the workload's victims some are smaller and some larger
+HOST_BLOCKS = 3  # some requests of the workload that are preempted are smaller, some larger
 TOGETHER = {
     frozenset({RECOMPUTE.name, SWAP.name}): dict(
         preemption_mode="swap", swap_space=HOST_BLOCKS * BLOCK_BYTES / 2**30
@@ -94,7 +94,7 @@ REFUSED = {
 
 
 class Matrix:
-    """The engines and the answers that many pairs share."""
+    """The engines and answers that many pairs share."""
 
     def __init__(self) -> None:
         self._engines: dict[str, LLMEngine] = {}
@@ -112,8 +112,8 @@ class Matrix:
         return self._engines[key]
 
     def jobs(self, *features: Feature) -> list[Job]:
-        """JOBS with the changes of those features that are the request's, each knowing what was
-        answered before its own.
+        """Return JOBS with the changes of the request features among `features`. Each job knows the
+        answers without the feature.
         """
         jobs, changed = JOBS, tuple(feature for feature in features if feature.changes_model)
         for feature in features:
@@ -138,9 +138,8 @@ class Matrix:
         return jobs
 
     def alone(self, *features: Feature) -> Answers:
-        """What the plain engine answers to each of these jobs when there is no other.
-
-        Features of the engine do not count but for the model's.
+        """Return the plain engine's answers to each of these jobs alone. Of the engine features
+        only those of the model apply.
         """
         model = [feature for feature in features if feature.changes_model]
         key = tuple(
@@ -153,7 +152,7 @@ class Matrix:
         return self._alone[key]
 
     def beams_alone(self, *features: Feature) -> list[BeamSearchOutput]:
-        """Likewise."""
+        """Return the plain engine's beams. Of the engine features only those of the model apply."""
         model = [feature for feature in features if feature.changes_model]
         settings = PLAIN | {
             name: value for feature in model for name, value in feature.settings.items()
@@ -177,9 +176,9 @@ def matrix() -> Iterator[Matrix]:
 
 
 def tolerance(*features: Feature) -> float:
-    """Of log-probabilities. torch's products in float32 depend on the batch in their last bits,
-    which a quantized layer, where a number falls just above or below the middle of two steps of 8
-    bits, makes more of.
+    """Return the tolerance of log-probabilities. torch's float32 products depend on the batch in
+    their last bits. A quantized layer amplifies this where a value lies at the boundary between two
+    8-bit levels.
     """
     return 0.1 if library is None and QUANTIZED in features else 1e-3
 
@@ -199,10 +198,8 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 
 
 def test_everything_at_once(matrix: Matrix) -> None:
-    """One of the two ways to be preempted; whatever else there is, in every request and step.
-
-    See tolerance: on torch's products beams that
-    are as good as each other change places in quantized models.
+    """Combine all features in every request and step, with one of the two preemption modes. See
+    `tolerance`: with torch's products, beams of equal score may change places in quantized models.
     """
     left_out = [RECOMPUTE] if library else [RECOMPUTE, QUANTIZED]
     features = [feature for feature in FEATURES if feature not in left_out]

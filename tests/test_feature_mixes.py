@@ -1,5 +1,5 @@
-"""Random requests with random parameters through engines with random settings, disturbed in
-mid-run: answers are those that each would get alone.
+"""Random requests with random parameters on engines with random settings, disturbed in mid-run.
+Each answer equals that of the request alone.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def plain() -> Iterator[LLMEngine]:
 
 
 def random_params(rng: random.Random) -> SamplingParams:
-    """Each parameter in a quarter of the requests, or so; structured output without those that
-    could leave it no token.
+    """Set each parameter in about a quarter of the requests. Structured output excludes parameters
+    that could leave it no token.
     """
 
-    def perhaps(share: float = 0.25, **parameters: Any) -> dict[str, Any]:
+    def sometimes(share: float = 0.25, **parameters: Any) -> dict[str, Any]:
         return parameters if rng.random() < share else {}
 
     temperature, max_tokens = rng.choice([0.0, 0.0, 0.8, 1.2]), rng.randint(1, 24)
@@ -42,24 +42,26 @@ def random_params(rng: random.Random) -> SamplingParams:
         max_tokens=max_tokens,
         ignore_eos=rng.random() < 0.7,
     )
-    values |= perhaps(0.4 if temperature else 0.0, n=rng.randint(2, 5))
+    values |= sometimes(0.4 if temperature else 0.0, n=rng.randint(2, 5))
     values |= (
-        perhaps(top_k=rng.choice([1, 5, 50]))
-        | perhaps(top_p=rng.choice([0.5, 0.9]))
-        | perhaps(min_p=0.05)
+        sometimes(top_k=rng.choice([1, 5, 50]))
+        | sometimes(top_p=rng.choice([0.5, 0.9]))
+        | sometimes(min_p=0.05)
     )
-    values |= perhaps(repetition_penalty=rng.choice([0.8, 1.3])) | perhaps(
+    values |= sometimes(repetition_penalty=rng.choice([0.8, 1.3])) | sometimes(
         presence_penalty=rng.choice([-1.0, 1.0])
     )
-    values |= perhaps(frequency_penalty=rng.choice([-0.5, 1.0])) | perhaps(
+    values |= sometimes(frequency_penalty=rng.choice([-0.5, 1.0])) | sometimes(
         logit_bias={rng.randrange(VOCAB_SIZE): rng.choice([-100.0, 5.0])}
     )
-    values |= perhaps(logprobs=rng.choice([0, 3, 20])) | perhaps(prompt_logprobs=rng.choice([0, 2]))
-    values |= perhaps(
+    values |= sometimes(logprobs=rng.choice([0, 3, 20])) | sometimes(
+        prompt_logprobs=rng.choice([0, 2])
+    )
+    values |= sometimes(
         stop=[rng.choice("aeiou") + rng.choice("nrst ")],
         include_stop_str_in_output=rng.random() < 0.5,
     )
-    values |= perhaps(stop_token_ids=rng.sample(range(VOCAB_SIZE), 60)) | perhaps(
+    values |= sometimes(stop_token_ids=rng.sample(range(VOCAB_SIZE), 60)) | sometimes(
         0.1, truncate_prompt_tokens=rng.randint(1, 20)
     )
     if rng.random() < 0.25:
@@ -67,14 +69,14 @@ def random_params(rng: random.Random) -> SamplingParams:
             **values
             | dict(structured_outputs=rng.choice(STRUCTURES), ignore_eos=False, max_tokens=30)
         )
-    values |= perhaps(min_tokens=rng.randint(0, max_tokens)) | perhaps(bad_words=["the", "and"])
+    values |= sometimes(min_tokens=rng.randint(0, max_tokens)) | sometimes(bad_words=["the", "and"])
     return SamplingParams(
-        **values | perhaps(0.1, allowed_token_ids=rng.sample(range(VOCAB_SIZE), 300))
+        **values | sometimes(0.1, allowed_token_ids=rng.sample(range(VOCAB_SIZE), 300))
     )
 
 
 def random_jobs(rng: random.Random) -> list[Job]:
-    """Four to ten; most of them begin like the one before."""
+    """Make four to ten requests. Most of them begin like the one before."""
     jobs: list[Job] = []
     for i in range(rng.randint(4, 10)):
         beginning = (
@@ -115,25 +117,25 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     )
 
 
-def _sleep_and_wake(engine: LLMEngine) -> str:
+def _sleep_and_wake_up(engine: LLMEngine) -> str:
     engine.call_utility("sleep", 1)
     engine.call_utility("wake_up")
     return "slept"
 
 
-def _forget_the_cache(engine: LLMEngine) -> str:
+def _reset_the_prefix_cache(engine: LLMEngine) -> str:
     assert engine.reset_prefix_cache(reset_running=True)
     return "forgot"
 
 
-def _load_the_same_weights(engine: LLMEngine) -> str:
+def _reload_the_same_weights(engine: LLMEngine) -> str:
     engine.call_utility("load_weights", engine.config.model_config.model)
     return "loaded"
 
 
 DISTURBANCES = [PAUSE, BEAMS] + [
     Feature(function.__name__, lambda seen: None, disturb=function)
-    for function in (_sleep_and_wake, _forget_the_cache, _load_the_same_weights)
+    for function in (_sleep_and_wake_up, _reset_the_prefix_cache, _reload_the_same_weights)
 ]
 
 
@@ -144,7 +146,7 @@ DISTURBANCES = [PAUSE, BEAMS] + [
         for seed in range(ALL_MIXES)
     ],
 )
-def test_answers_are_those_that_each_would_get_alone(plain: LLMEngine, seed: int) -> None:
+def test_answers_equal_those_alone(plain: LLMEngine, seed: int) -> None:
     rng = random.Random(seed)
     jobs = random_jobs(rng)
     learn_grammars(plain, jobs)

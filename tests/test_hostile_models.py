@@ -1,5 +1,5 @@
-"""A model's directory that anybody may have written: engine, plan and doctor each end with one
-sentence, and none of them waits or takes the memory.
+"""Model directories of unknown origin: engine, plan and doctor each fail with one sentence. None of
+them blocks or runs out of memory.
 """
 
 from __future__ import annotations
@@ -74,9 +74,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"), "qwen2")
 
 
-@pytest.mark.timeout(60)  # a pipe that is opened would block for ever
+@pytest.mark.timeout(60)  # opening a pipe would block forever
 @pytest.mark.parametrize("case", CASES)
-def test_one_sentence_for_engine_plan_and_doctor(case: str, saved: Path, tmp_path: Path) -> None:
+def test_engine_plan_and_doctor_fail_with_one_sentence(
+    case: str, saved: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(saved, tmp_path / "model")
     CASES[case](model)
     args = EngineArgs(str(model), kv_cache_memory_bytes=2**22)
@@ -85,7 +87,7 @@ def test_one_sentence_for_engine_plan_and_doctor(case: str, saved: Path, tmp_pat
     sentences = [str(refused.value)]
     try:
         make_plan(args)
-    except QuireError as error:  # a plan looks at config.json alone
+    except QuireError as error:  # a plan reads only config.json
         sentences.append(str(error))
     failures = [finding.detail for finding in check_model(args) if finding.status == "fail"]
     assert failures

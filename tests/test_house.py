@@ -1,4 +1,4 @@
-"""The rules of the house as tests: which way imports run, sizes, docstrings, mirrored tests,
+"""The rules of the repository as tests: import directions, sizes, docstrings, mirrored tests,
 packaging, forbidden calls.
 """
 
@@ -15,16 +15,16 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
-NOT_OURS = {"build", "dist", "__pycache__", "venv", "node_modules"}  # and every hidden folder
+SKIPPED = {"build", "dist", "__pycache__", "venv", "node_modules"}  # also every hidden folder
 
 MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
-TO_SPLIT = {  # files that are still longer; each must go
+TO_SPLIT = {  # files that are still too long and must be split
     "tests/bundled_model/data.py",
 }
 
-# Folder -> folders of quire that it may import. The exceptions name the one file, and there only
-# inside a function (lazily).
+# Folder -> folders of quire that it may import. Each exception names one file, which may import
+# lazily (inside a function).
 MAY_IMPORT = {
     "": {"frontend", "ipc"},  # __init__ and __main__
     "frontend": {"frontend", "ipc"},
@@ -35,7 +35,7 @@ MAY_IMPORT = {
 }
 LAZILY = {"frontend/clients/inproc_client.py": "core", "core/engine_core.py": "executor"}
 
-# Third-party modules that a folder must not touch; ipc has a whitelist instead.
+# Third-party modules that a folder must not import. For ipc there is a whitelist instead.
 TENSORS = {"torch", "triton", "transformers", "safetensors"}
 TEXT = {"tokenizers", "jinja2", "transformers"}
 MUST_NOT_IMPORT = {
@@ -45,13 +45,14 @@ MUST_NOT_IMPORT = {
     "executor": TEXT | {"zmq"},
     "kernels": TEXT | {"zmq", "msgspec"},
 }
-GRAMMARS = "llguidance"  # only executor/sampling/grammar*.py: all that the engine knows of text
-HTTP = {"starlette", "uvicorn", "prometheus_client"}  # under frontend/server/ alone
+# only executor/sampling/grammar*.py may import it; no other part of the engine handles text
+GRAMMARS = "llguidance"
+HTTP = {"starlette", "uvicorn", "prometheus_client"}  # only under frontend/server/
 IPC_WHITELIST = {"msgspec", "zmq", "psutil"}
 SOCKETS_ALLOWED = {"frontend/clients/mp_client.py", "core/engine_proc.py"}
 
-# Module -> the test that mirrors it, where it is not tests/<folder>/test_<name>.py. Keys ending in
-# / stand for a folder.
+# Module -> the test that mirrors it, if it is not tests/<folder>/test_<name>.py. Keys ending in /
+# are folders.
 MIRRORS = {
     "__init__.py": "tests/test_costs.py",
     "__main__.py": "tests/frontend/test_cli.py",
@@ -60,7 +61,7 @@ MIRRORS = {
         f"frontend/cli/{name}.py": "tests/frontend/test_cli.py"
         for name in ("engine", "flags", "parser", "session")
     },
-    # one contract suite over all forms of a client
+    # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
@@ -76,14 +77,12 @@ MIRRORS = {
 
 
 def sources(*folders: str) -> list[Path]:
-    """The Python files below these folders of the repository, without other people's."""
+    """Return the Python files below these folders of the repository, without third-party ones."""
     found = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return sorted(
         path
         for path in found
-        if not any(
-            part in NOT_OURS or part.startswith(".") for part in path.relative_to(ROOT).parts
-        )
+        if not any(part in SKIPPED or part.startswith(".") for part in path.relative_to(ROOT).parts)
     )
 
 
@@ -104,8 +103,8 @@ def per_file(files: list[Path]) -> pytest.MarkDecorator:
 
 
 def imports(tree: ast.Module, name: str) -> Iterator[tuple[str, bool, int]]:
-    """(absolute dotted name, inside a function?, line) of every import in the module at `name`,
-    relative ones resolved.
+    """Yield (absolute dotted name, inside a function?, line) of every import in the module at
+    `name`. Relative imports are resolved.
     """
     package = ["quire", *Path(name).parts[:-1]]
 
@@ -194,7 +193,9 @@ def test_exceptions_to_the_layering_are_used() -> None:
 
 @per_file(EVERYTHING)
 def test_module_docstring_says_what_it_is(path: Path) -> None:
-    """One line (or two) on what the module is; in the package, then what it may not know."""
+    """The docstring has one or two lines on what the module is. In the package it then says what
+    the module may not know.
+    """
     text = path.read_text()
     if not text.strip() and path.name == "__init__.py":
         return
@@ -236,8 +237,8 @@ def test_every_module_has_its_test(path: Path) -> None:
 
 
 def forbidden(tree: ast.Module) -> Iterator[str]:
-    """Ways of running what came over a wire or out of a file: pickle and its users, eval, exec,
-    torch.load.
+    """Yield the calls and imports that could run code from a wire or a file: pickle and its users,
+    eval, exec, torch.load.
     """
     modules = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
     for node in ast.walk(tree):
@@ -265,7 +266,7 @@ def test_no_pickle_eval_or_torch_load(path: Path) -> None:
     assert list(forbidden(tree_of(path))) == []
 
 
-def test_the_scan_sees_what_it_forbids() -> None:
+def test_the_scan_finds_forbidden_code() -> None:
     for bad in (
         "import pickle",
         "from pickle import loads",
@@ -280,7 +281,7 @@ def test_the_scan_sees_what_it_forbids() -> None:
 WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
 # Files that need a date: `created` of an answer, the server's start, a template's strftime_now.
 # Durations are differences of time.monotonic() or of an event loop's clock.
-TELLS_A_DATE = {
+READS_THE_DATE = {
     "frontend/input_processor.py",
     "frontend/server/apis/chat_answer.py",
     "frontend/server/apis/completion_answer.py",
@@ -291,8 +292,8 @@ TELLS_A_DATE = {
 }
 
 
-def test_the_wall_clock_tells_dates_only() -> None:
-    assert {name_of(p) for p in PACKAGE if WALL_CLOCK.search(p.read_text())} == TELLS_A_DATE
+def test_the_wall_clock_is_read_for_dates_only() -> None:
+    assert {name_of(p) for p in PACKAGE if WALL_CLOCK.search(p.read_text())} == READS_THE_DATE
 
 
 def test_no_utils() -> None:
@@ -310,7 +311,7 @@ def text_files() -> list[Path]:
         p
         for p in files
         if not any(
-            part in NOT_OURS or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts
+            part in SKIPPED or part.endswith(".egg-info") for part in p.relative_to(ROOT).parts
         )
     )
     return [
@@ -360,14 +361,16 @@ def test_versions_agree() -> None:
 
 @pytest.mark.parametrize("command", ["check --no-cache", "format --check --no-cache"])
 def test_ruff_agrees(command: str) -> None:
-    """The rules and the width stand in pyproject.toml; the formatter decides how code looks."""
+    """The rules and the line width are in pyproject.toml."""
     words = [sys.executable, "-m", "ruff", *command.split(), "--quiet", str(ROOT)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_clang_format_agrees() -> None:
-    """.clang-format formats C++. It does not wrap comments, so columns are counted too."""
+    """The style is in .clang-format. clang-format does not wrap comments, so this test also checks
+    the line width.
+    """
     folders = (ROOT / "kernels/cpu/native/src", ROOT / "tests/kernels/native")
     paths = [p for d in folders for p in sorted(d.iterdir()) if p.suffix in (".h", ".cpp", ".inl")]
     assert len(paths) > 30

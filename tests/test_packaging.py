@@ -1,4 +1,4 @@
-"""The package as its users get it: metadata, sdist, wheel, an installation in a new environment."""
+"""The package as users get it: metadata, sdist, wheel, an installation in a new environment."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(*words: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_what_the_build_names() -> None:
+def test_build_requirements() -> None:
     tag, library, modules = run(sys.executable, "-c", READ_BUILD, cwd=ROOT).splitlines()[-3:]
     python, abi, platform = tag.split()
     assert (python, abi) == ("py3", "none")
@@ -66,7 +66,7 @@ def test_the_native_library_uses_no_python_api() -> None:
         assert "Python.h" not in path.read_text(), path
 
 
-def test_versions_of_python() -> None:
+def test_python_versions() -> None:
     assert PROJECT["requires-python"] == ">=3.11,<3.15"
     named = {line.split(" :: ")[-1] for line in PROJECT["classifiers"] if "Python ::" in line}
     assert named == {"3.11", "3.12", "3.13", "3.14"}
@@ -84,7 +84,7 @@ def test_the_changelog_has_this_version() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel): the sdist is made of the tracked files, the wheel of the sdist."""
+    """Build (sdist, wheel): the sdist from the tracked files, the wheel from the sdist."""
     scratch = tmp_path_factory.mktemp("packaging")
     checkout = scratch / "checkout"
     for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0"):
@@ -104,9 +104,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, distributions) -> Path:
-    """`bin` of a new virtual environment with the wheel installed.
-
-    The dependencies come from the running environment, so that nothing is downloaded.
+    """Return `bin` of a new virtual environment with the wheel installed. The dependencies come
+    from the running environment, so nothing is downloaded.
     """
     home = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", home, cwd=home)
@@ -120,7 +119,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory, distributions) -> Path
 
 @pytest.mark.packaging
 @pytest.mark.timeout(900)
-def test_sdist_and_wheel_hold_what_they_should(distributions) -> None:
+def test_contents_of_sdist_and_wheel(distributions) -> None:
     sdist, wheel = distributions
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
@@ -138,7 +137,7 @@ def test_sdist_and_wheel_hold_what_they_should(distributions) -> None:
 
 @pytest.mark.packaging
 @pytest.mark.timeout(900)
-def test_the_wheel_does_the_main_job(environment: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_generates(environment: Path, tmp_path: Path) -> None:
     words = ("generate", "Once upon a time", "--max-tokens", "8")
     assert run(environment / "quire", *words, cwd=tmp_path, HF_HUB_OFFLINE="1").strip()
     show = (
@@ -152,8 +151,10 @@ def test_the_wheel_does_the_main_job(environment: Path, tmp_path: Path) -> None:
 
 @pytest.mark.packaging
 @pytest.mark.timeout(900)
-def test_the_plugin_of_the_docs(environment: Path, tmp_path: Path) -> None:
-    """The files that docs/extending.md shows, installed as it says; an engine's child has them."""
+def test_the_plugin_in_the_docs(environment: Path, tmp_path: Path) -> None:
+    """The files that docs/extending.md shows are installed as the page says. A child engine loads
+    the plugin too.
+    """
     (tmp_path / "plugin").mkdir()
     for _, above, text in read_blocks("docs/extending.md"):
         if match := FILE.match(above):

@@ -1,5 +1,5 @@
-"""Every parameter of a request at its bounds and beyond: what is in range is taken, all else is
-refused by name, in words that say the range.
+"""Every request parameter at and beyond its bounds. Values in range are accepted. All others raise
+an error that names the parameter and its range.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 VOCAB_SIZE, MAX_MODEL_LEN = 320, 64
 INT64_MAX = 2**63 - 1
-# beyond 64 bit, beyond a float, beyond what Python prints
+# beyond 64 bits, beyond a float, beyond the digits that Python prints
 HUGE = (2**63, -(2**63) - 1, 10**400, -(10**5000))
 NO_NUMBER = (None, "1", True, [1], {}, 1j, math.nan, math.inf, -math.inf, 10**400, -(10**5000))
 NO_INTEGER = ("1", True, False, 1.0, 1.5, [1], math.nan, math.inf)
 NO_FLAG = (None, 0, 1, "yes", 1.0)
-LONE = "half \ud800"  # of a surrogate pair
+LONE = "half \ud800"  # half of a surrogate pair
 NO_IDS = ("5", 5, {5}, [True], [5.0], ["5"], [None], [[5]], [2**31], [10**5000], [-1])
 DEEP: list = []
 for _ in range(10_000):
@@ -31,8 +31,8 @@ for _ in range(10_000):
 CIRCLE: dict = {}
 CIRCLE["again"] = CIRCLE
 
-# Parameter, values that are taken, values that are refused. What a value needs beside it stands in
-# BESIDE.
+# Parameter, accepted values, refused values. Other parameters that a value requires are in
+# REQUIRED_WITH.
 TABLE = [
     ("n", (1, 2, MAX_N), (*NO_INTEGER, *HUGE, None, 0, -1, MAX_N + 1)),
     ("temperature", (0, 0.0, 1e-9, 1, 2.0, 1e38), (*NO_NUMBER, -1e-9, -0.1, 1.1e38)),
@@ -115,7 +115,7 @@ TABLE = [
         ),
     ),
 ]
-BESIDE = {"min_tokens": {"max_tokens": 16}}
+REQUIRED_WITH = {"min_tokens": {"max_tokens": 16}}
 
 
 def cases(column: int) -> list:
@@ -129,7 +129,7 @@ def cases(column: int) -> list:
 def processed(
     prompt="a prompt", *, max_logprobs: int = 20, tokenizer=tiny_tokenizer(), priority=0, **params
 ) -> EngineCoreRequest:
-    """What the engine is sent; what the frontend takes, the engine takes too."""
+    """Return what the engine receives. The engine accepts whatever the frontend accepts."""
     config = text_config(
         max_model_len=MAX_MODEL_LEN,
         max_logprobs=max_logprobs,
@@ -156,15 +156,15 @@ def test_the_table_has_every_parameter() -> None:
 
 @pytest.mark.parametrize(("name", "value"), cases(1))
 def test_in_range(name: str, value: object) -> None:
-    params = processed(**{**BESIDE.get(name, {}), name: value}).sampling_params
-    # and a message can carry it
+    params = processed(**{**REQUIRED_WITH.get(name, {}), name: value}).sampling_params
+    # a message can hold it
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
 
 
 @pytest.mark.parametrize(("name", "value"), cases(2))
 def test_out_of_range(name: str, value: object) -> None:
     with pytest.raises(InvalidParameterError) as refusal:
-        processed(**{**BESIDE.get(name, {}), name: value})
+        processed(**{**REQUIRED_WITH.get(name, {}), name: value})
     assert refusal.value.parameter == name
     words = str(refusal.value)
     assert (
@@ -174,9 +174,9 @@ def test_out_of_range(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
-def test_numbers_of_other_libraries_become_plain(name) -> None:
+def test_numpy_like_numbers_become_plain(name) -> None:
     class Float64(float):
-        """As numpy's: a float, and nothing that a message can carry."""
+        """Like numpy.float64: a subclass of float that no message can hold."""
 
     value = getattr(SamplingParams(**{name: Float64(0.5)}), name)
     assert (
@@ -196,7 +196,7 @@ def test_numbers_of_other_libraries_become_plain(name) -> None:
         ("json_object", (1, "yes")),
     ],
 )
-def test_structured_outputs_hold_plain_text(field, values) -> None:
+def test_structured_outputs_become_plain_text(field, values) -> None:
     for value in values:
         with pytest.raises(InvalidParameterError) as refusal:
             SamplingParams(structured_outputs=StructuredOutputsParams(**{field: value}))
@@ -209,7 +209,7 @@ def test_structured_outputs_hold_plain_text(field, values) -> None:
 # ---------------------------------------------------------------- what depends on something else
 
 
-def test_what_depends_on_another_parameter() -> None:
+def test_bounds_that_depend_on_another_parameter() -> None:
     refused("min_tokens", "must be at most max_tokens=3, got 4", max_tokens=3, min_tokens=4)
     refused("stop", "needs detokenize=True", stop="x", detokenize=False)
     refused(
@@ -230,7 +230,7 @@ def test_what_depends_on_another_parameter() -> None:
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words", "structured_outputs"])
-def test_what_needs_a_tokenizer(name) -> None:
+def test_parameters_that_need_a_tokenizer(name) -> None:
     value = StructuredOutputsParams(regex="a") if name == "structured_outputs" else ["x"]
     refused(
         name,
@@ -243,7 +243,7 @@ def test_what_needs_a_tokenizer(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_max_logprobs_caps_what_a_request_may_ask(name) -> None:
+def test_max_logprobs_limits_the_request(name) -> None:
     refused(
         name, "must be at most 5, which max_logprobs allows, got 6", max_logprobs=5, **{name: 6}
     )
@@ -273,7 +273,7 @@ def test_priority_is_64_bit(priority) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", 5, b"x", ["x"], LONE])
-def test_a_cache_salt_is_text(salt) -> None:
+def test_cache_salt_is_text(salt) -> None:
     refused("cache_salt", "must be", {"prompt": "x", "cache_salt": salt})
 
 
@@ -291,7 +291,7 @@ def test_truncated_prompts_keep_their_end() -> None:
     assert text.prompt_token_ids == tiny_tokenizer().encode("the end of it")[-2:]
 
 
-def test_biases_are_cut_as_vllm_cuts_them() -> None:
+def test_logit_bias_is_clamped_as_in_vllm() -> None:
     assert processed(logit_bias={1: 1e300, 2: -101, 3: 5}).sampling_params.logit_bias == {
         1: 100.0,
         2: -100.0,
@@ -299,7 +299,7 @@ def test_biases_are_cut_as_vllm_cuts_them() -> None:
     }
 
 
-def test_bad_words_are_written_with_and_without_a_space() -> None:
+def test_bad_words_apply_with_and_without_a_leading_space() -> None:
     tokenizer = tiny_tokenizer()
     token_ids = processed(bad_words=["the", " the", "x"]).sampling_params.bad_words_token_ids
     assert token_ids == [tokenizer.encode(text) for text in ("the", " the", "x", " x")]
@@ -326,7 +326,7 @@ def test_bad_words_are_written_with_and_without_a_space() -> None:
         ("max_tokens", {"max_tokens": None}),
     ],
 )
-def test_the_engine_refuses_what_a_careless_client_sends(parameter, params) -> None:
+def test_the_engine_refuses_bad_values_from_a_client(parameter, params) -> None:
     request = EngineCoreRequest("r", [1, 2], SamplingParams(**{"seed": 1, **params}))
     with pytest.raises(InvalidParameterError) as refusal:
         check_request(request, text_config())
@@ -336,13 +336,13 @@ def test_the_engine_refuses_what_a_careless_client_sends(parameter, params) -> N
 @pytest.mark.parametrize(("name", "value"), cases(2))
 def test_what_the_constructor_refuses_does_not_decode(name: str, value: object) -> None:
     try:
-        SamplingParams(**{**BESIDE.get(name, {}), name: value})
+        SamplingParams(**{**REQUIRED_WITH.get(name, {}), name: value})
     except InvalidParameterError as error:
         refusal = error
     else:
-        return  # a matter of the model: the test above
+        return  # depends on the model: see the test above
     row = [
-        value if field == name else getattr(SamplingParams(**BESIDE.get(name, {})), field)
+        value if field == name else getattr(SamplingParams(**REQUIRED_WITH.get(name, {})), field)
         for field in SamplingParams.__struct_fields__
     ]
     try:
@@ -353,5 +353,5 @@ def test_what_the_constructor_refuses_does_not_decode(name: str, value: object) 
         params = msgspec.msgpack.decode(encoded, type=SamplingParams)
     except (msgspec.ValidationError, InvalidParameterError, RecursionError):
         return
-    # the wire has made a legal value of it
+    # encoding turned it into a legal value
     assert getattr(params, name) != value, f"{name}={value!r} came through, though {refusal}"

@@ -1,5 +1,5 @@
-"""Quantized weights and caches through the whole engine: what they lose on the bundled model, that
-they are refused where nothing fast serves, and bad values.
+"""Quantized weights and caches in the whole engine: their loss on the bundled model, refusal where
+no fast kernel exists, and bad values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_perplexity_with_a_cache_in_int8():
     assert abs(measure(kv_cache_dtype="int8") / measure() - 1) < 0.002  # 0.0001 over 150 texts
 
 
-def test_refused_where_only_the_reference_serves_unless_it_is_named():
+def test_refused_if_only_the_reference_supports_it():
     ops = SimpleNamespace(chosen={OP: "reference"})
     with pytest.raises(
         InvalidParameterError,
@@ -48,7 +48,7 @@ def test_refused_where_only_the_reference_serves_unless_it_is_named():
     check_quantization("int8", SimpleNamespace(chosen={OP: "native"}), {})
 
 
-def test_the_reference_and_native_kernels_answer_alike():
+def test_reference_and_native_kernels_agree():
     if library is None:
         pytest.skip("native kernels are not built here")
     answers = []
@@ -58,7 +58,7 @@ def test_the_reference_and_native_kernels_answer_alike():
     assert answers[0] == pytest.approx(answers[1], rel=1e-4)
 
 
-def test_a_value_that_there_is_not():
+def test_an_unknown_value():
     with pytest.raises(
         InvalidParameterError,
         match="quantization: must be one of 'int4', 'int8', or None, got 'fp8'",

@@ -24,7 +24,7 @@ FILE = re.compile(r"<!-- file: (\S+) -->")
 
 
 def read_blocks(page: str) -> list[tuple[str, str, str]]:
-    """(language, the line above, code) of every fenced block of a page."""
+    """Return (language, the line above, code) of every fenced block of a page."""
     found, last = [], ""
     language, code = None, []
     for line in (ROOT / page).read_text().splitlines():
@@ -41,7 +41,9 @@ def read_blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def blocks_to_run() -> list[tuple[str, int, str, str]]:
-    """(page, index, language, code). A comment above a block says why it is not run."""
+    """Return (page, index, language, code) of the blocks to run. A comment above a block says why
+    it is not run.
+    """
     return [
         (page, index, language, code)
         for page in REFERENCE
@@ -53,7 +55,7 @@ def blocks_to_run() -> list[tuple[str, int, str, str]]:
 
 
 def definitions() -> set[str]:
-    """Every class, function and `Class.method` of the package."""
+    """Return every class, function and `Class.method` of the package."""
     names: set[str] = set()
     for folder in ("frontend", "core", "executor", "kernels", "ipc"):
         for path in (ROOT / folder).rglob("*.py"):
@@ -69,13 +71,13 @@ def definitions() -> set[str]:
     return names
 
 
-@pytest.mark.timeout(320)  # a block starts several engines; seconds each on a quiet machine
+@pytest.mark.timeout(320)  # a block starts several engines, each of which takes seconds
 @pytest.mark.parametrize(
     ("page", "language", "code"),
     [pytest.param(page, *rest, id=f"{page}-{i}") for page, i, *rest in blocks_to_run()],
 )
 def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None:
-    """In a folder that has the files which the page shows under `<!-- file: NAME -->`."""
+    """The folder has the files that the page shows under `<!-- file: NAME -->`."""
     for _, above, text in read_blocks(page):
         if match := FILE.match(above):
             (tmp_path / match[1]).parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None
     assert done.stdout.strip() and "Traceback" not in done.stderr
 
 
-def test_there_are_blocks_of_both_kinds() -> None:
+def test_python_and_shell_blocks_exist() -> None:
     in_readme = [language for page, _, language, _ in blocks_to_run() if page == "README.md"]
     assert set(in_readme) == {"bash", "python"} and len(in_readme) >= 2
 
@@ -136,11 +138,11 @@ def test_files_named_on_a_page_exist(page: str) -> None:
             assert anchor in anchors, link
 
 
-FOREIGN = {"--only", "--out", "--write"}  # of scripts in tests/
+FOREIGN = {"--only", "--out", "--write"}  # options of scripts in tests/
 
 
 def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those in back quotes: flags of a `quire` command."""
+    """Flags of a `quire` command, in back quotes."""
     benches = ("serve", "throughput", "latency", "cpu")
     for words in [[name] for name in COMMANDS] + [["bench", name] for name in benches]:
         with contextlib.suppress(SystemExit):
@@ -157,7 +159,7 @@ def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.parametrize("page", PAGES)
 def test_lines_are_at_most_100_columns(page: str) -> None:
-    """But rows of tables, and what holds a link, which cannot be cut."""
+    """Table rows and lines with a link are exempt, since they cannot be wrapped."""
     lines = (ROOT / page).read_text().splitlines()
     too_long = [line for line in lines if len(line) > 100 and not line.startswith(("|", "<"))]
     assert [line for line in too_long if "](http" not in line] == []

@@ -1,4 +1,4 @@
-"""The bundled model's long-recall answers stay right whatever the engine does with the prompt."""
+"""The bundled model's long-recall answers stay right however the engine computes the prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def test_in_chunks_of_16():
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_under_preemption(mode):
-    """Two prompts just fit, and their answers do not: one gives way in the middle of its answer."""
+    """The two prompts just fit, but not their answers: one request is preempted in the middle of
+    its answer.
+    """
     asked = samples(6)
     tokenizer = Tokenizer(find_model_directory("bundled"))
     num_blocks = 1 + sum(-(-len(tokenizer.encode(sample.prompt)) // 16) for sample in asked[:2])

@@ -1,5 +1,5 @@
-"""What a request can ask for, end to end: the same through every client, alone and beside
-others.
+"""Request options end to end: the same outputs through every client, alone and beside other
+requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.tests.tiny_models import EOS_TOKEN_ID, save_tiny_model
 
 ARGUMENTS = {"dtype": "float32", "max_model_len": 256, "num_threads": 1}
 STORY = "Once upon a time"
-# its children's seeds wrap around
+# the children's seeds wrap around
 FAMILY = {"n": 4, "temperature": 0.9, "seed": 2**63 - 3, "max_tokens": 24}
 
 
@@ -28,7 +28,7 @@ def tokens_of(output) -> list[list[int]]:
     return [completion.token_ids for completion in output.outputs]
 
 
-def test_n_completions_are_n_requests_with_the_childrens_seeds(llm) -> None:
+def test_n_completions_equal_n_requests_with_child_seeds(llm) -> None:
     [family] = llm.generate(STORY, SamplingParams(**FAMILY, logprobs=1), use_tqdm=False)
     alone = [
         SamplingParams(**{**FAMILY, "n": 1, "seed": child_seed(FAMILY["seed"], i)}, logprobs=1)
@@ -48,7 +48,7 @@ def test_n_completions_are_n_requests_with_the_childrens_seeds(llm) -> None:
         assert [next(iter(position)) for position in completion.logprobs] == completion.token_ids
 
 
-def test_completion_zero_does_not_depend_on_n(llm) -> None:
+def test_the_first_completion_does_not_depend_on_n(llm) -> None:
     first = [
         tokens_of(llm.generate(STORY, SamplingParams(**{**FAMILY, "n": n}), use_tqdm=False)[0])[0]
         for n in (1, 2, 7)
@@ -56,7 +56,7 @@ def test_completion_zero_does_not_depend_on_n(llm) -> None:
     assert first[0] == first[1] == first[2]
 
 
-def test_each_completion_stops_for_itself(llm) -> None:
+def test_each_completion_stops_independently(llm) -> None:
     [plain] = llm.generate(STORY, SamplingParams(**FAMILY), use_tqdm=False)
     word = plain.outputs[1].text.split()[-2]
     [stopped] = llm.generate(STORY, SamplingParams(**FAMILY, stop=[word]), use_tqdm=False)
@@ -69,7 +69,7 @@ def test_each_completion_stops_for_itself(llm) -> None:
     assert stopped.finished and stopped.outputs[1].stop_reason == word
 
 
-def test_families_beside_others_and_over_asyncio_are_the_same(llm) -> None:
+def test_n_completions_beside_others_and_over_asyncio_are_the_same(llm) -> None:
     prompts = [STORY, "One day, a little fox", STORY]
     params = [
         SamplingParams(**FAMILY),
@@ -108,9 +108,9 @@ def test_families_beside_others_and_over_asyncio_are_the_same(llm) -> None:
     )
 
 
-def test_prompt_logprobs_are_those_of_sampling(llm) -> None:
-    """The log-probability of a prompt's token is that of sampling it, whether a first request has
-    filled the prefix cache or not.
+def test_prompt_logprobs_equal_those_of_sampling(llm) -> None:
+    """The log-probability of a prompt token equals that of sampling it, with or without prefix
+    cache hits.
     """
     [first] = llm.generate(
         STORY,
@@ -154,7 +154,7 @@ def test_the_whole_vocabulary_sums_to_one() -> None:
         ).exp().sum().item() == pytest.approx(1.0, abs=1e-4)
 
 
-def test_words_lists_and_biases_hold(llm) -> None:
+def test_word_lists_and_biases_apply(llm) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     [plain] = llm.generate(STORY, greedy, use_tqdm=False)
     word = max(plain.outputs[0].text.split(), key=len).strip(",.")
@@ -192,7 +192,7 @@ def test_words_lists_and_biases_hold(llm) -> None:
 
 @pytest.fixture(scope="module")
 def ending_model(tmp_path_factory) -> str:
-    """A tiny model that likes to end."""
+    """Save a tiny model that often samples an end-of-sequence token."""
     from transformers import AutoModelForCausalLM
 
     directory = save_tiny_model(tmp_path_factory.mktemp("ending"), "qwen2", seed=3)
@@ -234,7 +234,7 @@ def test_nothing_stops_a_request_before_min_tokens(ending_model, options) -> Non
             {"stop_token_ids": [*range(0, 250, 5)], "temperature": 1.0, "seed": 2},
         ):
             ends = lengths(**params)
-            assert min(ends) < 10  # or the rest would show nothing
+            assert min(ends) < 10  # otherwise the rest would prove nothing
             for min_tokens in (10, 40):
                 assert min(lengths(min_tokens=min_tokens, **params)) >= min_tokens
         stops = {

@@ -1,9 +1,8 @@
-"""The same seed gives the same tokens, whatever else the engine does. In fp32 this is equality of
-every token.
+"""The same seed gives the same tokens, whatever else the engine does.
 
-Alone and among others, preempted, chunked, with a warm cache, through every client, as a request of
-its own and as one of n. What bf16 changes is measured and not tested:
-tests/bench/bench_bf16_invariance.py.
+In fp32 every token is equal: alone and beside others, preempted, chunked, with a warm cache,
+through every client, as a separate request and as one of n. The effect of bf16 is measured, not
+tested: tests/bench/bench_bf16_invariance.py.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ WAYS_TO_SAMPLE = (
 
 
 def make_jobs(first_seed: int) -> list[Job]:
-    """One request per way to sample; every other prompt begins like the one before."""
+    """Make one request per way to sample. Every other prompt begins like the one before."""
     rng, jobs = random.Random(5), []
     for i, way in enumerate(WAYS_TO_SAMPLE):
         beginning = jobs[-1].prompt_token_ids[:40] if i % 2 else []
@@ -90,7 +89,7 @@ def alone() -> dict[str, Result]:
 
 
 def test_another_seed_gives_other_tokens(alone):
-    """Else equality would show nothing."""
+    """Without this, equal tokens would prove nothing."""
     with closing(make_engine()) as engine:
         others = one_by_one(engine, make_jobs(first_seed=77))
     assert all(others[job.request_id].token_ids != alone[job.request_id].token_ids for job in JOBS)
@@ -142,10 +141,10 @@ def test_in_a_batch_of_64(alone):
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) if isinstance(s, dict) else "",
 )
-def test_whatever_the_steps_are_like(alone, settings, counter):
+def test_step_composition_does_not_change_tokens(alone, settings, counter):
     with closing(make_engine(**settings)) as engine:
         assert_same(JOBS, drive(engine, JOBS), alone)
-        # else the test would show nothing
+        # otherwise the test would prove nothing
         assert counter is None or engine.get_metrics()[counter] > 0
 
 
@@ -177,7 +176,7 @@ def test_through_every_asyncio_client(alone, client):
     assert_same(JOBS, asyncio.run(main()), alone)
 
 
-def test_each_of_n_is_what_its_own_seed_gives(alone):
+def test_each_of_n_completions_equals_the_request_with_its_seed(alone):
     """Completion i of a request with n > 1 is the request with child_seed(seed, i) and n = 1."""
     with closing(make_engine()) as engine:
         for job in JOBS:

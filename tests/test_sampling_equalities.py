@@ -1,5 +1,5 @@
-"""Everything that changes how a token is chosen or told, over every path of the engine: the same
-tokens, the same log-probabilities.
+"""Every feature that changes how a token is chosen or reported gives the same tokens and
+log-probabilities on every path of the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire import EngineArgs, LLMEngine
 from quire.tests.workloads import Job, random_jobs
 
 VOCAB_SIZE = 1500
-# one long request fits; the others preempt each other all the time
+# One long request fits; the others preempt each other all the time.
 FEW = dict(block_size=8, num_gpu_blocks_override=27)
 DEFAULTS = dict(
     dtype="float32",
@@ -28,7 +28,7 @@ DEFAULTS = dict(
 
 
 def every_third(params):
-    """Forbids two of three tokens, which ones depends on how many there are."""
+    """Forbid two of three tokens. Which ones depends on the number of output tokens."""
     if not params.extra_args:
         return None
 
@@ -42,7 +42,7 @@ def every_third(params):
 
 
 def with_features(job: Job, rng: random.Random) -> Job:
-    """Each feature in some of the requests, several in most."""
+    """Apply each feature to some of the requests, several to most."""
     features = {
         "repetition_penalty": rng.choice([1.0, 1.3]),
         "frequency_penalty": rng.choice([0.0, 0.5]),
@@ -70,7 +70,7 @@ def make_engine(**settings) -> LLMEngine:
 
 
 def drive(engine: LLMEngine, jobs: list[Job]) -> dict[str, object]:
-    """The last output of each; some come in while others run."""
+    """Return the last output of each request. Some requests arrive while others run."""
     waiting, last = list(jobs), {}
     while waiting or engine.has_unfinished_requests():
         for job in waiting[:5]:
@@ -88,7 +88,7 @@ def drive(engine: LLMEngine, jobs: list[Job]) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def expected():
-    """One request at a time, nothing cached."""
+    """Run one request at a time with an empty cache."""
     engine = make_engine(enable_prefix_caching=False)
     try:
         return {name: output for job in JOBS for name, output in drive(engine, [job]).items()}
@@ -97,8 +97,8 @@ def expected():
 
 
 def assert_close(have: list | None, want: list | None) -> None:
-    """Log-probabilities of the same positions: the token's own first, and the others where both
-    list them (neighbours may tie).
+    """Compare the log-probabilities of the same positions: those of the chosen token, and of the
+    other tokens that both list (tied neighbours may differ).
     """
     assert (have is None) == (want is None)
     for mine, theirs in zip(have or [], want or [], strict=True):
@@ -124,7 +124,7 @@ def assert_same(got: dict, expected: dict) -> None:
         assert_close(have.prompt_logprobs, want.prompt_logprobs)
 
 
-def test_the_workload_has_every_feature_and_its_effects(expected):
+def test_the_workload_covers_every_feature(expected):
     for job in JOBS:
         output, params = expected[job.request_id], job.params
         completion = output.outputs[0]
@@ -181,7 +181,7 @@ def test_settings_do_not_change_tokens_or_logprobs(expected, settings):
     try:
         assert_same(drive(engine, JOBS), expected)
         if settings.items() >= FEW.items():
-            # else the test would show nothing
+            # otherwise the test would prove nothing
             assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 5
     finally:
         engine.shutdown()
@@ -193,7 +193,7 @@ def test_a_warm_cache_does_not_change_tokens_or_logprobs(expected):
         drive(engine, JOBS)
         warm = drive(engine, JOBS)
         assert_same(warm, expected)
-        for job in JOBS:  # who wants the prompt's log-probabilities computes all of it
+        for job in JOBS:  # prompt log-probabilities need the whole prompt computed
             assert job.params.prompt_logprobs is None or warm[job.request_id].num_cached_tokens == 0
         assert sum(output.num_cached_tokens for output in warm.values()) > 500
     finally:

@@ -1,5 +1,5 @@
-"""The engine's controls end to end: clients of one daemon who pause each other; real tiny models
-that sleep, wake and take other weights.
+"""The engine's controls end to end: clients of one daemon that pause each other, and tiny models
+that sleep, wake up and load new weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def request(request_id: str, max_tokens: int = 50) -> EngineCoreRequest:
 
 @pytest.fixture
 def clients(tmp_path):
-    """Opens clients of one daemon."""
+    """Open clients of one daemon."""
     config = make_config(hf_overrides={"delay_s": 0.005}, startup_timeout_s=30.0)
     opened = []
     with daemon(tmp_path, config) as (address, _):
@@ -63,7 +63,7 @@ def read_all(client: MPClient, tokens: list[int]) -> None:
 
 
 def reader(client: MPClient) -> tuple[threading.Thread, list[int]]:
-    """A thread that reads one request to its end, as blocking code does."""
+    """Start a thread that reads one request to its end, as blocking code does."""
     tokens: list[int] = []
     thread = threading.Thread(target=read_all, args=(client, tokens))
     thread.start()
@@ -71,7 +71,7 @@ def reader(client: MPClient) -> tuple[threading.Thread, list[int]]:
 
 
 @pytest.mark.parametrize("end", ["resume", "wake_up", "leave"])
-def test_another_clients_pause_is_waited_for_and_ends_with_it(clients, end):
+def test_another_clients_pause_blocks_until_it_resumes(clients, end):
     mine, other = clients(), clients()
     other.call_utility(*(["sleep", 1] if end == "wake_up" else ["pause", "keep"]))
     mine.add_request(request("r"))
@@ -87,13 +87,13 @@ def test_another_clients_pause_is_waited_for_and_ends_with_it(clients, end):
     assert tokens == expected_output([1, 2, 3], request("r").sampling_params, [], make_config())[0]
 
 
-def test_anybody_can_resume_and_a_sleep_outlasts_its_client(clients):
+def test_any_client_can_resume_and_a_sleep_outlasts_its_client(clients):
     mine, other, third = clients(), clients(), clients()
     mine.call_utility("pause", "keep")
     mine.add_request(request("r"))
     other.call_utility("resume")
     tokens: list[int] = []
-    read_all(mine, tokens)  # it had paused the engine itself, and asks before it waits
+    read_all(mine, tokens)  # it paused the engine itself, and checks before it waits
     assert len(tokens) == 50
     other.call_utility("sleep", 2)
     other.shutdown()
@@ -104,7 +104,7 @@ def test_anybody_can_resume_and_a_sleep_outlasts_its_client(clients):
     assert len(tokens) == 55
 
 
-def test_a_wait_covers_all_clients_and_disturbs_none(clients):
+def test_pause_with_wait_covers_all_clients(clients):
     mine, other = clients(), clients()
     mine.add_request(request("r"))
     thread, tokens = reader(mine)
@@ -117,7 +117,7 @@ def test_a_wait_covers_all_clients_and_disturbs_none(clients):
 
 
 @pytest.mark.parametrize("how", ["pause", "sleep"])
-def test_an_engine_that_is_paused_can_be_asked_to_leave(how):
+def test_a_paused_engine_can_drain(how):
     client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
     client.add_request(request("r"))
     client.call_utility(*(["pause", "keep"] if how == "pause" else ["sleep"]))
@@ -144,7 +144,7 @@ def test_an_engine_that_is_paused_can_be_asked_to_leave(how):
     [["pause", "keep"], ["pause", "wait"], ["sleep", 1]],
     ids=lambda stop: stop[0] + str(stop[1]),
 )
-def test_a_stopped_engine_with_work_to_do_does_not_spin(stop):
+def test_a_stopped_engine_with_waiting_requests_does_not_spin(stop):
     client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
     if stop[1] != "wait":
         client.add_request(request("r", 200))
@@ -222,8 +222,8 @@ def test_sleep_wake_and_new_weights(models, engine, arguments, tmp_path):
         assert llm.get_metrics()["num_failed_utilities"] == 2
 
 
-def test_the_engine_process_gives_its_memory_back(models):
-    """What the test sees is what the system sees: the resident memory of the child."""
+def test_the_engine_process_releases_its_memory(models):
+    """The test measures the resident memory of the child process."""
     with open_llm(models[0], "process", kv_cache_memory_bytes=96 * MIB, max_num_seqs=64) as llm:
         process = psutil.Process(llm.llm_engine.client._connection.engine_pid)
         prompts = [[i % 300, *(j % 300 for j in range(i, i + 450))] for i in range(300)]
@@ -237,14 +237,14 @@ def test_the_engine_process_gives_its_memory_back(models):
         assert len(tokens_of(llm)[0]) == 24
 
 
-def test_pause_by_itself_in_blocking_code(models):
+def test_generate_fails_while_the_same_program_paused_the_engine(models):
     with open_llm(models[0], "process") as llm:
         expected = tokens_of(llm)
         llm.pause("wait")
         assert llm.is_paused() and llm.scheduler_state()["pause_mode"] == "wait"
         with pytest.raises(EnginePausedError, match=r"the engine is paused: resume\(\) first"):
             tokens_of(llm)
-        # what was submitted in vain has been aborted
+        # the requests that could not run were aborted
         assert llm.scheduler_state()["requests"] == []
         llm.resume()
         assert tokens_of(llm) == expected
@@ -253,8 +253,8 @@ def test_pause_by_itself_in_blocking_code(models):
 @pytest.mark.parametrize("engine", ["inproc", "process"])
 def test_asyncio(models, engine):
     async def main(llm: AsyncLLM) -> None:
-        # So long that the engine is still at it when the next call reaches it, however late this
-        # process gets its turn.
+        # Long enough that the engine is still busy when the next call reaches it, however late this
+        # process is scheduled.
         async def finish(request_id: str, max_tokens: int = 440) -> list:
             params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
             return [output async for output in llm.generate(PROMPTS[0], params, request_id)]

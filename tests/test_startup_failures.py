@@ -1,5 +1,5 @@
-"""What keeps an engine from starting reaches the caller as the engine's own exception, soon, and
-leaves no process behind.
+"""An error at start-up reaches the caller quickly as the engine's own exception. No process is left
+behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def remove_everything(directory: Path) -> None:
     shutil.rmtree(directory)
 
 
-CASES = {  # what is wrong -> (how it comes about, arguments, exception, what its text must hold)
+CASES = {  # cause -> (how to create it, arguments, exception, text in its message)
     "no such model": (remove_everything, {}, ModelLoadError, "no such directory"),
     "corrupt weights": (truncate_weights, {}, ModelLoadError, "model.safetensors"),
     "unknown architecture": (change_architecture, {}, ModelLoadError, "NobodysForCausalLM"),
@@ -59,7 +59,7 @@ CASES = {  # what is wrong -> (how it comes about, arguments, exception, what it
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_callers_exception_is_the_engines(case, good, tmp_path):
+def test_the_caller_gets_the_engines_exception(case, good, tmp_path):
     spoil, arguments, expected, text = CASES[case]
     directory = shutil.copytree(good, tmp_path / "model")
     spoil(directory)
@@ -68,7 +68,7 @@ def test_the_callers_exception_is_the_engines(case, good, tmp_path):
         begin = time.monotonic()
         with pytest.raises(expected, match=text) as caught:
             LLM(str(directory), engine=engine, **arguments)
-        assert time.monotonic() - begin < 60  # not a wait for the deadline, which is later
+        assert time.monotonic() - begin < 60  # well before the start-up deadline
         errors.append(caught.value)
     assert type(errors[0]) is type(errors[1]) and str(errors[0]) == str(errors[1])
     assert psutil.Process().children() == before

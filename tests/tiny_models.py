@@ -9,7 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-VOCAB_SIZE = 320  # of the model; the tokenizer uses fewer ids, as padded vocabularies do
+# vocabulary of the model; the tokenizer uses fewer ids, as with padded vocabularies
+VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS_TOKEN_ID = 302  # <|im_end|>
 CHAT_TEMPLATE = (
@@ -127,7 +128,7 @@ def save_tiny_tokenizer(directory: str | Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    while tokenizer.get_vocab_size() < 300:  # the special ids stay put whatever the merges
+    while tokenizer.get_vocab_size() < 300:  # the special ids do not depend on the number of merges
         tokenizer.add_tokens(
             [AddedToken(f"<|unused{tokenizer.get_vocab_size()}|>", normalized=False)]
         )

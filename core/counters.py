@@ -1,7 +1,7 @@
 """The engine's counters. SchedulerStats carries them, and get_metrics names them.
 
-Must not know: who counts what when, or who reads it. frontend/stats.py has the table of all
-counters and their meaning.
+Must not know: who counts what when, or who reads it. frontend/telemetry/stats.py has the table of
+all counters and their meaning.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ class EngineCore:
     def get_metrics(self) -> dict[str, int]:
         """All gauges and counters of the engine and its host, by name.
 
-        frontend/stats.py has the table.
+        frontend/telemetry/stats.py has the table.
         """
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 

@@ -18,15 +18,15 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
-from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .arguments.engine_arguments import EngineArguments
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect, connect_async
 from .engine_args import EngineArgs
-from .engine_arguments import EngineArguments
-from .input_processor import Prompt
 from .model_info.model_files import find_model_directory
 from .outputs import RequestMetrics, RequestOutput
-from .request_stream import RequestStream
+from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .requests.input_processor import Prompt
+from .requests.request_stream import RequestStream
 from .session import RequestSession
 from .text.tokenizer import Tokenizer
 

@@ -15,8 +15,8 @@ from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.rope_config import model_context
-from . import vllm_arguments
-from .engine_arguments import EngineArguments
+from .arguments import vllm_arguments
+from .arguments.engine_arguments import EngineArguments
 from .model_info.cpu import prefers_bfloat16
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 

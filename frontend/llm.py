@@ -13,14 +13,14 @@ import msgspec
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.params import RequestOutputKind, SamplingParams
-from . import vllm_arguments
-from .beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .arguments import vllm_arguments
+from .arguments.engine_arguments import EngineArguments
 from .clients.guard import Guard
 from .engine_args import EngineArgs
-from .engine_arguments import EngineArguments
-from .input_processor import ProcessedRequest, Prompt
 from .llm_engine import LLMEngine
 from .outputs import RequestOutput
+from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
+from .requests.input_processor import ProcessedRequest, Prompt
 from .text.tokenizer import Tokenizer
 
 Message = dict[str, Any]

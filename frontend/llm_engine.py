@@ -15,9 +15,9 @@ from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
-from .input_processor import ProcessedRequest, Prompt
 from .model_info.model_files import find_model_directory
 from .outputs import RequestOutput
+from .requests.input_processor import ProcessedRequest, Prompt
 from .session import RequestSession
 from .text.tokenizer import Tokenizer
 
@@ -155,7 +155,7 @@ class LLMEngine:
         return self.client.call_utility(method, *args)
 
     def get_metrics(self) -> dict[str, int]:
-        """Gauges and counters by name; frontend/stats.py lists them."""
+        """Gauges and counters by name; frontend/telemetry/stats.py lists them."""
         return self.session.telemetry.metrics(self.client.call_utility("get_metrics"))
 
     def scheduler_state(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class LLMEngine:
 
     def set_tracer_provider(self, provider: Any) -> None:
         """Records later requests as spans of this opentelemetry.trace.TracerProvider
-        (frontend/tracing.py). None: stops recording.
+        (frontend/telemetry/tracing.py). None: stops recording.
         """
         self.session.telemetry.set_tracer_provider(provider)
 

@@ -15,7 +15,6 @@ from ..ipc.messages import EngineCoreOutputs
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, load_tokenizer
-from .input_processor import InputProcessor, ProcessedRequest, Prompt
 from .model_info.model_files import (
     NO_GENERATION_CONFIG,
     SAMPLING_KEYS,
@@ -23,9 +22,10 @@ from .model_info.model_files import (
     eos_token_ids,
     read_generation_config,
 )
-from .output_processor import OutputProcessor
 from .outputs import RequestMetrics, RequestOutput
-from .stats import Telemetry
+from .requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from .requests.output_processor import OutputProcessor
+from .telemetry.stats import Telemetry
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """SamplingParams and PoolingParams, under vLLM's names, meanings and defaults.
 
-Must not know: the model, the tokenizer, or what the engine supports (frontend/input_processor.py
-checks those).
+Must not know: the model, the tokenizer, or what the engine supports
+(frontend/requests/input_processor.py checks those).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
-from quire.frontend.beam_search import BeamSearch, BeamSearchOutput, first_params
+from quire.frontend.requests.beam_search import BeamSearch, BeamSearchOutput, first_params
 from quire.tests.answers import Answers
 from quire.tests.workloads import Job, drive
 

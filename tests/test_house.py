@@ -282,7 +282,7 @@ WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
 # Files that need a date: `created` of an answer, the server's start, a template's strftime_now.
 # Durations are differences of time.monotonic() or of an event loop's clock.
 READS_THE_DATE = {
-    "frontend/input_processor.py",
+    "frontend/requests/input_processor.py",
     "frontend/server/apis/chat_answer.py",
     "frontend/server/apis/completion_answer.py",
     "frontend/server/apis/responses_answer.py",

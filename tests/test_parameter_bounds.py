@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from quire import InvalidParameterError, RequestOutputKind, SamplingParams
 from quire.core.request_checks import check_request
-from quire.frontend.input_processor import InputProcessor
+from quire.frontend.requests.input_processor import InputProcessor
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import MAX_BAD_WORDS, MAX_N, MAX_STOPS, StructuredOutputsParams
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from quire.__main__ import COMMANDS, main
-from quire.frontend import vllm_arguments
+from quire.frontend.arguments import vllm_arguments
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()

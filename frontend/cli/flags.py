@@ -16,7 +16,7 @@ import msgspec
 from ...ipc.config import config_fields
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
-from .. import vllm_arguments
+from ..arguments import vllm_arguments
 
 SAMPLING_HELP = {
     "n": "Completions per prompt.",

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from ...ipc.checks import closest
-from ..vllm_arguments import spelled
+from ..arguments.vllm_arguments import spelled
 from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
 

@@ -16,7 +16,7 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from .. import vllm_arguments
+from ..arguments import vllm_arguments
 from ..engine_args import describe_type
 
 if TYPE_CHECKING:

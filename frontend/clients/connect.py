@@ -13,8 +13,8 @@ from ...ipc.handshake import Report, report_nothing
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
 from ..model_info.model_files import read_ahead
+from ..telemetry.tracing import check_endpoint
 from ..text.tokenizer import Tokenizer
-from ..tracing import check_endpoint
 from .client import EngineClient
 
 

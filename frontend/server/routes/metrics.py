@@ -252,7 +252,9 @@ class Collector:
         )
         for name in OWN_COUNTERS:
             yield CounterMetricFamily(
-                f"quire:{name}", "See frontend/stats.py.", value=self._of_engine.get(name, 0)
+                f"quire:{name}",
+                "See frontend/telemetry/stats.py.",
+                value=self._of_engine.get(name, 0),
             )
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",

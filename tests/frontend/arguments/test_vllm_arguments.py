@@ -10,7 +10,7 @@ import os
 
 import pytest
 from quire import LLM, AsyncEngineArgs, EngineArgs, InvalidParameterError, SamplingParams
-from quire.frontend import vllm_arguments
+from quire.frontend.arguments import vllm_arguments
 from quire.frontend.cli import serve
 from quire.frontend.cli.flags import engine_flags, given
 from quire.frontend.cli.values import parse_count

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..ipc.messages import RequestTiming
+from ...ipc.messages import RequestTiming
 
 
 def merge_timings(timings: Iterable[RequestTiming]) -> dict[str, Any]:

@@ -27,8 +27,8 @@ from quire import (
     LLMEngine,
     SamplingParams,
 )
-from quire.frontend import tracing
 from quire.frontend.clients.inproc_client import InprocClient
+from quire.frontend.telemetry import tracing
 from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config
 

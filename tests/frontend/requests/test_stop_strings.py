@@ -8,8 +8,8 @@ import itertools
 
 import pytest
 from quire import RequestOutputKind, SamplingParams
-from quire.frontend.input_processor import ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.requests.input_processor import ProcessedRequest
+from quire.frontend.requests.output_processor import OutputProcessor
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.tests.frontend.scripted_client import joined, row
 from quire.tests.frontend.tiny_tokenizers import tiny_tokenizer

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from ..ipc.errors import EngineDeadError
-from .outputs import RequestOutput
+from ...ipc.errors import EngineDeadError
+from ..outputs import RequestOutput
 
 
 class RequestStream:

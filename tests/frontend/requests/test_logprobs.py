@@ -8,9 +8,9 @@ import random
 
 import pytest
 from quire import RequestOutputKind, SamplingParams
-from quire.frontend.input_processor import ProcessedRequest
-from quire.frontend.logprobs import LogprobsReader, TokenTexts
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.requests.input_processor import ProcessedRequest
+from quire.frontend.requests.logprobs import LogprobsReader, TokenTexts
+from quire.frontend.requests.output_processor import OutputProcessor
 from quire.ipc.messages import EngineCoreRequest, FinishReason, TokenLogprobs
 from quire.tests.frontend.scripted_client import arrays, joined, prompt_logprobs, row
 from quire.tests.frontend.tiny_tokenizers import TEXTS, tiny_tokenizer

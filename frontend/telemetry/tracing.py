@@ -18,13 +18,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError
-from .input_processor import ProcessedRequest
-from .outputs import RequestMetrics
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidParameterError
+from ..outputs import RequestMetrics
+from ..requests.input_processor import ProcessedRequest
 
 if TYPE_CHECKING:
-    from .output_processor import RequestState
+    from ..requests.output_processor import RequestState
 
 # limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
 EXPORT_TIMEOUT_S = 3.0

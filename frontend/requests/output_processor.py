@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import (
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
@@ -23,13 +23,13 @@ from ..ipc.messages import (
     TokenLogprobs,
     child_request_id,
 )
-from ..ipc.params import RequestOutputKind, child_seed
+from ...ipc.params import RequestOutputKind, child_seed
+from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ..text.detokenizer import IncrementalDetokenizer
+from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
-from .outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from .request_timing import merge_timings
-from .text.detokenizer import IncrementalDetokenizer
-from .text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, eq=False)

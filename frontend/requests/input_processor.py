@@ -15,12 +15,12 @@ from typing import Any
 
 import msgspec
 
-from ..ipc.checks import INT64_MAX, require, require_int, require_text, shown
-from ..ipc.config import EngineConfig, resolved
-from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import EngineCoreRequest
-from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
-from .text.tokenizer import Tokenizer
+from ...ipc.checks import INT64_MAX, require, require_int, require_text, shown
+from ...ipc.config import EngineConfig, resolved
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import EngineCoreRequest
+from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
+from ..text.tokenizer import Tokenizer
 
 # A prompt is text, token ids, or a dict with these keys.
 Prompt = str | list[int] | dict[str, Any]

@@ -14,7 +14,7 @@ import logging
 import os
 from typing import Any
 
-from ..ipc.errors import InvalidParameterError
+from ...ipc.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 

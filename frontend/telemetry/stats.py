@@ -48,11 +48,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from ..ipc.config import EngineConfig
-from ..ipc.messages import EngineCoreOutputs, SchedulerStats
-from .clients.client import EngineClient
-from .input_processor import ProcessedRequest
-from .output_processor import OutputProcessor
+from ...ipc.config import EngineConfig
+from ...ipc.messages import EngineCoreOutputs, SchedulerStats
+from ..clients.client import EngineClient
+from ..requests.input_processor import ProcessedRequest
+from ..requests.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from .tracing import RequestTracer

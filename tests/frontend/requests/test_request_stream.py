@@ -9,7 +9,7 @@ import asyncio
 import pytest
 from quire import CompletionOutput, EngineDeadError, RequestOutput
 from quire.frontend.outputs import RequestMetrics
-from quire.frontend.request_stream import RequestStream
+from quire.frontend.requests.request_stream import RequestStream
 
 
 def output(text: str, *token_ids: int, finished: bool = False) -> RequestOutput:

@@ -10,9 +10,9 @@ import re
 
 import pytest
 from quire import AsyncLLM, EngineDeadError, InvalidParameterError, LLMEngine, SamplingParams
-from quire.frontend import stats as stats_module
 from quire.frontend.clients.inproc_client import InprocClient
-from quire.frontend.stats import StatsLogger, format_line
+from quire.frontend.telemetry import stats as stats_module
+from quire.frontend.telemetry.stats import StatsLogger, format_line
 from quire.ipc.messages import SchedulerStats
 from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config

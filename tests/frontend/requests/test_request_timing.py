@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 from msgspec.structs import replace
 from quire import SamplingParams
-from quire.frontend import output_processor
-from quire.frontend.input_processor import InputProcessor
-from quire.frontend.output_processor import OutputProcessor
 from quire.frontend.outputs import RequestMetrics
-from quire.frontend.request_timing import merge_timings
+from quire.frontend.requests import output_processor
+from quire.frontend.requests.input_processor import InputProcessor
+from quire.frontend.requests.output_processor import OutputProcessor
+from quire.frontend.requests.request_timing import merge_timings
 from quire.frontend.server.meters import Meters
 from quire.ipc.messages import FinishReason, RequestTiming
 from quire.tests.frontend.scripted_client import row

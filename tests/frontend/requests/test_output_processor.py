@@ -9,8 +9,8 @@ from array import array
 import pytest
 from msgspec.structs import replace
 from quire import InvalidParameterError, RequestOutputKind, SamplingParams
-from quire.frontend.input_processor import InputProcessor, ProcessedRequest
-from quire.frontend.output_processor import OutputProcessor
+from quire.frontend.requests.input_processor import InputProcessor, ProcessedRequest
+from quire.frontend.requests.output_processor import OutputProcessor
 from quire.ipc.messages import Array, FinishReason
 from quire.tests.frontend.scripted_client import joined, row
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer

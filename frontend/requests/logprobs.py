@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import codecs
 
-from ..ipc.messages import Array, PromptLogprobs, TokenLogprobs
-from .outputs import Logprob, PositionLogprobs
-from .text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
-from .text.tokenizer import Tokenizer
+from ...ipc.messages import Array, PromptLogprobs, TokenLogprobs
+from ..outputs import Logprob, PositionLogprobs
+from ..text.detokenizer import MAX_CHARACTER_TOKENS, REPLACEMENT, piece_table
+from ..text.tokenizer import Tokenizer
 
 # the last tokens if they belong to an incomplete character; nearly always empty
 Context = tuple[int, ...]

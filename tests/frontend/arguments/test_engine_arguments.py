@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import quire
 from quire import LLM, AsyncLLM, EngineArgs
-from quire.frontend.engine_arguments import EngineArguments
+from quire.frontend.arguments.engine_arguments import EngineArguments
 from quire.ipc.config import config_fields
 
 

@@ -8,9 +8,9 @@ import math
 
 import pytest
 from quire import BeamSearchParams, InvalidParameterError
-from quire.frontend.beam_search import BeamSearch, first_params
-from quire.frontend.input_processor import InputProcessor
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from quire.frontend.requests.beam_search import BeamSearch, first_params
+from quire.frontend.requests.input_processor import InputProcessor
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS, PROMPT = 302, [7, 8]

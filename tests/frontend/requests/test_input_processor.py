@@ -12,7 +12,7 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.frontend.input_processor import InputProcessor, derive_seed
+from quire.frontend.requests.input_processor import InputProcessor, derive_seed
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 EOS = [302, 300]

@@ -16,12 +16,12 @@ from typing import Literal
 
 import msgspec
 
-from ..ipc.checks import INT64_MAX, is_finite, require, require_int, shown
-from ..ipc.config import ModelConfig
-from ..ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
+from ...ipc.checks import INT64_MAX, is_finite, require, require_int, shown
+from ...ipc.config import ModelConfig
+from ...ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
+from ..outputs import PositionLogprobs, RequestOutput
+from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
-from .outputs import PositionLogprobs, RequestOutput
-from .text.tokenizer import Tokenizer
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True):

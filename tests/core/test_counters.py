@@ -1,4 +1,6 @@
-"""The engine's counters are fields of SchedulerStats, and an end is counted under its reason."""
+"""The engine's counters are fields of SchedulerStats. A finished request is counted under its
+reason.
+"""
 
 from dataclasses import asdict, fields
 
@@ -18,7 +20,7 @@ GAUGES = (
 )
 
 
-def test_each_number_is_in_its_field_of_the_statistics():
+def test_each_counter_is_a_field_of_the_statistics():
     names = [field.name for field in fields(Counters)]
     assert sorted([*names, *GAUGES]) == sorted(SchedulerStats.__struct_fields__)
     counters = Counters(**{name: 100 + i for i, name in enumerate(names)})
@@ -27,7 +29,7 @@ def test_each_number_is_in_its_field_of_the_statistics():
 
 
 @pytest.mark.parametrize("reason", FinishReason)
-def test_an_end_is_counted_once_under_its_reason(reason):
+def test_a_finished_request_is_counted_once_under_its_reason(reason):
     counters = Counters()
     counters.count_end(reason)
     assert {name: value for name, value in asdict(counters).items() if value} == {

@@ -49,7 +49,7 @@ def test_a_request_id_in_use_is_refused_and_free_again_afterwards():
     assert run(core)[1]["r"].reason is FinishReason.LENGTH
 
 
-def test_a_refusal_is_delivered_though_nothing_runs():
+def test_a_refusal_is_delivered_without_running_requests():
     core = make_core()
     assert not core.has_work() and core.step_fn() == (None, False)
     core.add_request(make_request(prompt=[]))
@@ -94,7 +94,7 @@ def test_an_abort_is_answered_once_and_only_to_the_owner():
         collect(step(core)[0], answers)
     core.abort_requests(["runs", "waits"], client_index=1)  # not the owner
     collect(step(core)[0], answers)
-    core.abort_requests(["runs", "waits", "runs", "nobody"], client_index=0)
+    core.abort_requests(["runs", "waits", "runs", "unknown"], client_index=0)
     assert core.has_work()
     outputs, model_executed = core.step_fn()
     collect(outputs[0], answers)
@@ -110,13 +110,13 @@ def test_a_client_that_leaves_takes_its_requests_and_rows_along():
     core = make_core()
     core.add_request(make_request("stays"), client_index=0)
     core.add_request(make_request("goes", params=greedy(max_tokens=50)), client_index=1)
-    told = {}
-    collect(step(core)[0], told)
+    received = {}
+    collect(step(core)[0], received)
     core.add_request(make_request("refused", prompt=[]), client_index=1)
     core.drop_client(1)
     core.drop_client(1)
     assert core.scheduler_state()["running"] == ["stays"]
-    assert list(run(core, {0: told})) == [0] and len(told["stays"].tokens) == 5
+    assert list(run(core, {0: received})) == [0] and len(received["stays"].tokens) == 5
     assert_nothing_left(core)
 
 
@@ -124,26 +124,26 @@ def test_a_client_that_leaves_takes_its_requests_and_rows_along():
 
 
 def paced_core(**arguments) -> tuple[EngineCore, dict]:
-    """Two requests that run for long, whose client has been told their first tokens and is owed the
-    second ones; what it was told.
+    """Two long requests. Their client has received the first tokens, and the second ones are
+    deferred. Also what the client received.
     """
-    core, told = make_core(**arguments), {}
+    core, received = make_core(**arguments), {}
     core.pace_outputs(20)
     for name in ("a", "b"):
         core.add_request(make_request(name, params=greedy(max_tokens=50)))
     while not core._rows.holds_any:
         for outputs in step(core).values():
-            collect(outputs, told)
-    assert [len(answer.tokens) for answer in told.values()] == [1, 1]
-    return core, told
+            collect(outputs, received)
+    assert [len(answer.tokens) for answer in received.values()] == [1, 1]
+    return core, received
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_rows_of_several_steps_are_the_same_tokens(overlapped):
-    core, told = paced_core(async_scheduling=overlapped)
+def test_deferred_rows_have_the_same_tokens(overlapped):
+    core, received = paced_core(async_scheduling=overlapped)
     assert core.owes_rows() and core.has_work()
-    run(core, {0: told})
-    for answer in told.values():
+    run(core, {0: received})
+    for answer in received.values():
         assert (answer.tokens, answer.reason, None) == expected_output(
             [1, 2, 3], greedy(max_tokens=50), [], core.config
         )
@@ -151,40 +151,40 @@ def test_rows_of_several_steps_are_the_same_tokens(overlapped):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_what_is_held_does_not_wait_for_a_long_step(overlapped):
-    core, told = paced_core(async_scheduling=overlapped)
+def test_deferred_rows_do_not_wait_for_a_long_step(overlapped):
+    core, received = paced_core(async_scheduling=overlapped)
     name, order = "submit_model" if overlapped else "execute_model", []
     execute = getattr(core.executor, name)
     setattr(core.executor, name, lambda output: (order.append("step"), execute(output))[1])
-    core.hand_out = lambda outputs: (order.append("told"), collect(outputs[0], told))
+    core.hand_out = lambda outputs: (order.append("received"), collect(outputs[0], received))
     core._step_records.expected_s = lambda num_tokens: 0.04 if num_tokens < 40 else 0.06
     core.add_request(make_request("short"))
-    collect(step(core).get(0, EngineCoreOutputs(0, [], [], [], [])), told)
+    collect(step(core).get(0, EngineCoreOutputs(0, [], [], [], [])), received)
     assert order == ["step"] and core._rows.holds_any
     core.add_request(make_request("long", prompt=[7] * 40))
     step(core)
-    assert order == ["step", "told", "step"] and len(told["a"].tokens) > 1
+    assert order == ["step", "received", "step"] and len(received["a"].tokens) > 1
 
 
-def test_what_is_held_does_not_wait_for_the_end_of_a_pause():
-    core, told = paced_core()
+def test_deferred_rows_do_not_wait_for_the_end_of_a_pause():
+    core, received = paced_core()
     done = core.call_utility("pause", ["keep"])
     assert not done.done()
-    collect(step(core)[0], told)
+    collect(step(core)[0], received)
     assert (
         done.done()
         and not core.owes_rows()
-        and [len(answer.tokens) for answer in told.values()] == [2, 2]
+        and [len(answer.tokens) for answer in received.values()] == [2, 2]
     )
     core.call_utility("resume", [])
-    run(core, {0: told})
-    assert {len(answer.tokens) for answer in told.values()} == {50}
+    run(core, {0: received})
+    assert {len(answer.tokens) for answer in received.values()} == {50}
 
 
 # ------------------------------------------------------------ failures
 
 
-def test_a_row_that_fails_ends_alone():
+def test_a_row_that_fails_fails_alone():
     core = make_core()
     for name in ("a", "b", "c"):
         core.add_request(make_request(name, prompt=[ord(name) % 97] * 20), client_index=ord(name))
@@ -200,7 +200,7 @@ def test_a_row_that_fails_ends_alone():
     assert_nothing_left(core)
 
 
-def test_a_failure_of_the_model_leaves_the_engine():
+def test_a_failure_of_the_model_is_raised():
     core = make_core()
     core.add_request(make_request())
     step(core)
@@ -209,7 +209,7 @@ def test_a_failure_of_the_model_leaves_the_engine():
         core.step_fn()
 
 
-def test_post_step_checks_only_when_asked(monkeypatch):
+def test_post_step_checks_only_if_enabled(monkeypatch):
     core = make_core()
     checks = []
     monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(1))
@@ -223,7 +223,7 @@ def test_post_step_checks_only_when_asked(monkeypatch):
 # ------------------------------------------------------------ start-up, statistics, utilities
 
 
-def test_start_up_reports_and_says_what_it_runs():
+def test_start_up_reports_progress_and_the_configuration():
     config, reports = make_config(num_gpu_blocks_override=20), []
     core = EngineCore(config, FakeExecutor(config), lambda *report: reports.append(report), epoch=4)
     assert reports == [("load weights", 1.0), ("kv cache", 0.0), ("kv cache", 1.0)]
@@ -237,7 +237,7 @@ def test_start_up_reports_and_says_what_it_runs():
     assert step(core)[0].epoch == 4
 
 
-def test_a_start_that_fails_lets_the_model_go():
+def test_a_failed_start_releases_the_model():
     config = make_config(num_gpu_blocks_override=2)
     executor = FakeExecutor(config)
     with pytest.raises(
@@ -269,13 +269,13 @@ def test_utilities():
     core = make_core()
     assert core.call_utility("ping", []) == "pong"
     core.add_request(make_request(prompt=[1] * 40))
-    told = {}
-    collect(step(core)[0], told)
+    received = {}
+    collect(step(core)[0], received)
     assert core.call_utility("reset_prefix_cache", []) is False
     assert core.call_utility("scheduler_state", [])["running"] == ["r"]
     assert core.call_utility("get_metrics", [])["num_prompt_tokens"] == 40
     assert core.call_utility("check_integrity", []) is True
-    run(core, {0: told})
+    run(core, {0: received})
     assert core.call_utility("scheduler_state", [])["num_cached_blocks"] == 2
     assert core.call_utility("reset_prefix_cache", []) is True
     assert core.call_utility("scheduler_state", [])["num_cached_blocks"] == 0

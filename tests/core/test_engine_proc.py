@@ -1,5 +1,5 @@
 """EngineCoreProc as a program: signals, drain, idleness, bad frames, several programs on one
-daemon; and its loop against a slow reader.
+daemon, and its loop with a slow reader.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def expected(request: EngineCoreRequest, config) -> list[int]:
 
 
 def collect(client: MPClient, *request_ids: str) -> dict[str, tuple[list[int], object]]:
-    """Until these have finished: id -> (tokens, Finished). Rows of others are passed over."""
+    """Collect until these requests have finished: id -> (tokens, Finished). Rows of other requests
+    are skipped.
+    """
     tokens, finished = {request_id: [] for request_id in request_ids}, {}
     while len(finished) < len(request_ids):
         outputs = client.get_output()
@@ -124,7 +126,7 @@ def test_sigterm_drains(open_client):
 @pytest.mark.parametrize(
     "signals", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)], ids=["two SIGTERM", "SIGINT"]
 )
-def test_at_once_even_in_the_middle_of_a_step(open_client, signals):
+def test_an_immediate_shutdown_ends_in_the_middle_of_a_step(open_client, signals):
     client = open_client(hf_overrides={"delay_s": 30.0})
     client.add_request(make_request("slow"))
     time.sleep(0.2)
@@ -140,7 +142,7 @@ def test_at_once_even_in_the_middle_of_a_step(open_client, signals):
 def test_sigterm_during_start_up(open_client, tmp_path):
     config = make_config(hf_overrides={"at_load": "hang"}, startup_timeout_s=30.0)
     with daemon(tmp_path, config) as (_, process):
-        assert process.stderr.readline() == b"hanging\n"  # earlier, the first one would end it
+        assert process.stderr.readline() == b"hanging\n"  # earlier, the first signal would end it
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         process.send_signal(signal.SIGTERM)
@@ -209,11 +211,11 @@ def test_fuzz_towards_the_client(open_client, num_frames):
 # ---------------------------------------------------------------- a slow reader
 
 
-def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
-    """EngineCoreProc in a thread of this process, with a backlog that is soon full."""
+def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
+    """EngineCoreProc runs in a thread of this process, with a backlog that fills quickly."""
     monkeypatch.setattr("quire.ipc.sockets.OUTPUT_HIGH_WATER_MARK", 10)
-    # A step takes a moment, so that the output thread, which says when it is full, is not starved
-    # by the stepping one.
+    # A step sleeps for a moment, so that the stepping thread does not starve the output thread,
+    # which reports a full backlog.
     config = make_config(
         max_model_len=2048, num_gpu_blocks_override=1000, hf_overrides={"delay_s": 0.002}
     )
@@ -272,8 +274,10 @@ def test_a_reader_that_pauses_stops_the_steps_not_the_engine(monkeypatch):
     os.close(write_fd)
 
 
-def test_what_its_threads_count_is_in_the_metrics():
-    """With stand-ins for the threads: only their counters and the queue of events are asked for."""
+def test_counters_of_its_threads_are_in_the_metrics():
+    """Only the counters of the threads and the event queue are read, so fakes stand in for the
+    threads.
+    """
     input_ = types.SimpleNamespace(
         events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3
     )
@@ -305,9 +309,9 @@ def test_what_its_threads_count_is_in_the_metrics():
     }
 
 
-def test_no_garbage_is_looked_for_while_an_engine_starts_nor_later_in_what_it_made():
-    """`main` switches the collector off; where nobody has, as for an engine of a program's own, it
-    is left alone.
+def test_garbage_collection_is_off_at_start_and_skips_start_up_objects():
+    """`main` switches the garbage collector off. If nothing has, as for an engine in a user's
+    program, it is not changed.
     """
     counts = []
     for is_enabled in (True, False):
@@ -353,7 +357,7 @@ def start_program(name: str, address: str) -> subprocess.Popen:
 
 
 def test_two_programs_one_killed(tmp_path, open_client):
-    # three seconds, in which both programs must have come up
+    # three seconds, in which both programs must have started
     config = make_config(hf_overrides={"delay_s": 0.03}, max_num_seqs=32)
     with daemon(tmp_path, config) as (address, _):
         observer = open_client(address)
@@ -408,7 +412,8 @@ def test_one_daemon_per_address(tmp_path, open_client):
         assert open_client(address).call_utility("ping") == "pong"
         first.kill()
         first.wait()
-        with daemon(tmp_path, make_config()) as (_, third):  # the dead one's file is in its place
+        # the dead daemon's socket file is still there
+        with daemon(tmp_path, make_config()) as (_, third):
             wait_until(lambda: third.poll() is not None or _answers(open_client, address))
             assert third.poll() is None
 
@@ -420,14 +425,14 @@ def _answers(open_client, address: str) -> bool:
         return False
 
 
-def test_a_daemon_that_cannot_load_says_why(tmp_path):
+def test_a_daemon_that_cannot_load_reports_the_error(tmp_path):
     with daemon(tmp_path, make_config(hf_overrides={"at_load": "fail"})) as (_, process):
         assert process.wait(10) == 1
         assert "ValueError: these weights are made of cheese" in process.stderr.read().decode()
     assert not (tmp_path / "engine.sock").exists()
 
 
-def test_a_daemon_wants_a_configuration(tmp_path):
+def test_a_daemon_needs_a_configuration(tmp_path):
     done = subprocess.run(
         [*COMMAND, "--listen", f"ipc://{tmp_path}/x"],
         input=b'{"model_confg": 1}',
@@ -437,7 +442,7 @@ def test_a_daemon_wants_a_configuration(tmp_path):
     assert subprocess.run(COMMAND, capture_output=True).returncode == 2
 
 
-def test_ready_is_the_engines_word(open_client):
+def test_ready_is_reported_by_the_engine(open_client):
     ready = open_client(max_model_len=64).ready
     assert (
         isinstance(ready, Ready)

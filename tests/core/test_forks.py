@@ -1,5 +1,5 @@
-"""n > 1: one message, one prefill; children share the prompt's blocks, copy the last one before
-they write, and live their own lives.
+"""n > 1: one message and one prefill. Children share the prompt's blocks, copy the last one before
+they write, and then run independently.
 """
 
 import sys
@@ -15,7 +15,7 @@ BLOCK, EOS = 16, 10**6
 
 
 def family(loop: Loop, num_prompt: int, n: int, **fields) -> dict[str, tuple]:
-    """Adds one request "r"; gives what each child must answer."""
+    """Add one request "r" with n > 1. Return the expected answer of each child."""
     loop.add("r", distinct(0, num_prompt), n=n, temperature=1.0, seed=7, **fields)
     message = EngineCoreRequest(
         "r",
@@ -34,7 +34,7 @@ def assert_answers(loop: Loop, expected: dict[str, tuple]) -> None:
     } == expected
 
 
-def test_children_have_ids_and_seeds_of_their_own():
+def test_children_have_their_own_ids_and_seeds():
     children = split(
         EngineCoreRequest(
             "r",
@@ -79,21 +79,21 @@ def test_one_prefill_and_the_last_block_is_copied(num_prompt, caching):
     )
     loop.run()
     assert_answers(loop, expected)
-    # the last token once more for each: its logits are drawn from again
+    # the last token once more for each, since its logits are sampled again
     assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4
-    # what siblings share says nothing about the cache
+    # blocks shared by siblings are not counted as cache hits
     assert loop.scheduler.stats().prefix_cache_hits == 0
     assert loop.scheduler.stats().num_blocks_copied == (4 if is_partial else 0)
     assert loop.scheduler.kv_cache_manager.num_free_blocks == 256
 
 
-def test_a_prompt_in_chunks_is_waited_for_and_others_pass_by():
+def test_children_wait_for_a_chunked_prompt_and_other_requests_overtake():
     loop = Loop(max_num_batched_tokens=32, enable_prefix_caching=False)
     expected = family(loop, 80, 3)
     loop.add("late", distinct(1, 5))
     assert loop.step() == {"0_r": 32}
     assert loop.step() == {"0_r": 32}
-    # the children stand aside: nobody computes the prompt twice
+    # the children wait, so the prompt is computed once
     assert loop.step() == {"0_r": 16, "late": 5}
     assert loop.step() == {"0_r": 1, "1_r": 1, "2_r": 1, "late": 1}
     loop.run()
@@ -112,7 +112,7 @@ def test_a_child_that_is_aborted_leaves_the_others():
     assert_answers(loop, expected)
 
 
-def test_a_leader_that_is_aborted_hands_the_prompt_to_the_next():
+def test_if_the_leader_is_aborted_the_next_child_takes_over_the_prompt():
     loop = Loop(max_num_batched_tokens=32, enable_prefix_caching=False)
     expected = family(loop, 80, 3)
     loop.step()
@@ -128,7 +128,7 @@ def test_the_parents_id_aborts_all_and_is_free_again():
     family(loop, 40, 3)
     loop.step()
     assert loop.scheduler.is_in_use("r") and loop.scheduler.is_in_use("1_r")
-    assert loop.scheduler.abort_requests(["r"], client_index=1) == []  # somebody else's
+    assert loop.scheduler.abort_requests(["r"], client_index=1) == []  # another client's
     assert [r.request_id for r in loop.scheduler.abort_requests(["r"], 0)] == ["0_r", "1_r", "2_r"]
     assert not loop.scheduler.is_in_use("r") and not loop.scheduler.has_unfinished_requests()
     loop.scheduler.check_integrity()
@@ -153,7 +153,7 @@ def test_a_child_that_fails_leaves_the_others():
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_siblings_run_together_when_the_first_ends_on_its_first_token(caching):
+def test_siblings_run_after_the_first_ends_on_its_first_token(caching):
     loop = Loop(max_model_len=1024, max_num_batched_tokens=1024, enable_prefix_caching=caching)
     expected = family(loop, 800, 8, eos_token_ids=[EOS])
     loop.executor.tokens["0_r", 0] = EOS
@@ -172,17 +172,17 @@ def test_siblings_run_together_when_the_first_ends_on_its_first_token(caching):
 
 @pytest.mark.parametrize("num_prompt", [1, 16, 17, 33, 40])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8])
-def test_every_sibling_that_ends_leaves_the_prompt_to_the_rest(num_prompt, max_num_seqs):
+def test_finished_siblings_leave_the_prompt_to_the_rest(num_prompt, max_num_seqs):
     loop = Loop(max_num_seqs=max_num_seqs, enable_prefix_caching=False)
     expected = family(loop, num_prompt, 9, max_tokens=1)
     loop.run()
     assert_answers(loop, expected)
     assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 8
-    # no block keeps a name that only the family knew
+    # no block keeps a hash that only these siblings used
     assert loop.scheduler.kv_cache_manager.block_pool.num_cached_blocks == 0
 
 
-def test_a_first_sibling_that_is_aborted_after_its_prompt_leaves_it_to_the_rest():
+def test_a_first_sibling_aborted_after_its_prompt_leaves_it_to_the_rest():
     loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
     expected = family(loop, 40, 3)
     loop.step()
@@ -193,7 +193,7 @@ def test_a_first_sibling_that_is_aborted_after_its_prompt_leaves_it_to_the_rest(
     assert_answers(loop, expected)
 
 
-def test_a_failed_sibling_leaves_nothing():
+def test_a_failed_sibling_leaks_nothing():
     loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
     expected = family(loop, 40, 3)
     loop.executor.errors["0_r", 0] = "a scripted failure"
@@ -204,8 +204,8 @@ def test_a_failed_sibling_leaves_nothing():
     assert_answers(loop, expected)
 
 
-def test_a_prompt_whose_blocks_were_taken_is_computed_again():
-    """Nothing is reserved for siblings that wait: somebody else's blocks come first."""
+def test_a_prompt_whose_blocks_were_evicted_is_computed_again():
+    """Nothing is reserved for siblings that wait: blocks of other requests have precedence."""
     loop = Loop(max_num_seqs=1, enable_prefix_caching=False)
     expected = family(loop, 40, 2, eos_token_ids=[EOS])
     loop.executor.tokens["0_r", 0] = EOS
@@ -219,7 +219,7 @@ def test_a_prompt_whose_blocks_were_taken_is_computed_again():
 
 
 def instructions(n: int, **arguments) -> int:
-    """Bytecodes that the scheduler runs for one request with n completions, from first to last."""
+    """Count the bytecodes that the scheduler runs for one request with n completions."""
     loop = Loop(num_gpu_blocks_override=4 * n + 50, enable_prefix_caching=False, **arguments)
     family(loop, 40, n, max_tokens=2)
     scheduler, count = loop.scheduler, 0
@@ -245,6 +245,6 @@ def instructions(n: int, **arguments) -> int:
 
 
 @pytest.mark.parametrize("max_num_seqs", [256, 2])
-def test_the_work_for_n_completions_grows_like_n(max_num_seqs):
+def test_the_work_for_n_completions_grows_linearly(max_num_seqs):
     arguments = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     assert instructions(160, **arguments) < 4.4 * instructions(40, **arguments)

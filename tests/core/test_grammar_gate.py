@@ -1,5 +1,5 @@
-"""Requests whose grammar is being checked: their order, what ends them meanwhile, who is woken, and
-that nobody is forgotten.
+"""Requests whose grammar is being checked: their order, aborts and errors during the check, and
+wake-ups.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def request(name: str, regex: str | None = None, **arguments) -> EngineCoreReque
 
 
 def make_core(*unfinished: str, **arguments) -> EngineCore:
-    """`unfinished`: regexes whose checks have yet to end."""
+    """`unfinished` are regexes whose checks have not finished."""
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.grammar_checks = {regex: Future() for regex in unfinished}
@@ -44,8 +44,8 @@ def checks(core: EngineCore) -> dict[str, Future]:
 
 
 def run(core: EngineCore) -> dict[str, tuple[int, FinishReason, str | None, str | None]]:
-    """Steps while there is work: request id -> tokens, finish reason, error, parameter, in the
-    order of their ends.
+    """Step while there is work. Return request id -> (tokens, finish reason, error, parameter), in
+    the order in which they finish.
     """
     tokens, ends = {}, {}
     while core.has_work():
@@ -80,7 +80,7 @@ def test_others_run_while_a_grammar_is_checked():
     assert set(run(core)) == {"a"} and core.is_idle()
 
 
-def test_arrival_counts_not_the_end_of_the_check():
+def test_the_order_is_that_of_arrival_not_of_the_checks():
     core = make_core("slow", max_num_seqs=1)
     core.add_request(request("a", "slow"))
     core.add_request(request("b"))
@@ -103,7 +103,7 @@ def test_a_refused_grammar_is_an_error_row_with_its_parameter():
     assert metrics["num_grammar_refusals"] == metrics["num_requests_refused"] == 1
 
 
-def test_a_check_that_fails_by_itself_refuses_too():
+def test_a_check_that_raises_is_an_error_row():
     core = make_core("bad", "cancelled")
     core.add_request(request("a", "bad"))
     core.add_request(request("b", "cancelled"))
@@ -118,12 +118,12 @@ def test_a_check_that_fails_by_itself_refuses_too():
     assert ends["b"][1] is FinishReason.ERROR
 
 
-def test_an_abort_answers_at_once_and_the_check_goes_unheard():
+def test_an_abort_answers_at_once_and_the_check_is_ignored():
     core = make_core("slow")
     core.add_request(request("a", "slow"))
-    core.abort_requests(["a", "nobody"], 1)  # another client's
+    core.abort_requests(["a", "unknown"], 1)  # another client's
     assert "a" in core.gate
-    core.abort_requests(["a", "nobody"])
+    core.abort_requests(["a", "unknown"])
     assert run(core)["a"][:2] == (0, FinishReason.ABORT)
     checks(core)["slow"].set_result(None)
     assert run(core) == {} and core.is_idle()
@@ -136,7 +136,7 @@ def test_the_id_is_in_use_while_the_check_runs_and_free_after_an_abort():
     assert "already in use" in run(core)["a"][2]
     core.abort_requests(["a"])
     run(core)
-    # the old check's end must not be taken for this one's: they share it here
+    # both requests share the check; its result must not be taken for that of the new one
     core.add_request(request("a", "slow"))
     checks(core)["slow"].set_result(None)
     assert run(core)["a"][:2] == (2, FinishReason.LENGTH) and core.is_idle()
@@ -160,7 +160,8 @@ def test_a_request_without_an_end_of_sequence_token_is_refused():
     for ignore_eos, eos, parameter in (
         (True, [], "ignore_eos"),
         (False, [], "structured_outputs"),
-        (False, [97], "structured_outputs"),  # beyond the vocabulary: the request is not to blame
+        # beyond the vocabulary: this is not the request's fault
+        (False, [97], "structured_outputs"),
     ):
         params = SamplingParams(seed=0, structured_outputs=structure, ignore_eos=ignore_eos)
         core.add_request(EngineCoreRequest("a", [1], params, eos_token_ids=eos))
@@ -168,7 +169,7 @@ def test_a_request_without_an_end_of_sequence_token_is_refused():
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_pause_counts_who_waits_for_a_grammar(mode):
+def test_pause_counts_requests_that_wait_for_a_grammar(mode):
     core = make_core("before", "during")
     core.add_request(request("a", "before"))
     paused = core.call_utility("pause", [mode])
@@ -201,7 +202,7 @@ def test_a_blocking_client_waits_for_the_check_without_stepping():
         client.shutdown()
 
 
-def test_a_sleeping_host_is_woken_by_the_end_of_a_check():
+def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
     gate, woken = GrammarGate(), threading.Event()
     gate.wake = woken.set
     check: Future = Future()
@@ -213,7 +214,7 @@ def test_a_sleeping_host_is_woken_by_the_end_of_a_check():
     assert [gated.request.request_id for gated in gate.take()] == ["a"] and not gate
 
 
-def test_integrity_sees_a_forgotten_request():
+def test_integrity_check_detects_a_lost_request():
     gate, check = GrammarGate(), Future()
     gate.add(request("a"), 0, 0, check)
     gate.check_integrity([])
@@ -221,14 +222,14 @@ def test_integrity_sees_a_forgotten_request():
         gate.check_integrity(["a"])
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine asked to leave"])
-def test_a_process_that_has_nothing_else_to_do_wakes_up_for_it(leaves):
+@pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine that drains"])
+def test_an_idle_process_wakes_up_for_a_check(leaves):
     config = make_config(startup_timeout_s=30.0, hf_overrides={"grammar_delay_s": 0.3})
     client = MPClient(config, command=COMMAND)
     try:
         client.add_request(request("a", "slow"))
         assert client.call_utility("scheduler_state")["waiting_for_grammar"] == ["a"]
-        if leaves:  # what was taken is finished first
+        if leaves:  # requests taken before are finished first
             os.kill(client._connection.engine_pid, signal.SIGTERM)
         tokens = 0
         while tokens < 2:

@@ -1,5 +1,5 @@
-"""The engine at work as it is told: steps, requests and blocks agree with what the engine itself
-knows, after any workload.
+"""Observation of the engine: reported steps, requests and blocks agree with the engine's state
+after any workload.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_request(request_id="r", max_tokens=4, prompt=range(40), **fields) -> En
 
 
 def check(core: EngineCore) -> None:
-    """What holds of every observation, between any two steps."""
+    """Check the invariants of every observation, between any two steps."""
     seen, state, pool = (
         core.observe(-1, 4096),
         core.scheduler_state(),
@@ -112,14 +112,14 @@ def test_it_agrees_with_the_engine_after_every_step(arguments):
     steps = core.observe()["steps"]
     counters = core.observe()["counters"]
     assert answered >= len(jobs) and shared
-    if len(steps) < MAX_STEPS:  # else the first ones are forgotten
+    if len(steps) < MAX_STEPS:  # otherwise the first steps would have been dropped
         assert sum(record[6] for record in steps) == counters["num_generation_tokens"]
         assert sum(record[8] for record in steps) == counters["num_preemptions"]
         assert sum(record[5] for record in steps) >= counters["num_prompt_tokens"]
 
 
 @pytest.mark.parametrize("arguments", FORMS, ids=str)
-def test_steps_in_order_and_only_the_new_ones(arguments):
+def test_steps_are_in_order_and_reported_once(arguments):
     core = make_core(max_num_batched_tokens=16, **arguments)
     assert (core.observe()["step"], core.observe()["steps"]) == (-1, [])
     core.add_request(make_request(max_tokens=9))
@@ -129,8 +129,8 @@ def test_steps_in_order_and_only_the_new_ones(arguments):
     assert [record[0] for record in steps] == list(range(len(steps))) and seen["step"] == len(
         steps
     ) - 1
-    # Three chunks of the prompt, the last of which samples; then a token in each step, or as many
-    # as it looks ahead.
+    # Three chunks of the prompt, the last of which samples. Then one token per step, or as many as
+    # the lookahead decodes.
     assert [record[5] for record in steps] == [16, 16, 8] + [0] * (len(steps) - 3)
     assert [record[6] for record in steps][:2] == [0, 0] and sum(record[6] for record in steps) == 9
     assert all(record[7] == 1 and record[8] == 0 for record in steps)
@@ -146,7 +146,7 @@ def test_steps_in_order_and_only_the_new_ones(arguments):
     )
 
 
-def test_how_long_the_next_step_may_take():
+def test_the_bound_of_the_next_step():
     core = make_core()
     assert core._step_records.expected_s(100) == 0.0
     core.executor.delay_s = 0.01
@@ -164,8 +164,8 @@ class Clock:
         return self.now
 
 
-def test_where_the_time_of_a_step_went(monkeypatch):
-    """The clock goes on by 1 in scheduling, by 10 in the model and by 100 in the processing."""
+def test_timings_of_a_step(monkeypatch):
+    """The clock advances by 1 in scheduling, by 10 in the model and by 100 in processing."""
     core, clock = make_core(), Clock()
     for module in (observation, engine_core, output_rows):
         monkeypatch.setattr(module, "time", clock)
@@ -190,9 +190,8 @@ def test_where_the_time_of_a_step_went(monkeypatch):
 
 
 def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
-    """Step n + 1 is handed over while step n runs: its execution counts from the end of n.
-
-    The model takes 10, and all else 1.
+    """Step n + 1 is submitted while step n runs, so its execution is counted from the end of n. The
+    model takes 10, everything else 1.
     """
     core, clock = make_core(async_scheduling=True), Clock()
     for module in (observation, engine_core, output_rows):
@@ -239,7 +238,7 @@ def test_the_ring_is_bounded():
     assert len(steps) == MAX_STEPS and steps[-1][0] == MAX_STEPS + 49
 
 
-def test_requests_wherever_they_are():
+def test_requests_in_every_state():
     core = make_core(max_num_seqs=1)
     check_ = core.executor.grammar_checks["slow"] = Future()
     core.add_request(make_request("first", max_tokens=50, priority=3))
@@ -282,8 +281,8 @@ def test_requests_wherever_they_are():
     assert core.observe()["requests"] == []
 
 
-def test_a_map_is_as_large_as_what_was_taken():
-    """A large cache with few blocks in use: each of them is one letter."""
+def test_a_map_is_as_large_as_the_blocks_in_use():
+    """In a large cache with few blocks in use, each of them is one letter."""
     pool = BlockPool(65_000)
     assert map_blocks(pool, 100)["blocks"] == "-"
     pool.free_blocks(pool.get_new_blocks(99)[50:])
@@ -303,10 +302,10 @@ def test_a_map_with_several_blocks_to_a_cell():
     maps = {max_cells: map_blocks(pool, max_cells) for max_cells in (11, 10, 6, 5, 3, 2, 1)}
     counts = [seen["block_counts"] for seen in maps.values()]
     assert counts == [{"free": 2, "cached": 5, "used": 2, "shared": 1}] * len(maps)
-    told = {
+    received = {
         max_cells: (seen["blocks"], seen["blocks_per_cell"]) for max_cells, seen in maps.items()
     }
-    assert told == {
+    assert received == {
         11: ("-usuccccc..", 1),
         10: ("usccc.", 2),
         6: ("usccc.", 2),

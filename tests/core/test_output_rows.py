@@ -1,4 +1,4 @@
-"""Rows by client become one message each, once."""
+"""Rows are grouped by client into one message each, and sent once."""
 
 import struct
 
@@ -46,7 +46,7 @@ def test_rows_are_handed_over_once():
     assert rows.take(None) is None
 
 
-def test_a_dropped_client_is_owed_nothing():
+def test_a_dropped_client_gets_no_rows():
     rows = OutputRows()
     rows.of(0).add("a", 0, [1])
     rows.of(1).add("b", 0, [1])
@@ -91,8 +91,9 @@ def test_prompt_logprobs_belong_to_the_last_row():
 
 
 def paced(num_rows: int, rows_per_s: int = 1000, step_s: float = 0.009):
-    """(the rows of client 0, which has a pace, and a function): a step in which `num_rows` requests
-    get a token each. What it gave as {request id: (first index, tokens)}, or None.
+    """Return (the rows of client 0, which has a pace, and a function). The function runs a step in
+    which `num_rows` requests get a token each and returns what was sent as {request id: (first
+    index, tokens)}, or None.
     """
     rows = OutputRows()
     rows.pace(0, rows_per_s)
@@ -114,25 +115,25 @@ def paced(num_rows: int, rows_per_s: int = 1000, step_s: float = 0.009):
 def by_request(taken) -> dict[str, tuple[int, list[int]]] | None:
     if taken is None:
         return None
-    message, told, end = taken[0], {}, 0
+    message, received, end = taken[0], {}, 0
     for request_id, first_index, num_tokens in zip(
         message.request_ids, message.first_indices, message.num_tokens, strict=True
     ):
         start, end = end, end + num_tokens
-        told[request_id] = (first_index, message.token_ids[start:end])
-    return told
+        received[request_id] = (first_index, message.token_ids[start:end])
+    return received
 
 
-def test_many_rows_leave_together_after_several_steps():
-    rows, step = paced(20)  # 20 rows, 1000 in a second: every 20 ms
-    first, *others = [step() for _ in range(7)]  # of 9 ms
+def test_many_rows_are_sent_together_after_several_steps():
+    rows, step = paced(20)  # 20 rows at 1000 per second: every 20 ms
+    first, *others = [step() for _ in range(7)]  # steps of 9 ms
     assert first == {f"r{i}": (0, [i]) for i in range(20)}
     assert others[:2] == [None, None] and others[3:5] == [None, None]
     assert others[2] == {f"r{i}": (1, [100 + i, 200 + i, 300 + i]) for i in range(20)}
     assert others[5]["r7"] == (4, [407, 507, 607]) and not rows
 
 
-def test_each_token_knows_its_step():
+def test_each_token_has_its_step():
     rows, step = paced(2, rows_per_s=100)
     step(), step()
     rows.of(0).add("late", 0, [7])
@@ -142,7 +143,7 @@ def test_each_token_knows_its_step():
     assert message.token_steps == [0, 0, 1] and message.timestamp == 0.5
 
 
-def test_an_end_leaves_at_once_with_what_was_held():
+def test_a_finish_sends_deferred_rows_at_once():
     rows, step = paced(20)
     step(), step()
     assert step(end="r3") == {"r3": (1, [103, 203])}
@@ -150,7 +151,7 @@ def test_an_end_leaves_at_once_with_what_was_held():
     assert rows.take(None) is None
 
 
-def test_a_first_token_and_its_account_leave_at_once():
+def test_a_first_token_and_its_timings_are_sent_at_once():
     rows, step = paced(20)
     step()
     for i in range(20):
@@ -186,14 +187,14 @@ def test_log_probabilities_of_several_steps_become_one_array():
 @pytest.mark.parametrize(
     "num_rows, rows_per_s", [(20, 0), (4, 1000)], ids=["by default", "few rows"]
 )
-def test_each_step_at_once(num_rows, rows_per_s):
+def test_each_step_is_sent_at_once_without_a_pace(num_rows, rows_per_s):
     rows, step = paced(num_rows, rows_per_s)
     assert all(len(step()) == num_rows for _ in range(5)) and not rows
 
 
-def test_nobody_waits_longer_than_50_ms():
+def test_no_row_is_deferred_longer_than_50_ms():
     rows, step = paced(500, rows_per_s=1, step_s=0.026)
-    assert [told is not None for told in (step() for _ in range(5))] == [
+    assert [received is not None for received in (step() for _ in range(5))] == [
         True,
         False,
         True,
@@ -202,7 +203,7 @@ def test_nobody_waits_longer_than_50_ms():
     ]
 
 
-def test_others_keep_their_own_pace_and_the_dead_have_none():
+def test_clients_have_separate_paces_and_dropped_clients_have_none():
     rows, step = paced(1, rows_per_s=1)
     step()
     rows.of(1).add("other", 0, [1])

@@ -1,5 +1,5 @@
-"""Overlapped stepping: the next step is handed over before the one that runs is waited for, and
-nothing but time tells the difference.
+"""Overlapped stepping: the next step is submitted before the running one is awaited. Outputs do not
+change.
 """
 
 from concurrent.futures import Future
@@ -13,9 +13,8 @@ from quire.tests.fakes import FakeExecutor, expected_output, make_config
 
 
 class LateExecutor(FakeExecutor):
-    """Runs a step when its result is asked for: whoever schedules without it cannot have peeked.
-
-    Writes down what happens when.
+    """Runs a step when its result is read, so the scheduler cannot use the result earlier. Records
+    the order of events.
     """
 
     def __init__(self, config):
@@ -51,7 +50,7 @@ def request(
     return EngineCoreRequest(request_id, list(range(1, num_prompt + 1)), params, **fields)
 
 
-def test_the_next_step_is_handed_over_before_the_last_is_waited_for():
+def test_the_next_step_is_submitted_before_the_last_is_awaited():
     core = make_late_core()
     core.add_request(request(max_tokens=4))
     answers = run(core)[0]
@@ -80,7 +79,7 @@ def test_a_stop_is_seen_one_step_late_and_its_extra_row_is_ignored():
     core.add_request(request(max_tokens=10, eos_token_ids=[13]))
     answers = run(core)[0]
     assert answers["r"].reason is FinishReason.STOP and len(answers["r"].tokens) == 2
-    assert len(core.executor.steps) == 3  # the third was on its way already
+    assert len(core.executor.steps) == 3  # the third was already submitted
     assert_nothing_left(core)
 
 
@@ -114,7 +113,7 @@ def test_an_abort_between_two_steps():
     assert_nothing_left(core)
 
 
-def test_a_slot_is_not_given_away_while_its_last_row_runs():
+def test_a_slot_is_not_reused_while_its_last_row_runs():
     core = make_late_core(max_num_seqs=1)
     for i in range(4):
         core.executor.tokens[str(i), i] = 13
@@ -124,7 +123,7 @@ def test_a_slot_is_not_given_away_while_its_last_row_runs():
     assert_nothing_left(core)
 
 
-def test_what_works_on_the_executor_waits_for_the_step_in_flight():
+def test_calls_of_the_executor_wait_for_the_step_in_flight():
     core = make_late_core()
     core.add_request(request(max_tokens=20))
     step(core)
@@ -144,7 +143,7 @@ def test_lookahead_is_trimmed_at_the_stop(num_scheduler_steps):
     assert_nothing_left(core)
 
 
-def test_lookahead_takes_as_many_steps_fewer():
+def test_lookahead_needs_proportionally_fewer_steps():
     core = make_core(num_scheduler_steps=5)
     core.add_request(request(max_tokens=13))
     answers = run(core)[0]

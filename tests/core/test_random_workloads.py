@@ -1,5 +1,5 @@
 """Random workloads through the engine core: no setting changes an output, integrity holds after
-every step, nothing is left.
+every step, nothing is leaked.
 """
 
 import random
@@ -27,8 +27,8 @@ class Job:
 def random_jobs(
     seed: int, num_jobs: int, max_prompt: int = 200, max_output: int = 40, families: bool = True
 ) -> list[Job]:
-    """Lengths, priorities, seeds, stops, n and aborts at random; half of the prompts begin as an
-    earlier one does.
+    """Make jobs with random lengths, priorities, seeds, stops, n and aborts. Half of the prompts
+    begin like an earlier one.
     """
     rng, jobs = random.Random(seed), []
     for i in range(num_jobs):
@@ -59,8 +59,8 @@ def random_jobs(
 
 
 def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, Answer]:
-    """Feeds the jobs in by their steps until all are answered; integrity is checked after every
-    step.
+    """Add the jobs at their steps and run until all are answered. Check integrity after
+    every step.
     """
     answers: dict[int, dict[str, Answer]] = {}
     owners = {
@@ -85,13 +85,13 @@ def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, A
 
 
 def _to_abort(job: Job) -> str:
-    """All of a request with n > 1, or one of its children."""
+    """Return the ids to abort: a whole request with n > 1, or one of its children."""
     last_child = split(job.request)[-1].request_id
     return last_child if job.abort_at_step % 2 else job.request.request_id
 
 
 def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Answer]) -> None:
-    """Each answer is the oracle's; an aborted one is a beginning of it."""
+    """Compare with the oracle. An aborted answer is a prefix of the oracle's."""
     children = [(job, request) for job in jobs for request in split(job.request)]
     assert answers.keys() == {request.request_id for _, request in children}
     for job, request in children:
@@ -116,7 +116,7 @@ SETTINGS = st.fixed_dictionaries(
         "enable_prefix_caching": st.booleans(),
         "long_prefill_token_threshold": st.sampled_from([0, 0, 5, 37]),
         "preemption_mode": st.sampled_from(["auto", "recompute", "swap"]),
-        # of the fake executor: room for everybody, or for 20 blocks
+        # of the fake executor: room for all requests, or for 20 blocks
         "swap_space": st.sampled_from([4.0, 0.02]),
         "num_scheduler_steps": st.sampled_from([0, 0, 1, 2, 7]),
         "burst_weights_bytes": st.sampled_from([0, 10**5, 2 * 10**7]),
@@ -132,7 +132,7 @@ SETTINGS = st.fixed_dictionaries(
     arguments=SETTINGS,
     rows_per_s=st.sampled_from([0, 100]),
 )
-def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, arguments, rows_per_s):
+def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, rows_per_s):
     core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
     core.pace_outputs(rows_per_s)
     assert_as_expected(core, jobs, drive(core, jobs))
@@ -145,7 +145,7 @@ def test_no_setting_changes_an_output_and_nothing_is_left(seed, num_jobs, argume
     num_blocks=st.sampled_from([17, 30, 1000]),
     policy=st.sampled_from(["fcfs", "priority"]),
 )
-def test_whole_prompts_give_the_same(seed, num_blocks, policy):
+def test_whole_prompts_give_the_same_outputs(seed, num_blocks, policy):
     core = make_core(
         enable_chunked_prefill=False,
         max_num_batched_tokens=256,
@@ -190,10 +190,11 @@ def test_two_hundred_requests(arguments):
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)
     if arguments.get("num_gpu_blocks_override", 2000) < 100:
-        assert core.get_metrics()["num_preemptions"] > 20  # else few blocks would show nothing
+        # with more blocks nothing would be preempted
+        assert core.get_metrics()["num_preemptions"] > 20
 
 
-def test_a_warm_cache_gives_the_same():
+def test_a_warm_cache_gives_the_same_outputs():
     core, jobs = make_core(num_gpu_blocks_override=1000), random_jobs(seed=3, num_jobs=60)
     cold = drive(core, jobs, aborts=False)
     warm = drive(core, jobs, aborts=False)
@@ -206,7 +207,7 @@ def test_a_warm_cache_gives_the_same():
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), cut=st.integers(1, 60))
-def test_a_second_engine_continues_where_the_first_one_died(seed, cut):
+def test_a_second_engine_continues_after_the_first_one_died(seed, cut):
     jobs = [Job(job.request, 0, 0, None) for job in random_jobs(seed, 12, families=False)]
     first, answers = make_core(max_num_batched_tokens=64), {}
     for job in jobs:
@@ -217,7 +218,7 @@ def test_a_second_engine_continues_where_the_first_one_died(seed, cut):
     second = make_core(num_gpu_blocks_override=20)
     for job in jobs:
         answer = answers.setdefault(job.request.request_id, Answer())
-        answer.num_cached_tokens = None  # the second engine reports its own
+        answer.num_cached_tokens = None  # the second engine reports only its own tokens
         if answer.reason is None:
             old = job.request
             second.add_request(

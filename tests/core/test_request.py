@@ -39,22 +39,20 @@ def test_a_request_owns_its_tokens():
 
 
 @pytest.mark.parametrize(("token_id", "stop_reason"), [(7, None), (8, 8), (5, 5), (9, 9)])
-def test_the_models_own_end_token_has_no_stop_reason_the_others_are_their_own(
-    token_id, stop_reason
-):
+def test_the_models_end_token_has_no_stop_reason_but_stop_tokens_do(token_id, stop_reason):
     request = make_request(eos_token_ids=[7, 8, 9], stop_token_ids=[5, 7, 8])
     assert request.append_output_token(1) is None
     assert request.append_output_token(token_id) is FinishReason.STOP
     assert request.stop_reason == stop_reason
 
 
-def test_min_tokens_hold_back_the_stop_tokens():
+def test_min_tokens_delays_the_stop_tokens():
     request = make_request(eos_token_ids=[7], stop_token_ids=[5], min_tokens=3)
     assert [request.append_output_token(t) for t in (7, 5, 1)] == [None, None, None]
     assert request.append_output_token(7) is FinishReason.STOP
 
 
-def test_min_tokens_are_reached_by_the_token_that_stops():
+def test_min_tokens_counts_the_token_that_stops():
     request = make_request(eos_token_ids=[7], min_tokens=2)
     assert [request.append_output_token(t) for t in (7, 7)] == [None, FinishReason.STOP]
 
@@ -97,7 +95,7 @@ def test_every_reason_has_its_status(reason, status):
     assert request.is_finished and request.status is status
 
 
-def test_hashes_grow_with_the_tokens_and_do_not_depend_on_how():
+def test_hashes_depend_on_the_tokens_and_not_on_how_they_are_added():
     whole = make_request(prompt=range(1, 41))
     grown = make_request(prompt=range(1, 18))
     assert len(grown.extend_block_hashes(16)) == 1

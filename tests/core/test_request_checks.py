@@ -1,4 +1,6 @@
-"""A configuration or a request that the engine could not serve is refused by name."""
+"""A configuration or request that the engine cannot serve raises an error that names the
+parameter.
+"""
 
 import pytest
 from quire.core.engine_core import EngineCore
@@ -53,7 +55,7 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("parameter", "bad"), REFUSED, ids=[f"{name}-{i}" for i, (name, _) in enumerate(REFUSED)]
 )
-def test_a_bad_request_is_refused_by_name_and_its_neighbour_is_not_harmed(parameter, bad):
+def test_a_bad_request_fails_alone_and_names_the_parameter(parameter, bad):
     core = make_core()
     core.add_request(make_request("good"), client_index=1)
     core.add_request(bad, client_index=2)
@@ -88,7 +90,7 @@ def test_more_logprobs_than_tokens_are_refused():
         ),
     ],
 )
-def test_what_could_wait_for_ever_does_not_start(parameter, arguments):
+def test_a_configuration_that_could_deadlock_is_refused(parameter, arguments):
     config = make_config(**arguments)
     with pytest.raises(InvalidParameterError) as error:
         EngineCore(config, FakeExecutor(config))

@@ -1,5 +1,5 @@
-"""When a request was queued, begun and given its tokens, how often it was preempted: what its
-client hears, whatever ends it.
+"""Timings of a request: when it was queued, started and got its tokens, and how often it was
+preempted. The client receives them however the request ends.
 """
 
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ from quire.tests.core.engine_loop import make_core, step
 
 
 class Clock:
-    """time.monotonic for the whole core: it goes on by a second whenever the test says so."""
+    """time.monotonic for the whole core. It advances by a second when the test says so."""
 
     now = 100.0
 
@@ -48,7 +48,7 @@ def make_request(request_id="r", max_tokens=3, prompt=(1, 2, 3), **fields) -> En
 
 
 def tick(core, clock) -> dict[str, RequestTiming]:
-    """One step, a second after the last; the timings it gave, by request."""
+    """Run one step, a second after the last. Return its timings by request."""
     clock.now += 1.0
     outputs = step(core).get(0)
     return (
@@ -56,7 +56,7 @@ def tick(core, clock) -> dict[str, RequestTiming]:
     )
 
 
-def test_the_first_token_and_the_last_row_tell_the_times(clock):
+def test_the_first_token_and_the_last_row_carry_the_times(clock):
     core = make_core()
     core.add_request(make_request())
     chunks = [(0, 101.0, 101.0, 3)]
@@ -69,7 +69,7 @@ def test_the_first_token_and_the_last_row_tell_the_times(clock):
     }
 
 
-def test_one_token_is_told_once(clock):
+def test_a_single_token_is_reported_once(clock):
     core = make_core()
     core.add_request(make_request(max_tokens=1))
     clock.now += 5.0
@@ -91,7 +91,7 @@ def test_a_request_that_never_ran_has_no_later_times(clock):
     assert tick(core, clock)["waits"] == RequestTiming(0, 100.0)
 
 
-def test_an_aborted_and_a_failed_request_end_where_they_end(clock):
+def test_an_aborted_and_a_failed_request_have_an_end_time(clock):
     core = make_core()
     core.executor.errors["bad", 1] = "scripted"
     core.add_request(make_request("bad"))
@@ -109,15 +109,15 @@ def test_an_aborted_and_a_failed_request_end_where_they_end(clock):
     )
 
 
-def test_preemptions_are_told_when_the_request_is_back(clock):
+def test_preemptions_are_reported_when_the_request_is_back(clock):
     core = make_core()
     core.add_request(make_request(max_tokens=6, prompt=range(1, 41)))
     tick(core, clock)
     tick(core, clock)
     core.scheduler.preempt_all()
-    core.scheduler.preempt_all()  # nobody runs
+    core.scheduler.preempt_all()  # no request runs
     first = tick(core, clock)["r"]
-    # 40 prompt tokens and one output token were computed; the first two blocks are found in the
+    # 40 prompt tokens and one output token were computed. The first two blocks are found in the
     # cache again.
     assert (first.num_preemptions, first.num_recomputed_tokens, first.preemption_times) == (
         1,
@@ -133,7 +133,7 @@ def test_preemptions_are_told_when_the_request_is_back(clock):
     assert core.get_metrics()["num_recomputed_tokens"] == last.num_recomputed_tokens
 
 
-def test_the_moments_of_many_preemptions_are_bounded(clock):
+def test_preemption_times_are_bounded(clock):
     core = make_core()
     core.add_request(make_request(max_tokens=100))
     for _ in range(100):
@@ -145,7 +145,7 @@ def test_the_moments_of_many_preemptions_are_bounded(clock):
     )
 
 
-def test_resumed_tokens_are_not_its_first(clock):
+def test_resumed_tokens_are_not_first_tokens(clock):
     core = make_core()
     core.add_request(make_request(max_tokens=4, resume_tokens=[5, 6]))
     assert tick(core, clock)["r"].first_token_time == 101.0
@@ -154,7 +154,7 @@ def test_resumed_tokens_are_not_its_first(clock):
 @pytest.mark.parametrize(
     "reason", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT, FinishReason.ERROR]
 )
-def test_ends_are_counted_by_reason(reason):
+def test_finished_requests_are_counted_by_reason(reason):
     core = make_core()
     core.executor.tokens["r", 0] = 7
     if reason is FinishReason.ERROR:
@@ -188,7 +188,7 @@ def test_refused_and_orphaned_requests_are_counted():
     ) == (1, 2, 2)
 
 
-def test_the_check_of_its_grammar_is_part_of_a_requests_queue(clock):
+def test_the_grammar_check_counts_as_queue_time(clock):
     core = make_core()
     check = core.executor.grammar_checks["slow"] = Future()
     params = SamplingParams(
@@ -218,7 +218,7 @@ def last_timing(core, clock, request_id: str = "r") -> RequestTiming:
 @pytest.mark.parametrize(
     "arguments", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 3}], ids=str
 )
-def test_each_chunk_of_a_prompt_is_told(clock, arguments):
+def test_each_chunk_of_a_prompt_is_reported(clock, arguments):
     core = make_core(max_num_batched_tokens=16, **arguments)
     core.add_request(make_request(prompt=range(40)))
     chunks = last_timing(core, clock).prefill_chunks
@@ -227,7 +227,7 @@ def test_each_chunk_of_a_prompt_is_told(clock, arguments):
     assert moments == sorted(moments) and moments[0] >= 101.0
 
 
-def test_what_the_cache_holds_is_no_chunk(clock):
+def test_cached_tokens_are_not_a_chunk(clock):
     core = make_core()
     core.add_request(make_request("first", prompt=range(40)))
     last_timing(core, clock, "first")
@@ -235,7 +235,7 @@ def test_what_the_cache_holds_is_no_chunk(clock):
     assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [8]
 
 
-def test_what_is_computed_anew_is_a_chunk(clock):
+def test_recomputation_is_a_chunk(clock):
     core = make_core(enable_prefix_caching=False)
     core.add_request(make_request(max_tokens=6, prompt=range(40)))
     tick(core, clock)
@@ -244,16 +244,16 @@ def test_what_is_computed_anew_is_a_chunk(clock):
     assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [40, 42]
 
 
-def test_output_alone_that_is_computed_anew_is_a_chunk(clock):
+def test_recomputation_of_output_alone_is_a_chunk(clock):
     core = make_core()
     core.add_request(make_request(max_tokens=40, prompt=range(32)))
     for _ in range(20):
         tick(core, clock)
-    core.scheduler.preempt_all()  # 52 tokens, of which 48 are found again
+    core.scheduler.preempt_all()  # 52 tokens, of which 48 are cache hits
     assert [num_tokens for *_, num_tokens in last_timing(core, clock).prefill_chunks] == [32, 4]
 
 
-def test_what_comes_back_from_host_memory_is_no_chunk(clock):
+def test_tokens_restored_from_host_memory_are_not_a_chunk(clock):
     core = make_core(
         num_gpu_blocks_override=17, preemption_mode="swap", enable_prefix_caching=False
     )
@@ -265,7 +265,7 @@ def test_what_comes_back_from_host_memory_is_no_chunk(clock):
     ] == [20]
 
 
-def test_siblings_tell_their_own_chunks(clock):
+def test_siblings_report_their_own_chunks(clock):
     core = make_core()
     core.add_request(
         EngineCoreRequest(
@@ -278,7 +278,8 @@ def test_siblings_tell_their_own_chunks(clock):
             request_id: timing.prefill_chunks for request_id, timing in tick(core, clock).items()
         }
     assert {
-        request_id: [num_tokens for *_, num_tokens in told] for request_id, told in chunks.items()
+        request_id: [num_tokens for *_, num_tokens in received]
+        for request_id, received in chunks.items()
     } == {"0_r": [40], "1_r": [1]}
 
 

@@ -1,4 +1,4 @@
-"""Sleep, new weights, calls of the workers: outputs are those of an engine left alone."""
+"""Sleep, new weights and worker calls: outputs equal those of an undisturbed engine."""
 
 import pytest
 from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
@@ -18,8 +18,8 @@ from quire.tests.fakes import weights_digest
 @every_form
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
-    core, requests, told = started(**form)
-    call(core, "sleep", level, told=told)
+    core, requests, received = started(**form)
+    call(core, "sleep", level, received=received)
     assert (
         core.executor.kv_cache == []
         and core.executor.asleep == {1: {"kv_cache"}, 2: {"kv_cache", "weights"}}[level]
@@ -33,16 +33,16 @@ def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
         and state["kv_cache_usage"] == 0.0
     )
     assert call(core, "is_sleeping") and not call(core, "is_paused") and not core.has_work()
-    call(core, "sleep", level)  # again: nothing happens
+    call(core, "sleep", level)  # a second time: nothing happens
     call(core, "wake_up")
     assert not call(core, "is_sleeping")
-    assert_finished(core, [*requests, late], told)
+    assert_finished(core, [*requests, late], received)
 
 
 @every_form
-def test_sleep_deeper_and_wake_in_two_parts(form):
-    core, requests, told = started(**form)
-    call(core, "sleep", 1, told=told)
+def test_deep_sleep_and_wake_up_in_two_parts(form):
+    core, requests, received = started(**form)
+    call(core, "sleep", 1, received=received)
     call(core, "sleep", 2)
     assert core.executor.asleep == {"kv_cache", "weights"}
     with pytest.raises(InvalidParameterError, match="tags: the weights are asleep"):
@@ -55,11 +55,11 @@ def test_sleep_deeper_and_wake_in_two_parts(form):
     )
     call(core, "wake_up", ["kv_cache"])
     call(core, "wake_up", ["kv_cache"])
-    assert_finished(core, requests, told)
+    assert_finished(core, requests, received)
 
 
-def test_a_wake_up_that_fails_can_be_tried_again(monkeypatch):
-    core, requests, told = started()
+def test_a_failed_wake_up_can_be_retried(monkeypatch):
+    core, requests, received = started()
     call(core, "sleep", 2)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -71,20 +71,20 @@ def test_a_wake_up_that_fails_can_be_tried_again(monkeypatch):
             call(core, "wake_up")
         assert core.scheduler_state()["asleep"] == ["kv_cache", "weights"] and not core.has_work()
     call(core, "wake_up")
-    assert_finished(core, requests, told)
+    assert_finished(core, requests, received)
 
 
 @every_form
 def test_sleep_inside_a_pause_needs_both_to_end(form):
-    core, requests, told = started(**form)
-    call(core, "pause", "keep", told=told)
+    core, requests, received = started(**form)
+    call(core, "pause", "keep", received=received)
     call(core, "sleep")
     call(core, "resume")
     assert not core.has_work()
     with pytest.raises(EnginePausedError, match="asleep"):
         call(core, "pause", "wait")
     call(core, "wake_up")
-    assert_finished(core, requests, told)
+    assert_finished(core, requests, received)
 
 
 @pytest.mark.parametrize("level", [0, 3, True, "1", None])
@@ -104,24 +104,24 @@ def test_unknown_tags_are_refused(tags):
 
 
 @every_form
-def test_the_prefix_cache_can_be_reset_under_running_requests(form):
-    core, requests, told = started(**form)
+def test_the_prefix_cache_can_be_reset_while_requests_run(form):
+    core, requests, received = started(**form)
     assert call(core, "reset_prefix_cache") is False
     assert call(core, "reset_prefix_cache", True) is True
     assert (
         core.scheduler_state()["num_cached_blocks"] == 0
         and core.get_metrics()["num_preemptions"] > 0
     )
-    assert_finished(core, requests, told)
+    assert_finished(core, requests, received)
     with pytest.raises(InvalidParameterError, match="reset_running: must be True or False"):
         call(core, "reset_prefix_cache", 1)
 
 
-def test_new_weights_take_over_for_what_is_left():
-    core, requests, told = started()
-    before = {request.request_id: list(told[request.request_id].tokens) for request in requests}
+def test_new_weights_apply_to_the_remaining_tokens():
+    core, requests, received = started()
+    before = {request.request_id: list(received[request.request_id].tokens) for request in requests}
     call(core, "load_weights", "/models/new")
-    answers = run(core, {0: told})[0]
+    answers = run(core, {0: received})[0]
     for request in requests:
         tokens, had = answers[request.request_id].tokens, before[request.request_id]
         rest = make_request(prompt=request.prompt_token_ids + had, max_tokens=8 - len(had))
@@ -133,11 +133,11 @@ def test_new_weights_take_over_for_what_is_left():
 
 
 def test_weights_that_cannot_be_loaded_change_nothing():
-    core, requests, told = started()
+    core, requests, received = started()
     with pytest.raises(ModelLoadError, match="/models/missing"):
         call(core, "load_weights", "/models/missing")
     assert core.get_metrics()["num_preemptions"] == 0
-    assert_finished(core, requests, told)
+    assert_finished(core, requests, received)
     for path in (None, "", 5):
         with pytest.raises(InvalidParameterError, match="path: must be the name of a directory"):
             call(core, "load_weights", path)
@@ -169,7 +169,7 @@ def test_workers_are_called_by_name():
         call(core, "collective_rpc", "check_health", "abc")
 
 
-def test_whatever_uses_the_executor_drains_the_step_in_flight_first(monkeypatch):
+def test_every_use_of_the_executor_drains_the_step_in_flight_first(monkeypatch):
     for method, *args in (
         ("pause", "keep"),
         ("sleep", 1),

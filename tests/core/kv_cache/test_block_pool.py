@@ -1,5 +1,5 @@
 """The block pool: order of the free list, reference counts, lazy eviction, and an integrity check
-that sees damage.
+that detects corruption.
 """
 
 import random
@@ -49,7 +49,7 @@ def test_free_queue_agrees_with_a_list():
         assert list(queue) == model and queue.num_free_blocks == len(model)
 
 
-def test_block_zero_is_never_given_and_blocks_come_in_order():
+def test_block_zero_is_never_allocated_and_blocks_come_in_order():
     pool = BlockPool(5)
     assert ids(pool.get_new_blocks(4)) == [1, 2, 3, 4]
     with pytest.raises(ValueError, match="1 blocks wanted, 0 are free"):
@@ -58,7 +58,7 @@ def test_block_zero_is_never_given_and_blocks_come_in_order():
         BlockPool(1)
 
 
-def test_blocks_that_nobody_has_had_take_no_memory():
+def test_unused_blocks_take_no_memory():
     pool = BlockPool(10**12)
     assert pool.num_free_blocks == 10**12 - 1 and ids(pool.get_new_blocks(3)) == [1, 2, 3]
     pool.free_blocks([pool.blocks[2]])
@@ -66,9 +66,9 @@ def test_blocks_that_nobody_has_had_take_no_memory():
     assert pool.num_used_blocks == 4 and len(pool.blocks) == 5
 
 
-def test_what_cannot_be_found_again_is_reused_first_and_a_tail_before_its_head():
+def test_uncached_blocks_are_reused_first_and_a_tail_before_its_head():
     pool = BlockPool(8)
-    blocks = pool.get_new_blocks(5)  # 1 … 5; 6, 7 stay free
+    blocks = pool.get_new_blocks(5)  # 1 … 5; 6 and 7 stay free
     for block in blocks[:3]:
         pool.cache(block, b"hash %d" % block.block_id)
     pool.free_blocks(reversed(blocks))
@@ -76,7 +76,7 @@ def test_what_cannot_be_found_again_is_reused_first_and_a_tail_before_its_head()
     pool.check_integrity()
 
 
-def test_a_freed_block_is_found_until_its_space_is_needed():
+def test_a_freed_block_can_be_found_until_it_is_evicted():
     pool = BlockPool(4)
     (block,) = pool.get_new_blocks(1)
     pool.cache(block, b"h")
@@ -88,14 +88,14 @@ def test_a_freed_block_is_found_until_its_space_is_needed():
     assert pool.get_cached_block(b"h") is None and block.block_hash is None
 
 
-def test_touch_takes_a_free_block_out_of_the_list_and_counts_holders():
+def test_touch_removes_a_free_block_from_the_list_and_counts_references():
     pool = BlockPool(4)
     (block,) = pool.get_new_blocks(1)
     pool.cache(block, b"h")
     pool.touch([block])
     assert block.ref_cnt == 2
     pool.free_blocks([block])
-    assert pool.num_free_blocks == 2  # one holder is left
+    assert pool.num_free_blocks == 2  # one reference is left
     pool.free_blocks([block])
     assert pool.num_free_blocks == 3
     pool.touch([block])
@@ -103,18 +103,18 @@ def test_touch_takes_a_free_block_out_of_the_list_and_counts_holders():
     pool.check_integrity()
 
 
-def test_a_twin_stays_anonymous():
+def test_a_duplicate_block_is_not_cached():
     pool = BlockPool(4)
-    first, twin = pool.get_new_blocks(2)
+    first, duplicate = pool.get_new_blocks(2)
     pool.cache(first, b"same")
-    pool.cache(twin, b"same")
-    assert pool.get_cached_block(b"same") is first and twin.block_hash is None
+    pool.cache(duplicate, b"same")
+    assert pool.get_cached_block(b"same") is first and duplicate.block_hash is None
     pool.free_blocks([first])
-    pool.free_blocks([twin])
+    pool.free_blocks([duplicate])
     assert list(pool.free_block_ids()) == [2, 3, 1]
 
 
-def test_reset_only_when_nobody_holds_a_block():
+def test_reset_only_if_no_block_is_in_use():
     pool = BlockPool(4)
     blocks = pool.get_new_blocks(2)
     pool.cache(blocks[0], b"h")
@@ -170,7 +170,7 @@ def _give_the_null_block(pool, held):
         _give_the_null_block,
     ],
 )
-def test_integrity_check_sees_damage(damage):
+def test_integrity_check_detects_corruption(damage):
     pool = BlockPool(6)
     held = pool.get_new_blocks(2)[0]
     pool.cache(held, b"h")

@@ -1,5 +1,5 @@
-"""Blocks of requests: the numbers of the field's reference, hits, eviction, failure, and an
-integrity check that sees damage.
+"""Blocks of requests: figures of vLLM's documentation, hits, eviction, failure, and an integrity
+check that detects corruption.
 """
 
 import pytest
@@ -22,8 +22,8 @@ def make_request(request_id: str, prompt: list[int], cache_salt: str | None = No
 def admit(
     manager: KVCacheManager, request: Request, num_tokens: int | None = None
 ) -> tuple[int, list[int] | None]:
-    """Looks for hits, allocates and computes up to num_tokens (default: all); returns (tokens hit,
-    block ids).
+    """Look up hits, allocate and compute up to num_tokens (default: all). Return (tokens hit, block
+    ids).
     """
     blocks = manager.get_computed_blocks(request)
     num_hit = len(blocks) * manager.block_size
@@ -39,7 +39,7 @@ def free_order(manager: KVCacheManager) -> list[int]:
     return list(manager.block_pool.free_block_ids())
 
 
-def test_numbers_of_the_reference():
+def test_figures_of_the_reference():
     manager = KVCacheManager(num_blocks=11, block_size=16)
     common = [token for token in range(3) for _ in range(16)]  # 48 tokens
     first, second = make_request("0", common + [3] * 7), make_request("1", common + [4] * 5)
@@ -70,7 +70,7 @@ def test_a_fully_cached_prompt_recomputes_its_last_block(num_tokens, num_hit):
     assert (
         manager.get_block_ids("1")[: num_hit // 16] == manager.get_block_ids("0")[: num_hit // 16]
     )
-    # append-only: no swap for the twin
+    # append-only: the duplicate block is not replaced
     assert not set(manager.get_block_ids("1")[num_hit // 16 :]) & set(manager.get_block_ids("0"))
 
 
@@ -85,11 +85,11 @@ def test_the_table_grows_by_whole_blocks_and_only_when_needed():
     assert manager.allocate_slots(request, 1) == [3]
 
 
-def test_a_refusal_changes_nothing():
+def test_a_failed_allocation_changes_nothing():
     manager = KVCacheManager(5, 16)
     first = make_request("0", list(range(33)))
     assert admit(manager, first) == (0, [1, 2, 3])
-    # hits 32 tokens, needs two more blocks; one is free
+    # hits 32 tokens and needs two more blocks, but only one is free
     second = make_request("1", list(range(32)) + [99] * 17)
     before = free_order(manager)
     assert admit(manager, second) == (32, None)
@@ -104,8 +104,8 @@ def test_a_hit_on_a_free_block_uses_up_a_free_block():
     manager.free(first)
     assert manager.num_free_blocks == 4
     held = make_request("held", [7] * 16)
-    admit(manager, held)  # three blocks are left, all of them cached ones
-    # 3 hits, 2 new: five blocks where three are
+    admit(manager, held)  # three blocks are left, all of them cached
+    # 3 hits and 2 new ones: five blocks, but there are three
     again = make_request("1", list(range(48)) + [5] * 32)
     assert admit(manager, again) == (48, None)
     manager.check_integrity([held])
@@ -130,7 +130,7 @@ def test_blocks_are_cached_when_computed_not_when_allocated():
     assert len(manager.get_computed_blocks(make_request("1", list(range(64))))) == 2
 
 
-def test_output_tokens_are_cached_too():
+def test_output_tokens_are_cached():
     manager = KVCacheManager(11, 16)
     request = make_request("0", list(range(10)))
     admit(manager, request)
@@ -151,7 +151,7 @@ def test_salts_do_not_share():
     assert admit(manager, make_request("3", [1] * 17, cache_salt="a"))[0] == 16
 
 
-def test_without_caching_nothing_is_found():
+def test_without_caching_there_are_no_hits():
     manager = KVCacheManager(11, 16, enable_caching=False)
     request = make_request("0", [1] * 33)
     admit(manager, request)
@@ -159,7 +159,7 @@ def test_without_caching_nothing_is_found():
     assert manager.block_pool.num_cached_blocks == 0 and request.block_hashes == []
 
 
-def test_what_a_failed_request_computed_is_not_found_again():
+def test_blocks_of_a_failed_request_are_not_found_again():
     manager = KVCacheManager(11, 16)
     good, bad = make_request("0", [1] * 40), make_request("1", [2] * 40)
     admit(manager, good)
@@ -192,7 +192,7 @@ def test_usage_and_reset():
     assert manager.get_computed_blocks(make_request("1", [1] * 33)) == []
 
 
-def test_integrity_check_sees_tables_and_counts_that_disagree():
+def test_integrity_check_detects_inconsistent_tables_and_counts():
     manager = KVCacheManager(11, 16)
     request, ghost = make_request("0", [1] * 33), make_request("1", [2] * 5)
     admit(manager, request)

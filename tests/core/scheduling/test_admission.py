@@ -1,4 +1,4 @@
-"""Where a request begins and whether it fits, asked of the two functions alone."""
+"""Where a request starts and whether it fits, tested on the two functions alone."""
 
 from quire.core.forks import Family
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager
@@ -23,7 +23,7 @@ def compute(manager: KVCacheManager, request: Request) -> None:
     manager.cache_blocks(request, request.num_tokens)
 
 
-def test_a_request_begins_behind_what_is_cached():
+def test_a_request_starts_behind_its_cached_tokens():
     manager, first, second = KVCacheManager(20, BLOCK), request("a", 40), request("b", 40)
     assert find_start(manager, second) == Start(0, [])
     compute(manager, first)
@@ -35,7 +35,7 @@ def test_a_request_begins_behind_what_is_cached():
     )
 
 
-def test_a_swapped_request_begins_where_it_was():
+def test_a_swapped_request_starts_where_it_was():
     manager, swapped = KVCacheManager(20, BLOCK, False, 10), request("a", 40)
     compute(manager, swapped)
     manager.swap_out(swapped)
@@ -43,7 +43,7 @@ def test_a_swapped_request_begins_where_it_was():
     assert find_start(manager, swapped) == Start(40, [])
 
 
-def test_a_sibling_waits_for_the_prompt_and_then_begins_at_its_last_token():
+def test_a_sibling_waits_for_the_prompt_and_then_starts_at_its_last_token():
     manager = KVCacheManager(20, BLOCK, enable_caching=False)
     members = [request(str(i), 40, arrival=i) for i in range(3)]
     family = Family("r", members)
@@ -67,12 +67,12 @@ def test_a_sibling_waits_for_the_prompt_and_then_begins_at_its_last_token():
     assert find_start(manager, members[2]) is None
 
 
-def test_room_is_asked_for_the_whole_prompt_and_for_what_others_still_need():
-    manager = KVCacheManager(11, BLOCK)  # ten to give
+def test_admission_needs_blocks_for_the_whole_prompt_and_the_demand_of_others():
+    manager = KVCacheManager(11, BLOCK)  # ten can be allocated
     running, new = request("a", 80), request("b", 96, first=7)
-    manager.allocate_slots(running, 32)  # two of its five
+    manager.allocate_slots(running, 32)  # two of its five blocks
     running.num_computed_tokens = 32
-    # 8 are free, 3 of them spoken for, 6 needed
+    # 8 are free, 3 of them reserved, 6 needed
     assert num_missing_blocks(BLOCK, running) == 3
     assert not has_room(manager, 3, new, Start(0, []))
     assert has_room(manager, 3, request("c", 80), Start(0, []))

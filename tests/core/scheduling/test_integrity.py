@@ -1,4 +1,4 @@
-"""The integrity check sees damage."""
+"""The integrity check detects corruption."""
 
 import pytest
 from quire.tests.core.scheduling.loop import Loop, distinct
@@ -27,7 +27,7 @@ def _list_twice(scheduler):
 @pytest.mark.parametrize(
     "damage", [_lose_a_slot, _forget_a_request, _unsort, _compute_too_much, _list_twice]
 )
-def test_integrity_check_sees_damage(damage):
+def test_integrity_check_detects_corruption(damage):
     loop = Loop()
     loop.add("0", distinct(0, 20))
     loop.add("1", distinct(1, 20))

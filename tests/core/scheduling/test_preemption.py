@@ -1,4 +1,4 @@
-"""Who gives way and how: the policy alone, and the scheduler under pressure."""
+"""Which request is preempted and how: the policy alone, and the scheduler under memory pressure."""
 
 import pytest
 from quire.core.request import Request
@@ -7,7 +7,7 @@ from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
 from quire.ipc.params import SamplingParams
 from quire.tests.core.scheduling.loop import Loop, distinct
 
-# swapping wins from 40 tokens on
+# swapping is cheaper from 40 tokens on
 COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
 
 
@@ -22,24 +22,24 @@ def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int
     ("mode", "short", "long"),
     [("auto", False, True), ("swap", True, True), ("recompute", False, False)],
 )
-def test_each_request_goes_the_way_that_costs_less(mode, short, long):
+def test_each_request_is_preempted_in_the_cheaper_way(mode, short, long):
     policy = PreemptionPolicy(mode, COSTS)
     assert policy.prefers_swap(request("short", 39)) is short
     assert policy.prefers_swap(request("long", 41)) is long
 
 
-def test_the_victim_is_the_one_that_costs_least_to_bring_back():
+def test_the_victim_is_the_cheapest_to_restore():
     policy = PreemptionPolicy("auto", COSTS)
     running = [request(str(i), n, arrival=i) for i, n in enumerate((5, 80, 30, 60, 30))]
-    # of the two shortest the last to come; never the head, short as it is
+    # of the two shortest, the last to arrive; never the head, though it is short
     assert policy.choose_victim(running, 1) == 4
     assert policy.choose_victim(running[:4], 1) == 2
-    assert policy.choose_victim(running[:4], 3) == 3  # those before have a row in this step
+    assert policy.choose_victim(running[:4], 3) == 3  # the earlier ones have a row in this step
     assert policy.choose_victim(running[:2], 1) == 1
     assert policy.choose_victim(running[:2], 0) == 1
 
 
-def test_the_worst_priority_gives_way_first():
+def test_the_lowest_priority_is_preempted_first():
     running = [
         request("a", 90, 0, 2),
         request("b", 5, 0, 3),
@@ -50,7 +50,7 @@ def test_the_worst_priority_gives_way_first():
 
 
 def pressed(**arguments) -> Loop:
-    """Three requests that cannot stay together: 4 blocks each at the end, 8 in all."""
+    """Three requests that do not fit together: 4 blocks each at the end, 8 in all."""
     settings = dict(num_gpu_blocks_override=9, max_model_len=128, enable_prefix_caching=False)
     loop = Loop(**{**settings, **arguments})
     for i, num_prompt in enumerate((32, 31, 30)):
@@ -63,7 +63,7 @@ def step_until_swapped(loop: Loop) -> None:
         if loop.state("swapped"):
             return
         loop.step()
-    raise AssertionError("nobody was swapped out")
+    raise AssertionError("no request was swapped out")
 
 
 def test_swapped_blocks_come_back_and_nothing_is_computed_twice():
@@ -83,16 +83,17 @@ def test_swapped_blocks_come_back_and_nothing_is_computed_twice():
     )
 
 
-def test_where_the_host_is_full_it_is_recomputed():
-    loop = pressed(preemption_mode="swap", swap_space=1 / 1024)  # of the fake executor: one block
+def test_recomputed_if_the_host_is_full():
+    # host memory of the fake executor: one block
+    loop = pressed(preemption_mode="swap", swap_space=1 / 1024)
     loop.run()
     stats = loop.scheduler.stats()
     assert stats.num_recomputed_tokens > 0 and stats.num_blocks_swapped_out == 0
 
 
-def test_what_the_cache_still_holds_is_not_copied_in():
+def test_cached_blocks_are_not_copied_in():
     loop = Loop(preemption_mode="swap", num_gpu_blocks_override=7, max_model_len=96)
-    for i in range(2):  # they share their first block, which the one that stays keeps in place
+    for i in range(2):  # they share their first block, which the running request keeps in place
         loop.add(str(i), distinct(0, 16) + distinct(5 + i, 15), max_tokens=40)
     loop.run()
     stats = loop.scheduler.stats()
@@ -109,7 +110,7 @@ def test_a_swapped_request_can_be_aborted():
     assert loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
 
 
-def test_preempt_all_forgets_what_was_swapped():
+def test_preempt_all_discards_swapped_blocks():
     loop = pressed(preemption_mode="swap")
     step_until_swapped(loop)
     loop.scheduler.preempt_all()
@@ -119,8 +120,8 @@ def test_preempt_all_forgets_what_was_swapped():
     loop.run()
 
 
-def test_what_a_second_preemption_makes_recomputed_is_counted_too():
-    """A request that is preempted half-way through its recomputation still had 65 tokens."""
+def test_recomputation_after_a_second_preemption_is_counted():
+    """A request that is preempted half-way through its recomputation had 65 tokens."""
     loop = Loop(max_num_batched_tokens=16, enable_prefix_caching=False)
     loop.add("a", distinct(0, 64), max_tokens=4)
     for _ in range(5):
@@ -146,9 +147,9 @@ def test_a_request_swapped_while_it_was_recomputed_and_then_preempted_keeps_its_
     assert loop.scheduler.stats().num_recomputed_tokens == 16 + 65
 
 
-def test_a_copy_to_host_memory_that_nobody_needs_any_more_is_not_made():
-    """Steps overlap: "b" is swapped out in a step that has no rows, so its copies wait for the next
-    one. By then "b" has ended, and its host blocks may be somebody else's.
+def test_a_copy_to_host_memory_for_a_finished_request_is_skipped():
+    """Steps overlap: "b" is swapped out in a step that has no rows, so its copies are deferred to
+    the next step. By then "b" has finished, and its host blocks may belong to another request.
     """
     loop = Loop(
         num_gpu_blocks_override=3,
@@ -163,7 +164,7 @@ def test_a_copy_to_host_memory_that_nobody_needs_any_more_is_not_made():
     loop.step()
     last_of_a = scheduler.schedule()
     assert len(last_of_a.requests) == 2
-    # no block is free for the 17th token of "b", and "a" has nothing more to compute
+    # no block is free for the 17th token of "b", and "a" has no more tokens to compute
     assert scheduler.schedule() is None and loop.state("swapped") == ["b"]
     scheduler.update_from_output(
         last_of_a, loop.executor.execute_model(last_of_a.output), loop.rows
@@ -175,7 +176,7 @@ def test_a_copy_to_host_memory_that_nobody_needs_any_more_is_not_made():
     scheduler.check_integrity()
 
 
-def test_the_preempted_keeps_its_place():
+def test_a_preempted_request_keeps_its_place():
     loop = pressed(preemption_mode="recompute")
     loop.add("late", distinct(9, 20), max_tokens=4)
     order = []
@@ -184,12 +185,12 @@ def test_the_preempted_keeps_its_place():
             break
         loop.step()
         order += [new.request_id for new in loop.executor.steps[-1].new_requests]
-    # both gave way, and came back as they had come
+    # both were preempted and came back in order of arrival
     assert order == ["0", "1", "2", "late", "2", "late"]
 
 
 def test_a_batch_of_long_prompts_does_not_thrash():
-    """Twelve prompts of half the cache each, in chunks: two run at a time, and next to nothing is
+    """Twelve prompts of half the cache each, in chunks: two run at a time, and almost nothing is
     computed twice.
     """
     cache = dict(

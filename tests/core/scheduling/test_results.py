@@ -1,4 +1,4 @@
-"""After a step: how requests end, and the rows that tell so."""
+"""After a step: how requests end, and the output rows that report it."""
 
 import msgspec
 import pytest
@@ -54,8 +54,8 @@ def test_an_abort_ends_a_request_wherever_it_is():
     for i in range(4):
         loop.add(str(i), distinct(i, 50), client_index=i % 2)
     loop.step()
-    aborted = loop.scheduler.abort_requests(["0", "3", "1", "nobody", "0"], client_index=0)
-    assert [request.request_id for request in aborted] == ["0"]  # 1 and 3 are another client's
+    aborted = loop.scheduler.abort_requests(["0", "3", "1", "unknown", "0"], client_index=0)
+    assert [request.request_id for request in aborted] == ["0"]  # 1 and 3 belong to another client
     loop.scheduler.check_integrity()
     # it was waiting
     assert [r.request_id for r in loop.scheduler.abort_requests(["3"], client_index=1)] == ["3"]
@@ -85,7 +85,7 @@ def test_a_failed_row_ends_that_request_alone():
     assert loop.cached["again"] == 0 and loop.tokens["again"] == alone["1"]
 
 
-def test_resumed_output_is_computed_but_not_told_again():
+def test_resumed_output_is_computed_but_not_sent_again():
     loop = Loop()
     loop.add("whole", distinct(0, 20), max_tokens=10, temperature=1.0, seed=4)
     loop.run()
@@ -141,9 +141,9 @@ def test_prompt_logprobs_reach_the_row_with_and_without_a_token():
 
 
 @pytest.mark.parametrize("num_scheduler_steps", [1, 4])
-def test_what_fails_behind_the_end_of_a_request_does_not_spoil_it(num_scheduler_steps):
-    """With lookahead as without: tokens before an error are delivered, and one that ends the
-    request makes the error void.
+def test_an_error_after_the_end_of_a_request_is_ignored(num_scheduler_steps):
+    """With and without lookahead, tokens before an error are delivered. If one of them ends the
+    request, the error is dropped.
     """
     loop = Loop(num_scheduler_steps=num_scheduler_steps)
     for name in ("ends", "fails"):

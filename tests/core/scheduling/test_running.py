@@ -1,4 +1,4 @@
-"""Running requests: their tokens under the budget, who is preempted, in which order."""
+"""Running requests: their tokens under the budget, which one is preempted, and their order."""
 
 import pytest
 from quire.ipc.params import SamplingParams
@@ -14,19 +14,19 @@ def test_the_latest_is_preempted_and_goes_to_the_front_of_the_queue():
     loop.add("new", distinct(1, 31), max_tokens=20)
     loop.add("last", distinct(2, 5), max_tokens=20)
     loop.step()
-    loop.step()  # both fill their second block, none is left
+    loop.step()  # both fill their second block and none is left
     assert loop.step() == {"old": 1}
     assert (loop.state("running"), loop.state("waiting")) == (["old"], ["new", "last"])
     assert loop.executor.steps[-1].freed_slots == [1]
     assert loop.scheduler.stats().num_preemptions == 1
     loop.run()
     assert [len(loop.tokens[name]) for name in ("old", "new", "last")] == [20, 20, 20]
-    # later "last", having computed 16 tokens, gives way to "new" in the same way
+    # later "last", with 16 tokens computed, is preempted for "new" in the same way
     stats = loop.scheduler.stats()
     assert (stats.num_preemptions, stats.num_recomputed_tokens) == (2, 32 + 16)
 
 
-def test_all_can_be_preempted_at_any_moment_and_go_on_as_if_they_had_not_been():
+def test_preempting_all_at_any_step_does_not_change_outputs():
     loop = Loop(max_num_batched_tokens=64)
     for i in range(5):
         loop.add(str(i), distinct(i, 40), max_tokens=6)
@@ -51,7 +51,7 @@ def test_a_preempted_request_finds_its_own_blocks_in_the_cache():
     loop.run()
     stats = loop.scheduler.stats()
     assert stats.num_preemptions == 1
-    assert stats.num_recomputed_tokens == 16  # 48 were computed; "old" took one of its three blocks
+    assert stats.num_recomputed_tokens == 16  # 48 were computed; "old" took one of the three blocks
     # its own blocks are not counted as hits
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (94, 0)
     assert loop.cached == {"old": 0, "new": 0}
@@ -76,7 +76,7 @@ def test_priority_admits_and_preempts_by_priority_then_arrival():
     assert list(loop.ends) == ["late but urgent", "middle", "early"]
 
 
-def test_a_better_waiting_request_takes_no_slot_but_wins_the_memory():
+def test_a_higher_priority_takes_memory_but_no_slot():
     loop = Loop(
         scheduling_policy="priority",
         num_gpu_blocks_override=5,
@@ -89,13 +89,13 @@ def test_a_better_waiting_request_takes_no_slot_but_wins_the_memory():
     loop.step()
     loop.add("urgent", distinct(2, 16), priority=0, max_tokens=30)
     loop.step()
-    assert loop.state("running") == ["a", "b"]  # both slots are taken, and are left alone
+    assert loop.state("running") == ["a", "b"]  # both slots are in use and stay so
     loop.scheduler.abort_requests(["b"], 0)
     loop.step()
     assert loop.state("running") == ["urgent", "a"]
     while "a" in loop.state("running"):
         loop.step()
-    assert loop.state("running") == ["urgent"]  # it came later, and yet "a" had to give way
+    assert loop.state("running") == ["urgent"]  # "a" was preempted although it arrived earlier
     loop.run()
 
 
@@ -109,7 +109,7 @@ def test_fcfs_ignores_priority():
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("budget", [16, 2048])
-def test_a_crowd_that_does_not_fit_still_finishes(policy, budget):
+def test_many_requests_that_do_not_fit_still_finish(policy, budget):
     loop = Loop(
         scheduling_policy=policy,
         num_gpu_blocks_override=9,

@@ -1,4 +1,4 @@
-"""The scheduler: chunks of a budget, equal schedules, counters."""
+"""The scheduler: chunks within the budget, reproducible schedules, counters."""
 
 from quire.tests.core.scheduling.loop import Loop, distinct
 

@@ -1,4 +1,4 @@
-"""The account of a step: its rows, and what they compute for the first time or again."""
+"""Accounting of a step: its rows, and which tokens it computes for the first time or again."""
 
 from quire.tests.core.scheduling.loop import Loop, distinct
 

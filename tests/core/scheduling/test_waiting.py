@@ -38,13 +38,13 @@ def test_a_second_prompt_shares_blocks_while_the_first_runs():
     assert new.num_computed_tokens == [55, 48] and new.new_block_ids == [[], [1, 2, 3, 5]]
 
 
-def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_offers_its_blocks():
+def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_caches_its_blocks():
     loop, prompt = Loop(), distinct(0, 40)
     loop.add("filler", prompt, max_tokens=1)
     loop.run()
     loop.add("scored", prompt, max_tokens=1, prompt_logprobs=0)
     assert loop.step() == {"scored": 40}
-    # the filler's alone
+    # only those of the filler
     assert loop.cached["scored"] == 0 and loop.scheduler.kv_cache_manager.prefix_cache_queries == 40
     assert loop.scheduler.reset_prefix_cache()
     loop.add("scored too", prompt, max_tokens=1, prompt_logprobs=0)
@@ -53,7 +53,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_offers_its_
     assert loop.step() == {"reader": 8}
 
 
-def test_the_runner_learns_the_end_of_sequence_tokens():
+def test_the_runner_receives_the_end_of_sequence_tokens():
     loop = Loop()
     loop.add("r", distinct(0, 20), eos_token_ids=[13, 14])
     loop.step()
@@ -80,7 +80,7 @@ def test_without_chunked_prefill_a_prompt_that_does_not_fit_waits():
     )
     for i, num_tokens in enumerate((100, 100, 100, 5)):
         loop.add(str(i), distinct(i, num_tokens))
-    # nobody overtakes the third, though the fourth would fit
+    # no request overtakes the third, though the fourth would fit
     assert loop.step() == {"0": 100, "1": 100}
     assert loop.step() == {"0": 1, "1": 1, "2": 100, "3": 5}
 

@@ -50,9 +50,14 @@ HELP = "\n".join(
 
 
 def fail(error: Exception | str, code: int) -> int:
-    """Prints the error as one sentence, followed by its notes (a memory plan, for example)."""
+    """Announces the error as one sentence, followed by its notes (a memory plan, for example)."""
+    import logging
+
+    from .ipc.log_format import announce
+
+    message = "\n\n".join([str(error), *getattr(error, "__notes__", ())])
     with contextlib.suppress(OSError):  # stderr may be full or closed; the exit code remains
-        print("\n\n".join([f"quire: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        announce(logging.getLogger("quire"), "quire", message, logging.ERROR)
     return code
 
 

@@ -88,3 +88,11 @@ def current_format() -> str:
     """What this process writes, for a child that shall write the same."""
     handlers = logging.getLogger().handlers
     return "json" if any(isinstance(h.formatter, JsonFormatter) for h in handlers) else "text"
+
+
+def announce(logger: logging.Logger, program: str, message: str, level: int = logging.INFO) -> None:
+    """Tells whoever started `program`: a line on stderr or, where the log is JSON, a record."""
+    if current_format() == "json":
+        logger.log(level, "%s", message)
+    else:
+        print(f"{program}: {message}", file=sys.stderr, flush=True)

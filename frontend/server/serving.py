@@ -15,7 +15,6 @@ import resource
 import signal
 import socket
 import ssl
-import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -23,7 +22,7 @@ from typing import Any, cast
 import uvicorn
 
 from ...ipc.errors import InvalidParameterError, QuireError
-from ...ipc.log_format import configure_logging, current_format
+from ...ipc.log_format import announce, configure_logging
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
@@ -33,25 +32,26 @@ from .http.write_batch import WriteBatch
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
+tell = functools.partial(announce, logger, "quire serve")
 OTHER_FILES = 128  # files that a process has open besides its connections
 
 
 def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
     """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
+    configure_logging(logging.INFO, config.log_format)
     check_certificate(config)
     listener = open_port(config)
-    configure_logging(logging.INFO, config.log_format)
     # start and end are logged here
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     state = ServerState(config, args.served_model_name or args.model)
     server = Server(config, state, args, engine)
-    announce(f"{shown_address(config, listener)} (loading {args.model})")
+    tell(f"{shown_address(config, listener)} (loading {args.model})")
     if (
         config.uds is None
         and config.host not in ("127.0.0.1", "localhost", "::1")
         and not (config.api_key or config.api_key_file)
     ):
-        announce(
+        tell(
             f"warning: {config.host} accepts requests from every host that can reach this machine; "
             f"--api-key requires a key"
         )
@@ -266,7 +266,7 @@ class Server(uvicorn.Server):
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
         if running:
-            announce(f"{len(running)} active requests may finish; a second signal aborts them")
+            tell(f"{len(running)} active requests may finish; a second signal aborts them")
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
         self._note_death()
@@ -299,15 +299,7 @@ class Server(uvicorn.Server):
         gc.freeze()
         if self._engine != "inproc":
             give_way()
-        announce(f"ready: {self.state.model_name}")
-
-
-def announce(message: str) -> None:
-    """Prints a message to stderr; with JSON logs, writes it as a log record."""
-    if current_format() == "json":
-        logger.info("%s", message)
-    else:
-        print(f"quire serve: {message}", file=sys.stderr, flush=True)
+        tell(f"ready: {self.state.model_name}")
 
 
 def give_way() -> None:

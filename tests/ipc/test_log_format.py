@@ -8,7 +8,7 @@ import sys
 
 PROGRAM = """
 import logging, sys
-from quire.ipc.log_format import configure_logging, current_format
+from quire.ipc.log_format import announce, configure_logging, current_format
 from quire.ipc.process import engine_command
 configure_logging(logging.INFO, sys.argv[1])
 log = logging.getLogger("quire.test")
@@ -17,6 +17,7 @@ try:
     1 / 0
 except ZeroDivisionError:
     log.exception("failed")
+announce(log, "quire test", "the end", logging.ERROR)
 print(current_format(), engine_command(listen="ipc:///x")[-3])
 """
 
@@ -35,7 +36,7 @@ def log_of(log_format: str) -> tuple[list[str], str]:
 
 def test_json() -> None:
     lines, stdout = log_of("json")
-    first, second = map(json.loads, lines)
+    first, second, last = map(json.loads, lines)
     assert first.pop("time").endswith("Z")
     assert first == {
         "level": "INFO",
@@ -45,12 +46,14 @@ def test_json() -> None:
         "path": "/v1",
     }
     assert second["level"] == "ERROR" and "ZeroDivisionError" in second["exception"]
+    assert (last["level"], last["logger"], last["message"]) == ("ERROR", "quire.test", "the end")
     assert stdout == "json json"  # a child logs alike
 
 
 def test_text() -> None:
     lines, stdout = log_of("text")
     assert lines[0].endswith("INFO quire.test: a line") and lines[1] == "of text"
+    assert lines[-1] == "quire test: the end"
     assert stdout == "text text"
 
 

@@ -295,6 +295,22 @@ def test_a_log_of_json() -> None:
     assert access["client"].startswith("127.0.0.1:") and access["duration_ms"] >= 0
 
 
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--ssl-certfile", "/nowhere/server.pem"], "/nowhere/server.pem"),
+        (["--max-model-len", "64", "--num-gpu-blocks-override", "2"], "num_gpu_blocks_override"),
+    ],
+)
+def test_the_last_line_is_json_where_the_log_is(flags: list[str], sentence: str) -> None:
+    """A start that fails before the engine's, and one that fails with it."""
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--log-format", "json"]
+    ended = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=60)
+    *_, last = map(json.loads, ended.stderr.splitlines())
+    assert ended.returncode == 2 and sentence in last["message"]
+    assert (last["level"], last["logger"]) == ("ERROR", "quire")
+
+
 def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     listener = open_port(ServerConfig(uds=str(path)))

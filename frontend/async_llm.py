@@ -15,7 +15,6 @@ from typing import Any, Unpack
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
-from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .arguments.engine_arguments import EngineArguments
@@ -27,13 +26,13 @@ from .outputs import RequestMetrics, RequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .requests.input_processor import Prompt
 from .requests.request_stream import RequestStream
-from .session import RequestSession
+from .session import RequestSession, SessionFace
 from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class AsyncLLM(SessionFace):
     """Serves one event loop.
 
     One task, started with the first request, reads the engine's outputs and passes them to the
@@ -124,11 +123,6 @@ class AsyncLLM:
             raise
 
     @property
-    def stats(self) -> SchedulerStats | None:
-        """Statistics of the engine after its last step."""
-        return self.session.telemetry.stats
-
-    @property
     def record_token_times(self) -> bool:
         """Whether RequestMetrics.token_ts records the time of each token. Off by default. Costs one
         float per token.
@@ -157,15 +151,8 @@ class AsyncLLM:
         self._max_outputs_per_s = number
         self.client.pace_outputs(number)
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.session.tokenizer
-
     async def get_tokenizer(self) -> Tokenizer | None:
         return self.session.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        return self.session.default_sampling_params
 
     # ------------------------------------------------------------ requests
 
@@ -385,7 +372,7 @@ class AsyncLLM:
         self._ensure_output_task()
         return await self.client.call_utility_async(method, *args)
 
-    # Documented in LLMEngine.
+    # Documented in BlockingCalls.
 
     async def get_metrics(self) -> dict[str, int]:
         return self.session.telemetry.metrics(await self.call_utility("get_metrics"))
@@ -396,9 +383,6 @@ class AsyncLLM:
     async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
         observation = await self.call_utility("observe", since_step, max_blocks)
         return self.session.with_own_counters(observation)
-
-    def set_tracer_provider(self, provider: Any) -> None:
-        self.session.telemetry.set_tracer_provider(provider)
 
     async def pause(self, mode: str = "abort") -> None:
         """If cancelled while "wait" is in progress, the engine stays paused."""

@@ -21,12 +21,12 @@ from .llm_engine import LLMEngine
 from .outputs import RequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .requests.input_processor import ProcessedRequest, Prompt
-from .text.tokenizer import Tokenizer
+from .session import BlockingCalls
 
 Message = dict[str, Any]
 
 
-class LLM:
+class LLM(BlockingCalls):
     """A loaded model.
 
     model: "bundled", a directory, or a name on the hub. engine: "process" (a child of this
@@ -46,6 +46,7 @@ class LLM:
         **arguments: Unpack[EngineArguments],
     ):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
+        self.session = self.llm_engine.session
         self._num_requests = 0
         self._turn = Guard(waits=True)
 
@@ -66,67 +67,9 @@ class LLM:
             with self._turn:
                 self.llm_engine.shutdown()
 
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self.llm_engine.get_tokenizer()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters that `generate` and `chat` use by default. Unless configured otherwise,
-        the model's generation_config.json sets them.
-        """
-        return self.llm_engine.get_default_sampling_params()
-
-    # Documented in LLMEngine.
-
-    def get_metrics(self) -> dict[str, int]:
+    def call_utility(self, method: str, *args: Any) -> Any:
         with self._turn:
-            return self.llm_engine.get_metrics()
-
-    def scheduler_state(self) -> dict[str, Any]:
-        with self._turn:
-            return self.llm_engine.scheduler_state()
-
-    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        with self._turn:
-            return self.llm_engine.observe(since_step, max_blocks)
-
-    def set_tracer_provider(self, provider: Any) -> None:
-        self.llm_engine.set_tracer_provider(provider)
-
-    def pause(self, mode: str = "abort") -> None:
-        with self._turn:
-            self.llm_engine.pause(mode)
-
-    def resume(self) -> None:
-        with self._turn:
-            self.llm_engine.resume()
-
-    def is_paused(self) -> bool:
-        with self._turn:
-            return self.llm_engine.is_paused()
-
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        with self._turn:
-            return self.llm_engine.reset_prefix_cache(reset_running)
-
-    def sleep(self, level: int = 1) -> None:
-        with self._turn:
-            self.llm_engine.sleep(level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        with self._turn:
-            self.llm_engine.wake_up(tags)
-
-    def is_sleeping(self) -> bool:
-        with self._turn:
-            return self.llm_engine.is_sleeping()
-
-    def load_weights(self, path: str) -> None:
-        with self._turn:
-            self.llm_engine.load_weights(path)
-
-    def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        with self._turn:
-            return self.llm_engine.collective_rpc(method, args)
+            return self.llm_engine.call_utility(method, *args)
 
     def generate(
         self,
@@ -209,7 +152,7 @@ class LLM:
         several = _prompt_list(prompts)
         with self._turn:
             searches = self._search(several, params, use_tqdm)
-        return [search.output(self.get_tokenizer()) for search in searches]
+        return [search.output(self.tokenizer) for search in searches]
 
     def _search(
         self, prompts: list[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any]
@@ -261,7 +204,7 @@ class LLM:
         For the other parameters see `generate` and Tokenizer.apply_chat_template.
         """
         vllm_arguments.accept("chat_template_content_format", chat_template_content_format)
-        tokenizer = self.get_tokenizer()
+        tokenizer = self.tokenizer
         if tokenizer is None:
             raise InvalidParameterError(
                 "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"

@@ -5,26 +5,20 @@ Must not know: how a client connects to its engine, torch, progress bars.
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
-from ..ipc.messages import SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
-from .model_info.model_files import find_model_directory
 from .outputs import RequestOutput
 from .requests.input_processor import ProcessedRequest, Prompt
-from .session import RequestSession
-from .text.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
+from .session import BlockingCalls, RequestSession
 
 
-class LLMEngine:
+class LLMEngine(BlockingCalls):
     """Call `add_request` any number of times, then `step` while `has_unfinished_requests`.
 
     For one thread.
@@ -54,24 +48,6 @@ class LLMEngine:
         except BaseException:
             client.shutdown()
             raise
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self.session.tokenizer
-
-    def get_tokenizer(self) -> Tokenizer | None:
-        return self.session.tokenizer
-
-    @property
-    def stats(self) -> SchedulerStats | None:
-        """Statistics of the engine after its last step."""
-        return self.session.telemetry.stats
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling parameters of requests that bring none; see the configuration's
-        `generation_config`.
-        """
-        return self.session.default_sampling_params
 
     # ------------------------------------------------------------ requests
 
@@ -151,79 +127,7 @@ class LLMEngine:
     # ------------------------------------------------------------ the engine itself
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of EngineCore.UTILITIES by name."""
         return self.client.call_utility(method, *args)
-
-    def get_metrics(self) -> dict[str, int]:
-        """Gauges and counters by name; frontend/telemetry/stats.py lists them."""
-        return self.session.telemetry.metrics(self.client.call_utility("get_metrics"))
-
-    def scheduler_state(self) -> dict[str, Any]:
-        """The waiting, running and swapped requests, and whether the engine is paused or asleep."""
-        return self.client.call_utility("scheduler_state")
-
-    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine's last steps with their durations, its requests, and a map of the KV cache;
-        see EngineCore.observe.
-        """
-        observation = self.client.call_utility("observe", since_step, max_blocks)
-        return self.session.with_own_counters(observation)
-
-    def set_tracer_provider(self, provider: Any) -> None:
-        """Records later requests as spans of this opentelemetry.trace.TracerProvider
-        (frontend/telemetry/tracing.py). None: stops recording.
-        """
-        self.session.telemetry.set_tracer_provider(provider)
-
-    # The methods below act on the whole engine, including requests of other programs; core/pause.py
-    # documents each.
-
-    def pause(self, mode: str = "abort") -> None:
-        """Pauses the engine. New requests wait for resume().
-
-        mode: "abort" ends the requests of all clients; "wait" returns when they have finished;
-        "keep" suspends them.
-        """
-        self.client.call_utility("pause", mode)
-
-    def resume(self) -> None:
-        self.client.call_utility("resume")
-
-    def is_paused(self) -> bool:
-        return self.client.call_utility("is_paused")
-
-    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Removes the KV cache of finished prompts.
-
-        Returns False if blocks are still in use; `reset_running` preempts the requests that use
-        them.
-        """
-        return self.client.call_utility("reset_prefix_cache", reset_running)
-
-    def sleep(self, level: int = 1) -> None:
-        """Frees the memory of the KV cache (level 1), or of the weights too (level 2).
-
-        Requests wait and continue after wake_up.
-        """
-        self.client.call_utility("sleep", level)
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Wakes the parts in `tags`, "weights" and "kv_cache"; None: all that sleep."""
-        self.client.call_utility("wake_up", tags)
-
-    def is_sleeping(self) -> bool:
-        return self.client.call_utility("is_sleeping")
-
-    def load_weights(self, path: str) -> None:
-        """Loads other weights for the same model, from a directory or the hub.
-
-        Raises ModelLoadError and keeps the present weights.
-        """
-        self.client.call_utility("load_weights", str(find_model_directory(path)))
-
-    def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        """Calls a method of each worker (Worker.CALLABLE). Returns the results in rank order."""
-        return self.client.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
         """Disconnects: a child exits, a daemon keeps running. May be called twice."""

@@ -1,4 +1,5 @@
-"""RequestSession: one engine client, the text processing for it, and the requests in progress.
+"""RequestSession: one engine client, the text processing for it, and the requests in progress; and
+the calls that its faces share.
 
 Must not know: how outputs are awaited: LLMEngine blocks, AsyncLLM runs in an event loop.
 """
@@ -6,12 +7,13 @@ Must not know: how outputs are awaited: LLMEngine blocks, AsyncLLM runs in an ev
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 from ..ipc.config import EngineConfig, ModelConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
-from ..ipc.messages import EngineCoreOutputs
+from ..ipc.messages import EngineCoreOutputs, SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, load_tokenizer
@@ -20,12 +22,14 @@ from .model_info.model_files import (
     SAMPLING_KEYS,
     default_sampling_arguments,
     eos_token_ids,
+    find_model_directory,
     read_generation_config,
 )
 from .outputs import RequestMetrics, RequestOutput
 from .requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from .requests.output_processor import OutputProcessor
 from .telemetry.stats import Telemetry
+from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +122,109 @@ class RequestSession:
     def with_own_counters(self, observation: dict[str, Any]) -> dict[str, Any]:
         """The result of EngineCore.observe with this session's counters added."""
         return observation | {"counters": self.telemetry.metrics(observation["counters"])}
+
+
+class SessionFace:
+    """What LLM, LLMEngine and AsyncLLM share."""
+
+    session: RequestSession
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        return self.session.tokenizer
+
+    @property
+    def stats(self) -> SchedulerStats | None:
+        """Statistics of the engine after its last step."""
+        return self.session.telemetry.stats
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The sampling parameters of requests that bring none. Unless configured otherwise
+        (`generation_config`), the model's generation_config.json sets them.
+        """
+        return self.session.default_sampling_params
+
+    def set_tracer_provider(self, provider: Any) -> None:
+        """Records later requests as spans of this opentelemetry.trace.TracerProvider
+        (frontend/telemetry/tracing.py). None: stops recording.
+        """
+        self.session.telemetry.set_tracer_provider(provider)
+
+
+class BlockingCalls(SessionFace, ABC):
+    """The calls of LLM and LLMEngine about the engine as a whole. Each waits for the result."""
+
+    @abstractmethod
+    def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls one of EngineCore.UTILITIES by name."""
+
+    def get_tokenizer(self) -> Tokenizer | None:
+        return self.session.tokenizer
+
+    def get_metrics(self) -> dict[str, int]:
+        """Gauges and counters by name; frontend/telemetry/stats.py lists them."""
+        return self.session.telemetry.metrics(self.call_utility("get_metrics"))
+
+    def scheduler_state(self) -> dict[str, Any]:
+        """The waiting, running and swapped requests, and whether the engine is paused or asleep."""
+        return self.call_utility("scheduler_state")
+
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        """The engine's last steps with their durations, its requests, and a map of the KV cache;
+        see EngineCore.observe.
+        """
+        observation = self.call_utility("observe", since_step, max_blocks)
+        return self.session.with_own_counters(observation)
+
+    # The methods below act on the whole engine, including requests of other programs; core/pause.py
+    # documents each.
+
+    def pause(self, mode: str = "abort") -> None:
+        """Pauses the engine. New requests wait for resume().
+
+        mode: "abort" ends the requests of all clients; "wait" returns when they have finished;
+        "keep" suspends them.
+        """
+        self.call_utility("pause", mode)
+
+    def resume(self) -> None:
+        self.call_utility("resume")
+
+    def is_paused(self) -> bool:
+        return self.call_utility("is_paused")
+
+    def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        """Removes the KV cache of finished prompts.
+
+        Returns False if blocks are still in use; `reset_running` preempts the requests that use
+        them.
+        """
+        return self.call_utility("reset_prefix_cache", reset_running)
+
+    def sleep(self, level: int = 1) -> None:
+        """Frees the memory of the KV cache (level 1), or of the weights too (level 2).
+
+        Requests wait and continue after wake_up.
+        """
+        self.call_utility("sleep", level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Wakes the parts in `tags`, "weights" and "kv_cache"; None: all that sleep."""
+        self.call_utility("wake_up", tags)
+
+    def is_sleeping(self) -> bool:
+        return self.call_utility("is_sleeping")
+
+    def load_weights(self, path: str) -> None:
+        """Loads other weights for the same model, from a directory or the hub.
+
+        Raises ModelLoadError and keeps the present weights.
+        """
+        self.call_utility("load_weights", str(find_model_directory(path)))
+
+    def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        """Calls a method of each worker (Worker.CALLABLE). Returns the results in rank order."""
+        return self.call_utility("collective_rpc", method, args or [])
 
 
 def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:

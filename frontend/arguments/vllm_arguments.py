@@ -23,6 +23,10 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def _by_name(names_of: dict[str, str]) -> dict[str, str]:
+    return {name: advice for advice, names in names_of.items() for name in names.split()}
+
+
 # Quire's argument -> vLLM's value -> Quire's value.
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -122,61 +126,41 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "response_role": ("assistant",),
     "ssl_cert_reqs": (0,),
 }
-# Rejected, with the alternative if there is one.
-REFUSED = {
-    "attention_backend": "kernels chooses implementations",
-    "attention_config": "kernels chooses implementations",
-    "chat_template": "LLM.chat and quire serve accept it",
-    "collect_detailed_traces": "otlp_traces_endpoint enables the spans that exist",
-    "data_parallel_external_lb": "",
-    "data_parallel_hybrid_lb": "",
-    "data_parallel_multi_port_external_lb": "",
-    "data_parallel_rank": "",
-    "data_parallel_start_rank": "",
-    "device_ids": "CUDA_VISIBLE_DEVICES selects the GPU",
-    "diffusion_config": "",
-    "disable_sliding_window": "",
-    "ec_transfer_config": "",
-    "enable_elastic_ep": "",
-    "enable_eplb": "",
-    "enable_fault_tolerance": "",
-    "enable_lora": "LoRA adapters are not supported",
-    "enable_mm_embeds": "models accept text only",
-    "enable_prompt_embeds": "prompts are text or token ids",
-    "enable_return_routed_experts": "",
-    "enable_trace_replay": "",
-    "hf_config_path": "hf_overrides changes keys of config.json",
-    "kv_cache_dtype_skip_layers": "",
-    "kv_events_config": "",
-    "kv_offloading_size": "swap_space is the host memory for preempted requests",
-    "kv_sharing_fast_prefill": "",
-    "kv_transfer_config": "",
-    "max_num_queued_reqs": "quire serve has max_queued_requests",
-    "max_num_queued_tokens": "quire serve has max_queued_tokens",
-    "max_num_scheduled_tokens": "max_num_batched_tokens limits a step",
-    "mm_encoder_only": "models accept text only",
-    "model_class_overrides": "",
-    "model_weights": "",
-    "pooler_config": "pooling is not supported",
-    "prefix_cache_retention_interval": "",
-    "prefix_match_unit": "",
-    "quantization_config": "quantization accepts int8 or int4",
-    "reasoning_config": "",
-    "reasoning_parser": "quire serve accepts it",
-    "reasoning_parser_plugin": "",
-    "return_sampling_mask": "",
-    "rope_scaling": "set it in hf_overrides",
-    "rope_theta": "set it in hf_overrides",
-    "scheduler_cls": "",
-    "spec_method": "speculative decoding is not supported",
-    "spec_model": "speculative decoding is not supported",
-    "spec_tokens": "speculative decoding is not supported",
-    "speculative_config": "speculative decoding is not supported",
-    "tokenizer_revision": "revision applies to the model and the tokenizer",
-    "tokens_only": "",
-    "use_fp64_gumbel": "",
-    "weight_transfer_config": "load_weights replaces the weights",
-}
+# Rejected: what the error advises -> names.
+REFUSED = _by_name(
+    {
+        "": """
+            data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb
+            data_parallel_rank data_parallel_start_rank diffusion_config disable_sliding_window
+            ec_transfer_config enable_elastic_ep enable_eplb enable_fault_tolerance
+            enable_return_routed_experts enable_trace_replay kv_cache_dtype_skip_layers
+            kv_events_config kv_sharing_fast_prefill kv_transfer_config model_class_overrides
+            model_weights prefix_cache_retention_interval prefix_match_unit reasoning_config
+            reasoning_parser_plugin return_sampling_mask scheduler_cls tokens_only use_fp64_gumbel
+        """,
+        "kernels chooses implementations": "attention_backend attention_config",
+        "LLM.chat and quire serve accept it": "chat_template",
+        "otlp_traces_endpoint enables the spans that exist": "collect_detailed_traces",
+        "CUDA_VISIBLE_DEVICES selects the GPU": "device_ids",
+        "LoRA adapters are not supported": "enable_lora",
+        "models accept text only": "enable_mm_embeds mm_encoder_only",
+        "prompts are text or token ids": "enable_prompt_embeds",
+        "hf_overrides changes keys of config.json": "hf_config_path",
+        "swap_space is the host memory for preempted requests": "kv_offloading_size",
+        "quire serve has max_queued_requests": "max_num_queued_reqs",
+        "quire serve has max_queued_tokens": "max_num_queued_tokens",
+        "max_num_batched_tokens limits a step": "max_num_scheduled_tokens",
+        "pooling is not supported": "pooler_config",
+        "quantization accepts int8 or int4": "quantization_config",
+        "quire serve accepts it": "reasoning_parser",
+        "set it in hf_overrides": "rope_scaling rope_theta",
+        "speculative decoding is not supported": """
+            spec_method spec_model spec_tokens speculative_config
+        """,
+        "revision applies to the model and the tokenizer": "tokenizer_revision",
+        "load_weights replaces the weights": "weight_transfer_config",
+    }
+)
 # Only in `vllm serve`.
 SERVER_WITHOUT_EFFECT = _names(
     """
@@ -190,39 +174,27 @@ SERVER_WITHOUT_EFFECT = _names(
     trust_request_chat_template uvicorn_log_level
     """
 )
-SERVER_REFUSED = {
-    "allow_credentials": "",
-    "enable_force_include_usage": "clients set stream_options",
-    "enable_log_outputs": "",
-    "enable_per_request_metrics": "/metrics has the histograms",
-    "enable_ssl_refresh": "",
-    "fingerprint_value": "",
-    "grpc": "",
-    "headless": "",
-    "log_config_file": "",
-    "lora_modules": "LoRA adapters are not supported",
-    "middleware": "",
-    "return_tokens_as_token_ids": "requests may ask for it",
-    "root_path": "",
-    "ssl_ca_certs": "",
-    "ssl_ciphers": "",
-    "tool_parser_plugin": "",
-    "tool_server": "",
-    "uds": "",
-}
-SERVER_NAMES = frozenset(
+SERVER_REFUSED = _by_name(
     {
-        *SERVER_WITHOUT_EFFECT,
-        *SERVER_REFUSED,
-        "allowed_headers",
-        "allowed_methods",
-        "api_server_count",
-        "chat_template_content_format",
-        "enable_auto_tool_choice",
-        "fingerprint_mode",
-        "response_role",
-        "ssl_cert_reqs",
+        "": """
+            allow_credentials enable_log_outputs enable_ssl_refresh fingerprint_value grpc headless
+            log_config_file middleware root_path ssl_ca_certs ssl_ciphers tool_parser_plugin
+            tool_server uds
+        """,
+        "clients set stream_options": "enable_force_include_usage",
+        "/metrics has the histograms": "enable_per_request_metrics",
+        "LoRA adapters are not supported": "lora_modules",
+        "requests may ask for it": "return_tokens_as_token_ids",
     }
+)
+SERVER_NAMES = SERVER_WITHOUT_EFFECT.union(
+    SERVER_REFUSED,
+    _names(
+        """
+        allowed_headers allowed_methods api_server_count chat_template_content_format
+        enable_auto_tool_choice fingerprint_mode response_role ssl_cert_reqs
+        """
+    ),
 )
 HUB_TOKEN = "hf_token"
 NAMES = frozenset(

@@ -14,14 +14,16 @@ from quire.tests.tiny_models import save_tiny_model
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """The machine is shared; and one thread's order of summation is always the same."""
+    """Use one thread: the machine is shared, and with one thread the order of summation
+    is fixed.
+    """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Callable[..., Path]:
-    """tiny(kind, **arguments of save_tiny_model) -> the checkpoint's directory, the same one for
-    the same arguments.
+    """tiny(kind, **arguments of save_tiny_model) returns the checkpoint's directory. The same
+    arguments give the same directory.
     """
     made: dict[str, Path] = {}
 
@@ -36,7 +38,7 @@ def tiny(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def oracle() -> Callable[..., torch.nn.Module]:
-    """oracle(directory, dtype) -> transformers' model of a checkpoint."""
+    """oracle(directory, dtype) returns transformers' model of a checkpoint."""
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()

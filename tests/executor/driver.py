@@ -27,9 +27,8 @@ from quire.ipc.params import SamplingParams
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:
-    """A resolved configuration for the model in a directory.
-
-    `arguments` are the flat names of EngineArgs.
+    """Return a resolved configuration for the model in a directory. `arguments` are the flat names
+    of EngineArgs.
     """
     hf_config = json.loads((Path(model) / "config.json").read_text()) | (hf_overrides or {})
     defaults = {
@@ -51,7 +50,7 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
 def start_executor(
     model: str | Path, hf_overrides: dict | None = None, **arguments
 ) -> SingleProcessExecutor:
-    """An executor with its model loaded and its cache made."""
+    """Start an executor: load its model and allocate its cache."""
     executor = SingleProcessExecutor(make_config(model, hf_overrides, **arguments))
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
@@ -65,7 +64,7 @@ def to_numpy(array: Array) -> np.ndarray:
 def read_logprobs(
     entry: SlotLogprobs | SlotPromptLogprobs,
 ) -> list[tuple[np.ndarray, np.ndarray, int]]:
-    """Per token: ids [k + 1], log-probabilities [k + 1], rank."""
+    """Return per token: ids [k + 1], log-probabilities [k + 1], rank."""
     return list(
         zip(
             to_numpy(entry.token_ids),
@@ -82,7 +81,7 @@ def greedy(**arguments) -> SamplingParams:
 
 @dataclass
 class Row:
-    """One request as the driver sees it."""
+    """The driver's state of one request."""
 
     request_id: str
     prompt: list[int]
@@ -91,7 +90,7 @@ class Row:
     output: list[int] = field(default_factory=list)
     # per token: ids [k + 1], logprobs [k + 1], rank
     logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
-    # by index of the prompt's token
+    # by index of the prompt token
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
@@ -103,9 +102,8 @@ class Row:
 
 
 class Driver:
-    """A scheduler without a policy: the test says what is scheduled.
-
-    Blocks are handed out from the top down, never reordered.
+    """A scheduler without a policy: the test chooses what is scheduled. Blocks are allocated from
+    the highest id down and never reordered.
     """
 
     def __init__(self, executor: SingleProcessExecutor, num_blocks: int | None = None):
@@ -126,9 +124,8 @@ class Driver:
         params: SamplingParams | None = None,
         cached_blocks: Sequence[int] = (),
     ) -> Row:
-        """A request that enters with its first step.
-
-        `cached_blocks` hold the keys and values of its first tokens already.
+        """Add a request that enters with its first step. `cached_blocks` already hold the keys and
+        values of its first tokens.
         """
         row = self.rows[request_id] = Row(
             request_id, list(prompt), params or greedy(), self.free_slots.pop()
@@ -138,15 +135,15 @@ class Driver:
         return row
 
     def free(self, row: Row) -> None:
-        """The request leaves; its slot and blocks are the next to be handed out."""
+        """Remove the request. Its slot and blocks are the next to be allocated."""
         del self.rows[row.request_id]
         self.freed.append(row.slot)
         self.free_slots.append(row.slot)
         self.free_blocks += row.block_ids
 
     def preempt(self, row: Row) -> Row:
-        """The request leaves and enters again in another slot, its output so far as part of its
-        tokens.
+        """Remove the request and add it again in another slot, with its output so far as part of
+        its tokens.
         """
         other = self.free_slots.pop(0)
         self.free(row)
@@ -158,8 +155,8 @@ class Driver:
     def step(
         self, scheduled: dict[str, int], lookahead: dict[str, int] | None = None
     ) -> ModelRunnerOutput:
-        """Computes so many tokens of each named request, decodes so many more behind them, and
-        books what comes back.
+        """Compute the given number of tokens of each named request, decode the lookahead tokens
+        after them, and record the results.
         """
         ahead = [(lookahead or {}).get(name, 0) for name in scheduled]
         rows = [self.rows[name] for name in scheduled]
@@ -184,7 +181,7 @@ class Driver:
         )
         self.freed, self.num_steps = [], self.num_steps + 1
         result = self.executor.execute_model(message)
-        self._book(rows, counts, result)
+        self._record(rows, counts, result)
         return result
 
     def _grow(self, row: Row, count: int) -> list[int]:
@@ -193,7 +190,7 @@ class Driver:
         row.block_ids += new
         return list(row.block_ids) if row in self.entering else new
 
-    def _book(self, rows: list[Row], counts: list[int], result: ModelRunnerOutput) -> None:
+    def _record(self, rows: list[Row], counts: list[int], result: ModelRunnerOutput) -> None:
         assert len(result.num_sampled) == len(rows)
         assert sum(result.num_sampled) == len(result.token_ids)
         tokens = iter(result.token_ids)
@@ -215,7 +212,7 @@ class Driver:
             row.prompt_logprobs |= dict(enumerate(read_logprobs(entry), start=entry.first_index))
 
     def run(self, max_tokens: int, chunk: Callable[[Row], int] | None = None) -> None:
-        """Steps all requests together, `chunk(row)` prompt tokens at a time (default: the whole
+        """Step all requests together, `chunk(row)` prompt tokens at a time (default: the whole
         prompt), until each has max_tokens.
         """
         while True:
@@ -236,7 +233,7 @@ def generate(
     params: SamplingParams | None = None,
     chunk: Callable[[Row], int] | None = None,
 ) -> list[Row]:
-    """Runs the prompts as one batch, and leaves the executor's slots free for the next."""
+    """Run the prompts as one batch. Leave the executor's slots free for the next call."""
     driver = Driver(executor)
     rows = [driver.add(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
     driver.run(max_tokens, chunk)

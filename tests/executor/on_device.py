@@ -1,5 +1,5 @@
-"""State kept on the device without one: the path that a GPU's steps take, on tensors in host
-memory, with tokens that come as late as they can.
+"""Device state without a device: the path of a GPU's steps, on tensors in host memory, with tokens
+that arrive as late as possible.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.executor.worker import Worker
 
 
 class LateCopies:
-    """A CopyToHost whose copies are made when somebody waits for them: memory that was given away
-    too early shows, and who waits when.
+    """A CopyToHost that copies only when the result is awaited. Memory that is reused too early
+    gives wrong results. Records every wait.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LateCopies:
         self.num_copies = 0
 
     def forget(self) -> None:
-        """What came before the first step."""
+        """Forget the copies before the first step."""
         self.events, self.num_copies = [], 0
 
     def __call__(self, values: torch.Tensor) -> Callable[[], np.ndarray]:
@@ -39,8 +39,8 @@ class LateCopies:
 
 
 class FakeCapture:
-    """Replays by calling the function again, on whatever its tensors hold then: lists on the host
-    stay as they were, as in a graph.
+    """Replays by calling the function again. It reads the present contents of tensors, but host
+    lists keep their values from the capture, as in a graph.
     """
 
     def __init__(self) -> None:
@@ -61,8 +61,8 @@ class FakeCapture:
         return replay, results
 
 
-def give_graphs(worker: Worker) -> FakeCapture:
-    """Decodes come from graphs from now on."""
+def capture_decodes(worker: Worker) -> FakeCapture:
+    """Run decode steps from graphs from now on."""
     if worker.runner.ops.chosen["paged_attention"] == "cpu":
         pytest.skip(
             "torch's attention takes lengths from the lists on the host, which stay as they were "
@@ -79,7 +79,7 @@ def give_graphs(worker: Worker) -> FakeCapture:
 
 
 def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = False) -> None:
-    """Every worker that is loaded from now on runs as on a GPU."""
+    """Keep the state of every worker that is loaded from now on as on a GPU."""
     load_model, make_program = Worker.load_model, Worker._make_program
 
     def load(self: Worker, *args: Any) -> None:
@@ -91,5 +91,5 @@ def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = F
     patch.setattr(
         Worker,
         "_make_program",
-        lambda self: give_graphs(self) if with_graphs else make_program(self),
+        lambda self: capture_decodes(self) if with_graphs else make_program(self),
     )

@@ -1,4 +1,4 @@
-"""Requests in slots, for tests of the stages: what each has said so far, and one row of logits
+"""Requests in slots, for tests of the stages: the output of each so far, and one row of logits
 each.
 """
 
@@ -23,8 +23,8 @@ OPS = registry.select("cpu", torch.float32)
 
 
 @dataclass
-class Asked:
-    """One request: its parameters, and what it has by now."""
+class StageRequest:
+    """One request: its parameters and its tokens so far."""
 
     params: dict[str, Any] = field(default_factory=dict)
     prompt: Sequence[int] = (1, 2, 3)
@@ -44,7 +44,7 @@ class Asked:
 
 
 def make_batch(
-    *requests: Asked,
+    *requests: StageRequest,
     processors: Sequence = (),
     first: Sequence[LogitsStage] = (),
     max_model_len: int = 64,
@@ -69,8 +69,8 @@ def make_logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 def run_stages(
     batch: InputBatch, logits: torch.Tensor, slots: Sequence[int] | None = None
 ) -> tuple[np.ndarray, dict[int, str]]:
-    """(the changed copy [R, VOCAB_SIZE], errors by row); row i belongs to slots[i], by default to
-    slot i.
+    """Return (the changed copy [R, VOCAB_SIZE], errors by row). Row i belongs to slots[i], by
+    default to slot i.
     """
     changed = logits.clone()
     errors = batch.stages(

@@ -1,4 +1,4 @@
-"""Device, dtypes and threads as the executor sees them."""
+"""Device, dtypes and threads of the executor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
         ("13.0", "PyTorch finds no NVIDIA GPU"),
     ],
 )
-def test_cuda_without_a_gpu_is_refused_in_one_sentence(built_for, lacking, monkeypatch):
+def test_cuda_without_a_gpu_is_refused(built_for, lacking, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
     with pytest.raises(InvalidParameterError) as caught:
@@ -38,7 +38,7 @@ def test_cuda_without_a_gpu_is_refused_in_one_sentence(built_for, lacking, monke
 
 
 def test_memory_of_a_gpu(monkeypatch):
-    """Of 100 bytes 30 are in use by whomever; a share of 0.9 leaves 60 to take."""
+    """Of 100 bytes 30 are in use; a share of 0.9 leaves 60."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     gpu = torch.device("cuda", 0)
@@ -53,7 +53,7 @@ def test_memory_of_a_gpu(monkeypatch):
 @pytest.mark.parametrize(
     ("own", "policy"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE")]
 )
-def test_threads_sleep_when_idle_unless_the_user_says_otherwise(own, policy):
+def test_idle_threads_sleep_unless_the_user_sets_a_policy(own, policy):
     """OpenMP reads the policy when torch is imported, so the package must set it before."""
     program = (
         "import os, sys; import quire.executor; print(os.environ['OMP_WAIT_POLICY'], 'torch' in "
@@ -87,13 +87,13 @@ def test_dtypes():
 
 @pytest.fixture
 def best_isa():
-    """The choice is the whole process's."""
+    """The instruction set is chosen for the whole process."""
     yield
     if library is not None:
         library.use_isa(library.isas[0])
 
 
-def test_an_instruction_set_that_the_processor_lacks_is_refused_by_name(monkeypatch, best_isa):
+def test_an_instruction_set_that_the_processor_lacks_is_refused(monkeypatch, best_isa):
     assert devices.select_cpu_isa("none") == "none"
     if library is not None:
         assert devices.select_cpu_isa("avx2") == library.isa == "avx2"
@@ -122,7 +122,7 @@ def test_set_num_threads(monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_zeros_takes_memory_only_where_written():
+def test_zeros_uses_only_memory_that_is_written():
     resident = psutil.Process().memory_info().rss
     tensor = devices.zeros((2, 2**20, 64), torch.bfloat16, CPU)  # 256 MiB
     assert psutil.Process().memory_info().rss - resident < 2**26
@@ -135,13 +135,13 @@ def test_released_pages_of_a_file_are_read_again(tmp_path):
     path.write_bytes(bytes(range(256)) * 200)
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
         tensor = torch.frombuffer(mapped, dtype=torch.uint8)[100:]
-        tensor[5000] = 99  # a private copy of its page, which is lost with it
+        tensor[5000] = 99  # a private copy of its page, which is lost when the page is released
         devices.release_mapped(tensor)
         assert tensor.tolist() == list(path.read_bytes()[100:])
         del tensor
 
 
-def test_pages_that_are_not_whole_are_kept():
+def test_partial_pages_are_kept():
     around = torch.arange(3 * mmap.PAGESIZE, dtype=torch.uint8)
     before = around.clone()
     first = -around.data_ptr() % mmap.PAGESIZE  # of the first whole page
@@ -149,7 +149,7 @@ def test_pages_that_are_not_whole_are_kept():
     assert torch.equal(around, before)
 
 
-def test_memory_given_back_includes_cycles_that_were_frozen():
+def test_releasing_memory_collects_frozen_cycles():
     class Node:
         pass
 
@@ -190,7 +190,7 @@ def test_fp8_needs_a_gpu_that_converts_it(monkeypatch):
                 devices.select_kv_cache_dtype("fp8", torch.bfloat16, gpu)
 
 
-def test_int8_is_for_cpus():
+def test_int8_needs_a_cpu():
     assert devices.select_kv_cache_dtype("int8", torch.bfloat16, torch.device("cpu")) == torch.int8
     with pytest.raises(
         InvalidParameterError,

@@ -1,5 +1,5 @@
-"""The protocol between the core and whatever runs the model: who implements it, and that the core
-uses nothing else.
+"""The protocol between the core and an executor: which classes implement it, and that the core uses
+nothing else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def test_one_rank_is_the_single_process_executor(tiny) -> None:
 
 
 def reached(tree: ast.Module) -> Iterator[str]:
-    """What the code asks of an executor that is no part of the protocol, and every `.worker`."""
+    """Return the executor attributes that the code uses and the protocol lacks, and every
+    `.worker`.
+    """
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute):
             continue
@@ -42,11 +44,11 @@ def reached(tree: ast.Module) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda path: path.name)
-def test_the_core_uses_the_protocol_alone(path: Path) -> None:
+def test_the_core_uses_only_the_protocol(path: Path) -> None:
     assert list(reached(ast.parse(path.read_text()))) == []
 
 
-def test_what_the_core_must_not_do_is_found() -> None:
+def test_use_of_other_attributes_is_found() -> None:
     for bad in ("self.executor.worker.model", "core.executor.runner", "x.worker", "executor.model"):
         assert list(reached(ast.parse(bad))), bad
     assert list(reached(ast.parse("self.executor.execute_model(step)"))) == []

@@ -1,5 +1,5 @@
-"""What is refused or logged because of the kernels that were chosen; test_quantization.py has the
-refusals of quantized layers.
+"""Refusals and log lines that depend on the chosen kernels. test_quantization.py has the refusals
+of quantized layers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ SLOW = {"reshape_and_cache": "reference", "paged_attention": "reference"}
 
 
 @pytest.mark.parametrize(("head_dim", "kernels"), [(20, {}), (24, {}), (20, SLOW)])
-def test_heads_without_native_attention_are_named_once(tiny, caplog, head_dim, kernels):
-    """Not where they have it, nor where the user has chosen the kernels."""
+def test_heads_without_native_attention_are_logged_once(tiny, caplog, head_dim, kernels):
+    """Nothing is logged if native attention supports the heads, or if the user chose the
+    kernels.
+    """
     model = tiny("qwen3", head_dim=head_dim)
     with caplog.at_level("WARNING", "quire"):
         start_executor(model, dtype="bfloat16", kernels=kernels)

@@ -1,5 +1,5 @@
-"""Torch imported into an engine's own process: what is put off comes when it is asked for, what is
-unmapped comes back as it was.
+"""The import of torch in the engine's own process: deferred parts load on demand, and unmapped
+pages come back unchanged.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ print(json.dumps([before, runs(), function.__module__, has_finder]))
 @pytest.mark.parametrize(
     "processors, is_deferred", [("[]", "true"), ('["some.package:factory"]', "false")]
 )
-def test_kernels_of_tensors_without_data_wait_until_somebody_asks_for_them(processors, is_deferred):
-    """With foreign code in the process nothing is put off."""
+def test_kernels_of_meta_tensors_load_on_first_use(processors, is_deferred):
+    """If other code is in the process, nothing is deferred."""
     done = subprocess.run(
         [sys.executable, "-c", IMPORT, processors], capture_output=True, text=True, check=False
     )
@@ -48,12 +48,12 @@ def test_kernels_of_tensors_without_data_wait_until_somebody_asks_for_them(proce
     )
 
 
-def test_nothing_is_done_when_torch_is_there_already(monkeypatch):
+def test_nothing_is_allocated_if_torch_is_already_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", object())
     lean_import.import_torch(None)
 
 
-def test_pages_of_libraries_go_and_come_back_and_changed_ones_stay(tmp_path):
+def test_library_pages_are_released_and_read_again_and_changed_ones_stay(tmp_path):
     path = tmp_path / "some.so.1"
     path.write_bytes(b"A" * 2**20)
     with path.open("rb") as file:
@@ -64,7 +64,7 @@ def test_pages_of_libraries_go_and_come_back_and_changed_ones_stay(tmp_path):
     assert unchanged[:] == changed[:] == b"A" * 2**20
     changed[5] = ord("B")
     address = ctypes.addressof(ctypes.c_char.from_buffer(changed))
-    # as the loader does with relocations
+    # as the loader does for relocations
     assert (
         ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(2**20), mmap.PROT_READ)
         == 0

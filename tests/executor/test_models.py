@@ -1,5 +1,5 @@
-"""Every architecture against transformers: same weights, greedy, fp32, token for token; bf16 within
-transformers' own error.
+"""Every architecture against transformers with the same weights: greedy in fp32, token for token;
+bf16 within transformers' own error.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 @torch.inference_mode()
 def oracle_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
-    """[output tokens, vocab] f32: transformers' distribution before each token that the row
+    """Return [output tokens, vocab] f32: transformers' distribution before each token that the row
     generated.
     """
     logits = model(torch.tensor([row.prompt + row.output])).logits[0].float()
@@ -92,8 +92,8 @@ def oracle_logprobs(model: torch.nn.Module, row: Row) -> torch.Tensor:
 
 
 def assert_same_as_oracle(row: Row, expected: torch.Tensor) -> None:
-    """Greedy in one forward pass: every token is the argmax after its predecessors, hence the whole
-    is transformers' greedy output.
+    """Check greedy outputs in one forward pass. If every token is the argmax after its
+    predecessors, the whole is transformers' greedy output.
     """
     assert row.error is None
     assert row.output == expected.argmax(-1).tolist()
@@ -144,7 +144,7 @@ def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
 
 
 def test_bundled_model_is_token_exact(oracle):
-    """The same on the model that ships, whose weights are trained, in the dtype that gives an exact
+    """The bundled model has trained weights. It runs in the dtype that allows an exact
     comparison.
     """
     executor = start_executor(BUNDLED, block_size=BLOCK_SIZE, max_model_len=2048)
@@ -156,7 +156,7 @@ def test_bundled_model_is_token_exact(oracle):
 
 
 def test_greedy_equals_generate_of_transformers(tiny, oracle):
-    """The shortcut of assert_same_as_oracle, checked once against transformers' own loop."""
+    """Check the shortcut of assert_same_as_oracle once against transformers' own loop."""
     directory, prompt = tiny("qwen3"), random_prompt(40, seed=3)
     (row,) = generate(start_executor(directory), [prompt], 24)
     generated = oracle(directory).generate(
@@ -171,14 +171,15 @@ def test_greedy_equals_generate_of_transformers(tiny, oracle):
 
 
 def test_stages_equal_those_of_transformers(tiny, oracle):
-    """Where the two mean the same: repetition penalty, bad words, biases, fewest tokens; each by
-    itself, then together.
+    """Covers the stages that both define alike: repetition penalty, bad words, biases, min_tokens.
+    Each alone, then all together.
     """
     directory, prompt = tiny("llama"), random_prompt(30, seed=8)
     executor = start_executor(directory)
     (plain,) = generate(executor, [prompt], 16)
-    first, second, third = plain.output[:3]  # what would be said: so forbidding it matters
-    asked = [
+    # the unconstrained output, so that forbidding it has an effect
+    first, second, third = plain.output[:3]
+    cases = [
         ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
         (
             {"bad_words_token_ids": [[first], [second, third]]},
@@ -191,10 +192,10 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
         ),
     ]
     everything = (
-        {k: v for ours, _ in asked for k, v in ours.items()},
-        {k: v for _, theirs in asked for k, v in theirs.items()},
+        {k: v for ours, _ in cases for k, v in ours.items()},
+        {k: v for _, theirs in cases for k, v in theirs.items()},
     )
-    for ours, theirs in [*asked, everything]:
+    for ours, theirs in [*cases, everything]:
         (row,) = generate(executor, [prompt], 16, greedy(**ours))
         generated = oracle(directory).generate(
             torch.tensor([prompt]),
@@ -209,8 +210,8 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "bundled"])
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
-    """Both in bf16 against transformers in fp32, on the same tokens: our error is not larger than
-    theirs by more than chance.
+    """Compare both in bf16 with transformers in fp32, on the same tokens. Quire's error is not
+    larger than transformers' by more than chance.
     """
     directory = BUNDLED if kind == "bundled" else tiny(kind, dtype="bfloat16")
     executor = start_executor(directory, dtype="bfloat16")

@@ -1,9 +1,8 @@
-"""How often each token is drawn, against exact probabilities: every filter alone, and all pairs of
-them.
+"""Sampling frequencies against exact probabilities: every filter alone, and all pairs.
 
-One row of logits is drawn from under many seeds, and the counts are compared by chi-square. Seeds
-are fixed, so a verdict never changes; the limit is one that right code would exceed once in 30,000
-tests, and every test also shows that it would notice a missing filter.
+Tokens are sampled from one row of logits with many seeds, and the counts are compared by
+chi-square. The seeds are fixed, so the result is deterministic. The limit is one that correct code
+exceeds once in 30,000 tests. Every test also shows that it detects a missing filter.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import pytest
 import torch
 from quire.executor.sampling.logits_processors import LoadedProcessor
 from quire.executor.sampling.sampler import Sampler
-from quire.tests.executor.stage_cases import MASKED, OPS, VOCAB_SIZE, Asked, make_batch
+from quire.tests.executor.stage_cases import MASKED, OPS, VOCAB_SIZE, StageRequest, make_batch
 
 NUM_SLOTS, NUM_ROUNDS = 1024, 8
 PROMPT, OUTPUT, EOS = [1, 2, 2, 7], [5, 6, 6], [4]
@@ -37,12 +36,12 @@ FILTERS = {
     "processor": {"extra_args": {"ramp": True}},
 }
 PAIRS = list(combinations(FILTERS, 2))
-# both keep a beginning of the same order, so one of them always does the other's work too
+# both keep a prefix of the same order, so the effect of one always contains that of the other
 NESTED = ("top_k", "min_p")
 
 
 class GrammarMask:
-    """In the grammar's place among the stages."""
+    """Takes the place of the grammar among the stages."""
 
     def enter(self, request) -> bool:
         return "grammar" in (request.sampling_params.extra_args or {})
@@ -73,14 +72,16 @@ def params_of(*names: str) -> dict:
 
 
 def make_logits() -> np.ndarray:
-    """[VOCAB_SIZE] f32; what the filters speak of is likely enough to be missed."""
+    """Return [VOCAB_SIZE] f32. Tokens that the filters affect are likely enough for a missing
+    filter to be detected.
+    """
     logits = 1.2 * np.random.default_rng(5).standard_normal(VOCAB_SIZE)
     logits[[4, 8, 9, 11, 0, 2, 5, 6]] = [1.6, 1.1, 1.9, 1.35, 1.45, 1.15, 1.75, 2.1]
     return logits.astype(np.float32)
 
 
 def exact_probabilities(params: dict) -> np.ndarray:
-    """[VOCAB_SIZE] f64, from the definitions, in the documented order."""
+    """Return [VOCAB_SIZE] f64, computed from the definitions in the documented order."""
     x = make_logits().astype(np.float64)
     if "grammar" in params.get("extra_args", {}):
         x[[token_id for token_id in range(VOCAB_SIZE) if token_id not in GRAMMAR]] = MASKED
@@ -123,10 +124,10 @@ def exact_probabilities(params: dict) -> np.ndarray:
 
 
 def draw_counts(params: dict) -> np.ndarray:
-    """[VOCAB_SIZE]: how often each token is drawn from the one row, under NUM_SLOTS * NUM_ROUNDS
-    seeds.
+    """Return [VOCAB_SIZE]: how often each token is sampled from the one row with NUM_SLOTS *
+    NUM_ROUNDS seeds.
     """
-    request = Asked(params, PROMPT, OUTPUT, EOS)
+    request = StageRequest(params, PROMPT, OUTPUT, EOS)
     batch = make_batch(
         *[request] * NUM_SLOTS,
         processors=[LoadedProcessor("tests:ramp", make_ramp)],
@@ -136,8 +137,8 @@ def draw_counts(params: dict) -> np.ndarray:
     slots, sampler, counts = np.arange(NUM_SLOTS), Sampler(OPS), np.zeros(VOCAB_SIZE, np.int64)
     for round_index in range(NUM_ROUNDS):
         batch.seeds[:] = slots + round_index * NUM_SLOTS
-        # An array of slots of its own for every round: while it is the same one, the requests'
-        # parameters are taken to be.
+        # Each round needs a new array of slots: for the same array the cached parameters would be
+        # used.
         output = sampler(
             torch.from_numpy(make_logits()).expand(NUM_SLOTS, -1).clone(), batch, slots.copy()
         )
@@ -147,11 +148,9 @@ def draw_counts(params: dict) -> np.ndarray:
 
 
 def chi_square_excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
-    """The chi-square statistic in standard deviations of the normal that Wilson and Hilferty (1931)
-    compare it with; above 4: refuted.
-
-    Cells that expect fewer than five are taken together; a token that cannot be drawn and was is
-    infinitely refuted.
+    """Return the chi-square statistic in standard deviations of the normal approximation of Wilson
+    and Hilferty (1931). Above 4 the hypothesis is rejected. Cells with an expected count below five
+    are merged. A sampled token of probability zero gives infinity.
     """
     if counts[probabilities == 0].any():
         return float("inf")
@@ -168,8 +167,8 @@ def chi_square_excess(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / (2 / (9 * freedom)) ** 0.5
 
 
-def test_the_measure_knows_published_quantiles():
-    """Chi-square's 0.999 quantiles, as tables give them, are 3.09 of its normal's deviations (two
+def test_the_statistic_has_published_quantiles():
+    """The 0.999 quantiles of chi-square in tables are 3.09 standard deviations of the normal (two
     equal cells: one degree of freedom).
     """
     for freedom, quantile in ((1, 10.828), (5, 20.515), (20, 45.315)):
@@ -207,7 +206,7 @@ def test_pairs(pair):
 
 
 def test_all_at_once():
-    # milder, so that something is left to compare
+    # weaker, so that enough tokens remain to compare
     params = params_of(*FILTERS) | {"temperature": 1.5, "top_p": 0.95, "min_p": 0.05}
     counts = draw_counts(params)
     assert chi_square_excess(counts, exact_probabilities(params)) < 4

@@ -9,7 +9,7 @@ from quire.tests.executor.driver import generate, make_config, start_executor
 
 
 @pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
-def test_more_ranks_than_one_are_refused(tiny, name):
+def test_more_than_one_rank_is_refused(tiny, name):
     with pytest.raises(
         InvalidParameterError,
         match=f"{name}: must be 1: more ranks than one are not supported yet, got 2",
@@ -17,7 +17,7 @@ def test_more_ranks_than_one_are_refused(tiny, name):
         SingleProcessExecutor(make_config(tiny(), **{name: 2}))
 
 
-def test_life_of_an_executor(tiny):
+def test_the_life_of_an_executor(tiny):
     executor = SingleProcessExecutor(make_config(tiny("llama"), max_num_seqs=2, max_model_len=64))
     with pytest.raises(RuntimeError, match="has no model"):
         executor.check_health()
@@ -50,14 +50,14 @@ def test_collective_rpc_asks_every_rank(tiny):
 @pytest.mark.parametrize(
     "method", ["no_such_method", "shutdown", "execute_model", "__init__", "model"]
 )
-def test_only_what_the_worker_offers_can_be_called(tiny, method):
+def test_only_listed_worker_methods_can_be_called(tiny, method):
     with pytest.raises(
         InvalidParameterError, match="method: must be one of check_health, .*, wake_up, got"
     ):
         start_executor(tiny()).collective_rpc(method)
 
 
-def test_arguments_must_fit(tiny):
+def test_arguments_must_match(tiny):
     with pytest.raises(InvalidParameterError, match=r"args: check_health does not take \[1\]"):
         start_executor(tiny()).collective_rpc("check_health", 1)
 

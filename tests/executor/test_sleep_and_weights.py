@@ -1,5 +1,5 @@
-"""A worker sleeps, wakes and takes other weights: the memory is really given back, and what it
-computes afterwards is right.
+"""A worker sleeps, wakes up and loads other weights. Memory is really released, and later results
+are right.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
     assert outputs(executor) == before
 
 
-def test_memory_is_given_back(tiny, tmp_path):
-    """A cache of 128 MiB, written everywhere, and 80 MiB of weights: the process really shrinks by
-    that much, and grows again.
+def test_sleep_releases_memory(tiny, tmp_path):
+    """With a cache of 128 MiB, fully written, and 80 MiB of weights, the process shrinks by that
+    much and grows again.
     """
     config = json.loads((tiny() / "config.json").read_text()) | {
         "vocab_size": 20_000,
@@ -99,13 +99,13 @@ def test_new_weights_compute_what_a_fresh_engine_computes(tiny, dtype):
     assert outputs(executor) == new
     executor.collective_rpc("sleep", ["kv_cache", "weights"])
     executor.collective_rpc("wake_up", ["weights", "kv_cache"])
-    assert outputs(executor) == new  # and not the model that the configuration names
+    assert outputs(executor) == new  # not the model that the configuration names
     executor.collective_rpc("load_weights", str(tiny(seed=0, num_shards=3)))
     assert outputs(executor) == old
 
 
 def damaged(directory, source, problem: str):
-    """A copy of a checkpoint in which one thing is wrong; returns what the error must say."""
+    """Copy a checkpoint and break one thing. Return the text that the error must contain."""
     for path in source.iterdir():
         shutil.copy(path, directory)
     weights, config = (
@@ -145,7 +145,7 @@ def damaged(directory, source, problem: str):
     "problem",
     ["no weights", "cut short", "tensor missing", "other architecture", "other rope", "no config"],
 )
-def test_weights_that_are_not_complete_or_not_its_own_leave_the_old_ones(tiny, tmp_path, problem):
+def test_incomplete_or_foreign_weights_leave_the_old_ones(tiny, tmp_path, problem):
     executor = start_executor(tiny(seed=0))
     before = outputs(executor)
     message = damaged(tmp_path, tiny(seed=1), problem)
@@ -154,7 +154,7 @@ def test_weights_that_are_not_complete_or_not_its_own_leave_the_old_ones(tiny, t
     assert outputs(executor) == before
 
 
-def test_weights_of_another_size_are_refused_by_name(tiny):
+def test_weights_of_another_size_are_refused(tiny):
     executor = start_executor(tiny())
     before = outputs(executor)
     with pytest.raises(ModelLoadError, match="hidden_size is 32, the engine runs a model with 64"):
@@ -162,7 +162,7 @@ def test_weights_of_another_size_are_refused_by_name(tiny):
     assert outputs(executor) == before
 
 
-def test_a_directory_of_weights_alone_will_do(tiny, tmp_path):
+def test_a_directory_with_only_weights_is_enough(tiny, tmp_path):
     shutil.copy(tiny(seed=1) / "model.safetensors", tmp_path)
     executor = start_executor(tiny(seed=0))
     executor.collective_rpc("load_weights", str(tmp_path))
@@ -170,7 +170,9 @@ def test_a_directory_of_weights_alone_will_do(tiny, tmp_path):
 
 
 def test_the_cache_survives_new_weights(tiny):
-    """The worker does not touch it: what is in it is stale, and the core's to forget."""
+    """The worker does not change the cache. Its contents are stale, and the core must reset the
+    prefix cache.
+    """
     executor = start_executor(tiny(seed=0))
     [layer, *_] = executor.worker.model.attention_layers()
     layer.key_cache.fill_(2.0)

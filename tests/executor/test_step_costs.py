@@ -1,6 +1,4 @@
-"""The program that measures steps: what it asks of the executor is what a scheduler would, and its
-answer is JSON.
-"""
+"""The program that measures steps: it uses the executor like a scheduler and prints JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from quire.kernels.cpu import limits
 from quire.tests.executor.driver import make_config, start_executor
 
 
-def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
+def test_decode_steps_continue_from_their_context(tiny, monkeypatch):
     arguments = {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     executor, seen = start_executor(tiny(), **arguments), []
     monkeypatch.setattr(
@@ -37,7 +35,7 @@ def test_decode_steps_go_on_from_their_context(tiny, monkeypatch):
     assert len(set(blocks)) == len(blocks) and 0 not in blocks and seen[-1].freed_slots == [0, 1, 2]
 
     seen.clear()
-    times = timer.decode(1, 8, seconds=60.0)  # as many as there is room for
+    times = timer.decode(1, 8, seconds=60.0)  # as many as fit
     assert (len(times.turns), len(seen)) == (step_costs.MAX_TURNS, step_costs.MAX_STEPS + 1)
 
     seen.clear()

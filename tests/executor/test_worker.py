@@ -1,4 +1,4 @@
-"""The cache that the worker makes, and what it refuses."""
+"""The cache that the worker allocates, and what it refuses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_cache_has_the_size_it_says(tiny, kind, dtype, per_token):
             and tensor.is_contiguous()
             and tensor.dtype == getattr(torch, dtype)
         )
-        # that one, which nobody is given, may have been used for trying the kernels
+        # except the null block, which kernel trials may have written
         assert not tensor[NULL_BLOCK + 1 :].any()
 
 
@@ -52,7 +52,7 @@ SLOW = {"reshape_and_cache": "reference", "paged_attention": "reference"}
     ("kv_cache_dtype", "head_bytes", "dtype"),
     [("fp8", 16, torch.float8_e4m3fn), ("int8", 16 + 4, torch.int8)],
 )
-def test_a_small_cache_has_a_byte_for_a_number(tiny, kv_cache_dtype, head_bytes, dtype):
+def test_a_small_cache_has_one_byte_per_number(tiny, kv_cache_dtype, head_bytes, dtype):
     executor = start_executor(
         tiny(),
         dtype="bfloat16",
@@ -92,7 +92,7 @@ def test_fp8_without_fast_kernels_is_refused_before_the_weights_are_read(tiny, t
         start_executor(tmp_path, kv_cache_dtype="fp8", kernels={"paged_attention": "cpu"})
 
 
-def test_int8_is_refused_where_no_native_kernels_serve(tiny, tmp_path):
+def test_int8_without_native_kernels_is_refused(tiny, tmp_path):
     shutil.copy(tiny("qwen3") / "config.json", tmp_path)
     message = (
         r"kv_cache_dtype: int8 is served by the native CPU kernels for a head_dim that is a "
@@ -109,9 +109,9 @@ def test_int8_is_refused_where_no_native_kernels_serve(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("kv_cache_dtype", "most", "bias"), [("fp8", 0.4, 0.1), ("int8", 0.1, 0.02)]
 )
-def test_a_small_cache_moves_no_likely_token_far(tiny, kv_cache_dtype, most, bias):
-    """On the bundled model, whose weights are trained: logits of a prompt of its own kind, with a
-    cache of 4 or 8 significant bits.
+def test_a_small_cache_changes_likely_tokens_little(tiny, kv_cache_dtype, most, bias):
+    """On the bundled model, which is trained: logits of a typical prompt, with a cache of 4 or 8
+    significant bits.
     """
     prompt, scores = list(range(300, 360)), []
     for name in ("auto", kv_cache_dtype):
@@ -161,7 +161,7 @@ def test_threads_are_set(tiny):
         ({"dtype": "float16"}, "dtype: float16 is not supported on a CPU"),
     ],
 )
-def test_what_the_device_cannot_do_is_refused_before_loading(tiny, arguments, message):
+def test_what_the_device_lacks_is_refused_before_loading(tiny, arguments, message):
     with pytest.raises(InvalidParameterError, match=message):
         Worker(make_config(tiny(), **arguments))
 
@@ -179,7 +179,7 @@ def test_unknown_kernel_and_architecture(tiny):
 
 
 def install_plugin(directory, code: str) -> None:
-    """What pip leaves of a package `my_kernels` that names itself as a plugin."""
+    """Create what pip installs for a package `my_kernels` that declares itself as a plugin."""
     (directory / "my_kernels.py").write_text(code)
     info = directory / "my_kernels-1.dist-info"
     info.mkdir()
@@ -198,8 +198,8 @@ def silu_and_mul(x):
 
 
 def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypatch):
-    """It runs in the child: nothing is imported here, and naming it as an override would be refused
-    if it were not registered there.
+    """The plugin is registered in the child process: it is not imported here, and naming it as an
+    override would fail if it were not registered there.
     """
     install_plugin(tmp_path, PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -209,7 +209,7 @@ def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypa
     assert "mine" not in {
         implementation.name for implementation in registry.implementations("silu_and_mul")
     }
-    # installed, so it is also the default; the answer is the same
+    # once installed it is also the default; the answer is the same
     with LLM(engine="process", dtype="float32") as llm:
         assert llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs[0].token_ids == mine
 
@@ -225,8 +225,8 @@ def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
 
 
 def test_unread_keys_of_the_configuration_are_logged_once(tiny, tmp_path, caplog):
-    """Frontend and engine read config.json; one of them reports, and only what could change
-    results. A config without `architectures` loads by its model_type.
+    """Frontend and engine both read config.json; only one of them logs, and only keys that could
+    change results. A config without `architectures` is loaded by its model_type.
     """
     directory = shutil.copytree(tiny("qwen2"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())

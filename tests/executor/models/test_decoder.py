@@ -1,4 +1,6 @@
-"""The shared stack: its weight-name table is the checkpoint's, its layers own distinct caches."""
+"""The shared decoder stack: its weight names are the checkpoint's, its layers have
+separate caches.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from safetensors import safe_open
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
-def test_table_is_what_transformers_saves(kind, overrides, tiny):
+def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
     directory = tiny(kind, **overrides)
     hf_config = json.loads((directory / "config.json").read_text())
     model_class = find_model_class(hf_config)

@@ -14,9 +14,8 @@ def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
 
 
 def fill(make: LayerFactory, layer) -> dict[str, torch.Tensor]:
-    """Random values for the tensors that the loader would fill, as it does; returns copies of them.
-
-    The values' own pages are given up.
+    """Fill the tensors with random values as the loader does, and release the memory of the values.
+    Return copies of them.
     """
     generator = torch.Generator().manual_seed(0)
     copies = {}
@@ -26,7 +25,7 @@ def fill(make: LayerFactory, layer) -> dict[str, torch.Tensor]:
     return copies
 
 
-def test_merged_linear_is_its_shards_side_by_side():
+def test_a_merged_linear_is_its_shards_side_by_side():
     make = make_factory()
     layer = make.linear(32, {"q_proj": 16, "k_proj": 8, "v_proj": 8}, bias=True)
     weights = fill(make, layer)
@@ -44,7 +43,7 @@ def test_merged_linear_is_its_shards_side_by_side():
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
+def test_a_linear_is_packed_and_its_weight_freed_after_its_last_tensor():
     make = make_factory()
     layer = make.linear(32, {"q_proj": 16, "k_proj": 8}, bias=True)
     table = dict(layer.weights(""))
@@ -60,9 +59,9 @@ def test_a_linear_is_packed_and_its_weight_freed_with_its_last_tensor():
     ids=str,
 )
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_a_layer_packed_out_of_its_shards_is_the_layer_packed_whole(quantization, rows):
-    """Out of where they are stored (in the model's dtype), by way of the layer's own memory (in
-    another), or some so, some so.
+def test_packing_shards_equals_packing_the_whole_layer(quantization, rows):
+    """Shards are packed from the file's memory (if in the model's dtype), from the layer's own
+    memory (if in another), or from both.
     """
     results = []
     for stored in (
@@ -98,7 +97,7 @@ def test_row_linear_and_bias():
     assert plain(torch.randn(3, 16)).shape == biased(torch.randn(3, 16)).shape == (3, 32)
 
 
-def test_tied_head_is_the_embedding():
+def test_a_tied_head_is_the_embedding():
     make = make_factory(torch.bfloat16)
     embedding = make.embedding("embed_tokens", 48, 32)
     head = make.tied_head("lm_head", embedding)
@@ -108,7 +107,7 @@ def test_tied_head_is_the_embedding():
     assert torch.equal(embedding(torch.tensor([47, 0], dtype=torch.int32)), weight[[47, 0]])
 
 
-def test_a_tied_table_lies_in_memory_once_where_the_packed_head_gives_its_rows():
+def test_a_tied_table_is_stored_once_if_the_packed_head_provides_its_rows():
     weights = {}
     on_cpu = registry.Facts("cpu", torch.bfloat16)
     for implementation in (

@@ -38,7 +38,7 @@ SCALINGS = {
 }
 
 
-def theirs(hf_config: dict) -> tuple[torch.Tensor, float]:
+def expected_tables(hf_config: dict) -> tuple[torch.Tensor, float]:
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -60,7 +60,7 @@ def test_equals_transformers(name, form):
         if form == "old-type":
             scaling["type"] = scaling.pop("rope_type")
         hf_config = {**BASE, "rope_theta": 50000.0, "rope_scaling": scaling}
-    expected, expected_factor = theirs(
+    expected, expected_factor = expected_tables(
         {
             **hf_config,
             **{key: dict(value) for key, value in hf_config.items() if isinstance(value, dict)},
@@ -71,7 +71,7 @@ def test_equals_transformers(name, form):
     assert factor == pytest.approx(expected_factor, rel=1e-12)
 
 
-def test_cache_holds_cosines_then_sines():
+def test_the_cache_holds_cosines_then_sines():
     rope = parse_rope_parameters({**BASE, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}})
     inv_freq, factor = inverse_frequencies(rope, 8)
     cache = make_cos_sin_cache(rope, 8, num_positions=5)

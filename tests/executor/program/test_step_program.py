@@ -1,5 +1,5 @@
-"""A model's step as one call: where it is made and made again, what is said where it cannot be, and
-the same bits as operation by operation.
+"""A model's step as one native call: when it is recorded and recorded again, what is logged if it
+cannot be, and the same bits as operation by operation.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MODELS = {
 
 
 @pytest.fixture
-def said(caplog):
-    """said() -> the worker's sentences about recording."""
+def logged(caplog):
+    """logged() returns the worker's log lines about recording."""
     caplog.set_level(logging.INFO, logger="quire.executor.program.step_program")
     return lambda: [
         record.getMessage()
@@ -44,8 +44,8 @@ def said(caplog):
 
 
 def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
-    """Greedy and drawn requests with log-probabilities of prompt and output, their prompts cut at
-    random places.
+    """Run greedy and sampled requests with log-probabilities of prompt and output. Their prompts
+    are chunked at random.
     """
     chance = random.Random(seed)
     prompts = [
@@ -76,10 +76,10 @@ def assert_same_bits(rows: list[Row], others: list[Row]) -> None:
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, said):
+def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, logged):
     kind, overrides = MODELS[model]
     executor = start_executor(tiny(kind, **overrides), dtype=dtype, max_num_batched_tokens=512)
-    assert executor.worker.runner.program is not None, said()
+    assert executor.worker.runner.program is not None, logged()
     recorded = [run_randomly(executor, seed) for seed in range(3)]
     executor.worker.runner.program = None
     for seed, rows in enumerate(recorded):
@@ -87,8 +87,8 @@ def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, said):
 
 
 @needs_native
-def test_engines_keep_to_their_own_buffers(tiny):
-    """Two of different shapes, step by step in turn."""
+def test_engines_do_not_share_buffers(tiny):
+    """Two engines of different shapes step in turn."""
     first, second = (
         start_executor(tiny("qwen2")),
         start_executor(tiny("qwen3", tie_word_embeddings=True), dtype="bfloat16"),
@@ -100,7 +100,7 @@ def test_engines_keep_to_their_own_buffers(tiny):
 
 
 @needs_native
-def test_a_program_is_made_anew_when_weights_or_cache_move(tiny):
+def test_a_program_is_recorded_again_if_weights_or_cache_move(tiny):
     executor = start_executor(tiny("qwen2"))
     worker, made = executor.worker, []
     expected = run_randomly(executor, 0)
@@ -125,7 +125,7 @@ def test_a_program_is_made_anew_when_weights_or_cache_move(tiny):
     assert_same_bits(others, run_randomly(start_executor(tiny("qwen2", seed=1)), 0))
     assert [row.output for row in others] != [row.output for row in expected]
     worker.sleep(["kv_cache"])
-    # while there is no cache: recorded when it is there again
+    # while there is no cache; recorded when the cache is back
     worker.load_weights(str(tiny("qwen2")))
     assert worker.runner.program is None
     worker.wake_up(["kv_cache"])
@@ -152,33 +152,33 @@ def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
 
 @needs_native
 @pytest.mark.parametrize("op", ["rms_norm", "paged_attention", "pack_linear", "embedding"])
-def test_a_mixed_table_runs_op_by_op_and_says_so(op, tiny, said):
+def test_a_mixed_table_runs_op_by_op_and_logs_it(op, tiny, logged):
     expected = outputs(start_executor(tiny("qwen2")))
     executor = start_executor(tiny("qwen2"), kernels={op: "cpu"})
     assert executor.worker.runner.program is None
-    assert said()[-1].endswith(f"since not all are native: {op}=cpu")
+    assert logged()[-1].endswith(f"since not all are native: {op}=cpu")
     assert outputs(executor) == expected
 
 
 @pytest.mark.parametrize(
     "arguments", [{"cpu_isa": "none"}, {"kernels": dict.fromkeys(OPERATIONS, "reference")}], ids=str
 )
-def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, said):
+def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, logged):
     executor = start_executor(tiny("qwen2"), **arguments)
     assert executor.worker.runner.program is None
-    assert said() == ["the model runs operation by operation: there are no native kernels for it"]
+    assert logged() == ["the model runs operation by operation: there are no native kernels for it"]
     assert all(len(output) == 8 for output in outputs(executor))
 
 
 class Doubled(Qwen2ForCausalLM):
-    """A user's model, which computes with torch between its layers."""
+    """A user's model that computes with torch between its layers."""
 
     def __call__(self, token_ids, positions, metadata):
         return super().__call__(token_ids, positions, metadata) * 2
 
 
 class Numpy(Qwen2ForCausalLM):
-    """Another, which leaves torch altogether."""
+    """A user's model that computes outside torch."""
 
     def __call__(self, token_ids, positions, metadata):
         hidden = super().__call__(token_ids, positions, metadata)
@@ -188,7 +188,7 @@ class Numpy(Qwen2ForCausalLM):
 
 
 class Branching(Qwen2ForCausalLM):
-    """Another, which decides by the size of the step."""
+    """A user's model that branches on the size of the step."""
 
     def __call__(self, token_ids, positions, metadata):
         hidden = super().__call__(token_ids, positions, metadata)
@@ -198,7 +198,7 @@ class Branching(Qwen2ForCausalLM):
 
 
 class Failing(Qwen2ForCausalLM):
-    """Another, which breaks on what is no real step."""
+    """A user's model that fails on a step that is not real."""
 
     def __call__(self, token_ids, positions, metadata):
         if len(token_ids) > 100:
@@ -223,18 +223,18 @@ class Failing(Qwen2ForCausalLM):
     ],
 )
 def test_a_model_that_cannot_be_recorded_runs_op_by_op(
-    model_class, reason, tiny, said, monkeypatch
+    model_class, reason, tiny, logged, monkeypatch
 ):
     monkeypatch.setattr("quire.executor.worker.find_model_class", lambda hf_config: model_class)
     executor = start_executor(tiny("qwen2"))
     assert executor.worker.runner.program is None
-    assert said()[-1].endswith(reason)
+    assert logged()[-1].endswith(reason)
     assert all(len(output) == 8 for output in outputs(executor))
 
 
 @needs_native
-def test_a_users_layer_keeps_working(tiny, said, monkeypatch):
-    """In place of one of ours, in the middle of the stack."""
+def test_a_users_layer_works(tiny, logged, monkeypatch):
+    """The layer replaces one of Quire's in the middle of the stack."""
 
     class Norm(RMSNorm):
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,6 +245,6 @@ def test_a_users_layer_keeps_working(tiny, said, monkeypatch):
     executor = start_executor(tiny("qwen3"))
     assert (
         executor.worker.runner.program is None
-        and "aten.square.default is none of the native kernels" in said()[-1]
+        and "aten.square.default is none of the native kernels" in logged()[-1]
     )
     assert outputs(executor) == expected

@@ -1,5 +1,5 @@
-"""Blocks that leave for host memory come back as they were, whatever took their place; copies are
-copies; the costs are measured.
+"""Blocks copied to host memory come back unchanged, whatever replaced them. Also block copies and
+measured costs.
 """
 
 import math
@@ -36,7 +36,7 @@ def move(executor, **columns) -> None:
     executor.execute_model(SchedulerOutput(0, [], [], [], [], **columns))
 
 
-def test_out_and_in_again(executor):
+def test_swap_out_and_in(executor):
     before = [cache.clone() for cache in caches(executor)]
     move(executor, blocks_to_swap_out=[(3, 0), (7, 5)])
     for cache in caches(executor):
@@ -48,7 +48,7 @@ def test_out_and_in_again(executor):
         assert torch.equal(cache[untouched], old[untouched])
 
 
-def test_out_comes_before_in_and_copies_come_last(executor):
+def test_swap_out_runs_before_swap_in_and_copies_run_last(executor):
     before = [cache.clone() for cache in caches(executor)]
     move(executor, blocks_to_swap_out=[(4, 1)])
     move(
@@ -80,7 +80,7 @@ def test_costs_are_measured(executor):
 
 
 @pytest.mark.parametrize("arguments", [{"swap_space": 0.0}, {"preemption_mode": "recompute"}])
-def test_without_swapping_no_memory_is_taken_and_copies_still_work(tiny, arguments):
+def test_without_swapping_no_memory_is_allocated_and_copies_work(tiny, arguments):
     executor = start_executor(tiny(), num_gpu_blocks_override=20, **arguments)
     assert executor.initialize_swap_space()[0] == 0
     caches(executor)[0][2] = 7.0
@@ -89,23 +89,25 @@ def test_without_swapping_no_memory_is_taken_and_copies_still_work(tiny, argumen
     executor.shutdown()
 
 
-def test_the_swap_space_is_what_fits(tiny):
+def test_the_swap_space_is_limited_to_what_is_useful(tiny):
     config = make_config(tiny(), swap_space=1.0, max_model_len=100, max_num_seqs=4)
-    assert plan_num_host_blocks(config, 2**20, 2**40) == 4 * 7  # no more than all requests need
+    assert plan_num_host_blocks(config, 2**20, 2**40) == 4 * 7  # all requests need no more
     assert plan_num_host_blocks(config, 2**27, 2**40) == 8
-    assert plan_num_host_blocks(config, 2**27, 2**30) == 2  # a quarter of what is free
+    assert plan_num_host_blocks(config, 2**27, 2**30) == 2  # a quarter of the free memory
 
 
 @pytest.mark.parametrize(
     ("durations", "budget_s", "shortest", "num_runs"),
     [
-        ([9, 3, 1, 2], math.inf, 1, 4),  # the first sets things up
-        ([9, 3, 1, 2], 5, 9, 1),  # but is all there is where it takes this long
+        ([9, 3, 1, 2], math.inf, 1, 4),  # the first run sets things up
+        ([9, 3, 1, 2], 5, 9, 1),  # but at most the total if a run takes this long
         ([2, 3, 1, 2], 4, 3, 2),
         ([1, 3, 4, 2], 5, 3, 3),
     ],
 )
-def test_the_shortest_time_keeps_its_budget(monkeypatch, durations, budget_s, shortest, num_runs):
+def test_the_shortest_time_stays_within_its_budget(
+    monkeypatch, durations, budget_s, shortest, num_runs
+):
     now = 0.0
     runs = iter(durations)
 

@@ -1,5 +1,5 @@
-"""Several decoding steps in one native call: the tokens of as many steps, whatever the rows ask for
-and wherever their blocks end.
+"""Several decode steps in one native call give the tokens of single steps, whatever the parameters
+of the rows and wherever their blocks end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAWN = [
 
 @pytest.fixture
 def counted(monkeypatch) -> list[int]:
-    """The rows of each burst that was run."""
+    """Record the rows of each burst."""
     counts: list[int] = []
     run = Bursts.run
 
@@ -54,7 +54,9 @@ def look_ahead(
     max_tokens: int,
     chance: random.Random,
 ) -> list[Row]:
-    """As driver.generate, but each step decodes a random number of tokens, as many of each row."""
+    """Like driver.generate, but each step decodes a random number of tokens, the same for
+    each row.
+    """
     driver = Driver(executor)
     rows = [
         driver.add(str(i), prompt, p)
@@ -101,7 +103,7 @@ def test_bursts_give_the_tokens_of_single_steps(model, dtype, num_threads, tiny,
     ],
     ids=["logprobs", "penalty", "bias", "min_tokens"],
 )
-def test_where_the_host_has_to_look_at_a_row_it_goes_step_by_step(params, tiny, counted):
+def test_a_row_that_needs_the_host_runs_step_by_step(params, tiny, counted):
     executor, chance = start_executor(tiny("qwen2")), random.Random(1)
     prompts = random_prompts(chance, 2)
     expected = [
@@ -113,13 +115,13 @@ def test_where_the_host_has_to_look_at_a_row_it_goes_step_by_step(params, tiny, 
     assert len(rows[1].logprobs) == (30 if params.logprobs else 0)
 
 
-def test_rows_that_look_ahead_unequally_or_compute_a_prompt_go_step_by_step(tiny, counted):
+def test_rows_with_unequal_lookahead_or_a_prompt_run_step_by_step(tiny, counted):
     executor, chance = start_executor(tiny("qwen2")), random.Random(2)
     prompts = random_prompts(chance, 3)
     expected = [row.output for row in generate(executor, prompts, 12)]
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt) for i, prompt in enumerate(prompts)]
-    driver.step({"0": len(prompts[0])}, lookahead={"0": 2})  # behind its prompt
+    driver.step({"0": len(prompts[0])}, lookahead={"0": 2})  # after its prompt
     driver.step({"1": len(prompts[1])})
     driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 1})
     assert len(prompts[0]) > 1 and not counted
@@ -136,8 +138,8 @@ def test_rows_that_look_ahead_unequally_or_compute_a_prompt_go_step_by_step(tiny
 
 
 @pytest.mark.parametrize("params", [greedy(), *DRAWN], ids=["greedy", "drawn", "filtered"])
-def test_a_row_that_fails_keeps_what_came_before_and_harms_nobody(params, tiny, counted):
-    """Row 1 samples, in the middle of a burst, a token whose embedding is NaN."""
+def test_a_row_that_fails_keeps_its_earlier_tokens_and_fails_alone(params, tiny, counted):
+    """In the middle of a burst row 1 samples a token whose embedding is NaN."""
     executor, chance = start_executor(tiny("qwen2")), random.Random(3)
     prompts = random_prompts(chance, 3)
     expected = [generate(executor, [prompt], 9, params)[0].output for prompt in prompts]
@@ -161,8 +163,8 @@ def test_a_row_that_fails_keeps_what_came_before_and_harms_nobody(params, tiny, 
     assert held.num_tokens[rows[1].slot] == len(prompts[1]) + bad + 1
 
 
-def test_bursts_go_with_the_program(tiny, counted):
-    """Other weights, another cache: the next burst runs on these."""
+def test_bursts_are_recorded_again_with_the_program(tiny, counted):
+    """After new weights or a new cache the next burst uses them."""
     executor, params = start_executor(tiny("qwen2")), [greedy()]
     worker, prompt = executor.worker, [list(range(20))]
     expected = look_ahead(executor, prompt, params, 30, random.Random(4))[0].output
@@ -177,14 +179,16 @@ def test_bursts_go_with_the_program(tiny, counted):
     )
 
 
-def test_who_has_none_says_so(tiny):
+def test_no_bursts_is_reported(tiny):
     assert start_executor(tiny("qwen2")).burst_weights_bytes > 0
     for arguments in ({"cpu_isa": "none"}, {"kernels": {"sample_tokens": "reference"}}):
         assert start_executor(tiny("qwen2"), **arguments).burst_weights_bytes == 0
 
 
-def test_the_cache_is_as_single_steps_leave_it(tiny):
-    """Bit by bit, keys and values: prefixes that others find were computed in bursts."""
+def test_the_cache_equals_that_of_single_steps(tiny):
+    """Keys and values are compared bit by bit, since other requests may find a prefix that a burst
+    computed.
+    """
     caches = []
     for chance in (random.Random(7), None):
         executor = start_executor(tiny("qwen2"), dtype="bfloat16")
@@ -193,7 +197,7 @@ def test_the_cache_is_as_single_steps_leave_it(tiny):
             generate(executor, prompts, 33)
         else:
             look_ahead(executor, prompts, [greedy()] * 3, 33, chance)
-        # Blocks are handed out in another order: compared by what is in them.
+        # Blocks are allocated in another order, so they are compared by content.
         layer = executor.worker.model.attention_layers()[-1]
         caches.append(
             sorted(

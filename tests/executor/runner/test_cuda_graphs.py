@@ -1,4 +1,4 @@
-"""Graphs of decode steps, without a GPU: what is captured, what the rows between compute, and the
+"""Graphs of decode steps, without a GPU: which are captured, what padding rows compute, and the
 same tokens as operation by operation.
 """
 
@@ -15,7 +15,7 @@ from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.params import SamplingParams
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.executor.driver import Driver, Row, generate, start_executor
-from quire.tests.executor.on_device import FakeCapture, give_graphs
+from quire.tests.executor.on_device import FakeCapture, capture_decodes
 
 MAX_NUM_SEQS = 13
 
@@ -27,7 +27,7 @@ def started(tiny, dtype: str = "float32", **arguments) -> SingleProcessExecutor:
 
 
 def with_graphs(executor: SingleProcessExecutor) -> FakeCapture:
-    return give_graphs(executor.worker)
+    return capture_decodes(executor.worker)
 
 
 def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
@@ -41,7 +41,7 @@ def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 13, 256, 257, 300, 512, 700, 1024])
-def test_a_graph_for_every_number_of_requests_with_few_rows_in_vain(max_num_seqs):
+def test_graphs_for_every_number_of_requests_with_little_padding(max_num_seqs):
     sizes = graph_sizes(max_num_seqs)
     assert sizes == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == max_num_seqs
     for count in range(1, max_num_seqs + 1):
@@ -72,8 +72,10 @@ def test_replayed_steps_give_the_same_tokens_and_caches(dtype, tiny):
     )
 
 
-def test_rows_between_store_nothing_wherever_earlier_steps_did(tiny):
-    """A large batch leaves its places in the buffers; a smaller one must not write there again."""
+def test_padding_rows_store_nothing_after_larger_steps(tiny):
+    """A large batch leaves its slot mappings in the buffers. A smaller batch must not write there
+    again.
+    """
     executor = started(tiny)
     with_graphs(executor)
     driver = Driver(executor)
@@ -84,7 +86,7 @@ def test_rows_between_store_nothing_wherever_earlier_steps_did(tiny):
         for layer in executor.worker.model.attention_layers()
         for cache in (layer.key_cache, layer.value_cache)
     ]
-    # 3 of a graph of 4; r3's last place is still in the buffers
+    # 3 requests in a graph of 4; the mapping of r3 is still in the buffers
     driver.step(dict.fromkeys(("r0", "r1", "r2"), 1))
     mine = [block for row in rows[:3] for block in row.block_ids]
     for layer, *_ in zip(executor.worker.model.attention_layers()):

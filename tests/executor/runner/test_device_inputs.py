@@ -1,5 +1,5 @@
-"""Inputs made on the device are those made on the host, whatever slots go through; and what is
-copied there, how often.
+"""Inputs made on the device equal those made on the host, whatever happens to the slots. Also which
+copies are made, and how often.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 61, 8
 
 
 class Runner:
-    """Tables on the host and on the device, kept by the differences of steps; blocks come as the
-    tokens need them.
+    """Tables on the host and on the device, updated by the differences between steps. Blocks are
+    added as tokens need them.
     """
 
     def __init__(self, graph_buffers=lambda count: None) -> None:
@@ -53,7 +53,7 @@ class Runner:
         del self.num_computed[slot]
 
     def schedule(self, lengths: dict[int, int], rng: random.Random) -> SchedulerOutput:
-        """By slot: its tokens of this step; and what happened before it."""
+        """Schedule a step. Takes the number of tokens by slot, and the changes before it."""
         for slot in self.freed:
             self.batch.remove(slot)
         for request in self.new:
@@ -101,9 +101,9 @@ def assert_equal(mine: StepInputs, oracle: StepInputs) -> None:
 
 
 @pytest.mark.parametrize("has_buffers", [False, True])
-def test_over_random_lives_of_slots(has_buffers):
-    """Requests come and go, prompts are cut, rows pause or fail, the host samples or the device
-    does, the host adds tokens of its own.
+def test_random_lives_of_slots(has_buffers):
+    """Requests come and go, prompts are chunked, rows pause or fail, the host or the device
+    samples, the host appends tokens.
     """
     size = NUM_SLOTS + 2
     buffers = tuple(
@@ -181,13 +181,13 @@ def test_over_random_lives_of_slots(has_buffers):
             batch.append_tokens(slots[good], sampled[good])
             for slot in slots[~good].tolist():
                 runner.free(slot)
-            # as where a grammar forces tokens
+            # as forced tokens of a grammar
             if is_host_to_sample and good.any() and rng.random() < 0.1:
                 batch.append_tokens(slots[good][:1], np.array([7]))
     assert (num_in_buffers > 50) == has_buffers
 
 
-def test_one_copy_a_step_and_only_of_what_is_new(monkeypatch):
+def test_one_copy_per_step_of_new_data_only(monkeypatch):
     copies: list[dict[str, np.ndarray]] = []
     packed = device_inputs.packed
     monkeypatch.setattr(
@@ -203,7 +203,7 @@ def test_one_copy_a_step_and_only_of_what_is_new(monkeypatch):
     (columns,) = runner.make.ship([lay_out(output, runner.batch.num_tokens)])
     # tokens, parameters, blocks
     assert len(copies) == 1 and len(copies[0]["words"]) == 2 * (9 + 8 + 2)
-    # what the device has sampled: it knows
+    # the device knows the tokens that it sampled
     runner.batch.append_tokens(np.array([4, 1]), np.array([5, 6]))
     for step in range(3):
         output = runner.schedule({4: 1, 1: 1}, rng)
@@ -217,14 +217,14 @@ def test_one_copy_a_step_and_only_of_what_is_new(monkeypatch):
     for _ in range(2):
         output = runner.schedule({4: 1, 1: 1}, rng)
         copies.clear()
-        runner.make(output)  # for the host to sample
+        runner.make(output)  # sampled by the host
         runner.batch.append_tokens(np.array([4, 1]), np.array([8, 9]))
     assert (
         len(copies) == 1 and copies[0]["words"].tolist() == [8, 9] and len(copies[0]["starts"]) == 3
     )
 
 
-def test_rows_of_tables_begin_at_sixteen_bytes():
+def test_rows_of_tables_are_aligned_to_sixteen_bytes():
     tables = Runner().tables
     assert tables.token_ids.shape == (NUM_SLOTS, 64) and tables.block_tables.shape == (NUM_SLOTS, 8)
     for table in (tables.parameters, tables.block_tables, tables.token_ids):

@@ -1,4 +1,4 @@
-"""The slots' tables: entry, growth, reuse, and which parameters are refused."""
+"""The tables of the slots: entry, growth, reuse, and which parameters are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def request(slot: int, token_ids: list[int], **params) -> NewRequestData:
     )
 
 
-def test_a_block_that_the_cache_does_not_have_is_refused() -> None:
+def test_a_block_outside_the_cache_is_refused() -> None:
     batch = make_batch()
     batch.num_cache_blocks = 8
     batch.append_blocks(1, [1, 7])
@@ -78,7 +78,7 @@ def test_a_request_fills_its_row():
     assert batch.top_k[1] == 0 and batch.num_logprobs[1] == NO_LOGPROBS
 
 
-def test_which_slots_draw_and_which_of_them_are_filtered():
+def test_which_slots_sample_and_which_of_them_filter():
     batch = make_batch()
     for slot, params in enumerate(
         (
@@ -101,7 +101,7 @@ def test_top_k_beyond_32_bits_means_all():
     assert batch.top_k[0] == 2**31 - 1
 
 
-def test_the_smallest_top_p_is_not_none_of_the_mass():
+def test_the_smallest_top_p_is_not_rounded_to_zero():
     batch = make_batch()
     batch.add(request(0, [1], top_p=5e-324))
     assert batch.top_p[0] > 0
@@ -144,20 +144,20 @@ def test_a_slot_is_reused():
     assert not batch.refusals and not batch.prompt_logprobs_slots
 
 
-def test_the_whole_vocabulary_and_more_than_there_can_be():
+def test_the_whole_vocabulary_and_more_than_fit():
     batch = make_batch()
     batch.add(request(0, [1], logprobs=-1, prompt_logprobs=2**40))
     assert batch.num_logprobs[0] == batch.num_prompt_logprobs[0] == WHOLE_VOCABULARY
 
 
-def test_what_the_runner_cannot_do_is_named():
+def test_unsupported_parameters_are_named():
     batch = make_batch()
     batch.add(request(0, [1], seed=None))
     assert batch.refusals[0].startswith("seed: must be resolved")
 
 
 class Picky:
-    """A stage that refuses bias on token 9, and takes note."""
+    """A stage that refuses a bias on token 9 and records its calls."""
 
     def __init__(self):
         self.slots = set()
@@ -172,7 +172,7 @@ class Picky:
         self.slots.remove(slot)
 
 
-def test_stages_see_requests_come_and_go_and_may_refuse_them():
+def test_stages_are_notified_of_requests_and_may_refuse_them():
     picky = Picky()
     batch = InputBatch(4, 50, 16, LogitsStages([picky], 4))
     batch.add(request(0, [1], logit_bias={9: 1.0}))
@@ -184,7 +184,7 @@ def test_stages_see_requests_come_and_go_and_may_refuse_them():
     assert batch.refusals == {} and picky.slots == set()
 
 
-def test_unresolved_seed_and_pooling_are_named():
+def test_an_unresolved_seed_and_pooling_are_named():
     assert find_unsupported(SamplingParams(seed=0)) is None
     assert find_unsupported(SamplingParams()).startswith("seed: ")
     assert find_unsupported(PoolingParams()).startswith("params: ")

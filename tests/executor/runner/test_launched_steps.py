@@ -1,5 +1,5 @@
-"""Steps whose tokens stay on the device: nothing is waited for before a launch, and what comes late
-finds its place, or none.
+"""Steps whose tokens stay on the device. A launch waits for nothing, and a late token is applied to
+its request or dropped.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
-from quire.tests.executor.on_device import LateCopies, give_graphs
+from quire.tests.executor.on_device import LateCopies, capture_decodes
 
 PROMPTS = [[5, 6, 7], [40], list(range(60, 100)), [9, 8, 7, 6, 5]]
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, top_k=60, min_p=0.01, seed=7)
-NUM_BLOCKS = 6  # of each slot: slot s has 1 + NUM_BLOCKS * s and those behind
+NUM_BLOCKS = 6  # blocks of each slot: slot s has 1 + NUM_BLOCKS * s and those that follow
 
 
 class Steps:
-    """Submits steps as the core does when it overlaps, without waiting for one before the next."""
+    """Submits steps like the core with overlap, without waiting for one before the next."""
 
     def __init__(self, executor: SingleProcessExecutor):
         self.executor = executor
@@ -34,8 +34,8 @@ class Steps:
         freed: tuple[int, ...] = (),
         lookahead: int = 0,
     ) -> PendingStep:
-        """rows: by slot, tokens that are computed and those to compute. new: by slot, a request's
-        tokens and parameters.
+        """Submit a step. `rows` has, by slot, the computed tokens and the tokens to compute; `new`
+        has, by slot, a request's tokens and parameters.
         """
         new = new or {}
         output = SchedulerOutput(
@@ -74,7 +74,7 @@ def executor(tiny, copies, request) -> SingleProcessExecutor:
     executor.worker.runner.keep_state_on_device(copies)
     copies.forget()
     if request.param == "graphs":
-        give_graphs(executor.worker)
+        capture_decodes(executor.worker)
     return executor
 
 
@@ -90,7 +90,7 @@ def alone(
 
 
 @pytest.mark.parametrize("params", [greedy(), DRAWN], ids=["greedy", "drawn"])
-def test_six_steps_are_launched_before_the_first_is_waited_for(executor, plain, copies, params):
+def test_six_steps_are_launched_before_the_first_is_awaited(executor, plain, copies, params):
     steps = Steps(executor)
     steps.submit(
         {slot: (0, len(prompt)) for slot, prompt in enumerate(PROMPTS)},
@@ -104,21 +104,21 @@ def test_six_steps_are_launched_before_the_first_is_waited_for(executor, plain, 
         (batch.token_ids[slot, len(prompt) : len(prompt) + 6] == NOT_KNOWN).all()
         for slot, prompt in enumerate(PROMPTS)
     )
-    told = [list(tokens) for tokens in zip(*steps.tokens(), strict=True)]
-    assert told == [alone(plain, prompt, params, 6) for prompt in PROMPTS]
+    results = [list(tokens) for tokens in zip(*steps.tokens(), strict=True)]
+    assert results == [alone(plain, prompt, params, 6) for prompt in PROMPTS]
     assert copies.events[6:] == [f"waits for {n}" for n in range(6)]
     assert [
         batch.token_ids[slot, len(prompt) : len(prompt) + 6].tolist()
         for slot, prompt in enumerate(PROMPTS)
-    ] == told
-    # asked again: nothing waits
+    ] == results
+    # a second call does not wait
     assert (
-        steps.tokens() == [list(tokens) for tokens in zip(*told, strict=True)]
+        steps.tokens() == [list(tokens) for tokens in zip(*results, strict=True)]
         and len(copies.events) == 12
     )
 
 
-def test_passes_of_a_step_that_looks_ahead_wait_for_nothing(executor, plain, copies):
+def test_lookahead_passes_of_a_step_wait_for_nothing(executor, plain, copies):
     steps = Steps(executor)
     steps.submit(
         {0: (0, 3), 3: (0, 5), 2: (0, 33)},
@@ -140,11 +140,9 @@ def test_passes_of_a_step_that_looks_ahead_wait_for_nothing(executor, plain, cop
     )
 
 
-def test_a_slot_that_has_another_request_by_the_time_its_old_ones_token_comes(
-    executor, plain, copies
-):
-    """The first one ended with step 1 and has a row too many in step 2; the second enters with step
-    3, before step 2 is finished.
+def test_a_token_for_a_slot_that_has_another_request(executor, plain, copies):
+    """The first request ends with step 1 and has an extra row in step 2. The second enters with
+    step 3, before step 2 is finished.
     """
     steps, params = (
         Steps(executor),
@@ -164,16 +162,16 @@ def test_a_slot_that_has_another_request_by_the_time_its_old_ones_token_comes(
         and batch.num_tokens[0] == 7
     )
     steps.submit({0: (6, 1), 1: (5, 1)})
-    # wants the host: all is finished first
+    # needs the host: all steps are finished first
     steps.submit({0: (7, 1), 4: (0, 3)}, {4: (PROMPTS[0], params)})
-    told = steps.tokens()
-    assert [tokens[0] for tokens in told[3:]] == alone(plain, PROMPTS[3], DRAWN, 4)
-    assert [tokens[1] for tokens in told[:6]] == alone(plain, PROMPTS[1], greedy(), 6)
-    assert told[6][1] == alone(plain, PROMPTS[0], params, 1)[0]
+    results = steps.tokens()
+    assert [tokens[0] for tokens in results[3:]] == alone(plain, PROMPTS[3], DRAWN, 4)
+    assert [tokens[1] for tokens in results[:6]] == alone(plain, PROMPTS[1], greedy(), 6)
+    assert results[6][1] == alone(plain, PROMPTS[0], params, 1)[0]
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "options",
     [
         {"logprobs": 1},
         {"prompt_logprobs": 0},
@@ -183,36 +181,36 @@ def test_a_slot_that_has_another_request_by_the_time_its_old_ones_token_comes(
     ],
     ids=str,
 )
-def test_a_row_that_needs_the_host_makes_a_plain_step(executor, plain, copies, wish):
-    """What was launched is finished before, and the step itself, if nobody has asked for it, before
-    the next one; its tokens reach the device with that.
+def test_a_row_that_needs_the_host_makes_the_step_synchronous(executor, plain, copies, options):
+    """Launched steps are finished before. The step itself is finished before the next one if its
+    result has not been read; its tokens reach the device with the next step.
     """
-    steps, params = Steps(executor), SamplingParams(temperature=0.0, seed=0, **wish)
+    steps, params = Steps(executor), SamplingParams(temperature=0.0, seed=0, **options)
     steps.submit({0: (0, 3)}, {0: (PROMPTS[0], greedy())})
     steps.submit({0: (3, 1)})
     steps.submit({0: (4, 1), 2: (0, 5)}, {2: (PROMPTS[3], params)}, lookahead=2)
     assert copies.events == ["launched 0", "launched 1", "waits for 0", "waits for 1"]
-    # the model runs, nobody has sampled
+    # the model has run, but nothing is sampled
     assert executor.worker.runner.batch.num_tokens[[0, 2]].tolist() == [5, 5]
     steps.submit({0: (5 + 2, 1)})
     assert executor.worker.runner.batch.num_tokens[[0, 2]].tolist() == [9, 8]
     expected = alone(plain, PROMPTS[0], greedy(), 7), alone(plain, PROMPTS[3], params, 6)
-    if "prompt_logprobs" not in wish:  # it is over with the prompt
+    if "prompt_logprobs" not in options:  # the prompt is complete
         steps.submit({0: (8, 1), 2: (5 + 2, 1)}, lookahead=0)
         assert copies.events[4:] == ["launched 2", "waits for 2"]
-    told = steps.tokens()
-    assert told[:4] == [
+    results = steps.tokens()
+    assert results[:4] == [
         expected[0][:1],
         expected[0][1:2],
         expected[0][2:5] + expected[1][:3],
         expected[0][5:6],
     ]
-    assert told[4:] in ([], [[expected[0][6], expected[1][3]]])
-    assert bool(steps.pending[2].result().prompt_logprobs) == ("prompt_logprobs" in wish)
+    assert results[4:] in ([], [[expected[0][6], expected[1][3]]])
+    assert bool(steps.pending[2].result().prompt_logprobs) == ("prompt_logprobs" in options)
 
 
 def poison(executor: SingleProcessExecutor, monkeypatch, passes: set[int], row: int) -> None:
-    """In these passes of the model, counted from now, the logits of `row` are not numbers."""
+    """Set the logits of `row` to NaN in these passes of the model, counted from now."""
     logits, count = executor.worker.model.compute_logits, iter(range(99))
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
@@ -224,58 +222,56 @@ def poison(executor: SingleProcessExecutor, monkeypatch, passes: set[int], row: 
         )
 
     monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
-    # a recorded step would not hear of it
+    # a recorded step would not call it
     monkeypatch.setattr(executor.worker.runner, "program", None)
 
 
 @pytest.mark.parametrize("params", [greedy(), DRAWN], ids=["greedy", "drawn"])
-def test_logits_that_are_not_finite_are_found_when_the_step_is_finished(
+def test_non_finite_logits_are_found_when_the_step_is_finished(
     executor, plain, monkeypatch, params
 ):
-    """Of that row alone; the steps behind it have a token to compute with, and are computed in
-    vain.
-    """
+    """Only that row fails. Later steps have a placeholder token, and their results are dropped."""
     poison(executor, monkeypatch, {1, 2}, row=1)
     steps = Steps(executor)
     steps.submit({0: (0, 3), 3: (0, 5)}, {0: (PROMPTS[0], params), 3: (PROMPTS[3], params)})
     for step in range(3):
         steps.submit({0: (3 + step, 1), 3: (5 + step, 1)})
     assert executor.worker.runner.tables.token_ids[3, 6:8].tolist() == [0, 0]
-    told = [step.result() for step in steps.pending]
-    assert [one.errors for one in told] == [{}, {3: NOT_FINITE}, {3: NOT_FINITE}, {}]
-    assert [one.num_sampled for one in told] == [[1, 1], [1, 0], [1, 0], [1, 1]]
-    assert [one.token_ids[0] for one in told] == alone(plain, PROMPTS[0], params, 4)
+    results = [step.result() for step in steps.pending]
+    assert [one.errors for one in results] == [{}, {3: NOT_FINITE}, {3: NOT_FINITE}, {}]
+    assert [one.num_sampled for one in results] == [[1, 1], [1, 0], [1, 0], [1, 1]]
+    assert [one.token_ids[0] for one in results] == alone(plain, PROMPTS[0], params, 4)
 
 
-def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, plain, monkeypatch):
+def test_a_row_that_fails_in_the_lookahead_keeps_its_earlier_tokens(executor, plain, monkeypatch):
     poison(executor, monkeypatch, {2}, row=1)
     steps = Steps(executor)
     steps.submit(
         {0: (0, 3), 3: (0, 5)}, {0: (PROMPTS[0], greedy()), 3: (PROMPTS[3], greedy())}, lookahead=4
     )
-    told = steps.pending[0].result()
+    results = steps.pending[0].result()
     expected = alone(plain, PROMPTS[0], greedy(), 5), alone(plain, PROMPTS[3], greedy(), 2)
-    assert told == ModelRunnerOutput([5, 2], expected[0] + expected[1], errors={3: NOT_FINITE})
+    assert results == ModelRunnerOutput([5, 2], expected[0] + expected[1], errors={3: NOT_FINITE})
 
 
-def test_a_request_that_cannot_be_served_has_its_error_and_no_token(executor, plain):
+def test_a_request_that_cannot_be_served_gets_an_error_and_no_token(executor, plain):
     steps = Steps(executor)
     steps.submit(
         {1: (0, 1), 0: (0, 3)},
         {1: (PROMPTS[1], SamplingParams(seed=None)), 0: (PROMPTS[0], greedy())},
         lookahead=1,
     )
-    told = steps.pending[0].result()
+    results = steps.pending[0].result()
     assert (
-        told.num_sampled == [0, 2]
-        and list(told.errors) == [1]
-        and told.errors[1].startswith("seed")
+        results.num_sampled == [0, 2]
+        and list(results.errors) == [1]
+        and results.errors[1].startswith("seed")
     )
-    assert told.token_ids == alone(plain, PROMPTS[0], greedy(), 2)
+    assert results.token_ids == alone(plain, PROMPTS[0], greedy(), 2)
 
 
-def test_a_request_that_enters_again_in_another_slot_goes_on(executor, plain):
-    """As after a preemption: with its tokens so far, all known to the host by then."""
+def test_a_request_that_returns_in_another_slot_continues(executor, plain):
+    """As after a preemption: the request has its tokens so far, and the host knows all of them."""
     driver = Driver(executor)
     for name, prompt in zip("abc", PROMPTS):
         driver.add(name, prompt, DRAWN)
@@ -287,17 +283,15 @@ def test_a_request_that_enters_again_in_another_slot_goes_on(executor, plain):
     ]
 
 
-def test_a_step_of_unfinished_prompts_brings_nothing_and_is_waited_for_all_the_same(
-    executor, copies
-):
-    """Else the host would run ahead of the device as far as prompts are long."""
+def test_a_step_of_unfinished_prompts_is_awaited(executor, copies):
+    """Otherwise the host would run ahead of the device by the length of the prompts."""
     steps = Steps(executor)
     steps.submit({2: (0, 33)}, {2: (PROMPTS[2], greedy())})
     assert steps.pending[0].result() == ModelRunnerOutput([0], [])
     assert copies.events == ["launched 0", "waits for 0"]
 
 
-def test_a_launch_that_fails_is_told_in_its_turn(executor, plain, monkeypatch):
+def test_a_failed_launch_is_raised_in_order(executor, plain, monkeypatch):
     steps = Steps(executor)
     steps.submit({0: (0, 3)}, {0: (PROMPTS[0], greedy())})
     monkeypatch.setattr(executor.worker.runner.launcher, "launch", lambda output: 1 / 0)

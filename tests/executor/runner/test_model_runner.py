@@ -1,5 +1,5 @@
 """One step and many: chunked equals whole, batches equal single requests, slots and blocks are
-reused, a bad row is alone.
+reused, a bad row fails alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.ipc.messages import SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
 
-NAN_TOKEN = 311  # in no prompt, and in no output of these tests
+NAN_TOKEN = 311  # not in any prompt or output of these tests
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def test_chunked_prefill_equals_whole(executor, chunk):
             assert abs(logprobs_a - logprobs_b).max() < 1e-4
 
 
-def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
-    """Rows with different numbers of them, a prompt that is still being computed and one that asks
-    for nothing among them.
+def test_several_tokens_in_one_step_equal_those_of_several_steps(executor):
+    """The rows have different numbers of tokens. One prompt is unfinished, and one row decodes no
+    more tokens.
     """
     params = [
         greedy(logprobs=2),
@@ -86,7 +86,7 @@ def test_several_tokens_in_one_step_are_those_of_several_steps(executor):
     assert len(rows[0].logprobs) == len(rows[1].logprobs) == 9
 
 
-def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, monkeypatch):
+def test_a_row_that_fails_in_the_lookahead_keeps_its_earlier_tokens(executor, monkeypatch):
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt) for i, prompt in enumerate(random_prompts(9, 12))]
     driver.step({"0": 9, "1": 12})
@@ -98,9 +98,9 @@ def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, 
         return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
 
     monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
-    # a recorded step would not hear of it,
+    # a recorded step would not call it,
     monkeypatch.setattr(executor.worker.runner, "program", None)
-    monkeypatch.setattr(executor.worker.runner, "bursts", None)  # nor would several
+    monkeypatch.setattr(executor.worker.runner, "bursts", None)  # and neither would a burst
     result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
     executor.execute_model(
         SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
@@ -112,7 +112,7 @@ def test_a_row_that_fails_while_it_looks_ahead_keeps_what_came_before(executor, 
     )
 
 
-def test_odd_boundaries_drawn_at_random(executor):
+def test_random_chunk_boundaries(executor):
     prompts, rng = random_prompts(310, 97, 18, 2, seed=1), random.Random(4)
     assert outputs(generate(executor, prompts, 6, chunk=lambda row: rng.randint(1, 60))) == outputs(
         generate(executor, prompts, 6)
@@ -130,9 +130,9 @@ def test_batch_equals_single_requests(executor):
     )
 
 
-def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
-    """A step in the order prefill, decode, unfinished chunk, decode: the runner puts decodes first,
-    the caller must not notice.
+def test_results_are_in_the_schedulers_order(executor):
+    """A step in the order prefill, decode, unfinished chunk, decode. The runner sorts decodes
+    first, but returns the caller's order.
     """
     prompts = random_prompts(30, 10, 60, 20, seed=3)
     expected = outputs(generate(executor, prompts, 3))
@@ -152,8 +152,8 @@ def test_decodes_between_prefills_come_back_in_the_schedulers_order(executor):
     driver.step({})
 
 
-def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
-    """The third token could only be one that would complete a bad word."""
+def test_a_failure_in_the_lookahead_keeps_earlier_tokens(tiny):
+    """The third token could only be one that completes a bad word."""
     executor = start_executor(tiny("qwen2"))
     driver = Driver(executor)
     bad = driver.add(
@@ -168,13 +168,13 @@ def test_a_failure_in_the_lookahead_leaves_what_came_before(tiny):
     assert [good.output] == outputs(generate(start_executor(tiny("qwen2")), [[4, 5, 6]], 5))
 
 
-def test_step_without_requests_only_frees(executor):
+def test_a_step_without_requests_only_frees(executor):
     result = executor.execute_model(SchedulerOutput(0, [], [], [], [], freed_slots=[0, 1]))
     assert (result.num_sampled, result.token_ids, result.errors) == ([], [], {})
 
 
 def test_slots_and_blocks_are_reused_at_once(executor):
-    """A request leaves and another enters its slot and blocks in the same step; a third goes on
+    """A request leaves and another takes its slot and blocks in the same step. A third request runs
     beside them.
     """
     prompts = random_prompts(50, 20, 35, seed=5)
@@ -213,8 +213,8 @@ def test_preempted_and_recomputed_in_another_slot(executor):
 
 
 def test_shared_prefix_blocks_are_read_not_recomputed(executor):
-    """A second request whose table begins with the first one's blocks and whose computed count says
-    so: as a prefix-cache hit.
+    """As with a prefix-cache hit, the second request's table starts with blocks of the first, and
+    its computed count includes them.
     """
     prefix, tail = random_prompts(32, 9, seed=7)
     expected = outputs(generate(executor, [prefix + tail], 6))
@@ -231,7 +231,7 @@ def test_shared_prefix_blocks_are_read_not_recomputed(executor):
 
 
 def test_a_full_context(executor):
-    """max_model_len tokens in all: the last sampled token is the last the tables hold."""
+    """max_model_len tokens in all: the last sampled token is the last that fits the tables."""
     (row,) = generate(executor, random_prompts(505, seed=9), 7)
     assert row.num_tokens == 512 and len(row.output) == 7
 
@@ -260,8 +260,8 @@ def test_dummy_batch_changes_nothing(executor):
 
 @pytest.fixture(scope="module")
 def poisoned(tiny) -> SingleProcessExecutor:
-    """A model whose embedding of NAN_TOKEN is NaN: whoever has that token has NaN in hidden states,
-    keys, values and logits.
+    """A model whose embedding of NAN_TOKEN is NaN. A request with that token has NaN in hidden
+    states, keys, values and logits.
     """
     executor = start_executor(
         tiny("qwen2"), max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=2**21
@@ -276,7 +276,7 @@ def poisoned(tiny) -> SingleProcessExecutor:
     ids=["greedy", "logprobs", "sampled"],
 )
 @pytest.mark.parametrize("chunk", [None, 7])
-def test_nan_is_the_error_of_its_own_request(executor, poisoned, params, chunk):
+def test_nan_fails_only_its_own_request(executor, poisoned, params, chunk):
     prompts = random_prompts(40, 25, 3, seed=12)
     expected = outputs(generate(executor, prompts, 6, params))
     bad = prompts[1][:12] + [NAN_TOKEN] + prompts[1][12:]
@@ -308,7 +308,7 @@ def test_blocks_that_held_nan_serve_the_next_request(executor, poisoned):
 
 
 def test_nan_in_a_decode_step(executor, poisoned):
-    """The token that brings the NaN arrives in the middle of a batch of decodes."""
+    """The token with the NaN is sampled in the middle of a batch of decodes."""
     prompts = random_prompts(10, 10, seed=14)
     expected = outputs(generate(executor, prompts, 6))
     driver = Driver(poisoned)
@@ -321,7 +321,7 @@ def test_nan_in_a_decode_step(executor, poisoned):
     assert good.output == expected[0]
 
 
-def test_refused_parameters_are_the_error_of_their_own_request(executor):
+def test_refused_parameters_fail_only_their_own_request(executor):
     prompts = random_prompts(12, 40, seed=15)
     expected = outputs(generate(executor, prompts[:1], 5))
     driver = Driver(executor)
@@ -342,7 +342,7 @@ def test_refused_parameters_are_the_error_of_their_own_request(executor):
     driver.step({})
 
 
-def test_forced_tokens_follow_their_rows_own():
+def test_forced_tokens_follow_the_row_of_their_request():
     columns = insert_forced(
         [5, 2, 7, 1], [1, 0, 1, 1], [10, 30, 40], {7: [31, 32], 1: [41], 3: [9]}
     )

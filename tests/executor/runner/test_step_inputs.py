@@ -1,5 +1,5 @@
-"""A step's inputs: made of the step before's where that is possible, they are those that would be
-made anew.
+"""A step's inputs that are derived from the previous step equal inputs that are made from
+scratch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 64, 8
 
 
 class Tables:
-    """Plays the runner: slots' tables with blocks for all they may hold, and steps."""
+    """Plays the runner: tables of the slots, with blocks for all their tokens, and steps."""
 
     def __init__(self) -> None:
         self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
@@ -42,9 +42,8 @@ class Tables:
     def step(
         self, lengths: dict[int, int], new: list[NewRequestData] | None = None
     ) -> tuple[StepInputs, StepInputs]:
-        """By slot: its tokens of this step.
-
-        (The inputs, those of a maker that knows nothing of the steps before).
+        """Make a step from the number of tokens by slot. Return (the inputs, those of a new maker
+        without previous steps).
         """
         slots = list(lengths)
         output = SchedulerOutput(
@@ -84,9 +83,9 @@ def assert_equal(one: StepInputs, other: StepInputs) -> None:
     assert mine.scratch == {}
 
 
-def test_over_random_lives_of_slots():
-    """Requests come and go, prompts are cut, rows pause, fail to sample, or gain several tokens at
-    once.
+def test_random_lives_of_slots():
+    """Requests come and go, prompts are chunked, rows pause, fail to sample, or gain several tokens
+    at once.
     """
     num_reused = 0
     for seed in range(40):
@@ -108,18 +107,18 @@ def test_over_random_lives_of_slots():
                     lengths[slot] = left if rng.random() < 0.9 else rng.randint(1, left)
             if not lengths:
                 continue
-            inputs, anew = tables.step(
+            inputs, expected = tables.step(
                 lengths, [request for request in new if request.slot in lengths]
             )
-            assert_equal(inputs, anew)
+            assert_equal(inputs, expected)
             num_reused += last is not None and inputs.positions is last.positions
             last = inputs
             if rng.random() < 0.97:
                 tables.sample(inputs)
-            # as where a grammar forces tokens
+            # as forced tokens of a grammar
             if rng.random() < 0.03 and len(inputs.sampled_slots):
                 tables.batch.append_tokens(inputs.sampled_slots[:1], np.array([7]))
-            # who was not sampled has nothing to compute: its request fails
+            # a row that was not sampled has nothing to compute: its request fails
             for slot in list(tables.num_computed):
                 if tables.num_computed[slot] >= tables.batch.num_tokens[slot]:
                     tables.batch.remove(slot)
@@ -127,8 +126,8 @@ def test_over_random_lives_of_slots():
     assert num_reused > 300
 
 
-def test_a_row_with_tokens_to_come_is_not_sampled():
-    """Its slot gained two tokens at once, of which the step computes one."""
+def test_a_row_with_more_tokens_to_compute_is_not_sampled():
+    """The slot gained two tokens at once, and the step computes one of them."""
     rng, tables = random.Random(2), Tables()
     new = [tables.add(slot, 3, rng) for slot in range(2)]
     inputs, _ = tables.step({0: 3, 1: 3}, new)
@@ -137,13 +136,13 @@ def test_a_row_with_tokens_to_come_is_not_sampled():
         inputs, _ = tables.step({0: 1, 1: 1})
     tables.sample(inputs)
     tables.batch.append_tokens(np.array([0]), np.array([7]))
-    inputs, anew = tables.step({0: 1, 1: 1})
-    assert_equal(inputs, anew)
+    inputs, expected = tables.step({0: 1, 1: 1})
+    assert_equal(inputs, expected)
     assert inputs.sampled_slots.tolist() == [1]
 
 
 def test_a_step_beyond_a_slots_blocks_is_refused():
-    """Also where a step's inputs are made of those of the step before."""
+    """Also if the inputs are derived from those of the previous step."""
     rng, tables = random.Random(3), Tables()
     for length, steps in ((8, 0), (5, 3)):
         request = tables.add(1, length, rng)
@@ -158,9 +157,9 @@ def test_a_step_beyond_a_slots_blocks_is_refused():
         tables.batch.remove(1)
 
 
-def test_a_new_request_in_the_same_slot_is_not_the_old_one():
-    """At the very position where the old one would have gone on: as with a preempted one's blocks
-    found in the cache.
+def test_a_new_request_in_the_same_slot_is_distinguished():
+    """It starts at the position where the old request would have continued, as a preempted request
+    with cached blocks may.
     """
     rng, tables = random.Random(1), Tables()
     request = tables.add(2, 9, rng)

@@ -1,5 +1,5 @@
-"""Masks of requests in slots: what they let through after which tokens, whatever happened between
-two steps; checks and their cache.
+"""Grammar masks of requests in slots: the tokens they allow, whatever happened between two steps.
+Also checks and their cache.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Bench:
             self.batch.append_tokens(np.array([slot]), np.array([token_id]))
 
     def step(self, *slots: int, begin: bool = True) -> tuple[list[set[str]], dict[int, str]]:
-        """What each slot's row lets through, as texts; errors by row."""
+        """Return the texts that each slot's row allows, and errors by row."""
         if begin:
             self.grammars.start(np.array(slots), self.batch)
         logits = torch.zeros(len(slots), VOCAB_SIZE)
@@ -98,7 +98,7 @@ def bench(directory, tokenizer) -> Iterator[Bench]:
 END = "<|im_end|>"
 
 
-def test_rows_without_a_grammar_are_left_alone_and_cost_nothing(bench):
+def test_rows_without_a_grammar_are_unchanged_and_cost_nothing(bench):
     bench.enter(0)
     assert bench.step(0) == ([{"everything"}], {})
     assert bench.grammars._mask_pool is None and not bench.batch.stages.num_slots
@@ -127,16 +127,16 @@ def test_rows_may_come_in_any_order_and_choice(bench, begin):
 
 def test_several_tokens_between_two_steps_or_none(bench):
     bench.enter(0, choice=["abcd"])
-    assert bench.step(0)[0] == bench.step(0)[0] == [{"a"}]  # a sample that was thrown away
+    assert bench.step(0)[0] == bench.step(0)[0] == [{"a"}]  # a sample that was dropped
     bench.append(0, "abc")
     assert bench.step(0)[0] == [{"d"}]
 
 
-def test_after_a_preemption_the_output_so_far_is_taken(bench):
+def test_a_preempted_request_resumes_with_its_output(bench):
     bench.enter(0, choice=["abcd", "axyz"])
     bench.step(0)
     bench.batch.remove(0)
-    bench.enter(0, choice=["zz"])  # the slot is another's meanwhile
+    bench.enter(0, choice=["zz"])  # another request has the slot in the meantime
     bench.enter(3, output="ax", choice=["abcd", "axyz"])
     assert bench.step(0, 3)[0] == [{"z"}, {"y"}]
 
@@ -157,8 +157,8 @@ def test_a_request_ends_with_its_own_end_of_sequence_tokens(bench):
     assert bench.step(0, 1)[0] == [{"<|endoftext|>", END}, {"<|endoftext|>"}]
 
 
-def test_what_comes_after_the_end_means_nothing_and_hurts_nobody(bench):
-    """A step that was handed over before the request was known to end."""
+def test_tokens_after_the_end_are_ignored(bench):
+    """A step may be submitted before the end of the request is known."""
     bench.enter(0, choice=["a"])
     bench.enter(1, choice=["b"])
     bench.append(0, f"a{END}")
@@ -167,14 +167,14 @@ def test_what_comes_after_the_end_means_nothing_and_hurts_nobody(bench):
     assert bench.step(0, 1) == ([{"everything"}, {"b"}], {})
 
 
-def test_min_tokens_beyond_the_grammars_end_is_that_requests_error(bench):
+def test_min_tokens_beyond_the_grammars_end_fails_the_request(bench):
     bench.enter(0, output="a", choice=["a"], min_tokens=4)
     bench.enter(1, output="a", choice=["ab"], min_tokens=4)
     texts, errors = bench.step(0, 1)
     assert list(errors) == [0] and "min_tokens" in errors[0] and texts[1] == {"b"}
 
 
-def test_a_token_the_grammar_does_not_allow_is_that_requests_error(bench):
+def test_a_token_that_the_grammar_forbids_fails_the_request(bench):
     bench.enter(0, choice=["ab"])
     bench.enter(1, choice=["cd"])
     bench.append(0, "x")
@@ -185,7 +185,7 @@ def test_a_token_the_grammar_does_not_allow_is_that_requests_error(bench):
     assert list(bench.step(0, 1)[1]) == [0]
 
 
-def test_limits_that_are_exceeded_later_are_that_requests_error(bench):
+def test_limits_exceeded_later_fail_the_request(bench):
     bench.enter(0, regex="((a{1,100}){1,100}){1,100}", max_tokens=1000)
     bench.enter(1, choice=["cd"])
     bench.batch.token_ids = np.pad(bench.batch.token_ids, ((0, 0), (0, 2000)))
@@ -194,19 +194,19 @@ def test_limits_that_are_exceeded_later_are_that_requests_error(bench):
     assert list(errors) == [0] and "too many expressions" in errors[0] and texts[1] == {"c"}
 
 
-def test_a_dead_end_is_told_in_words(bench):
+def test_the_message_of_a_dead_end(bench):
     bench.enter(0, output="a", grammar='start: "a" T\nT: /b/ & /c/')
     assert "dead end" in bench.step(0)[1][0]
 
 
-def test_an_unsound_grammar_that_nobody_checked_is_that_requests_error(bench):
+def test_an_invalid_unchecked_grammar_fails_the_request(bench):
     bench.enter(0, regex="a(")
     bench.enter(1, choice=["cd"])
     texts, errors = bench.step(0, 1)
     assert "unclosed group" in errors[0] and texts[1] == {"c"}
 
 
-def test_equal_grammars_are_compiled_once_and_do_not_share_their_state(bench, monkeypatch):
+def test_equal_grammars_are_compiled_once_and_have_separate_states(bench, monkeypatch):
     compiled = []
     compile_ = bench.grammars.compiler.compile
     monkeypatch.setattr(
@@ -220,7 +220,7 @@ def test_equal_grammars_are_compiled_once_and_do_not_share_their_state(bench, mo
     assert bench.step(0, 1)[0] == [{"b"}, {"a"}] and len(compiled) == 1
 
 
-def test_the_cache_forgets_the_least_recently_used(bench, monkeypatch):
+def test_the_cache_evicts_the_least_recently_used(bench, monkeypatch):
     monkeypatch.setattr(grammar, "MAX_COMPILED", 2)
     for slot, text in enumerate("abcb"):
         bench.enter(slot, choice=[text])
@@ -229,7 +229,7 @@ def test_the_cache_forgets_the_least_recently_used(bench, monkeypatch):
     assert bench.step(0, 1, 2, 3)[0] == [{"a"}, {"b"}, {"c"}, {"b"}]
 
 
-def test_large_grammars_leave_the_cache_earlier(bench, monkeypatch):
+def test_large_grammars_are_evicted_earlier(bench, monkeypatch):
     monkeypatch.setattr(grammar, "MAX_COMPILED_BYTES", 1000)
     bench.enter(0, choice=["a" * 300])
     bench.enter(1, choice=["b" * 900])
@@ -243,8 +243,8 @@ def test_a_refusal_does_not_keep_the_grammar(bench):
     assert isinstance(error, InvalidParameterError) and error.__traceback__ is None
 
 
-def test_masks_are_found_beside_the_step(bench, monkeypatch):
-    """`start` returns while they are being found; `apply` waits for them."""
+def test_masks_are_computed_in_parallel_with_the_step(bench, monkeypatch):
+    """`start` returns while they are being computed; `apply` waits for them."""
     may_go_on = threading.Event()
     find = bench.grammars._find_masks
     monkeypatch.setattr(
@@ -257,7 +257,7 @@ def test_masks_are_found_beside_the_step(bench, monkeypatch):
     assert bench.step(0, begin=False)[0] == [{"a"}]
 
 
-# ---------------------------------------------------------------- tokens without the model
+# ---------------------------------------------------------------- forced tokens
 
 
 def jump(bench: Bench, *slots: int) -> dict[int, str]:
@@ -271,7 +271,7 @@ def jump(bench: Bench, *slots: int) -> dict[int, str]:
     }
 
 
-def test_what_is_forced_is_appended_and_the_masks_go_on_behind_it(bench):
+def test_forced_tokens_are_appended_and_masks_continue_after_them(bench):
     bench.enter(0, choice=["xabc1", "xabc2", "y"])
     bench.enter(1, choice=["ab", "cd"])
     bench.enter(2)
@@ -285,7 +285,7 @@ def test_what_is_forced_is_appended_and_the_masks_go_on_behind_it(bench):
     assert jump(bench, 0, 1) == {0: END}
 
 
-def test_one_of_several_end_of_sequence_tokens_is_the_models_choice(bench):
+def test_a_choice_of_end_of_sequence_tokens_is_left_to_the_model(bench):
     bench.enter(0, choice=["ab", "cd"], eos=[EOS_TOKEN_ID, OTHER_EOS])
     bench.step(0)
     bench.append(0, "a")
@@ -293,7 +293,7 @@ def test_one_of_several_end_of_sequence_tokens_is_the_models_choice(bench):
     assert bench.step(0)[0] == [{"<|endoftext|>", END}]
 
 
-def test_nothing_is_forced_beyond_the_context(bench):
+def test_no_tokens_are_forced_beyond_the_context(bench):
     bench.enter(0, choice=["a" + "b" * 100, "c"])
     bench.step(0)
     bench.append(0, "a")
@@ -311,7 +311,7 @@ def test_nothing_is_forced_beyond_the_context(bench):
     ],
     ids=str,
 )
-def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
+def test_requests_that_need_every_step_do_not_jump(bench, params):
     bench.enter(0, choice=["ab", "cd"], **params)
     bench.step(0)
     bench.append(0, "a")
@@ -324,7 +324,7 @@ def test_who_asks_for_what_only_a_step_can_tell_does_not_jump(bench, params):
     [dict(enable_jump_forward=False), dict(async_scheduling=True), dict(num_scheduler_steps=2)],
     ids=str,
 )
-def test_settings_under_which_nobody_jumps(directory, tokenizer, settings):
+def test_settings_without_jumps(directory, tokenizer, settings):
     bench = Bench(directory, tokenizer, **settings)
     bench.enter(0, choice=["ab", "cd"])
     bench.step(0)
@@ -333,7 +333,7 @@ def test_settings_under_which_nobody_jumps(directory, tokenizer, settings):
     bench.grammars.shutdown()
 
 
-def test_a_grammar_in_error_forces_nothing(bench):
+def test_a_failed_grammar_forces_no_tokens(bench):
     bench.enter(0, choice=["ab", "cd"])
     bench.step(0)
     bench.append(0, "x")
@@ -342,7 +342,7 @@ def test_a_grammar_in_error_forces_nothing(bench):
 
 
 def allowed_ids(bench: Bench, slot: int) -> list[int]:
-    """Without end-of-sequence; none where the grammar has ended or failed."""
+    """Without end-of-sequence tokens. Empty if the grammar has ended or failed."""
     logits = torch.zeros(1, VOCAB_SIZE)
     errors = bench.batch.stages(logits, np.array([slot]), bench.batch)
     allowed = np.flatnonzero(logits[0].numpy() != MASKED).tolist()
@@ -353,8 +353,8 @@ def allowed_ids(bench: Bench, slot: int) -> list[int]:
     )
 
 
-def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
-    """On random grammars: the tokens of `jump` against masks with one bit."""
+def test_forced_tokens_equal_those_of_one_token_masks(bench):
+    """On random grammars, compare the tokens of `jump` with masks that have one bit."""
     num_forced, draw, batch = 0, random.Random(0), bench.batch
     for seed, params in numbered(30_000, 60):
         for slot in (0, 1):
@@ -380,9 +380,9 @@ def test_forced_tokens_are_those_that_masks_leave_one_by_one(bench):
 # ---------------------------------------------------------------- checks
 
 
-def test_a_check_lets_through_and_refuses(bench):
+def test_a_check_accepts_and_refuses(bench):
     bench.grammars.check(StructuredOutputsParams(json={"type": "object"})).result(60)
-    assert bench.grammars._compiled  # so that nothing is compiled when it enters
+    assert bench.grammars._compiled  # so nothing is compiled when it enters
     error = bench.grammars.check(StructuredOutputsParams(regex="a(")).exception(60)
     assert isinstance(error, InvalidParameterError) and error.parameter == "structured_outputs"
     error = bench.grammars.check(StructuredOutputsParams(regex="\ud800")).exception(60)
@@ -398,7 +398,7 @@ def test_equal_grammars_share_one_check(bench, monkeypatch):
     assert bench.grammars.check(StructuredOutputsParams(json={"type": "object"})) is not first
 
 
-def test_a_check_that_failed_by_itself_is_tried_again(bench, monkeypatch):
+def test_a_check_that_raised_is_retried(bench, monkeypatch):
     def fail(self, params):
         raise RuntimeError("no process")
 
@@ -410,7 +410,7 @@ def test_a_check_that_failed_by_itself_is_tried_again(bench, monkeypatch):
     assert bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(60) is None
 
 
-def test_without_a_tokenizer_it_is_refused(directory, tokenizer):
+def test_without_a_tokenizer_a_grammar_is_refused(directory, tokenizer):
     bench = Bench(directory, tokenizer, skip_tokenizer_init=True)
     error = bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(1)
     assert "skip_tokenizer_init" in str(error)
@@ -419,7 +419,7 @@ def test_without_a_tokenizer_it_is_refused(directory, tokenizer):
     bench.grammars.shutdown()
 
 
-def test_shutdown_leaves_no_thread_and_no_process(directory, tokenizer):
+def test_shutdown_leaks_no_thread_or_process(directory, tokenizer):
     threads, children = set(threading.enumerate()), psutil.Process().children()
     bench = Bench(directory, tokenizer)
     bench.enter(0, choice=["a"])

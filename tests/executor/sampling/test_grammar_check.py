@@ -1,5 +1,5 @@
-"""The process that tries grammars: what it lets through, what kills it, and that its death costs
-one grammar alone.
+"""The process that checks grammars: what it accepts, what kills it, and that its death fails only
+one grammar.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_the_process_starts_with_the_first_grammar_and_stays(check):
     assert check.end() == -signal.SIGKILL and psutil.Process().children() == before
 
 
-def test_idle_it_uses_no_processor(check):
+def test_an_idle_process_uses_no_cpu(check):
     check.check(FINE)
     process = psutil.Process(pid_of(check))
     before = process.cpu_times()
@@ -74,7 +74,7 @@ def test_idle_it_uses_no_processor(check):
     assert after.user + after.system - before.user - before.system < 0.1
 
 
-def test_a_grammar_that_compiles_for_ever_is_refused_and_the_next_is_checked(check, monkeypatch):
+def test_a_grammar_that_compiles_forever_is_refused_and_the_next_is_checked(check, monkeypatch):
     monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 0.5)
     check.check(FINE)
     pid = pid_of(check)
@@ -84,7 +84,7 @@ def test_a_grammar_that_compiles_for_ever_is_refused_and_the_next_is_checked(che
     check.check(FINE)
 
 
-def test_a_grammar_that_overflows_the_stack_ends_the_process_alone(check):
+def test_a_grammar_that_overflows_the_stack_ends_only_the_process(check):
     with pytest.raises(
         InvalidParameterError,
         match="ended the process that tried to compile it .exit code -11.: .* nests too deeply",
@@ -93,7 +93,7 @@ def test_a_grammar_that_overflows_the_stack_ends_the_process_alone(check):
     check.check(FINE)
 
 
-def test_a_process_that_died_between_two_checks_is_no_refusal(check):
+def test_a_process_that_died_between_two_checks_refuses_nothing(check):
     check.check(FINE)
     psutil.Process(pid_of(check)).kill()
     check._child.wait()
@@ -101,7 +101,7 @@ def test_a_process_that_died_between_two_checks_is_no_refusal(check):
 
 
 def test_memory_is_limited(settings, monkeypatch):
-    """In a child of its own: the limit is the process's."""
+    """Runs in a child process, since the limit applies to the process."""
     code = (
         "import threading, io, resource; from quire.executor.sampling import grammar_check as g\n"
         "g.MEMORY_LIMIT_BYTES = 0\n"
@@ -129,7 +129,7 @@ def test_memory_is_limited(settings, monkeypatch):
     assert done.stdout == b"limited\n", done.stderr.decode()
 
 
-def test_closing_ends_a_check_that_runs(check, monkeypatch):
+def test_closing_ends_a_running_check(check, monkeypatch):
     monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 60.0)
     check.check(FINE)
     threading.Timer(0.2, check.close).start()
@@ -139,20 +139,20 @@ def test_closing_ends_a_check_that_runs(check, monkeypatch):
         check.check(FINE)
 
 
-def test_a_tokenizer_that_cannot_be_used_is_told_in_words(tmp_path):
+def test_the_message_of_an_unusable_tokenizer(tmp_path):
     check = GrammarCheck(CompilerSettings(str(tmp_path), 10, None))
     with pytest.raises(InvalidParameterError, match="is not possible with this model's tokenizer"):
         check.check(FINE)
     assert check._child is None
 
 
-def test_a_process_that_does_not_start_is_no_refusal(settings, monkeypatch):
+def test_a_process_that_does_not_start_refuses_nothing(settings, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="did not start"):
         GrammarCheck(settings).check(FINE)
 
 
-def test_it_dies_with_its_parent(settings):
+def test_the_process_ends_with_its_parent(settings):
     code = (
         "import sys, os, msgspec; from quire.executor.sampling.grammar_check import *\n"
         "check = GrammarCheck(msgspec.msgpack.decode(sys.stdin.buffer.read(), "
@@ -174,8 +174,8 @@ def test_it_dies_with_its_parent(settings):
         time.sleep(0.01)
 
 
-def test_the_child_answers_each_grammar_and_leaves_when_nobody_asks(settings, monkeypatch):
-    # this process shall keep its own
+def test_the_child_answers_each_grammar_and_ends_at_end_of_input(settings, monkeypatch):
+    # this process keeps its own limit
     monkeypatch.setattr(grammar_check.resource, "setrlimit", lambda *_: None)
     requests, answers = io.BytesIO(), io.BytesIO()
     for message in (settings, FINE, StructuredOutputsParams(regex="a(")):

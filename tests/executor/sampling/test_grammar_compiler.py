@@ -1,4 +1,4 @@
-"""What a grammar of each kind accepts, what is refused and in which words, what costs too much."""
+"""What a grammar of each kind accepts, what is refused and with which message, and cost limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def compiler(tmp_path_factory) -> GrammarCompiler:
 
 
 def accepts(compiler: GrammarCompiler, text: str, **params) -> bool:
-    """The whole text, and an end after it."""
+    """Whether the grammar accepts the whole text and then allows an end."""
     matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
     return matcher.consume_tokens(compiler.tokenizer.tokenize_str(text)) and matcher.is_accepting()
 
@@ -96,7 +96,7 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
         (dict(regex="(a)\\1"), "backreferences are not supported"),
         (dict(json="{"), "EOF"),
         (dict(json={"type": "objekt"}), "Invalid type: objekt"),
-        # not implemented is not ignored
+        # an unimplemented keyword is refused, not ignored
         (dict(json={"type": "array", "uniqueItems": True}), "uniqueItems"),
         (dict(json={"$ref": "file:///etc/passwd"}), "does not fetch"),
         (dict(json={"a": {1, 2}}), "must be a JSON schema"),
@@ -110,7 +110,7 @@ def test_a_choice_is_exactly_its_texts(compiler, text, other):
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_refusals_say_what_is_wrong(compiler, params, words):
+def test_messages_of_refusals(compiler, params, words):
     with pytest.raises(InvalidParameterError, match=words) as caught:
         compiler.compile(normalize(StructuredOutputsParams(**params)))
     assert caught.value.parameter.startswith("structured_outputs") and len(str(caught.value)) < 500
@@ -125,7 +125,7 @@ def test_a_grammar_that_accepts_nothing_is_refused(compiler, params):
         compiler.try_out(matcher)
 
 
-def test_a_grammar_that_soon_exceeds_a_limit_is_refused(compiler, monkeypatch):
+def test_a_grammar_that_quickly_exceeds_a_limit_is_refused(compiler, monkeypatch):
     matcher = compiler.compile(StructuredOutputsParams(regex="((a{1,100}){1,100}){1,100}"))
     monkeypatch.setattr("quire.executor.sampling.grammar_compiler.WALK_TOKENS", 1000)
     with pytest.raises(
@@ -142,7 +142,7 @@ def test_a_grammar_with_slow_masks_is_refused(compiler, monkeypatch):
         compiler.try_out(matcher)
 
 
-def test_trying_out_leaves_the_matcher_fresh(compiler):
+def test_a_trial_run_leaves_the_matcher_unchanged(compiler):
     matcher = compiler.compile(StructuredOutputsParams(choice=["yes"]))
     compiler.try_out(matcher)
     assert matcher.consume_tokens(compiler.tokenizer.tokenize_str("yes")) and matcher.is_accepting()
@@ -177,7 +177,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
         GrammarCompiler(str(tmp_path), 100, 0).tokenizer
 
 
-def test_users_options_come_before_those_in_the_schema():
+def test_the_users_options_override_those_in_the_schema():
     schema = {"x-guidance": {"whitespace_flexible": True}}
     text = to_llguidance(
         normalize(StructuredOutputsParams(json=schema, disable_any_whitespace=True))
@@ -197,7 +197,7 @@ TOO_MUCH = ['{  "a": 1}', '{\n\n"a": 1}', "{\n" + 21 * " " + '"a": 1}', '{"a":\r
     "params", [dict(json=json.dumps({"type": "object"})), dict(json={}), dict(json_object=True)]
 )
 def test_whitespace_is_bounded_by_default(compiler, params):
-    """As JSON is usually written, and no more."""
+    """Allow whitespace as JSON is usually written, and no more."""
     assert [text for text in WRITTEN if not accepts(compiler, text, **params)] == []
     assert [text for text in TOO_MUCH if accepts(compiler, text, **params)] == []
     as_before = params | dict(whitespace_pattern=r"[ \n\r\t]+")
@@ -214,7 +214,7 @@ def test_whitespace_is_bounded_by_default(compiler, params):
     ],
     ids=str,
 )
-def test_a_schemas_own_options_come_before_the_default(compiler, own, good, bad):
+def test_a_schemas_own_options_override_the_default(compiler, own, good, bad):
     schema = {"type": "object", "x-guidance": own}
     assert accepts(compiler, good, json=schema) and not accepts(compiler, bad, json=schema)
     compact = dict(json=schema, disable_any_whitespace=True)

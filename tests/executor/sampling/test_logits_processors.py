@@ -1,4 +1,4 @@
-"""The user's own processors: loading, what they are given, and how they fail alone."""
+"""A user's logits processors: loading, their arguments, and how they fail alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.ipc.errors import InvalidParameterError
 from quire.tests.executor.driver import generate, greedy, start_executor
 from quire.tests.executor.stage_cases import (
     VOCAB_SIZE,
-    Asked,
+    StageRequest,
     append,
     make_batch,
     make_logits,
@@ -23,7 +23,9 @@ MODULE = "quire.tests.executor.sampling.test_logits_processors"
 
 
 def only(params):
-    """The request's extra_args name the one token to take; a request without any is left alone."""
+    """The request's extra_args name the only token to allow. A request without extra_args is not
+    changed.
+    """
     token_id = (params.extra_args or {}).get("only")
     if token_id is None:
         return None
@@ -37,7 +39,7 @@ def only(params):
 
 
 def successor(params):
-    """Says token n + 1 after n tokens of prompt and output."""
+    """Force token n + 1 after n tokens of prompt and output."""
 
     def process(prompt_token_ids, output_token_ids, logits):
         chosen = torch.full_like(logits, float("-inf"))
@@ -98,7 +100,9 @@ def test_a_processor_gets_prompt_output_and_its_own_row():
         )
 
     batch = make_batch(
-        Asked(prompt=[1, 2], output=[3]), Asked(prompt=[4]), processors=loaded(watching)
+        StageRequest(prompt=[1, 2], output=[3]),
+        StageRequest(prompt=[4]),
+        processors=loaded(watching),
     )
     append(batch, 1, 5, 6)
     logits = make_logits(2)
@@ -111,7 +115,7 @@ def test_a_processor_gets_prompt_output_and_its_own_row():
     np.testing.assert_array_equal(rows, logits)
 
 
-def test_several_run_in_order_and_only_for_those_who_want_them():
+def test_several_run_in_order_and_only_for_requests_that_enable_them():
     def doubling(params):
         return lambda prompt, output, logits: logits * 2
 
@@ -120,13 +124,17 @@ def test_several_run_in_order_and_only_for_those_who_want_them():
 
     logits = make_logits(2)
     rows, _ = run_stages(
-        make_batch(Asked({"extra_args": {"x": 1}}), Asked(), processors=loaded(doubling, adding)),
+        make_batch(
+            StageRequest({"extra_args": {"x": 1}}),
+            StageRequest(),
+            processors=loaded(doubling, adding),
+        ),
         logits,
     )
     np.testing.assert_allclose(rows, np.stack((2 * logits[0] + 1, 2 * logits[1])))
 
 
-def test_failures_are_their_requests_own():
+def test_failures_affect_only_their_own_request():
     def failing(params):
         def process(prompt, output, logits):
             if params.extra_args["how"] == "raise":
@@ -146,7 +154,9 @@ def test_failures_are_their_requests_own():
 
     ways = ["raise", "none", "short", "ints", "sparse", "nan", "exit"]
     batch = make_batch(
-        Asked(), *(Asked({"extra_args": {"how": how}}) for how in ways), processors=loaded(failing)
+        StageRequest(),
+        *(StageRequest({"extra_args": {"how": how}}) for how in ways),
+        processors=loaded(failing),
     )
     logits = make_logits(8)
     rows, errors = run_stages(batch, logits)
@@ -167,20 +177,20 @@ def exiting_factory(params):
     sys.exit(3)
 
 
-def test_an_interrupt_is_the_terminals_and_not_the_requests():
+def test_an_interrupt_is_raised_and_not_recorded_as_an_error():
     def interrupted(params):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_batch(Asked(), processors=loaded(interrupted))
+        make_batch(StageRequest(), processors=loaded(interrupted))
 
 
 def test_a_failing_factory_refuses_the_request():
-    batch = make_batch(Asked(), processors=loaded(broken_factory))
+    batch = make_batch(StageRequest(), processors=loaded(broken_factory))
     assert batch.refusals == {
         0: "logits_processors: tests:broken_factory failed on the request: KeyError: 'no such word'"
     }
-    batch = make_batch(Asked(), processors=loaded(exiting_factory))
+    batch = make_batch(StageRequest(), processors=loaded(exiting_factory))
     assert batch.refusals == {
         0: "logits_processors: tests:exiting_factory failed on the request: SystemExit: 3"
     }
@@ -198,7 +208,7 @@ def test_processors_of_the_configuration_reach_an_executor(tiny):
     ]
 
 
-def test_what_a_processor_sees_does_not_depend_on_chunks(tiny):
+def test_arguments_of_a_processor_do_not_depend_on_chunks(tiny):
     executor = start_executor(tiny("qwen2"), logits_processors=[f"{MODULE}:successor"])
     for chunk in (None, 3):
         rows = generate(

@@ -1,4 +1,4 @@
-"""The order of the stages, who is called for what, and rows that nothing is left of."""
+"""The order of the stages, which rows each is called for, and rows without a possible token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.tests.executor.stage_cases import (
     MASKED,
     OPS,
     VOCAB_SIZE,
-    Asked,
+    StageRequest,
     append,
     make_batch,
     make_logits,
@@ -21,8 +21,8 @@ from quire.tests.executor.stage_cases import (
 
 
 class MaskRow:
-    """Stands for the grammar: leaves `token_ids` of every request that wants it, and takes
-    notes.
+    """Stands in for the grammar. Allows only `token_ids` for every request that enables it, and
+    records its calls.
     """
 
     def __init__(self, token_ids: list[int]):
@@ -44,7 +44,7 @@ class MaskRow:
 
 
 class Recorder:
-    """A user's processor that writes down the row it sees, and adds one to everything."""
+    """A user's processor that records the row it gets and adds one to every logit."""
 
     def __init__(self):
         self.seen: list[np.ndarray] = []
@@ -55,8 +55,8 @@ class Recorder:
 
 
 def test_the_order():
-    """All stages at once on one row: what each sees is what those before it left, so every exchange
-    of two neighbours would show.
+    """Apply all stages to one row. Each stage gets the output of those before it, so any two
+    swapped neighbours would change the result.
     """
     recorder, grammar = Recorder(), MaskRow(list(range(12)))
     params = {
@@ -70,7 +70,7 @@ def test_the_order():
         "presence_penalty": 0.25,
         "logprobs": 3,
     }
-    request = Asked(params, prompt=[5, 7], output=[5, 6, 6], eos=[4])
+    request = StageRequest(params, prompt=[5, 7], output=[5, 6, 6], eos=[4])
     batch = make_batch(
         request,
         processors=[LoadedProcessor("tests:recorder", lambda params: recorder)],
@@ -84,12 +84,12 @@ def test_the_order():
 
     biased = raw.copy()
     biased[[5, 6]] += (1.5, -10.0)
-    # 0 by allowed ids, 3 by bad words, 4 by min_tokens: no bias of 500 revives them
+    # 0 by allowed ids, 3 by bad words, 4 by min_tokens: a bias of 500 does not unmask them
     masked = {0, 1, 3, 4, *range(12, VOCAB_SIZE)}
     biased[list(masked)] = MASKED
     (seen,) = recorder.seen
     np.testing.assert_allclose(seen, biased, rtol=1e-5)
-    final = biased + 1  # token 5 had become 3.5: divided. Token 6 had become -5: multiplied
+    final = biased + 1  # token 5 was 3.5, so it is divided; token 6 was -5, so it is multiplied
     final[5], final[6], final[7] = (
         3.5 / 2 - 0.5 - 0.25,
         -5.0 * 2 - 2 * 0.5 - 0.25,
@@ -107,22 +107,22 @@ def test_the_order():
 
 
 def test_the_grammar_comes_before_all_others():
-    """What it leaves is not widened: allowed ids cut it further, and a row that both empty is an
-    error.
+    """Later stages do not widen its mask. Allowed ids narrow it further, and a row that both empty
+    is an error.
     """
     both = make_batch(
-        Asked({"extra_args": {"g": 1}, "allowed_token_ids": [3, 9]}), first=[MaskRow([3, 4])]
+        StageRequest({"extra_args": {"g": 1}, "allowed_token_ids": [3, 9]}), first=[MaskRow([3, 4])]
     )
     assert masked_tokens(run_stages(both, make_logits(1))[0][0]) == set(range(VOCAB_SIZE)) - {3}
 
 
-def test_stages_are_called_for_their_own_rows_alone():
+def test_stages_are_called_only_for_their_own_rows():
     grammar = MaskRow([1])
     batch = make_batch(
-        Asked(),
-        Asked({"extra_args": {"g": 1}}),
-        Asked(),
-        Asked({"extra_args": {"g": 1}}),
+        StageRequest(),
+        StageRequest({"extra_args": {"g": 1}}),
+        StageRequest(),
+        StageRequest({"extra_args": {"g": 1}}),
         first=[grammar],
     )
     logits = make_logits(3)
@@ -131,25 +131,27 @@ def test_stages_are_called_for_their_own_rows_alone():
     np.testing.assert_array_equal(rows[1], logits[1])
 
 
-def test_what_nobody_wants_is_not_called():
-    """A step whose requests want nothing never reaches the list, whoever waits in other slots."""
+def test_unused_stages_are_not_called():
+    """A step whose requests use no stage skips the list, even if requests in other slots
+    use one.
+    """
     grammar = MaskRow([1])
-    batch = make_batch(Asked(), Asked({"extra_args": {"g": 1}}), first=[grammar])
+    batch = make_batch(StageRequest(), StageRequest({"extra_args": {"g": 1}}), first=[grammar])
     run_stages(batch, make_logits(1), [0])
     assert grammar.calls == [] and batch.stages.num_slots == 1
     batch.remove(1)
     assert batch.stages.num_slots == 0
-    batch.stages.stages = None  # would fail if it were touched
+    batch.stages.stages = None  # would fail on access
     run_stages(batch, make_logits(1), [0])
 
 
-def test_a_row_without_a_token_is_its_requests_error():
+def test_a_row_without_a_possible_token_fails_the_request():
     empty = {"allowed_token_ids": [4], "bad_words_token_ids": [[4]]}
     batch = make_batch(
-        Asked(),
-        Asked(empty),
-        Asked({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]),
-        Asked({"repetition_penalty": 1e-6}),
+        StageRequest(),
+        StageRequest(empty),
+        StageRequest({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]),
+        StageRequest({"repetition_penalty": 1e-6}),
     )
     logits = make_logits(4)
     logits[3] = 1e35
@@ -161,13 +163,13 @@ def test_a_row_without_a_token_is_its_requests_error():
         sampled = Sampler(OPS)(logits.clone(), batch, np.arange(4))
         assert sampled.errors == errors
         alone = Sampler(OPS)(
-            logits[:1].clone(), make_batch(Asked({"temperature": temperature})), np.arange(1)
+            logits[:1].clone(), make_batch(StageRequest({"temperature": temperature})), np.arange(1)
         )
         assert sampled.token_ids[0] == alone.token_ids[0]
 
 
-def test_a_masked_out_request_recovers_when_its_stage_lets_go():
-    batch = make_batch(Asked({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]))
+def test_a_fully_masked_request_recovers_when_its_stage_allows_tokens():
+    batch = make_batch(StageRequest({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]))
     assert run_stages(batch, make_logits(1))[1] == {0: ALL_MASKED}
     append(batch, 0, 5)
     rows, errors = run_stages(batch, make_logits(1))

@@ -1,4 +1,4 @@
-"""Arrays in the wire's form, and several steps' log-probabilities as one entry per slot."""
+"""Arrays in wire format, and log-probabilities of several steps joined into one entry per slot."""
 
 import numpy as np
 from quire.executor.sampling.logprob_arrays import join_logprobs, to_array
@@ -13,7 +13,7 @@ def entry(slot: int, token_ids: list[list[int]]) -> SlotLogprobs:
     )
 
 
-def test_an_array_is_contiguous_and_says_its_type():
+def test_an_array_is_contiguous_and_has_its_type():
     columns = np.arange(12, dtype=np.float32).reshape(3, 4)[:, :2]
     array = to_array(columns)
     assert (array.dtype, array.shape) == ("f4", (3, 2))

@@ -1,5 +1,5 @@
-"""Penalties against the plain reading of their definition, over random lives of requests in
-slots.
+"""Penalties compared with a direct implementation of their definition, over random lives of
+requests in slots.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from quire.executor.sampling.penalties import NO_TOKEN, TokenCounts
 from quire.tests.executor.stage_cases import (
     VOCAB_SIZE,
-    Asked,
+    StageRequest,
     append,
     make_batch,
     make_logits,
@@ -21,7 +21,9 @@ from quire.tests.executor.stage_cases import (
 
 
 def penalized(logits: np.ndarray, prompt: list[int], output: list[int], params: dict) -> np.ndarray:
-    """The definition: repetition over prompt and output, frequency and presence over the output."""
+    """The definition: repetition over prompt and output, frequency and presence over the output
+    only.
+    """
     row, counts = logits.astype(np.float64), Counter(output)
     for token_id in {*prompt, *output}:
         repetition = params.get("repetition_penalty", 1.0)
@@ -35,7 +37,7 @@ def penalized(logits: np.ndarray, prompt: list[int], output: list[int], params: 
     return row
 
 
-def random_request(rng: random.Random) -> Asked:
+def random_request(rng: random.Random) -> StageRequest:
     params = {
         "repetition_penalty": rng.choice([1.0, 1.0, 0.5, 1.3, 3.0]),
         "frequency_penalty": rng.choice([0.0, 0.0, -2.0, 0.7]),
@@ -44,13 +46,13 @@ def random_request(rng: random.Random) -> Asked:
     if rng.random() < 0.2:
         params = {}
     prompt, output = (rng.choices(range(VOCAB_SIZE), k=rng.randint(least, 12)) for least in (1, 0))
-    return Asked(params, prompt, output)
+    return StageRequest(params, prompt, output)
 
 
 @pytest.mark.parametrize("seed", range(25))
 def test_random_lives(seed):
-    """Requests enter with and without output, grow by one token or several, are looked at or not,
-    leave, and others take their slots.
+    """Requests enter with and without output, grow by one or several tokens, are used or not, and
+    leave. Others take their slots.
     """
     rng = random.Random(seed)
     batch, held = make_batch(max_model_len=128), {}
@@ -78,7 +80,7 @@ def test_random_lives(seed):
             np.testing.assert_allclose(rows[row], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_a_row_does_not_depend_on_other_rows():
     rng = random.Random(3)
     requests, logits = [random_request(rng) for _ in range(8)], make_logits(8)
     together, _ = run_stages(make_batch(*requests), logits)
@@ -87,19 +89,21 @@ def test_a_row_does_not_depend_on_its_neighbours():
         np.testing.assert_array_equal(alone[0], together[i])
 
 
-def test_a_request_that_comes_again_equals_one_that_stayed():
+def test_a_request_that_returns_equals_one_that_stayed():
     params = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.25}
     output, logits = [4, 4, 7, 1, 4, 9], make_logits(1)
-    stayed = make_batch(Asked(params))
+    stayed = make_batch(StageRequest(params))
     for token_id in output:
         run_stages(stayed, logits)
         append(stayed, 0, token_id)
-    came_again = make_batch(Asked(params, output=output))
+    came_again = make_batch(StageRequest(params, output=output))
     np.testing.assert_array_equal(run_stages(stayed, logits)[0], run_stages(came_again, logits)[0])
 
 
 def test_a_sequence_of_all_different_tokens_fills_its_table():
-    batch = make_batch(Asked({"repetition_penalty": 2.0}, prompt=[0]), max_model_len=VOCAB_SIZE)
+    batch = make_batch(
+        StageRequest({"repetition_penalty": 2.0}, prompt=[0]), max_model_len=VOCAB_SIZE
+    )
     logits = make_logits(1)
     for token_id in range(1, VOCAB_SIZE):
         run_stages(batch, logits)
@@ -111,7 +115,7 @@ def test_a_sequence_of_all_different_tokens_fills_its_table():
 
 
 def test_counts_hold_each_token_once():
-    batch, counts = make_batch(Asked(prompt=[5, 5, 6], output=[6, 7, 7])), TokenCounts(4, 64)
+    batch, counts = make_batch(StageRequest(prompt=[5, 5, 6], output=[6, 7, 7])), TokenCounts(4, 64)
     counts.reset(0, has_prompt=True)
     for new in ([], [7], [8], [8, 5]):
         append(batch, 0, *new)
@@ -122,11 +126,12 @@ def test_counts_hold_each_token_once():
 
 
 @pytest.mark.parametrize("penalty", [1e-6, 1e6])
-def test_the_hardest_penalties_leave_finite_numbers(penalty):
+def test_the_strongest_penalties_give_finite_numbers(penalty):
     logits = make_logits(2)
     rows, errors = run_stages(
         make_batch(
-            *[Asked({"repetition_penalty": penalty, "frequency_penalty": -2.0}, output=[7])] * 2
+            *[StageRequest({"repetition_penalty": penalty, "frequency_penalty": -2.0}, output=[7])]
+            * 2
         ),
         logits,
     )

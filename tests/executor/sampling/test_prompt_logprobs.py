@@ -1,5 +1,5 @@
-"""Log-probabilities of prompts against transformers, whatever the chunks and the pieces; and how
-much memory a piece may take.
+"""Prompt log-probabilities against transformers, for any chunks and pieces, and the memory that a
+piece may take.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def assert_scored(row: Row, expected: np.ndarray, k: int) -> None:
         assert ids[0] == row.prompt[index] and len(ids) == k + 1
         np.testing.assert_allclose(logprobs, reference[ids], atol=1e-4)
         np.testing.assert_allclose(logprobs[1:], np.sort(reference)[::-1][:k], atol=1e-4)
-        # two logits may be closer than two summations agree
+        # two logits may be closer than two orders of summation agree
         assert abs(rank - 1 - int((reference > reference[ids[0]]).sum())) <= 1
 
 
@@ -72,7 +72,7 @@ def test_pieces_change_nothing(piece, tiny, oracle, monkeypatch):
         assert_scored(row, expected_logprobs(oracle(tiny("qwen2")), row.prompt), 3)
 
 
-def test_a_piece_holds_no_more_than_its_bytes(executor):
+def test_a_piece_stays_within_its_bytes(executor):
     runner, sizes = executor.worker.runner, []
 
     def compute_logits(hidden):
@@ -87,7 +87,7 @@ def test_a_piece_holds_no_more_than_its_bytes(executor):
     assert sizes == [8] * 7 + [3]
 
 
-def test_only_those_who_ask_are_scored(executor):
+def test_only_requests_that_enable_them_are_scored(executor):
     driver = Driver(executor)
     asking, other = (
         driver.add("a", PROMPTS[2], greedy(prompt_logprobs=1)),
@@ -97,22 +97,23 @@ def test_only_those_who_ask_are_scored(executor):
     assert [
         (entry.slot, entry.first_index, entry.token_ids.shape) for entry in result.prompt_logprobs
     ] == [(asking.slot, 1, (16, 2))]
-    assert executor.worker.runner.batch.prompt_logprobs_slots == set()  # all is scored
-    result = driver.step({"b": 30, "a": 1})  # the prompt's last token predicts what is sampled
+    # all prompt tokens are scored
+    assert executor.worker.runner.batch.prompt_logprobs_slots == set()
+    result = driver.step({"b": 30, "a": 1})  # the last prompt token predicts the sampled token
     assert result.prompt_logprobs == [] and result.num_sampled == [1, 1]
     for row in (asking, other):
         driver.free(row)
     driver.step({})
 
 
-def test_after_a_preemption_the_prompt_is_scored_again_and_equally(executor):
+def test_a_preempted_prompt_is_scored_again_with_equal_results(executor):
     driver = Driver(executor)
     row = driver.add("r", PROMPTS[3], greedy(prompt_logprobs=2))
     driver.run(4)
     before, row.prompt_logprobs = row.prompt_logprobs, {}
     driver.preempt(row)
     driver.run(6, chunk=lambda row: 25)
-    # not the output, though it is computed with the prompt
+    # not the output, although it is computed with the prompt
     assert sorted(row.prompt_logprobs) == list(range(1, 60))
     for index, (ids, logprobs, rank) in row.prompt_logprobs.items():
         assert ids.tolist() == before[index][0].tolist() and rank == before[index][2]
@@ -121,7 +122,7 @@ def test_after_a_preemption_the_prompt_is_scored_again_and_equally(executor):
     driver.step({})
 
 
-def test_nan_in_a_prompt_is_its_own_requests_error_at_once(tiny, oracle):
+def test_nan_in_a_prompt_fails_only_its_request_at_once(tiny, oracle):
     executor = start_executor(tiny("qwen2"))
     executor.worker.model.embed_tokens.weight[311] = float("nan")
     driver = Driver(executor)

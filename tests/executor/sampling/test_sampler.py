@@ -1,5 +1,5 @@
-"""From logits to tokens: parameters reach the operation by slot, log-probabilities have the wire's
-form, bad rows stay alone.
+"""From logits to tokens: parameters reach the operation by slot, log-probabilities are in wire
+format, bad rows fail alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make_logits(num_rows: int) -> torch.Tensor:
     return 2 * torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
 
 
-def test_greedy_is_argmax_in_any_company():
+def test_greedy_is_argmax_in_any_batch():
     logits = make_logits(4)
     greedy, mixed = (
         make_batch(*[{"temperature": 0.0}] * 4),
@@ -50,7 +50,7 @@ def test_greedy_is_argmax_in_any_company():
     )
 
 
-def test_a_row_depends_on_its_slot_alone():
+def test_a_row_depends_only_on_its_slot():
     """The same logits, seeds and positions give the same tokens in another order and in smaller
     batches.
     """
@@ -71,7 +71,7 @@ def test_a_row_depends_on_its_slot_alone():
         ]
 
 
-def test_the_operation_gets_the_slots_parameters_and_the_new_tokens_position():
+def test_the_operation_gets_the_slots_parameters_and_the_position_of_the_new_token():
     calls = []
 
     class Ops:
@@ -87,15 +87,15 @@ def test_the_operation_gets_the_slots_parameters_and_the_new_tokens_position():
     assert calls == [[[1.0, 1.0], [0, 0], [1.0, 0.5], [0.25, 0.0], [2, 99], [3, 2]]]
 
 
-def test_a_new_request_in_a_slot_brings_its_own_parameters():
-    """The parameters of a step are kept for the next one with the same rows."""
+def test_a_new_request_in_a_slot_uses_its_own_parameters():
+    """The parameters of a step are cached for the next step with the same rows."""
     batch, sampler, slots = make_batch({}, {"seed": 5}), Sampler(OPS), np.arange(2)
     logits = torch.zeros(2, VOCAB_SIZE)
     sampler(logits, batch, slots)
     batch.add(NewRequestData(1, "next", [1, 1], 1, SamplingParams(seed=77, top_k=3)))
     fresh = Sampler(OPS)(logits, batch, slots.copy()).token_ids.tolist()
     assert sampler(logits, batch, slots).token_ids.tolist() == fresh
-    assert fresh[1] < 3  # of equal logits the first three
+    assert fresh[1] < 3  # the first three of equal logits
 
 
 def test_logprobs_have_each_rows_own_k():
@@ -126,7 +126,7 @@ def test_logprobs_have_each_rows_own_k():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_bad_row_is_named_and_touches_nobody(bad):
+def test_a_bad_row_is_reported_and_does_not_affect_others(bad):
     rows, slots = (
         [{}, {"logprobs": 1}, {"temperature": 0.0}, {"logprobs": 1, "top_k": 3}],
         np.arange(4),
@@ -156,8 +156,8 @@ def test_logprobs_of_the_whole_vocabulary():
         np.testing.assert_allclose(values, expected[entry.slot][ids.tolist()], atol=1e-5)
 
 
-def test_a_rows_logprobs_do_not_depend_on_how_many_its_neighbours_want():
-    """Among equal tokens too, where the operation may choose."""
+def test_a_rows_logprobs_do_not_depend_on_the_k_of_other_rows():
+    """This includes tokens of equal probability, where the operation may choose."""
     logits = torch.zeros(2, VOCAB_SIZE)
     alone = Sampler(OPS)(logits[:1].clone(), make_batch({"logprobs": 3}), np.arange(1)).logprobs[0]
     beside = Sampler(OPS)(
@@ -166,7 +166,7 @@ def test_a_rows_logprobs_do_not_depend_on_how_many_its_neighbours_want():
     assert alone == beside
 
 
-def test_logprobs_are_the_models_whatever_the_stages_do():
+def test_logprobs_are_computed_before_the_stages():
     rows = [
         {"logprobs": 2, "logit_bias": {5: 50.0}},
         {"logprobs": 2, "allowed_token_ids": [7]},
@@ -185,8 +185,8 @@ def test_logprobs_are_the_models_whatever_the_stages_do():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_bad_row_stays_one_whatever_the_stages_do(bad):
-    """A mask would hide the model's fault if it were looked for afterwards."""
+def test_a_bad_row_is_detected_whatever_the_stages_do(bad):
+    """A mask would hide NaN logits if they were checked after the stages."""
     logits = make_logits(2)
     logits[0, 17] = bad
     batch = make_batch(

@@ -1,4 +1,4 @@
-"""Each stage of single tokens by itself: which logits change, when, and what is refused."""
+"""Each single-token stage alone: which logits change, when, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from quire.tests.executor.stage_cases import (
     VOCAB_SIZE,
-    Asked,
+    StageRequest,
     append,
     make_batch,
     make_logits,
@@ -17,10 +17,12 @@ from quire.tests.executor.stage_cases import (
 EVERYTHING = set(range(VOCAB_SIZE))
 
 
-def test_only_allowed_tokens_are_left_and_they_are_untouched():
+def test_only_allowed_tokens_remain_and_their_logits_are_unchanged():
     logits = make_logits(3)
     batch = make_batch(
-        Asked({"allowed_token_ids": [4, 9, 4]}), Asked(), Asked({"allowed_token_ids": [0]})
+        StageRequest({"allowed_token_ids": [4, 9, 4]}),
+        StageRequest(),
+        StageRequest({"allowed_token_ids": [0]}),
     )
     rows, errors = run_stages(batch, logits)
     assert not errors
@@ -47,27 +49,30 @@ BAD_WORDS = [[5], [6, 7], [8, 9, 10], [11, 9, 12], [6, 6]]
     ],
 )
 def test_a_bad_word_is_masked_where_it_would_be_completed(output, masked):
-    batch = make_batch(Asked({"bad_words_token_ids": BAD_WORDS}, output=output))
+    batch = make_batch(StageRequest({"bad_words_token_ids": BAD_WORDS}, output=output))
     assert masked_tokens(run_stages(batch, make_logits(1))[0][0]) == masked
 
 
 def test_bad_words_begin_in_the_output_not_in_the_prompt():
-    batch = make_batch(Asked({"bad_words_token_ids": [[8, 9, 10]]}, prompt=[8], output=[9]))
+    batch = make_batch(StageRequest({"bad_words_token_ids": [[8, 9, 10]]}, prompt=[8], output=[9]))
     assert masked_tokens(run_stages(batch, make_logits(1))[0][0]) == set()
 
 
 def test_bad_words_follow_the_output_token_by_token_and_several_at_once():
-    batch, seen = make_batch(Asked({"bad_words_token_ids": BAD_WORDS})), []
+    batch, seen = make_batch(StageRequest({"bad_words_token_ids": BAD_WORDS})), []
     for new in ([8], [9], [1, 6], [8, 9]):
         append(batch, 0, *new)
         seen.append(masked_tokens(run_stages(batch, make_logits(1))[0][0]))
     assert seen == [{5}, {5, 10}, {5, 6, 7}, {5, 10}]
 
 
-def test_min_tokens_masks_every_end_until_there_are_enough():
+def test_min_tokens_masks_every_end_until_enough_tokens():
     params = {"min_tokens": 2, "max_tokens": 9, "stop_token_ids": [7, 8, 2**31 - 1]}
     batch = make_batch(
-        Asked(params, eos=[3, 500]), Asked(params), Asked({"min_tokens": 2}), Asked(eos=[3])
+        StageRequest(params, eos=[3, 500]),
+        StageRequest(params),
+        StageRequest({"min_tokens": 2}),
+        StageRequest(eos=[3]),
     )
     seen = []
     for _ in range(4):
@@ -80,10 +85,10 @@ def test_min_tokens_masks_every_end_until_there_are_enough():
     assert seen == [ends, ends, [set()] * 4, [set()] * 4]
 
 
-def test_min_tokens_counts_the_output_that_a_preempted_request_brings():
+def test_min_tokens_counts_the_output_of_a_preempted_request():
     batch = make_batch(
-        Asked({"min_tokens": 3}, output=[1, 1], eos=[3]),
-        Asked({"min_tokens": 3}, output=[1, 1, 1], eos=[3]),
+        StageRequest({"min_tokens": 3}, output=[1, 1], eos=[3]),
+        StageRequest({"min_tokens": 3}, output=[1, 1, 1], eos=[3]),
     )
     assert [masked_tokens(row) for row in run_stages(batch, make_logits(2))[0]] == [{3}, set()]
 
@@ -91,7 +96,9 @@ def test_min_tokens_counts_the_output_that_a_preempted_request_brings():
 def test_biases_are_added():
     logits = make_logits(2)
     rows, _ = run_stages(
-        make_batch(Asked({"logit_bias": {3: 2.5, 20: -100.0}}), Asked({"logit_bias": {3: 1}})),
+        make_batch(
+            StageRequest({"logit_bias": {3: 2.5, 20: -100.0}}), StageRequest({"logit_bias": {3: 1}})
+        ),
         logits,
     )
     expected = logits.numpy().copy()
@@ -123,16 +130,16 @@ def test_biases_are_added():
         ),
     ],
 )
-def test_what_no_row_has_is_the_requests_own_error(params, problem):
-    batch = make_batch(Asked(params), Asked({"logit_bias": {3: 1.0}}))
+def test_unsatisfiable_options_fail_only_their_request(params, problem):
+    batch = make_batch(StageRequest(params), StageRequest({"logit_bias": {3: 1.0}}))
     assert batch.refusals == {0: problem}
     rows, errors = run_stages(batch, make_logits(2))
     assert not errors and (rows[0] == make_logits(2)[0].numpy()).all()
 
 
-def test_a_freed_slot_forgets():
+def test_a_freed_slot_is_reset():
     batch = make_batch(
-        Asked(
+        StageRequest(
             {
                 "allowed_token_ids": [1],
                 "bad_words_token_ids": [[2]],
@@ -143,6 +150,6 @@ def test_a_freed_slot_forgets():
         )
     )
     batch.remove(0)
-    batch.add(Asked().entering(0))
+    batch.add(StageRequest().entering(0))
     logits = make_logits(1)
     assert batch.stages.num_slots == 0 and (run_stages(batch, logits)[0] == logits.numpy()).all()

@@ -1,5 +1,5 @@
-"""Memory that is asked for before torch is imported: how much, that weights then lie in it, that
-the rest goes back.
+"""Memory allocated before torch is imported: how much, that weights are placed in it, that the rest
+is released.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.kernels.cpu.native import weights
 MIB = 2**20
 
 
-def test_the_matrices_of_a_model_and_what_they_take_packed(tiny):
+def test_the_matrices_of_a_model_and_their_packed_sizes(tiny):
     shapes = early_memory.matrices(tiny("qwen2"))
     assert sorted(shapes) == sorted(early_memory.matrices(tiny("qwen2", num_shards=4)))
     # stored in fp32
@@ -60,7 +60,7 @@ print("torch" in sys.modules, is_there, is_taken, is_there and memory[5])
         (b"\x08\0\0\0\0\0\0\0[1, 2, 3", "tied", "auto", False),
     ],
 )
-def test_it_is_a_wish_that_never_fails(damage, head, cpu_isa, is_there, tiny, tmp_path):
+def test_a_failed_allocation_is_not_an_error(damage, head, cpu_isa, is_there, tiny, tmp_path):
     directory = tiny("qwen2")
     for path in directory.iterdir():
         (tmp_path / path.name).write_bytes(
@@ -75,7 +75,7 @@ def test_it_is_a_wish_that_never_fails(damage, head, cpu_isa, is_there, tiny, tm
     assert done.stdout.split()[:3] == ["False", str(is_there), "True"]
 
 
-def test_nothing_is_done_when_torch_is_there_already(tiny):
+def test_nothing_is_allocated_if_torch_is_already_imported(tiny):
     config = EngineArgs(
         str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}
     ).create_engine_config()
@@ -90,12 +90,12 @@ def make(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def test_weights_lie_in_it_and_the_rest_is_given_back():
+def test_weights_are_placed_in_it_and_the_rest_is_released():
     weights._last = None
     before = psutil.Process().memory_info().rss
     with weights.early_memory(make(64 * MIB)):
         first = weights.empty_weight(8 * MIB, dtype=torch.uint8)
-        second = weights.empty_weight(40 * MIB, dtype=torch.uint8)  # a large one too
+        second = weights.empty_weight(40 * MIB, dtype=torch.uint8)  # including a large one
         assert (
             second.data_ptr() - first.data_ptr() == 8 * MIB
             and first.data_ptr() % early_memory.HUGE_PAGE_BYTES == 0
@@ -106,12 +106,12 @@ def test_weights_lie_in_it_and_the_rest_is_given_back():
     second.fill_(2)
     assert (first == 1).all() and psutil.Process().memory_info().rss - before < 60 * MIB
     other = weights.empty_weight(100, dtype=torch.uint8)
-    assert not 0 <= other.data_ptr() - first.data_ptr() < 64 * MIB  # the rest is nobody's
+    assert not 0 <= other.data_ptr() - first.data_ptr() < 64 * MIB  # the rest has been released
     del first, second
     assert psutil.Process().memory_info().rss - before < 20 * MIB
 
 
-def test_a_start_that_fails_leaves_nothing():
+def test_a_failed_start_leaks_nothing():
     before = psutil.Process().memory_info().rss
     with pytest.raises(ValueError, match="no model"), weights.early_memory(make(64 * MIB)):
         raise ValueError("no model")

@@ -1,4 +1,6 @@
-"""Weights from files: one file and shards alike, every defect refused by name; and random ones."""
+"""Weights from files: single files and shards give the same, every defect raises an error that
+names it. Also random weights.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ CPU = torch.device("cpu")
 
 
 def make_model(directory: Path, dtype: torch.dtype = torch.float32, **overrides) -> Decoder:
-    """An unfilled model: every parameter is NaN, so that one left out shows."""
+    """Return an unfilled model: every parameter is NaN, so a parameter that is not loaded is
+    visible.
+    """
     hf_config = json.loads((directory / "config.json").read_text()) | overrides
     model_class = find_model_class(hf_config)
     model = model_class(
@@ -45,7 +49,9 @@ def load(
 
 @pytest.fixture
 def broken(tiny, tmp_path):
-    """broken(change) -> a copy of a tiny checkpoint whose tensors went through `change(dict)`."""
+    """broken(change) returns a copy of a tiny checkpoint whose tensors went through
+    `change(dict)`.
+    """
 
     def make(change, kind: str = "qwen2", **arguments) -> Path:
         directory = tmp_path / "model"
@@ -60,7 +66,7 @@ def broken(tiny, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_every_tensor_lands_in_its_place(kind, num_shards, tiny):
+def test_every_tensor_is_loaded_into_its_parameter(kind, num_shards, tiny):
     directory = tiny(kind, num_shards=num_shards)
     files = list(directory.glob("*.safetensors"))
     assert (len(files) > 1) == (num_shards > 1)
@@ -107,8 +113,8 @@ def test_weights_are_cast_on_load(tiny):
 
 
 @pytest.mark.parametrize("num_shards", [1, 4])
-def test_who_fills_a_tensor_may_give_up_its_memory_and_its_values(num_shards, tiny):
-    """The loader lets go of them: no reference is left when the next one comes."""
+def test_a_loaded_tensor_releases_its_memory_and_its_source(num_shards, tiny):
+    """The loader keeps no reference to a tensor when the next one is loaded."""
     directory = tiny("qwen2", num_shards=num_shards)
     model, filled, alive = make_model(directory), 0, []
 
@@ -120,7 +126,7 @@ def test_who_fills_a_tensor_may_give_up_its_memory_and_its_values(num_shards, ti
         )
         filled += tensor.numel()
         alive.append(weakref.ref(stored))
-        # a linear layer's rows, not a norm, which the model itself holds
+        # rows of a linear layer, not of a norm, whose memory the model keeps
         if tensor._base is not None:
             alive.append(weakref.ref(tensor))
 
@@ -211,7 +217,7 @@ def test_quantized_tensor(broken, dtype):
 
 
 def test_tied_head(broken, tiny):
-    """A stored copy of the embedding is welcome; another head than the config promises is not."""
+    """A stored copy of the embedding is accepted. A head that contradicts the config is refused."""
     assert "lm_head.weight" not in load(tiny("llama", tie_word_embeddings=True))
     same = broken(
         lambda tensors: tensors.update(

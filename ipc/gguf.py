@@ -1,0 +1,310 @@
+"""GGUF files, read by their headers alone: metadata, and where each tensor lies.
+
+Must not know: tensors' values, torch, what any metadata means, which architectures there are.
+The format, little-endian: magic, version, number of tensors, number of metadata entries; the
+entries (key, type, value); the tensors (name, dimensions innermost first, type, offset); the data,
+in which each tensor is aligned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from math import prod
+from pathlib import Path
+from struct import Struct, unpack_from
+from typing import Any, NamedTuple
+
+from .errors import ModelLoadError
+from .json_files import check_regular_file
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+FIRST_HEADER = Struct("<4sIQQ")
+ALIGNMENT_KEY, DEFAULT_ALIGNMENT = "general.alignment", 32
+SPLIT_COUNT_KEY, SPLIT_TENSORS_KEY = "split.count", "split.tensors.count"
+SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+MAX_DIMENSIONS = 4
+# all arrays of a file together: the largest tokenizers have about a million tokens and merges
+MAX_ARRAY_ELEMENTS = 2**22
+MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
+MAX_KEY_BYTES = 65_535
+SMALLEST_ENTRY_BYTES, SMALLEST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
+
+# GGML's number of a type -> its name, elements of a block, bytes of a block. Without the types that
+# are only computed with and never stored (Q8_1, Q8_K) and without those that were withdrawn.
+_TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+    40: ("NVFP4", 64, 36),
+    41: ("Q1_0", 128, 18),
+}
+BLOCK_SIZES = {name: (elements, size) for name, elements, size in _TYPES.values()}
+
+# number of a metadata type -> struct's letter
+_SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LENGTH = Struct("<Q")
+
+
+class GGUFTensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]  # outermost first, as torch has it; quantized along the last
+    type: str  # key of BLOCK_SIZES
+    path: Path
+    offset: int  # from the beginning of the file
+    num_bytes: int
+
+
+class GGUFFile(NamedTuple):
+    paths: list[Path]  # more than one if the file is split
+    metadata: dict[str, Any]  # int, float, bool, str, or a list of these
+    tensors: dict[str, GGUFTensor]
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """The header of a GGUF file, and of its other parts if it is one of several; metadata is the
+    first part's.
+
+    Raises ModelLoadError, naming file and field, for whatever does not agree with the file's size.
+    Nothing is allocated for a number before it is checked.
+    """
+    metadata, tensors = _read_part(path)
+    count = metadata.get(SPLIT_COUNT_KEY, 1)
+    if count in (0, 1):
+        return GGUFFile([path], metadata, tensors)
+    paths = _parts(path, count)
+    for number, part in enumerate(paths):
+        part_metadata, part_tensors = _read_part(part) if part != path else (metadata, tensors)
+        if number == 0:
+            first, total = part_metadata, dict(part_tensors)
+            continue
+        if part_metadata.get(SPLIT_COUNT_KEY) != count:
+            raise _unsound(part, f"{SPLIT_COUNT_KEY} is not {count}, as in {path.name}")
+        if twice := total.keys() & part_tensors.keys():
+            raise _unsound(part, f"tensor {min(twice):.100} is also in an earlier part")
+        total |= part_tensors
+    wanted = first.get(SPLIT_TENSORS_KEY, len(total))
+    if wanted != len(total):
+        raise _unsound(paths[0], f"{SPLIT_TENSORS_KEY} is {wanted}, its parts have {len(total)}")
+    return GGUFFile(paths, first, total)
+
+
+def part_names(name: str) -> list[str]:
+    """The file names of all parts, given the name of one; only `name` if it is not that of a
+    part.
+    """
+    match = SPLIT_NAME.fullmatch(name)
+    if not match or not 1 <= int(match["number"]) <= int(match["count"]):
+        return [name]
+    stem, count = match["stem"], int(match["count"])
+    return [f"{stem}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+
+
+def _parts(path: Path, count: Any) -> list[Path]:
+    match = SPLIT_NAME.fullmatch(path.name)
+    if not match or int(match["count"]) != count or len(part_names(path.name)) != count:
+        raise _unsound(
+            path, f"{SPLIT_COUNT_KEY} is {count!r:.100}, which the file's name does not say"
+        )
+    paths = [path.with_name(name) for name in part_names(path.name)]
+    if missing := next((part for part in paths if not part.exists()), None):
+        raise ModelLoadError(f"{path.parent}: the part {missing.name} of the model is not there")
+    return paths
+
+
+def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    check_regular_file(path)
+    try:
+        with path.open("rb") as file:
+            if (size := path.stat().st_size) < FIRST_HEADER.size:
+                raise _unsound(path, f"it has {size} bytes, a header needs {FIRST_HEADER.size}")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Header(path, data).read()
+    except OSError as error:
+        raise _unsound(path, str(error)) from error
+
+
+class _Header:
+    """A position in the mapped file. `field` is what an error names."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data, self.size = path, data, len(data)
+        self.at = 0
+        self.elements_left = MAX_ARRAY_ELEMENTS
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        magic, version, num_tensors, num_entries = FIRST_HEADER.unpack_from(self.data)
+        self.at = FIRST_HEADER.size
+        if magic != MAGIC:
+            raise self.unsound(f"it begins with {magic!r}, not with {MAGIC!r}")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            reason = ", the file is big-endian" if swapped in VERSIONS else ""
+            raise self.unsound(f"version {version} is not supported{reason}")
+        for what, count, most, smallest in (
+            ("metadata entries", num_entries, MAX_ENTRIES, SMALLEST_ENTRY_BYTES),
+            ("tensors", num_tensors, MAX_TENSORS, SMALLEST_TENSOR_BYTES),
+        ):
+            if count > most:
+                raise self.unsound(f"the number of {what} is {count:,}, the most is {most:,}")
+            self.check_count(f"the number of {what}", count, smallest)
+        metadata: dict[str, Any] = {}
+        for index in range(num_entries):
+            key = self.string(f"the key of metadata entry {index}", MAX_KEY_BYTES)
+            if key in metadata:
+                raise self.unsound(f"the metadata key {key:.100} is there twice")
+            metadata[key] = self.value(key)
+        alignment = metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT)
+        is_number = isinstance(alignment, int) and not isinstance(alignment, bool)
+        if not is_number or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
+            raise self.unsound(f"{ALIGNMENT_KEY} is {alignment!r:.100}, not a power of two")
+        infos = [self.tensor(index) for index in range(num_tensors)]
+        return metadata, self.placed(infos, -(-self.at // alignment) * alignment, alignment)
+
+    def placed(
+        self, infos: list[tuple[str, tuple[int, ...], str, int]], start: int, alignment: int
+    ) -> dict[str, GGUFTensor]:
+        """The tensors, once they are known to be in the file and not to overlap."""
+        tensors: dict[str, GGUFTensor] = {}
+        for name, shape, type_name, offset in infos:
+            elements, block_bytes = BLOCK_SIZES[type_name]
+            if shape[-1] % elements:
+                raise self.unsound(
+                    f"tensor {name:.100} has rows of {shape[-1]}, {type_name} needs a multiple of "
+                    f"{elements}"
+                )
+            num_bytes = prod(shape) // elements * block_bytes
+            if offset % alignment:
+                raise self.unsound(f"tensor {name:.100} has the offset {offset}, not aligned")
+            if start + offset + num_bytes > self.size:
+                raise self.unsound(
+                    f"tensor {name:.100} ends {start + offset + num_bytes - self.size:,} bytes "
+                    f"after the file"
+                )
+            if name in tensors:
+                raise self.unsound(f"tensor {name:.100} is there twice")
+            tensors[name] = GGUFTensor(name, shape, type_name, self.path, start + offset, num_bytes)
+        end = 0
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset < end:
+                raise self.unsound(f"tensor {tensor.name:.100} overlaps the one before it")
+            end = tensor.offset + tensor.num_bytes
+        return tensors
+
+    def tensor(self, index: int) -> tuple[str, tuple[int, ...], str, int]:
+        name = self.string(f"the name of tensor {index}", MAX_KEY_BYTES)
+        num_dimensions = self.number("I", f"the number of dimensions of tensor {name:.100}")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise self.unsound(f"tensor {name:.100} has {num_dimensions} dimensions")
+        shape = tuple(
+            self.number("Q", f"a dimension of tensor {name:.100}") for _ in range(num_dimensions)
+        )
+        if 0 in shape:
+            raise self.unsound(f"tensor {name:.100} has a dimension of 0")
+        number = self.number("I", f"the type of tensor {name:.100}")
+        if number not in _TYPES:
+            raise self.unsound(f"tensor {name:.100} is of type {number}, which is not known")
+        offset = self.number("Q", f"the offset of tensor {name:.100}")
+        return name, shape[::-1], _TYPES[number][0], offset
+
+    def value(self, key: str) -> Any:
+        field = f"the value of {key:.100}"
+        kind = self.number("I", f"the type of {key:.100}")
+        if kind == _STRING:
+            return self.string(field)
+        if kind == _ARRAY:
+            return self.array(key)
+        return self.number(self.letter(kind, key), field)
+
+    def array(self, key: str) -> list[Any]:
+        field = f"the array {key:.100}"
+        kind, length = self.number("I", field), self.number("Q", field)
+        letter = "" if kind == _STRING else self.letter(kind, key)
+        self.check_count(f"the length of {field}", length, Struct(f"<{letter or 'Q'}").size)
+        if length > self.elements_left:
+            raise self.unsound(f"{field} is the one with which arrays have too many elements")
+        self.elements_left -= length
+        if letter == "?":
+            return [byte != 0 for byte in self.take(length, field)]
+        if letter:
+            form = f"<{length}{letter}"
+            return list(unpack_from(form, self.take(Struct(form).size, field)))
+        return self.strings(length, field)
+
+    def strings(self, length: int, field: str) -> list[str]:
+        # a loop without calls of methods: there may be a million
+        data, at, end, values, unpack = self.data, self.at, self.size, [], _LENGTH.unpack_from
+        try:
+            for _ in range(length):
+                if at + 8 > end or at + 8 + (num_bytes := unpack(data, at)[0]) > end:
+                    raise self.unsound(f"it ends within {field}")
+                at += 8 + num_bytes
+                values.append(data[at - num_bytes : at].decode())
+        except UnicodeDecodeError:
+            raise self.unsound(f"{field} has a string that is not UTF-8") from None
+        self.at = at
+        return values
+
+    def string(self, field: str, most: int | None = None) -> str:
+        num_bytes = self.number("Q", field)
+        if most is not None and num_bytes > most:
+            raise self.unsound(f"{field} has {num_bytes:,} bytes")
+        try:
+            return self.take(num_bytes, field).decode()
+        except UnicodeDecodeError:
+            raise self.unsound(f"{field} is not UTF-8") from None
+
+    def number(self, letter: str, field: str) -> Any:
+        form = Struct(f"<{letter}")
+        return form.unpack(self.take(form.size, field))[0]
+
+    def letter(self, kind: int, key: str) -> str:
+        if kind not in _SCALARS:
+            raise self.unsound(f"the type of {key:.100} is {kind}, which is not known")
+        return _SCALARS[kind]
+
+    def take(self, num_bytes: int, field: str) -> bytes:
+        if num_bytes > self.size - self.at:
+            raise self.unsound(f"it ends within {field}")
+        self.at += num_bytes
+        return self.data[self.at - num_bytes : self.at]
+
+    def check_count(self, field: str, count: int, smallest: int) -> None:
+        if count * smallest > self.size - self.at:
+            raise self.unsound(f"{field} is {count:,}, more than the file can hold")
+
+    def unsound(self, problem: str) -> ModelLoadError:
+        return _unsound(self.path, problem)
+
+
+def _unsound(path: Path, problem: str) -> ModelLoadError:
+    return ModelLoadError(f"{path}: not a readable GGUF file: {problem}")

@@ -43,6 +43,14 @@ def write_json_calls(
     return write_repeated(grammar, calls, several, frame)
 
 
+def write_json_call(
+    grammar: GrammarText, name: str, schema: dict[str, Any], argument_key: str, closing: str = "}"
+) -> str:
+    """A grammar for a call as one JSON object."""
+    before = grammar.literal(f'{{"name": {json.dumps(name)}, "{argument_key}": ')
+    return f"{before} {grammar.arguments(schema)} {grammar.literal(closing)}"
+
+
 def write_repeated(
     grammar: GrammarText, calls: list[str], several: bool, frame: tuple[str, str, str]
 ) -> str:

@@ -6,7 +6,7 @@ Must not know: how a format is parsed (see the modules of the families), request
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,137 +32,103 @@ ANY_OBJECT = {"type": "object", "additionalProperties": True}
 @dataclass(frozen=True)
 class ToolRow:
     name: str  # value of the flag tool_call_parser
-    marks: tuple[str, ...]  # all of them occur in the templates of models with this format
     format: ToolFormat
+    texts: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """All of them occur in the templates of models with this format: `texts`, or else the mark
+        before its calls.
+        """
+        return self.texts or tuple(filter(None, [self.format.start]))
 
 
 DEEPSEEK = (
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     "<｜tool▁sep｜>",
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
 KIMI = (
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
+    ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
     "<|tool_call_argument_begin|>",
     "<|tool_call_end|>",
     "<|tool_calls_section_end|>",
 )
-QWEN_CODER = ("<function=", ">", "<parameter=", ">", "", "</parameter>", "</function>")
-PHI = JsonCalls(starts=("<|tool_call|>", "functools"), end="<|/tool_call|>", is_list=True)
-LLAMA_JSON = JsonCalls(
-    starts=("<|python_tag|>",), argument_key="parameters", bare_beginnings="{[", bare_separator=";"
+GLM = (
+    ("<tool_call>",),
+    "",
+    "",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "</tool_call>",
 )
+MINIMAX = (
+    ("<minimax:tool_call>", '<invoke name="'),
+    "</minimax:tool_call>",
+    '">',
+    '<parameter name="',
+    '">',
+    "",
+    "</parameter>",
+    "</invoke>",
+)
+QWEN_CODER = (">", "<parameter=", ">", "", "</parameter>", "</function>")
+PHI = JsonCalls(("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True)
+LLAMA_JSON = JsonCalls(("<|python_tag|>",), "", "{[", ";", argument_key="parameters")
 
 # The first format whose marks all occur is used, so a format whose marks include another's comes
 # before it. Formats without marks are selected only by the flag.
 TOOL_FORMATS = (
     ToolRow(
         "qwen3_coder",
+        TaggedCalls(
+            ("<tool_call>", "<function="), "</tool_call>", *QWEN_CODER, values_have_lines=True
+        ),
         ("<tool_call>", "<function=", "<parameter="),
-        TaggedCalls("<tool_call>", "</tool_call>", *QWEN_CODER, values_have_lines=True),
     ),
     ToolRow(
         "seed_oss",
-        ("<seed:tool_call>",),
-        TaggedCalls("<seed:tool_call>", "</seed:tool_call>", *QWEN_CODER),
+        TaggedCalls(("<seed:tool_call>", "<function="), "</seed:tool_call>", *QWEN_CODER),
     ),
-    ToolRow(
-        "glm45",
-        ("<tool_call>", "<arg_key>"),
-        TaggedCalls(
-            "<tool_call>",
-            "",
-            "",
-            "",
-            "<arg_key>",
-            "</arg_key>",
-            "<arg_value>",
-            "</arg_value>",
-            "</tool_call>",
-            between_key_and_value="\n",
-        ),
-    ),
-    ToolRow(
-        "minimax_m2",
-        ("<minimax:tool_call>",),
-        TaggedCalls(
-            "<minimax:tool_call>",
-            "</minimax:tool_call>",
-            '<invoke name="',
-            '">',
-            '<parameter name="',
-            '">',
-            "",
-            "</parameter>",
-            "</invoke>",
-        ),
-    ),
+    ToolRow("glm45", TaggedCalls(*GLM, between_key_and_value="\n"), ("<tool_call>", "<arg_key>")),
+    ToolRow("minimax_m2", TaggedCalls(*MINIMAX)),
     ToolRow(
         "deepseek_v3",
-        ("<｜tool▁calls▁begin｜>", "```json"),
         NamedCalls(
             *DEEPSEEK, call_form="function<｜tool▁sep｜>NAME\n```json\nARGUMENTS\n```", between="\n"
         ),
+        ("<｜tool▁calls▁begin｜>", "```json"),
     ),
-    ToolRow(
-        "deepseek_v31",
-        ("<｜tool▁calls▁begin｜>",),
-        NamedCalls(*DEEPSEEK, call_form="NAME<｜tool▁sep｜>ARGUMENTS"),
-    ),
+    ToolRow("deepseek_v31", NamedCalls(*DEEPSEEK, call_form="NAME<｜tool▁sep｜>ARGUMENTS")),
     ToolRow(
         "kimi_k2",
-        ("<|tool_calls_section_begin|>",),
         NamedCalls(*KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"),
     ),
-    ToolRow("mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), MistralCalls(name_is_before=True)),
-    ToolRow("mistral", ("[TOOL_CALLS]",), MistralCalls()),
-    ToolRow("phi4_mini", ("<|tool|>", "<|/tool|>"), PHI),
-    ToolRow("phi4_mini", ("functools[",), PHI),
-    ToolRow("granite", ("<|tool_call|>",), JsonCalls(starts=("<|tool_call|>",), is_list=True)),
-    ToolRow(
-        "lfm2",
-        ("<|tool_call_start|>",),
-        PythonCalls(starts=("<|tool_call_start|>",), end="<|tool_call_end|>"),
-    ),
-    ToolRow(
-        "olmo3",
-        ("<function_calls>",),
-        PythonCalls(starts=("<function_calls>",), end="</function_calls>", call_per_line=True),
-    ),
+    ToolRow("mistral_v11", MistralCalls(name_is_before=True), ("[TOOL_CALLS]", "[ARGS]")),
+    ToolRow("mistral", MistralCalls()),
+    ToolRow("phi4_mini", PHI, ("<|tool|>", "<|/tool|>")),
+    ToolRow("phi4_mini", PHI, ("functools[",)),
+    ToolRow("granite", JsonCalls(("<|tool_call|>",), is_list=True)),
+    ToolRow("lfm2", PythonCalls(("<|tool_call_start|>",), "<|tool_call_end|>")),
+    ToolRow("olmo3", PythonCalls(("<function_calls>",), "</function_calls>", call_per_line=True)),
     # Jamba, Hunyuan, MiniMax-M1
-    ToolRow(
-        "tool_calls",
-        ("<tool_calls>",),
-        JsonCalls(starts=("<tool_calls>",), end="</tool_calls>", is_list=True),
-    ),
-    ToolRow(
-        "nemotron",
-        ("<TOOLCALL>",),
-        JsonCalls(starts=("<TOOLCALL>",), end="</TOOLCALL>", is_list=True),
-    ),
+    ToolRow("tool_calls", JsonCalls(("<tool_calls>",), "</tool_calls>", is_list=True)),
+    ToolRow("nemotron", JsonCalls(("<TOOLCALL>",), "</TOOLCALL>", is_list=True)),
     ToolRow(
         "internlm",
+        JsonCalls(("<|action_start|><|plugin|>",), "<|action_end|>", argument_key="parameters"),
         ("<|action_start|>",),
-        JsonCalls(
-            starts=("<|action_start|><|plugin|>",), end="<|action_end|>", argument_key="parameters"
-        ),
     ),
+    ToolRow("hermes", JsonCalls(("<tool_call>",), "</tool_call>", padding="\n")),
     ToolRow(
-        "hermes",
-        ("<tool_call>",),
-        JsonCalls(starts=("<tool_call>",), end="</tool_call>", padding="\n"),
+        "pythonic", PythonCalls(("<|python_start|>",), "<|python_end|>", "["), ("func_name1(",)
     ),
-    ToolRow(
-        "pythonic",
-        ("func_name1(",),
-        PythonCalls(starts=("<|python_start|>",), end="<|python_end|>", bare_beginnings="["),
-    ),
-    ToolRow("llama3_json", ("dictionary of argument name",), LLAMA_JSON),
-    ToolRow("llama3_json", ("<|python_tag|>",), LLAMA_JSON),
-    ToolRow("json", (), JsonCalls(bare_beginnings="{[", bare_separator=",")),
+    ToolRow("llama3_json", LLAMA_JSON, ("dictionary of argument name",)),
+    ToolRow("llama3_json", LLAMA_JSON, ("<|python_tag|>",)),
+    ToolRow("json", JsonCalls(bare_beginnings="{[", bare_separator=",")),
 )
 
 REASONING_FORMATS = {
@@ -197,21 +163,15 @@ class AnswerFormat:
         may be,
         special tokens.
         """
-        marks = [
-            text
-            for value in self._mark_values()
-            for text in ([value] if isinstance(value, str) else value)
-        ]
+        marks: list[str] = []
+        for format_or_marks in (self.tool_format, self.reasoning_marks):
+            for value in vars(format_or_marks).values() if format_or_marks else ():
+                if isinstance(value, (str, tuple)):
+                    marks += [value] if isinstance(value, str) else value
         if self.tokenizer is None:
             return not any(marks)
         special = [self.tokenizer.added_tokens[i] for i in self.tokenizer.special_ids]
         return not any(token in mark for token in special for mark in marks)
-
-    def _mark_values(self) -> Iterator[str | tuple[str, ...]]:
-        for marks in (self.tool_format, self.reasoning_marks):
-            if marks is not None:
-                values = vars(marks).values()
-                yield from (value for value in values if isinstance(value, (str, tuple)))
 
     def parser(
         self,
@@ -347,19 +307,41 @@ def detect(
     The two names override what its template shows; "none" disables tool calls or reasoning.
     `tokenizer` tells which marks are tokens. Raises InvalidParameterError for an unknown name.
     """
-    row = _tool_row(chat_template or "", tool_call_parser)
-    reasoning_name = _reasoning_name(chat_template or "", reasoning_parser)
-    marks = REASONING_FORMATS[reasoning_name] if reasoning_name else None
+    template = chat_template or ""
+    tool_formats = {row.name: row.format for row in TOOL_FORMATS}
+    rows = (row for row in TOOL_FORMATS if row.marks and all(m in template for m in row.marks))
+    tool_name = _chosen(
+        "tool_call_parser", tool_call_parser, tool_formats, (row.name for row in rows)
+    )
+    reasoning_name = _chosen(
+        "reasoning_parser",
+        reasoning_parser,
+        REASONING_FORMATS,
+        (name for name, marks in REASONING_FORMATS.items() if marks.end in template),
+    )
     traits = template_traits(chat_template) if chat_template else None
     return AnswerFormat(
-        row and row.name,
-        row and row.format,
+        tool_name,
+        tool_formats[tool_name] if tool_name else None,
         reasoning_name,
-        marks,
+        REASONING_FORMATS[reasoning_name] if reasoning_name else None,
         tokenizer,
         several_calls=traits is None or traits.takes_several_calls,
         why_no_tools=_why_no_tools(traits, tool_call_parser),
     )
+
+
+def _chosen(
+    parameter: str, wanted: str, known: Collection[str], detected: Iterator[str]
+) -> str | None:
+    """The name `wanted`, or for "auto" the first detected one. None: "none", or none detected."""
+    if wanted in (AUTO, NONE):
+        return next(detected, None) if wanted == AUTO else None
+    if wanted not in known:
+        raise InvalidParameterError(
+            parameter, f"must be one of {', '.join([AUTO, NONE, *known])}, got {wanted!r}"
+        )
+    return wanted
 
 
 def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
@@ -375,41 +357,6 @@ def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
         f"cannot be used: the chat template does not show how this model writes calls; set "
         f"tool_call_parser to one of {names}"
     )
-
-
-def _tool_row(template: str, wanted: str) -> ToolRow | None:
-    if wanted == NONE:
-        return None
-    if wanted == AUTO:
-        return next(
-            (
-                row
-                for row in TOOL_FORMATS
-                if row.marks and all(mark in template for mark in row.marks)
-            ),
-            None,
-        )
-    rows = {row.name: row for row in TOOL_FORMATS}
-    if wanted not in rows:
-        raise InvalidParameterError(
-            "tool_call_parser", f"must be one of {', '.join([AUTO, NONE, *rows])}, got {wanted!r}"
-        )
-    return rows[wanted]
-
-
-def _reasoning_name(template: str, wanted: str) -> str | None:
-    if wanted == NONE:
-        return None
-    if wanted == AUTO:
-        return next(
-            (name for name, marks in REASONING_FORMATS.items() if marks.end in template), None
-        )
-    if wanted not in REASONING_FORMATS:
-        raise InvalidParameterError(
-            "reasoning_parser",
-            f"must be one of {', '.join([AUTO, NONE, *REASONING_FORMATS])}, got {wanted!r}",
-        )
-    return wanted
 
 
 def _written_calls(

@@ -12,69 +12,34 @@ from .forced import Functions, write_json_calls
 from .grammar_text import GrammarText
 from .json_text import read_held_json, read_held_string, read_json
 from .text_stream import Malformed, Reader, TextStream
-from .tool_calls import Calls
+from .tool_calls import Calls, ListedCalls
 
 
 @dataclass(frozen=True)
-class JsonCalls:
-    """`starts` are the marks before calls, `end` the mark after them."""
-
-    starts: tuple[str, ...] = ()
-    end: str = ""
+class JsonCalls(ListedCalls):
     argument_key: str = "arguments"
-    bare_beginnings: str = ""
-    bare_separator: str = ""
-
     is_list: bool = False  # calls are written as one list
     padding: str = ""  # whitespace between marks and objects
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        def before(name: str) -> str:
-            return f'{{"name": {json.dumps(name)}, "{self.argument_key}": '
-
-        pad = self.padding
+        pad, opening, closing = self.padding, "", "}"
         if self.is_list:
-            return write_json_calls(
-                grammar, functions, several, before, "}", (f"{pad}[", ", ", f"]{pad}{self.end}")
-            )
-        if self.bare_beginnings:
-            return write_json_calls(
-                grammar, functions, several, before, "}", ("", f"{self.bare_separator} ", "")
-            )
-        return write_json_calls(
-            grammar,
-            functions,
-            several,
-            lambda name: pad + before(name),
-            f"}}{pad}{self.end}",
-            ("", pad + self.start, ""),
-        )
+            frame = (f"{pad}[", ", ", f"]{pad}{self.end}")
+        elif self.bare_beginnings:
+            frame = ("", f"{self.bare_separator} ", "")
+        else:
+            opening, closing, frame = pad, f"}}{pad}{self.end}", ("", pad + self.start, "")
 
-    @property
-    def start(self) -> str:
-        return "" if self.bare_beginnings else self.starts[0]
+        def before(name: str) -> str:
+            return f'{opening}{{"name": {json.dumps(name)}, "{self.argument_key}": '
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """Reads all calls after a mark (or after "", for calls without one), and the mark that ends
-        them.
-        """
-        yield from stream.skip_space()
-        is_list = yield from stream.accept("[")
-        while True:
-            yield from stream.skip_space()
-            yield from read_call_object(stream, calls, only_known=not mark)
-            yield from stream.skip_space()
-            follows = (
-                (yield from stream.accept(",")) if is_list else (yield from stream.peek()) == "{"
-            )
-            if not follows:
-                break
-        if is_list:
-            yield from stream.expect("]")
-            yield from stream.skip_space()
-        if mark and self.end:
-            yield from stream.accept(self.end)
-        stream.drop()
+        return write_json_calls(grammar, functions, several, before, closing, frame)
+
+    def begins_call(self, character: str) -> bool:
+        return character == "{"
+
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+        return read_call_object(stream, calls, only_known=only_known)
 
 
 NAME_KEYS = frozenset({"name", "tool_name"})

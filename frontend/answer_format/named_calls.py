@@ -13,7 +13,7 @@ from .forced import Functions, write_json_calls
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls, read_arguments
 from .text_stream import Malformed, Reader, TextStream
-from .tool_calls import MAX_NAME_LENGTH, Calls
+from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 NAME_CHARACTER = re.compile(r"[^\s<>{}\[\]\"'`|｜]")
 KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
@@ -21,24 +21,23 @@ FENCE = "```"
 
 
 @dataclass(frozen=True)
-class NamedCalls:
-    """section_start (call_start NAME separator {…} call_end)* section_end
+class NamedCalls(ToolFormat):
+    """start (call_start NAME separator {…} call_end)* section_end
+
+    `starts`: start and call_start.
 
     DeepSeek V3 and R1 write the call's type before the separator, the name after it, and the
     arguments in a ```json fence. V3.1 and Kimi write calls as above; Kimi's name is within an id,
     functions.NAME:0. The characters determine which form it is.
     """
 
-    section_start: str
-    call_start: str
+    starts: tuple[str, str]
     separator: str
     call_end: str
     section_end: str
     # between call_start and call_end, with NAME and ARGUMENTS
     call_form: str
     between: str = ""
-    bare_beginnings: str = ""
-    bare_separator: str = ""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         before, after = self.call_form.split("ARGUMENTS")
@@ -52,15 +51,11 @@ class NamedCalls:
         )
 
     @property
-    def start(self) -> str:
-        return self.section_start
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        return (self.section_start, self.call_start)
+    def call_start(self) -> str:
+        return self.starts[1]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        if mark == self.section_start:
+        if mark == self.start:
             yield from stream.skip_space()
             yield from stream.expect(self.call_start)
         while True:
@@ -91,15 +86,13 @@ class NamedCalls:
 
 
 @dataclass(frozen=True)
-class MistralCalls:
+class MistralCalls(ToolFormat):
     """[TOOL_CALLS] [{"name": …, "arguments": …}, …], or since 2025 [TOOL_CALLS]NAME[ARGS]{…}
     per call.
     """
 
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
     name_is_before: bool = False
-    bare_beginnings: str = ""
-    bare_separator: str = ""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         if self.name_is_before:
@@ -107,10 +100,6 @@ class MistralCalls:
                 grammar, functions, several, "{}[ARGS]".format, "", ("", self.start, "")
             )
         return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
-
-    @property
-    def start(self) -> str:
-        return self.starts[0]
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         yield from stream.skip_space()

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .argument_types import plain_arguments, read_literal
-from .forced import Functions, write_repeated
+from .forced import Functions, write_json_call, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .text_stream import Malformed, Reader, TextStream
-from .tool_calls import MAX_NAME_LENGTH, Calls
+from .tool_calls import MAX_NAME_LENGTH, Calls, ListedCalls
 
 NAME_CHARACTER = re.compile(r"[\w.\-]")
 NAME = re.compile(r"[\w.\-]+")
@@ -25,16 +25,13 @@ CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
 @dataclass(frozen=True)
-class PythonCalls:
+class PythonCalls(ListedCalls):
     """Arguments are passed on one by one.
 
     A list of JSON objects with name and arguments is accepted as well.
     """
 
-    starts: tuple[str, ...] = ()
-    end: str = ""
-    bare_beginnings: str = ""
-    bare_separator: str = ""
+    may_have_commas = True
     call_per_line: bool = False  # instead of a list
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
@@ -50,10 +47,6 @@ class PythonCalls:
             frame,
         )
 
-    @property
-    def start(self) -> str:
-        return "" if self.bare_beginnings else self.starts[0]
-
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
         """Values as JSON, which `read` accepts as Python.
 
@@ -61,8 +54,7 @@ class PythonCalls:
         """
         properties = plain_arguments(schema)
         if properties is None or not NAME.fullmatch(name):
-            before = grammar.literal(f'{{"name": {json.dumps(name)}, "parameters": ')
-            return f"{before} {grammar.arguments(schema)} {grammar.literal('}')}"
+            return write_json_call(grammar, name, schema, "parameters")
         written = {
             key: f"{grammar.literal(key + '=')} {grammar.json(value)}"
             for key, (value, _) in properties.items()
@@ -82,26 +74,14 @@ class PythonCalls:
             arguments = f"({grammar.any_of(firsts)})?" if firsts else ""
         return f"{grammar.literal(f'{name}(')} {arguments} {grammar.literal(')')}"
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        yield from stream.skip_space()
-        is_list = yield from stream.accept("[")
-        while True:
-            yield from stream.skip_space()
-            if (yield from stream.peek()) == "{":
-                yield from read_call_object(stream, calls, only_known=not mark)
-            else:
-                yield from _read_call(stream, calls, only_known=not mark)
-            yield from stream.skip_space()
-            if not (yield from stream.accept(",")) and (
-                is_list or not NAME_CHARACTER.match((yield from stream.peek()))
-            ):
-                break
-        if is_list:
-            yield from stream.expect("]")
-            yield from stream.skip_space()
-        if mark and self.end:
-            yield from stream.accept(self.end)
-        stream.drop()
+    def begins_call(self, character: str) -> bool:
+        return NAME_CHARACTER.match(character) is not None
+
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+        if (yield from stream.peek()) == "{":
+            yield from read_call_object(stream, calls, only_known=only_known)
+        else:
+            yield from _read_call(stream, calls, only_known)
 
 
 def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> Reader:

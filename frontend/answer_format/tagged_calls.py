@@ -5,34 +5,34 @@ Must not know: which models use them (formats.py). Arguments get their types fro
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 from .argument_types import allowed_types, can_stand_alone, plain_arguments, to_json
-from .forced import Functions, write_repeated
+from .forced import Functions, write_json_call, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .text_stream import Malformed, Reader, TextStream
-from .tool_calls import MAX_NAME_LENGTH, Calls
+from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 NAME_CHARACTER = re.compile(r"[^\s<>{}\"']")
 KEY_CHARACTER = re.compile(r"[^\n<>\"]")
 
 
 @dataclass(frozen=True)
-class TaggedCalls:
-    """section_start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)*
+class TaggedCalls(ToolFormat):
+    """start (name_start NAME name_end (key_start KEY key_end value_start VALUE value_end)*
     call_end)* section_end
+
+    `starts`: start, and name_start if there is one. Some models omit the outer tag.
 
     A string is passed on as it arrives, any other argument when it is complete. A JSON object with
     name and arguments is accepted as well.
     """
 
-    section_start: str
+    starts: tuple[str, ...]
     section_end: str
-    name_start: str
     name_end: str
     key_start: str
     key_end: str
@@ -43,13 +43,12 @@ class TaggedCalls:
     between_key_and_value: str = ""
     # a line break after value_start and before value_end is not part of the value
     values_have_lines: bool = False
-    bare_beginnings: str = ""
-    bare_separator: str = ""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         section = self.section_end or self.call_end
         calls = [
-            self._write_call(grammar, name, schema) or self._write_json(grammar, name, schema)
+            self._write_call(grammar, name, schema)
+            or write_json_call(grammar, name, schema, "arguments", "}" + self.padding)
             for name, schema in functions
         ]
         opening = grammar.literal(self.padding if self.name_start else "")
@@ -59,10 +58,6 @@ class TaggedCalls:
             several,
             ("", f"\n{self.start}", ""),
         )
-
-    def _write_json(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
-        before = grammar.literal(f'{{"name": {json.dumps(name)}, "arguments": ')
-        return f"{before} {grammar.arguments(schema)} {grammar.literal('}' + self.padding)}"
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
         """None where tags cannot follow the schema, such as text with a pattern, or an argument
@@ -92,13 +87,8 @@ class TaggedCalls:
         return " ".join([*pieces, grammar.literal(ending)])
 
     @property
-    def start(self) -> str:
-        return self.section_start
-
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """Some models omit the outer tag."""
-        return (self.section_start, self.name_start) if self.name_start else (self.section_start,)
+    def name_start(self) -> str:
+        return self.starts[1] if len(self.starts) > 1 else ""
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         is_inside = mark == self.name_start

@@ -1,12 +1,14 @@
-"""Calls: passes on the tool calls that a format's reader finds.
+"""Calls: passes on the tool calls that a format's reader finds. ToolFormat: a family of formats.
 
-Must not know: how calls are written.
+Must not know: the text of any format.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from .answer import ToolCallArguments, ToolCallStart
 from .argument_types import allowed_types
@@ -67,39 +69,64 @@ class Calls:
         )
 
 
-class ToolFormat(Protocol):
+class ToolFormat(ABC):
     """How a family of models writes tool calls."""
 
-    @property
-    def starts(self) -> tuple[str, ...]:
-        """Marks, one of which precedes a call."""
-        ...
+    starts: tuple[str, ...]  # marks, one of which precedes a call
+    bare_beginnings: str = ""  # characters that may begin a call without a mark
+    bare_separator: str = ""  # the text between two calls without marks
 
     @property
-    def bare_beginnings(self) -> str:
-        """Characters that may begin a call without a mark; usually none."""
-        ...
+    def start(self) -> str:
+        """The mark before the first call, or "" if there is none."""
+        return "" if self.bare_beginnings else self.starts[0]
 
-    @property
-    def bare_separator(self) -> str:
-        """The text between two calls without marks."""
-        ...
-
+    @abstractmethod
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
-        """Reads the call or calls after `mark`, which is consumed.
+        """Reads the call or calls after `mark`, which is consumed ("" for calls without one).
 
         Raises Malformed.
         """
-        ...
 
+    @abstractmethod
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         """A grammar expression for a call to one of `functions`, or for `several` calls.
 
         `read` accepts what it matches. The mark before the first call is not part of it.
         """
-        ...
 
-    @property
-    def start(self) -> str:
-        """The mark before the first call, or "" if there is none."""
-        ...
+
+@dataclass(frozen=True)
+class ListedCalls(ToolFormat):
+    """One or several calls, or a list of them, and then the mark `end`."""
+
+    starts: tuple[str, ...] = ()
+    end: str = ""
+    bare_beginnings: str = ""
+    bare_separator: str = ""
+    may_have_commas = False  # between calls that are not a list
+
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+        yield from stream.skip_space()
+        is_list = yield from stream.accept("[")
+        while True:
+            yield from stream.skip_space()
+            yield from self.read_call(stream, calls, only_known=not mark)
+            yield from stream.skip_space()
+            has_comma = (is_list or self.may_have_commas) and (yield from stream.accept(","))
+            if not has_comma and (is_list or not self.begins_call((yield from stream.peek()))):
+                break
+        if is_list:
+            yield from stream.expect("]")
+            yield from stream.skip_space()
+        if mark and self.end:
+            yield from stream.accept(self.end)
+        stream.drop()
+
+    @abstractmethod
+    def begins_call(self, character: str) -> bool:
+        """Whether another call follows without a comma."""
+
+    @abstractmethod
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+        """Reads one call. `only_known`: a function that is no tool of this request is Malformed."""

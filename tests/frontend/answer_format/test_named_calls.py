@@ -39,9 +39,7 @@ def test_kimi() -> None:
         f"{names.call_start}functions.{call.name}:{i}{names.separator}{call.arguments}{names.call_end}"
         for i, call in enumerate(BOTH)
     ]
-    assert parse(KIMI, names.section_start + "".join(calls) + names.section_end) == Answer(
-        "", "", BOTH
-    )
+    assert parse(KIMI, names.start + "".join(calls) + names.section_end) == Answer("", "", BOTH)
 
 
 @pytest.mark.parametrize(

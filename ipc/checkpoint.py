@@ -1,9 +1,10 @@
-"""A checkpoint in safetensors files, read by its headers alone: which files there are, and whether
-their tensors are those that a model expects.
+"""A checkpoint in safetensors files or a GGUF file, read by its headers alone: which files there
+are, and whether their tensors are those that a model expects.
 
 Must not know: tensors' values, torch, the safetensors library, which architectures there are.
-The format: 8 bytes with the length of the header, little-endian; the header, a JSON object from
-each tensor's name to its type, shape and place; the tensors' bytes, one behind the other.
+The format of safetensors: 8 bytes with the length of the header, little-endian; the header, a JSON
+object from each tensor's name to its type, shape and place; the tensors' bytes, one behind the
+other.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Annotated
 import msgspec
 
 from .errors import ModelLoadError
+from .gguf import read_gguf
+from .gguf_weights import check_gguf_tensors, is_gguf
 from .json_files import check_regular_file, read_json
 
 SINGLE_FILE = "model.safetensors"
@@ -33,10 +36,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 def missing_weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files that a load would look for and not find.
+    """Names of the safetensors files that a load would look for and not find. A GGUF file is whole.
 
     Raises ModelLoadError for an index that cannot be read, and for what is no regular file.
     """
+    if is_gguf(directory):
+        check_regular_file(directory)
+        return []
     names = _weight_file_names(directory)
     missing = [name for name in names if not (directory / name).exists()]
     for name in names:
@@ -87,8 +93,11 @@ def check_checkpoint(
     that each is a copy of.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
-    twice, for a wrong shape, for a type that is not a float, and for a file that is unsound.
+    twice, for a wrong shape, for a type that cannot be read, and for a file that is unsound.
     """
+    if is_gguf(directory):
+        found = check_gguf_tensors(read_gguf(directory), shapes)
+        return {name: tensor.path for name, tensor in found.items()}
     allowed = shapes | {name: shapes[original] for name, original in tied.items()}
     files = find_weight_files(directory)
     origin: dict[str, Path] = {}

@@ -194,6 +194,11 @@ def parse_decoder_config(
         )
     if config.head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")
+    if "factors" in config.rope and len(config.rope["factors"]) != config.head_dim // 2:
+        raise ModelLoadError(
+            f"config.json: rope parameter factors needs {config.head_dim // 2} numbers, one for "
+            f"each frequency"
+        )
     return replace(config, sliding_windows=parse_sliding_windows(hf_config, honours))
 
 

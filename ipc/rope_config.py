@@ -18,6 +18,8 @@ _ROPE_KEYS = {  # by type: required, optional
         {"factor", "low_freq_factor", "high_freq_factor"},
         {"original_max_position_embeddings"},
     ),
+    # Quire's own: what each frequency is divided by; GGUF files store Llama 3's scaling in this way
+    "factors": ({"factors"}, set()),
     "yarn": (
         {"factor"},
         {
@@ -41,6 +43,7 @@ _POSITIVE = frozenset(
         "attention_factor",
         "beta_fast",
         "beta_slow",
+        "factors",
     }
 )
 DEFAULT_THETA = 10000.0
@@ -55,7 +58,7 @@ CONTEXT_KEYS = (
 # max_position_embeddings is the length after scaling, or, for "dynamic", the length up to which no
 # scaling takes place. Beyond it the angles of "dynamic" depend on the current length of a sequence,
 # so that cached keys would be wrong; Quire does not exceed it.
-_NOT_LENGTHENED = frozenset({"default", "llama3", "longrope", "su", "mrope", "dynamic"})
+_NOT_LENGTHENED = frozenset({"default", "llama3", "longrope", "su", "mrope", "dynamic", "factors"})
 
 
 def model_context(hf_config: dict[str, Any]) -> int | None:
@@ -125,8 +128,11 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
     if unknown := parameters.keys() - required - optional:
         raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
+    if rope_type == "factors" and not isinstance(parameters["factors"], list):
+        raise ModelLoadError("rope parameter factors must be a list of numbers")
     for key, value in {"rope_theta": theta, **parameters}.items():
-        _check_number(key, value)
+        for number in value if key == "factors" else [value]:
+            _check_number(key, number)
     if theta <= 1:
         raise ModelLoadError(f"rope parameter rope_theta must be more than 1, got {theta}")
     if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:

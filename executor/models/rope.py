@@ -21,6 +21,8 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tens
             return inv_freq / rope["factor"], 1.0
         case "llama3":
             return _llama3(inv_freq, rope), 1.0
+        case "factors":
+            return inv_freq / torch.tensor(rope["factors"]), 1.0
         case "yarn":
             return _yarn(rope, head_dim)
     return inv_freq, 1.0

@@ -1,4 +1,4 @@
-"""Fills the parameters of a model from safetensors files, or with random values.
+"""Fills the parameters of a model from safetensors or GGUF files, or with random values.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.checkpoint import check_checkpoint
 from ...ipc.errors import ModelLoadError
+from ...ipc.gguf_weights import is_gguf
 from ..device import copy_mapped
+from .gguf import load_gguf_weights
 
 _STAGE = "load weights"
 
@@ -25,7 +27,8 @@ Fill = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_mapped) -> None:
-    """Fills every tensor of model.weights() from `directory`, cast to the parameter's dtype.
+    """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
+    to the parameter's dtype.
 
     Reports the loaded fraction of all elements. `fill(tensor, stored)` does the work and may keep
     both arguments; they are not read again. Files are mapped and read once, and pages that were
@@ -34,6 +37,9 @@ def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_
     All headers are checked before the first tensor is read. Raises what check_checkpoint does, and
     ModelLoadError for a file that cannot be read.
     """
+    if is_gguf(directory):
+        load_gguf_weights(model, directory, report, fill)
+        return
     missing = dict(model.weights())
     tied = model.tied_weights()
     dtype = next(iter(missing.values())).dtype

@@ -14,6 +14,7 @@ from ...ipc.architectures import ARCHITECTURES
 from ...ipc.checkpoint import check_checkpoint, missing_weight_files
 from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
+from ...ipc.gguf_weights import is_gguf
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
@@ -143,8 +144,9 @@ def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Findi
             "weights", "fail", str(error), ("replace the model's files with intact copies")
         )
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))
+    kind = "GGUF" if is_gguf(directory) else "safetensors"
     return Finding(
-        "weights", "pass", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
+        "weights", "pass", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files"
     )
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = 2**22  # weights that are dequantized at a time: bounds the memory of temporary values
+PIECE = 2**20  # weights that are dequantized at a time: bounds the memory of temporary values
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -44,8 +44,8 @@ def block_type(type: str) -> BlockType:
     return TYPES[type]
 
 
-def dequantize(blocks: Tensor, type: str) -> Tensor:
-    """[rows, bytes] uint8 -> [rows, columns] f32.
+def dequantize(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[rows, bytes] uint8 -> [rows, columns], rounded from f32 to `dtype`.
 
     Raises ValueError for an unknown type, and for rows that end within a block.
     """
@@ -56,7 +56,7 @@ def dequantize(blocks: Tensor, type: str) -> Tensor:
             f"{list(blocks.shape)}"
         )
     rows, columns = len(blocks), blocks.shape[1] // block.num_bytes * block.columns
-    out = torch.empty(rows, columns)
+    out = torch.empty(rows, columns, dtype=dtype)
     for start in range(0, rows, step := max(1, PIECE // max(columns, 1))):
         piece = blocks[start : start + step].reshape(-1, block.num_bytes)
         out[start : start + step] = block.weights(piece).view(-1, columns)

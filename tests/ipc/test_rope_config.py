@@ -41,6 +41,14 @@ def test_original_length_beside_the_parameters_wins():
         ),
         ({"rope_scaling": {"type": "linear"}}, "'linear' lacks factor"),
         (
+            {"rope_scaling": {"rope_type": "factors", "factors": 2.0}},
+            "rope parameter factors must be a list of numbers",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "factors", "factors": [1.0, 0.0]}},
+            "rope parameter factors must be positive and finite, got 0.0",
+        ),
+        (
             {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
             "'llama3' lacks high_freq_factor, low_freq_factor",
         ),

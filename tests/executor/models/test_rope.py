@@ -81,3 +81,9 @@ def test_the_cache_holds_cosines_then_sines():
         torch.testing.assert_close(
             cache[position], torch.cat((angles.cos(), angles.sin())) * factor
         )
+
+
+def test_factors_divide_frequencies():
+    rope = {"rope_type": "factors", "rope_theta": 100.0, "factors": [1.0, 4.0]}
+    inv_freq, factor = inverse_frequencies(rope, 4)
+    assert factor == 1.0 and torch.allclose(inv_freq, torch.tensor([1.0, 0.025]))

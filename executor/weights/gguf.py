@@ -1,0 +1,106 @@
+"""Fills the parameters of a model from a GGUF file, whose packed blocks are dequantized one tensor
+at a time.
+
+Must not know: architectures, what a parameter is for, requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ipc.errors import ModelLoadError
+from ...ipc.gguf import GGUFTensor, read_gguf
+from ...ipc.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
+from ...kernels.reference.gguf_blocks import dequantize
+from ..device import release_mapped
+
+logger = logging.getLogger(__name__)
+
+# as in loader.py
+Report = Callable[[str, float], None]
+Fill = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class PackedRows(NamedTuple):
+    """Rows of blocks as they lie in the file."""
+
+    rows: torch.Tensor  # [rows, bytes] uint8
+    type: str
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]"""
+        return dequantize(self.rows, self.type, dtype)
+
+
+def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> None:
+    """As loader.load_weights, from a GGUF file.
+
+    The file is mapped and its pages are released once they are read, so that memory holds the
+    model and one tensor.
+    """
+    file = read_gguf(path)
+    missing = dict(model.weights())
+    origin = check_gguf_tensors(
+        file, {name: list(tensor.shape) for name, tensor in missing.items()}
+    )
+    if (factors := read_rope_factors(file)) != model.config.rope.get("factors"):
+        raise ModelLoadError(
+            f"{path}: the configuration ignores its rope_freqs.weight"
+            if factors
+            else f"{path}: it has no rope_freqs.weight, which the configuration names"
+        )
+    dtype = next(iter(missing.values())).dtype
+    num_elements = {name: tensor.numel() for name, tensor in missing.items()}
+    kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) == 2)
+    logger.info(
+        "%s: matrices in %s; their weights are unpacked to %s as they are loaded",
+        path.name,
+        ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common()),
+        str(dtype).removeprefix("torch."),
+    )
+    heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
+    num_loaded, num_expected = 0, sum(num_elements.values())
+    maps: dict[Path, mmap.mmap] = {}
+    for name, tensor in origin.items():
+        if tensor.path not in maps:
+            maps[tensor.path] = _map(tensor.path)
+        rows = _rows(maps[tensor.path], tensor)
+        packed = PackedRows(rows, tensor.type)
+        if is_permuted(file, name):
+            packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
+        target = missing.pop(name)
+        fill(target, packed.dequantized(target.dtype).view(target.shape))
+        del target
+        release_mapped(rows)
+        num_loaded += num_elements[name]
+        report("load weights", num_loaded / num_expected)
+
+
+def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
+    """Undoes the permutation of the conversion to GGUF.
+
+    It interleaves the two halves of a head, because GGML rotates neighbouring rows; Quire rotates
+    rows of the two halves, as transformers does.
+    """
+    order = torch.arange(len(packed.rows)).view(num_heads, -1, 2).transpose(1, 2).flatten()
+    return packed._replace(rows=packed.rows[order])
+
+
+def _map(path: Path) -> mmap.mmap:
+    """A private mapping, which torch takes for memory that can be written; nobody writes."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
+    """[rows, bytes] uint8: of a vector, the bytes of one element each"""
+    return torch.frombuffer(
+        mapped, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
+    ).view(tensor.shape[0], -1)

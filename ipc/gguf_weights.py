@@ -1,0 +1,129 @@
+"""The tensors of a GGUF file under the names that models give them.
+
+Must not know: tensors' values, torch, how blocks are computed with, how the file is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+from .errors import ModelLoadError
+from .gguf import GGUFFile, GGUFTensor
+
+# general.architecture. "llama" stands for Mistral too.
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+# Rows of these are interleaved by the conversion to GGUF: see executor/weights/gguf.py.
+PERMUTED = {"llama": ("self_attn.q_proj", "self_attn.k_proj")}
+# The types that kernels/reference/gguf_blocks.py dequantizes.
+READABLE_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
+    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"),
+)
+VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
+ROPE_FACTORS = "rope_freqs.weight"
+MAX_ROPE_FACTORS = 65_536
+
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
+def model_name(name: str) -> str | None:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown name"""
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        return None
+    if stem in _WHOLE_MODEL:
+        return f"{_WHOLE_MODEL[stem]}.{kind}"
+    block, _, rest = stem.partition(".")
+    layer, _, part = rest.partition(".")
+    if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer or part not in _LAYER:
+        return None
+    return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+
+
+def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
+    """Model's name -> tensor of the file, in the order of the file's bytes, once all agree with
+    the model.
+
+    shapes: every tensor that must be there.
+
+    Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
+    tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
+    """
+    architecture = file.metadata.get("general.architecture")
+    path = file.paths[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{path}: architecture {architecture!r:.50} is not supported in GGUF files; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    found: dict[str, GGUFTensor] = {}
+    for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
+        if tensor.name == ROPE_FACTORS:
+            continue  # part of the configuration: read_rope_factors
+        name = model_name(tensor.name)
+        if name is None or name not in shapes:
+            raise ModelLoadError(
+                f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
+            )
+        if list(tensor.shape) != shapes[name]:
+            raise ModelLoadError(
+                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
+                f"model needs {shapes[name]}"
+            )
+        types = READABLE_TYPES if len(tensor.shape) > 1 else VECTOR_TYPES
+        if tensor.type not in types:
+            raise ModelLoadError(
+                f"{tensor.path}: tensor {tensor.name} is of type {tensor.type:.20}; supported: "
+                f"{', '.join(types)}"
+            )
+        found[name] = tensor
+    if missing := [name for name in shapes if name not in found]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelLoadError(f"{path}: there is no tensor for {missing[0]}{more}")
+    return found
+
+
+def is_permuted(file: GGUFFile, name: str) -> bool:
+    """Whether the rows of the model's tensor `name` are interleaved in the file."""
+    permuted = PERMUTED.get(file.metadata["general.architecture"], ())
+    return name.endswith(
+        tuple(f"{part}.{kind}" for part in permuted for kind in ("weight", "bias"))
+    )
+
+
+def read_rope_factors(file: GGUFFile) -> list[float] | None:
+    """What each frequency of the rotary embedding is divided by (Llama 3), if the file says."""
+    tensor = file.tensors.get(ROPE_FACTORS)
+    if tensor is None:
+        return None
+    count = tensor.num_bytes // 4
+    if tensor.type != "F32" or len(tensor.shape) != 1 or not 0 < count <= MAX_ROPE_FACTORS:
+        raise ModelLoadError(
+            f"{tensor.path}: {ROPE_FACTORS} must be a vector of F32, not {tensor.type} of shape "
+            f"{list(tensor.shape)}"
+        )
+    with tensor.path.open("rb") as file_bytes:
+        file_bytes.seek(tensor.offset)
+        return list(struct.unpack(f"<{count}f", file_bytes.read(4 * count)))

@@ -1,0 +1,226 @@
+"""Weights from GGUF files: greedy tokens of transformers with the weights that the file stands for;
+every defect refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import gguf
+import msgspec
+import pytest
+import torch
+from quire.executor.models import find_model_class
+from quire.executor.models.layers import LayerFactory
+from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.weights.gguf import PackedRows, halves_apart
+from quire.executor.weights.loader import load_weights
+from quire.ipc.errors import ModelLoadError
+from quire.kernels import registry
+from quire.tests.executor.driver import generate, make_config, start_executor
+from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+CPU = torch.device("cpu")
+# rows of whole blocks of 256
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": ("llama", {"head_dim": 64}),
+    "llama, tied": ("llama", {"head_dim": 32, "tie_word_embeddings": True}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
+}
+PROMPTS = [[1, 2, 3], list(range(5, 100))]
+
+
+@pytest.fixture
+def checkpoint(tiny):
+    def make(kind: str) -> Path:
+        name, overrides = KINDS[kind]
+        return tiny(name, **SIZES, **overrides)
+
+    return make
+
+
+def rope_overrides(directory: Path) -> dict:
+    """What the configuration of the GGUF file says of the rotary embedding."""
+    config = json.loads((directory / "config.json").read_text())
+    factors = frequency_factors(config)
+    if factors is None:
+        return {}
+    theta = config["rope_parameters"]["rope_theta"]
+    rope = {"rope_type": "factors", "rope_theta": theta, "factors": factors.tolist()}
+    return {"rope_parameters": rope}
+
+
+def start(path: Path, directory: Path, **arguments) -> SingleProcessExecutor:
+    """An executor of the model with the config of `directory` and the weights of `path`."""
+    config = make_config(directory, rope_overrides(directory), **arguments)
+    model_config = msgspec.structs.replace(config.model_config, model=str(path))
+    executor = SingleProcessExecutor(msgspec.structs.replace(config, model_config=model_config))
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    return executor
+
+
+def load(path: Path, directory: Path, **overrides) -> dict[str, torch.Tensor]:
+    """The tensors of a model with the config of `directory`, filled from the file at `path`."""
+    config = json.loads((directory / "config.json").read_text())
+    config |= rope_overrides(directory) | overrides
+    model_class = find_model_class(config)
+    make = LayerFactory(registry.select(CPU, torch.float32), torch.float32, CPU)
+    model = model_class(model_class.parse_config(config), make, 64)
+    for _, tensor in model.weights():
+        tensor.fill_(float("nan"))
+    load_weights(model, path, lambda stage, fraction: None)
+    return dict(model.weights())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_tensor_lands_in_its_place(kind, checkpoint, tmp_path):
+    directory, path = checkpoint(kind), tmp_path / "model.gguf"
+    write_gguf(path, directory)
+    loaded = load(path, directory)
+    stored = load_file(directory / "model.safetensors")
+    assert loaded.keys() == stored.keys()
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+
+
+@pytest.mark.parametrize("type", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_1", "Q4_K"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "llama 3"])
+def test_greedy_tokens_are_those_of_transformers(kind, type, checkpoint, tmp_path):
+    directory, path = checkpoint(kind), tmp_path / "model.gguf"
+    stored = write_gguf(path, directory, type)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.load_state_dict(stored, strict=not model.config.tie_word_embeddings)
+    expected = [
+        model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=16, eos_token_id=None
+        )[0, len(prompt) :].tolist()
+        for prompt in PROMPTS
+    ]
+    executor = start(path, directory)
+    assert [row.output for row in generate(executor, PROMPTS, 16)] == expected
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantization_on_top_is_that_of_the_dequantized_weights(quantization, checkpoint, tmp_path):
+    directory, path = checkpoint("llama"), tmp_path / "model.gguf"
+    stored = write_gguf(path, directory, "Q8_0")
+    dense = shutil.copytree(directory, tmp_path / "dense")
+    save_file(stored, dense / "model.safetensors")
+    outputs = [
+        [row.output for row in generate(executor, PROMPTS, 16)]
+        for executor in (
+            start_executor(dense, quantization=quantization),
+            start(path, directory, quantization=quantization),
+        )
+    ]
+    assert outputs[0] == outputs[1]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def rewrite(path: Path, change) -> Path:
+    """The tensors of a file went through `change(dict of name -> (array, type))`."""
+    reader = gguf.GGUFReader(path)
+    tensors = {t.name: (t.data.copy(), t.tensor_type) for t in reader.tensors}
+    change(tensors)
+    changed = path.with_name("changed.gguf")
+    architecture = reader.get_field("general.architecture").contents()
+    writer = gguf.GGUFWriter(changed, tensors.pop("architecture", architecture))
+    for name, (array, kind) in tensors.items():
+        writer.add_tensor(name, array, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return changed
+
+
+F32, IQ2_XXS = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.IQ2_XXS
+
+
+def drop(*names: str):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def put(name: str, array: torch.Tensor, kind=F32):
+    return lambda tensors: tensors.update({name: (array.numpy(), kind)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (drop("output_norm.weight"), r"there is no tensor for model\.norm\.weight$"),
+        (
+            drop("blk.1.attn_k.weight", "blk.0.ffn_up.weight"),
+            r"no tensor for model\.layers\.0\.mlp\.up_proj\.weight and 1 more",
+        ),
+        (put("blk.7.ffn_up.weight", torch.ones(2, 2)), r"no place for tensor blk\.7\.ffn_up"),
+        (put("blk.0.attn_sinks.weight", torch.ones(4)), r"no place for tensor blk\.0\.attn_sinks"),
+        (
+            put("blk.0.attn_k.weight", torch.ones(256, 64)),
+            r"attn_k\.weight has shape \[256, 64\], the model needs \[128, 256\]",
+        ),
+        (
+            put("output.weight", torch.ones(320, 66, dtype=torch.uint8), IQ2_XXS),
+            r"output\.weight is of type IQ2_XXS; supported: F32, F16",
+        ),
+        (
+            put("rope_freqs.weight", torch.ones(32)),
+            r"the configuration ignores its rope_freqs\.weight",
+        ),
+        (put("rope_freqs.weight", torch.ones(2, 4)), r"rope_freqs\.weight must be a vector of F32"),
+        (
+            lambda tensors: tensors.update(architecture="mamba"),
+            r"architecture 'mamba' is not supported in GGUF files; supported: llama, qwen2, qwen3",
+        ),
+    ],
+)
+def test_defects_are_refused_by_name(change, message, checkpoint, tmp_path):
+    directory, path = checkpoint("llama"), tmp_path / "model.gguf"
+    write_gguf(path, directory)
+    with pytest.raises(ModelLoadError, match=message):
+        load(rewrite(path, change), directory)
+
+
+def test_factors_that_the_configuration_expects(checkpoint, tmp_path):
+    directory, path = checkpoint("llama 3"), tmp_path / "model.gguf"
+    write_gguf(path, directory)
+    with pytest.raises(ModelLoadError, match=r"it has no rope_freqs\.weight, which the conf"):
+        load(rewrite(path, drop("rope_freqs.weight")), directory)
+
+
+def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory, "Q4_K")
+    with caplog.at_level(logging.INFO, logger="quire"):
+        load(path, directory)
+    assert "model.gguf: matrices in Q4_K (16); their weights are unpacked to float32" in caplog.text
+
+
+def test_packed_rows_are_put_in_order():
+    """Rows stay packed: two heads of six rows."""
+    rows = torch.arange(12, dtype=torch.uint8).view(12, 1).expand(-1, 34).contiguous()
+    ordered = halves_apart(PackedRows(rows, "Q8_0"), 2)
+    assert ordered.type == "Q8_0" and ordered.rows[:, 0].tolist() == [
+        *(0, 2, 4, 1, 3, 5),
+        *(6, 8, 10, 7, 9, 11),
+    ]

@@ -1,0 +1,166 @@
+"""GGUF files made of a checkpoint's tensors, with the `gguf` package and llama.cpp's conventions:
+names, permuted heads of the llama architecture, frequency factors, types of blocks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+
+ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_PARTS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def write_gguf(path: Path, checkpoint: Path, type: str = "F32") -> dict[str, torch.Tensor]:
+    """Writes matrices as blocks of `type` and vectors as F32.
+
+    Returns the fp32 tensors that the file stands for, by the checkpoint's names.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+    _add_config(writer, config)
+    _add_tokenizer(writer, checkpoint, config)
+    stored: dict[str, torch.Tensor] = {}
+    if (factors := frequency_factors(config)) is not None:
+        writer.add_tensor("rope_freqs.weight", factors)
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            packed, kind = quantize(tensor.float().numpy(), type if tensor.dim() == 2 else "F32")
+            stored[name] = torch.from_numpy(gguf.dequantize(packed, kind).copy())
+            writer.add_tensor(gguf_name(name), permuted(name, packed, config), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return stored
+
+
+def gguf_name(name: str) -> str:
+    stem, _, kind = name.rpartition(".")
+    if not stem.startswith("model.layers."):
+        return f"{_PARTS[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"blk.{layer}.{_PARTS[part]}.{kind}"
+
+
+def permuted(name: str, rows: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """The rows of q and k of the llama architecture: row i of a head's first half, then row i of
+    its second half, for every i.
+    """
+    heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    key = heads.get(name.split(".")[-2])
+    if ARCHITECTURES[config["model_type"]] != "llama" or key is None:
+        return rows
+    return rows.reshape(config[key], 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def quantize(tensor: np.ndarray, type: str) -> tuple[np.ndarray, GGMLQuantizationType]:
+    kind = GGMLQuantizationType[type]
+    return (_quantize_q4_k(tensor) if type == "Q4_K" else gguf.quantize(tensor, kind)), kind
+
+
+def _quantize_q4_k(tensor: np.ndarray) -> np.ndarray:
+    """[rows, columns] -> [rows, bytes]: the nearest of 16 steps between zero or less and the
+    largest of 32 weights.
+    """
+    x = tensor.reshape(-1, 8, 32)
+    least = np.maximum(-x.min(-1), 0)
+    step = (x.max(-1) + least) / 15
+    scale, least_scale = (v.max(-1, keepdims=True).astype(np.float16) for v in (step / 63, least))
+    least_scale = (least_scale / np.float16(63)).astype(np.float16)
+    steps, leasts = (
+        np.rint(v / np.where(s == 0, 1, s.astype(np.float32))).clip(0, 63).astype(np.uint8)
+        for v, s in ((step, scale), (least, least_scale))
+    )
+    exact_step = (scale.astype(np.float32) * steps)[..., None]
+    exact_least = (least_scale.astype(np.float32) * leasts)[..., None]
+    numbers = np.rint((x + exact_least) / np.where(exact_step == 0, 1, exact_step))
+    numbers = numbers.clip(0, 15).astype(np.uint8).reshape(-1, 4, 2, 32)
+    packed = [
+        scale.view(np.uint8),
+        least_scale.view(np.uint8),
+        steps[:, :4] | steps[:, 4:] >> 4 << 6,
+        leasts[:, :4] | leasts[:, 4:] >> 4 << 6,
+        steps[:, 4:] & 15 | leasts[:, 4:] << 4,
+        (numbers[:, :, 0] | numbers[:, :, 1] << 4).reshape(-1, 128),
+    ]
+    return np.concatenate(packed, axis=1).reshape(len(tensor), -1)
+
+
+def frequency_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """What Llama 3's scaling divides each frequency by, [head_dim / 2]; None for other models."""
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
+    factors = []
+    for i in range(0, head_dim, 2):
+        turns = rope["original_max_position_embeddings"] / (
+            2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        )
+        smooth = min(max((turns - low) / (high - low), 0.0), 1.0)
+        factors.append(1 / ((1 - smooth) / factor + smooth))
+    return np.array(factors, dtype=np.float32)
+
+
+def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_vocab_size(config["vocab_size"])
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:
+    """The tiny models' byte-level BPE, padded to the model's vocabulary."""
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokens = {i: token for token, i in tokenizer["model"]["vocab"].items()}
+    types = dict.fromkeys(tokens, gguf.TokenType.NORMAL)
+    for added in tokenizer["added_tokens"]:
+        special = added["special"]
+        tokens[added["id"]] = added["content"]
+        types[added["id"]] = gguf.TokenType.CONTROL if special else gguf.TokenType.USER_DEFINED
+    for i in range(config["vocab_size"]):
+        if i not in tokens:
+            tokens[i], types[i] = f"[PAD{i}]", gguf.TokenType.UNUSED
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([tokens[i] for i in range(config["vocab_size"])])
+    writer.add_token_types([types[i] for i in range(config["vocab_size"])])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(config["eos_token_id"])
+    written = json.loads((checkpoint / "tokenizer_config.json").read_text())
+    writer.add_chat_template(written["chat_template"])

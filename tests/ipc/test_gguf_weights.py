@@ -1,0 +1,91 @@
+"""Tensors of GGUF files under the names of models; what is refused is tested with the loader, in
+tests/executor/weights/test_gguf.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from struct import pack
+
+import pytest
+from quire.ipc.architectures import ARCHITECTURES
+from quire.ipc.checkpoint import check_checkpoint, missing_weight_files
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.gguf import GGUFFile, GGUFTensor
+from quire.ipc.gguf_weights import (
+    READABLE_TYPES,
+    check_gguf_tensors,
+    is_permuted,
+    model_name,
+    read_rope_factors,
+)
+from quire.kernels.reference.gguf_blocks import TYPES
+from quire.tests.gguf_checkpoints import gguf_name
+from quire.tests.tiny_models import TINY
+
+HERE = Path("model.gguf")
+
+
+def make_file(shapes: dict[str, list[int]], architecture: str = "llama") -> GGUFFile:
+    tensors = [
+        GGUFTensor(gguf_name(name), tuple(shape), "F32", HERE, 1000 - i, 4)
+        for i, (name, shape) in enumerate(shapes.items())
+    ]
+    metadata = {"general.architecture": architecture}
+    return GGUFFile([HERE], metadata, {tensor.name: tensor for tensor in tensors})
+
+
+def test_types_are_those_that_are_dequantized():
+    assert list(READABLE_TYPES) == list(TYPES)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_name_of_a_model_is_found(name):
+    """In the order of the file, here the last first."""
+    table = ARCHITECTURES[name]
+    shapes = table.weight_shapes(table.parse(TINY | {"attention_bias": name[0] == "L"}))
+    assert list(check_gguf_tensors(make_file(shapes), shapes)) == list(shapes)[::-1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("output", "output.scale", "blk.0.attn_q", "blk.x.attn_q.weight", "blk.01.attn_q.weight"),
+        *("blk.-1.attn_q.weight", "blk..attn_q.weight", "v.blk.0.attn_q.weight", ""),
+        *("blk.0.attn_rot_embd.weight", "blk.²1.attn_q.weight", "mm.0.weight"),
+    ],
+)
+def test_names_of_other_tensors(name):
+    assert model_name(name) is None
+
+
+def test_which_rows_are_interleaved():
+    rows = "model.layers.3.self_attn.{}_proj.{}"
+    for file, permuted in ((make_file({}), "qk"), (make_file({}, "qwen2"), "")):
+        for kind in ("weight", "bias"):
+            found = [part for part in "qkvo" if is_permuted(file, rows.format(part, kind))]
+            assert "".join(found) == permuted
+    assert not is_permuted(make_file({}), "model.layers.3.self_attn.q_norm.weight")
+
+
+def test_rope_factors(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(bytes(40) + pack("<3f", 1, 2.5, 8))
+    tensor = GGUFTensor("rope_freqs.weight", (3,), "F32", path, 40, 12)
+    file = make_file({})
+    assert read_rope_factors(file) is None
+    file.tensors["rope_freqs.weight"] = tensor
+    assert read_rope_factors(file) == [1.0, 2.5, 8.0]
+    file.tensors["rope_freqs.weight"] = tensor._replace(type="F16", num_bytes=6)
+    with pytest.raises(ModelLoadError, match=r"must be a vector of F32, not F16 of shape \[3\]"):
+        read_rope_factors(file)
+
+
+def test_a_file_in_place_of_a_directory(tmp_path):
+    path = tmp_path / "model.gguf"
+    with pytest.raises(ModelLoadError, match=r"has no model\.gguf"):
+        missing_weight_files(path)
+    path.write_bytes(b"GGUF")
+    assert missing_weight_files(path) == []
+    with pytest.raises(ModelLoadError, match="not a readable GGUF file"):
+        check_checkpoint(path, {}, {})

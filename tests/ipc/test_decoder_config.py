@@ -62,6 +62,10 @@ def test_a_missing_key_is_named(key):
             "num_attention_heads=4 is not a multiple of num_key_value_heads=3",
         ),
         ({"head_dim": 15}, "head_dim must be even"),
+        (
+            {"head_dim": 16, "rope_scaling": {"rope_type": "factors", "factors": [1.0] * 9}},
+            "rope parameter factors needs 8 numbers",
+        ),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"vocab_size": -1}, "vocab_size must be a positive integer"),
         ({"num_attention_heads": 0}, "num_attention_heads must be a positive integer, got 0"),

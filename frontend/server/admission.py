@@ -2,9 +2,9 @@
 
 Must not know: HTTP beyond its errors, the engine, the content of a request.
 
-    slot() ──capacity, and none waits──▶ in the engine ──▶ leave
-       └─────────▶ waits: one queue per key, by priority and arrival; round-robin ─▶ in the engine
-       └─────────▶ ApiError 429, if the queue is full
+    Slot ──capacity, and none waits──▶ in the engine ──▶ leave
+      └─────────▶ waits: one queue per key, by priority and arrival; round-robin ─▶ in the engine
+      └─────────▶ ApiError 429, if the queue is full
 
 The weight of a request is its number of completions. The next request in turn is never overtaken,
 whatever its weight, so no request starves. A request that exceeds the total capacity enters alone.
@@ -18,6 +18,8 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from functools import partial
 
 from .http.errors import ApiError
 
@@ -82,53 +84,30 @@ class CompletionRate:
         return max(mean_s, mean_age_s, 0.001)
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
-    """The place of one request: an async context manager.
+    """The place of one request: an async context manager, which raises ApiError 429 when it is
+    entered and the queue is full.
 
-    Inside it, the request may be in the engine. `queued_s`: seconds that it waited.
+    Inside it, the request may be in the engine. `key`: its queue. `group`: the call that it belongs
+    to.
     """
 
-    __slots__ = (
-        "_admission",
-        "entered",
-        "group",
-        "is_waiting",
-        "key",
-        "num_completions",
-        "num_tokens",
-        "priority",
-        "queued_s",
-        "share",
-        "waiter",
-    )
-
-    def __init__(
-        self,
-        admission: Admission,
-        key: str,
-        group: Hashable,
-        num_completions: int,
-        num_tokens: int,
-        priority: int,
-    ):
-        self._admission = admission
-        self.key = key
-        self.group = group
-        self.priority = priority
-        self.waiter: asyncio.Future | None = None
-        self.is_waiting = False  # in a queue
-        self.num_completions = num_completions
-        self.num_tokens = num_tokens
-        self.queued_s = 0.0
-        self.entered = 0.0  # by the admission's clock
-        self.share = (
-            # estimated fraction of its time in the engine that it is computed; otherwise it waits
-            # there
-            1.0
-        )
+    admission: Admission
+    key: str
+    group: Hashable
+    num_completions: int = 1
+    num_tokens: int = 0
+    priority: int = 0
+    waiter: asyncio.Future | None = None
+    is_waiting: bool = False  # in a queue
+    queued_s: float = 0.0  # seconds that it waited
+    entered: float = 0.0  # by the admission's clock
+    # estimated fraction of its time in the engine that it is computed; otherwise it waits there
+    share: float = 1.0
 
     async def __aenter__(self) -> Slot:
-        admission = self._admission
+        admission = self.admission
         if admission.num_waiting or not admission.has_room(self):
             await admission.wait(self)
         else:
@@ -136,7 +115,7 @@ class Slot:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        self._admission.leave(self)
+        self.admission.leave(self)
 
 
 class Admission:
@@ -172,21 +151,7 @@ class Admission:
         self._full_since = 0.0  # since when at least one request has been waiting
         self._sum_entered = 0.0  # of all completions in the engine: their times of admission
         self._rate = CompletionRate()
-
-    @property
-    def num_waiting_groups(self) -> int:
-        return len(self._groups)
-
-    def slot(
-        self,
-        key: str,
-        group: Hashable,
-        num_completions: int = 1,
-        num_tokens: int = 0,
-        priority: int = 0,
-    ) -> Slot:
-        """Entering the slot raises ApiError 429 if the queue is full."""
-        return Slot(self, key, group, num_completions, num_tokens, priority)
+        self.slot = partial(Slot, self)
 
     def has_room(self, slot: Slot) -> bool:
         return self.num_running + slot.num_completions <= self.max_running or not self.num_running

@@ -14,84 +14,49 @@ from itertools import pairwise
 from ...ipc.params import SamplingParams
 from ..outputs import RequestMetrics
 
+# Upper bounds of the buckets, as vLLM has them.
+# fmt: off
 TTFT_S = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
-    160,
-    640,
-    2560,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )
 PER_TOKEN_S = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.4,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    7.5,
-    10,
-    20,
-    40,
-    80,
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
 REQUEST_S = (
-    0.05,
-    0.1,
-    0.3,
-    0.5,
-    0.8,
-    1,
-    1.5,
-    2,
-    2.5,
-    5,
-    10,
-    15,
-    20,
-    30,
-    40,
-    50,
-    60,
-    120,
-    240,
-    480,
-    960,
-    1920,
-    7680,
+    0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60,
+    120, 240, 480, 960, 1920, 7680,
 )
+# fmt: on
 HTTP_S = (0.1, 0.5, 1)
 COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
-TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)) + (
-    1_000_000,
-)
+TOKENS = (*(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)), 1_000_000)
+# name -> what it says, its buckets
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", TTFT_S),
+    "inter_token_latency_seconds": ("Seconds between consecutive tokens.", PER_TOKEN_S),
+    "request_time_per_output_token_seconds": (
+        "Mean time per token after the first, one value per request.",
+        PER_TOKEN_S,
+    ),
+    "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST_S),
+    "request_queue_time_seconds": (
+        "Waiting, in the server's queue and in the engine's.",
+        REQUEST_S,
+    ),
+    "request_inference_time_seconds": (
+        "From a request's first step to its last token.",
+        REQUEST_S,
+    ),
+    "request_prefill_time_seconds": ("From a request's first step to its first token.", REQUEST_S),
+    "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_S),
+    "request_prompt_tokens": ("Tokens of the prompt.", TOKENS),
+    "request_generation_tokens": ("Tokens generated, of all completions together.", TOKENS),
+    "request_max_num_generation_tokens": ("Effective max_tokens, times n.", TOKENS),
+    "request_params_n": ("Completions asked for.", COMPLETIONS),
+    "request_params_max_tokens": ("max_tokens of requests that set it.", TOKENS),
+}
 
 
 class Histogram:
@@ -137,41 +102,7 @@ class Meters:
         self.num_http_requests = 0  # active
         self.num_body_bytes = 0  # of all active requests
         self.connections_refused: Counter[str] = Counter()  # by code; before the first request
-        self.histograms = {
-            "time_to_first_token_seconds": Histogram(
-                "From a request's arrival to its first token.", TTFT_S
-            ),
-            "inter_token_latency_seconds": Histogram(
-                "Seconds between consecutive tokens.", PER_TOKEN_S
-            ),
-            "request_time_per_output_token_seconds": Histogram(
-                "Mean time per token after the first, one value per request.", PER_TOKEN_S
-            ),
-            "e2e_request_latency_seconds": Histogram(
-                "From a request's arrival to its end.", REQUEST_S
-            ),
-            "request_queue_time_seconds": Histogram(
-                "Waiting, in the server's queue and in the engine's.", REQUEST_S
-            ),
-            "request_inference_time_seconds": Histogram(
-                "From a request's first step to its last token.", REQUEST_S
-            ),
-            "request_prefill_time_seconds": Histogram(
-                "From a request's first step to its first token.", REQUEST_S
-            ),
-            "request_decode_time_seconds": Histogram(
-                "From a request's first token to its last.", REQUEST_S
-            ),
-            "request_prompt_tokens": Histogram("Tokens of the prompt.", TOKENS),
-            "request_generation_tokens": Histogram(
-                "Tokens generated, of all completions together.", TOKENS
-            ),
-            "request_max_num_generation_tokens": Histogram(
-                "Effective max_tokens, times n.", TOKENS
-            ),
-            "request_params_n": Histogram("Completions asked for.", COMPLETIONS),
-            "request_params_max_tokens": Histogram("max_tokens of requests that set it.", TOKENS),
-        }
+        self.histograms = {name: Histogram(*entry) for name, entry in HISTOGRAMS.items()}
 
     def http_ended(self, method: str, route: str, status: int, duration_s: float) -> None:
         """Counts an HTTP request that has been answered, or whose client has disconnected."""
@@ -184,24 +115,26 @@ class Meters:
         self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0
     ) -> None:
         """`queued_s`: seconds in the server's queue, before the request's metrics began."""
-        observe = {name: histogram.observe for name, histogram in self.histograms.items()}
         self.requests_by_reason[reason] += 1
-        num_tokens, n = metrics.num_generation_tokens, params.n
-        if metrics.time_to_first_token is not None:
-            observe["time_to_first_token_seconds"](metrics.time_to_first_token + queued_s)
-        if metrics.e2e_latency is not None:
-            observe["e2e_request_latency_seconds"](metrics.e2e_latency + queued_s)
-        if metrics.queued_time is not None:
-            observe["request_queue_time_seconds"](metrics.queued_time + queued_s)
-        observe["request_inference_time_seconds"](metrics.inference_time)
-        observe["request_prefill_time_seconds"](metrics.prefill_time)
-        observe["request_decode_time_seconds"](metrics.decode_time)
-        observe["request_prompt_tokens"](metrics.num_prompt_tokens)
-        observe["request_generation_tokens"](num_tokens)
-        observe["request_params_n"](n)
-        if params.max_tokens is not None:
-            observe["request_params_max_tokens"](params.max_tokens)
-            observe["request_max_num_generation_tokens"](params.max_tokens * n)
+        n, max_tokens = params.n, params.max_tokens
+        # with the time in the server's queue
+        waited = {
+            "time_to_first_token_seconds": metrics.time_to_first_token,
+            "e2e_request_latency_seconds": metrics.e2e_latency,
+            "request_queue_time_seconds": metrics.queued_time,
+        }
+        values = {name: s if s is None else s + queued_s for name, s in waited.items()} | {
+            "request_inference_time_seconds": metrics.inference_time,
+            "request_prefill_time_seconds": metrics.prefill_time,
+            "request_decode_time_seconds": metrics.decode_time,
+            "request_prompt_tokens": metrics.num_prompt_tokens,
+            "request_generation_tokens": metrics.num_generation_tokens,
+            "request_params_n": n,
+            "request_params_max_tokens": max_tokens,
+            "request_max_num_generation_tokens": max_tokens and max_tokens * n,
+        }
+        for name, value in values.items():
+            self.histograms[name].observe(value)
         self._observe_tokens(metrics, n)
 
     def _observe_tokens(self, metrics: RequestMetrics, n: int) -> None:

@@ -78,9 +78,7 @@ class World:
         waiting = [slot for line in lines.values() for *_, slot in line]
         assert admission.num_running <= admission.max_running or len(self.inside) == 1
         assert (
-            len({slot.group for slot in waiting})
-            == admission.num_waiting_groups
-            <= admission.max_waiting
+            len({slot.group for slot in waiting}) == len(admission._groups) <= admission.max_waiting
         )
         assert (
             sum(slot.num_tokens for slot in waiting)

@@ -27,29 +27,6 @@ from .response_format import (
 
 MAX_STOPS = 16  # OpenAI allows 4; other servers allow more
 MAX_LOGPROBS = 20
-# The fields with the same meaning in SamplingParams.
-SAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "allowed_token_ids",
-    "bad_words",
-    "truncate_prompt_tokens",
-    "prompt_logprobs",
-)
 # OpenAI's fields that have no effect here, with their neutral values.
 IGNORED: dict[str, tuple[Any, ...]] = {
     "user": (),
@@ -172,6 +149,13 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     early_stopping: bool | None = None
     priority: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+
+
+# The fields that SamplingParams takes as they are.
+SAME = (set(SamplingBody.__struct_fields__) & set(SamplingParams.__struct_fields__)) - {
+    "logit_bias",
+    "structured_outputs",
+}
 
 
 def check_fields(body: SamplingBody, call: Call) -> None:

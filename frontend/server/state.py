@@ -44,7 +44,7 @@ STAGES = {
 
 
 def openai_error_event(error: ApiError) -> bytes:
-    return event(error.as_dict())
+    return event(error.in_format())
 
 
 @dataclass(slots=True)

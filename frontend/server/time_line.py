@@ -12,6 +12,8 @@ All times of a timeline are seconds since the engine accepted the request.
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 from ..outputs import RequestMetrics
@@ -54,75 +56,48 @@ def time_line(request: FinishedRequest) -> dict[str, Any]:
 
 def events(metrics: RequestMetrics) -> list[Event]:
     """The engine's events of the request; empty if the engine rejected it."""
-    zero = metrics.queued_ts
-    if not zero:
+    if not metrics.queued_ts:
         return []
     end = metrics.last_token_ts
-    found = [{"name": "queued", "begin_s": 0.0, "end_s": (metrics.scheduled_ts or end) - zero}]
+
+    def at(name: str, begin_ts: float, end_ts: float | None = None, **more: int) -> Event:
+        return _event(name, metrics.queued_ts, begin_ts, end_ts, **more)
+
+    found = [at("queued", metrics.queued_ts, metrics.scheduled_ts or end)]
     if metrics.num_cached_tokens:
-        found.append(
-            {
-                "name": "cached",
-                "begin_s": metrics.scheduled_ts - zero,
-                "num_tokens": metrics.num_cached_tokens,
-            }
-        )
+        found.append(at("cached", metrics.scheduled_ts, num_tokens=metrics.num_cached_tokens))
     found += [
-        {
-            "name": "prefill_chunk",
-            "begin_s": begin - zero,
-            "end_s": chunk_end - zero,
-            "step": step,
-            "num_tokens": num_tokens,
-        }
-        for step, begin, chunk_end, num_tokens in metrics.prefill_chunks
+        at("prefill_chunk", begin_ts, end_ts, step=step, num_tokens=num_tokens)
+        for step, begin_ts, end_ts, num_tokens in metrics.prefill_chunks
     ]
-    found += [{"name": "preempted", "begin_s": moment - zero} for moment in metrics.preemption_ts]
+    found += [at("preempted", moment) for moment in metrics.preemption_ts]
     if metrics.first_token_ts:
-        first = metrics.first_token_ts - zero
         found += [
-            {"name": "first_token", "begin_s": first},
-            {"name": "decode", "begin_s": first, "end_s": end - zero},
+            at("first_token", metrics.first_token_ts),
+            at("decode", metrics.first_token_ts, end),
         ]
-        found += _decode_steps(metrics, zero)
-    found.append({"name": "finished", "begin_s": end - zero})
+        # Tokens of the same time come from one step: several completions, or several at once.
+        num_tokens_at = Counter(metrics.token_ts)
+        found += [
+            at("decode_step", previous, moment, num_tokens=num_tokens_at[moment])
+            for previous, moment in pairwise(sorted(num_tokens_at))
+        ]
+    found.append(at("finished", end))
     return sorted(found, key=lambda event: event["begin_s"])
 
 
-def _decode_steps(metrics: RequestMetrics, zero: float) -> list[Event]:
-    """The intervals between the times of tokens.
-
-    Tokens with the same time come from one step: several completions, or several tokens at once.
-    """
-    steps: list[Event] = []
-    previous = None
-    for moment in sorted(metrics.token_ts):
-        if moment == previous:
-            if steps:
-                steps[-1]["num_tokens"] += 1
-        elif previous is not None:
-            steps.append(
-                {
-                    "name": "decode_step",
-                    "begin_s": previous - zero,
-                    "end_s": moment - zero,
-                    "num_tokens": 1,
-                }
-            )
-        previous = moment
-    return steps
+def _event(
+    name: str, zero_ts: float, begin_ts: float, end_ts: float | None = None, **more: int
+) -> Event:
+    """A moment or, with `end_ts`, a span."""
+    end = {} if end_ts is None else {"end_s": end_ts - zero_ts}
+    return {"name": name, "begin_s": begin_ts - zero_ts, **end, **more}
 
 
 # Rows of the trace, top to bottom. Chunks and steps have rows of their own, since the events of a
 # trace row must be nested.
-ROWS = {
-    "queued": "request",
-    "decode": "request",
-    "prefill": "request",
-    "prefill_chunk": "prefill chunks",
-    "decode_step": "decode steps",
-}
-THREADS = {"request": 1, "prefill chunks": 2, "decode steps": 3}
+ROWS = {1: "request", 2: "prefill chunks", 3: "decode steps"}
+ROW_OF = {"prefill_chunk": 2, "decode_step": 3}  # of other events: 1
 
 
 def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
@@ -130,28 +105,17 @@ def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
 
     Times are microseconds.
     """
-    names = [
-        _metadata("process_name", 0, request.request_id),
-        *(_metadata("thread_name", tid, name) for name, tid in THREADS.items()),
-    ]
-    order = [
-        {"name": "thread_sort_index", "ph": "M", "pid": 1, "tid": tid, "args": {"sort_index": tid}}
-        for tid in THREADS.values()
-    ]
-    line = events(request.metrics)
-    if request.metrics.scheduled_ts:
-        zero, metrics = request.metrics.queued_ts, request.metrics
-        line.append(
-            {
-                "name": "prefill",
-                "begin_s": metrics.scheduled_ts - zero,
-                "end_s": (metrics.first_token_ts or metrics.last_token_ts) - zero,
-            }
-        )
+    metrics = request.metrics
+    labels = [_label("process_name", 0, name=request.request_id)]
+    labels += [_label("thread_name", row, name=name) for row, name in ROWS.items()]
+    labels += [_label("thread_sort_index", row, sort_index=row) for row in ROWS]
+    line = events(metrics)
+    if metrics.scheduled_ts:
+        end = metrics.first_token_ts or metrics.last_token_ts
+        line.append(_event("prefill", metrics.queued_ts, metrics.scheduled_ts, end))
+        line.sort(key=lambda event: event["begin_s"])
     return {
-        "traceEvents": names
-        + order
-        + [_trace_event(event) for event in sorted(line, key=lambda event: event["begin_s"])],
+        "traceEvents": labels + list(map(_trace_event, line)),
         "displayTimeUnit": "ms",
         "otherData": {
             name: value for name, value in summary_of(request).items() if value is not None
@@ -159,8 +123,8 @@ def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
     }
 
 
-def _metadata(kind: str, tid: int, name: str) -> Event:
-    return {"name": kind, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
+def _label(kind: str, row: int, **args: str | int) -> Event:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": row, "args": args}
 
 
 def _trace_event(event: Event) -> Event:
@@ -171,7 +135,7 @@ def _trace_event(event: Event) -> Event:
         "name": name,
         "cat": "request",
         "pid": 1,
-        "tid": THREADS[ROWS.get(name, "request")],
+        "tid": ROW_OF.get(name, 1),
         "ts": round(begin_us, 3),
         "args": args,
     }

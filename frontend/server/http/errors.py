@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from http import HTTPStatus
-from typing import Any
 
 import msgspec
 
@@ -51,6 +50,33 @@ INTERNAL = (
     "this response."
 )
 ENGINE_GONE = "The engine has stopped; the server's log has the cause."
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(msgspec.Struct):
+    """OpenAI's error object, which is also sent inside a stream."""
+
+    error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct):
+    type: str
+    message: str
+
+
+class AnthropicError(msgspec.Struct):
+    type: str
+    error: AnthropicErrorDetail
+
+
+class OllamaError(msgspec.Struct):
+    error: str
 
 
 class ApiError(Exception):
@@ -87,28 +113,16 @@ class ApiError(Exception):
         return {"retry-after": str(max(1, round(self.retry_after_s)))}
 
     def body(self, path: str = "") -> bytes:
-        """The JSON body in the format of the API that `path` belongs to: Anthropic's, Ollama's,
-        else OpenAI's.
-        """
-        if path.startswith("/v1/messages"):
-            kind = ANTHROPIC_TYPES.get(self.status) or self.type
-            return msgspec.json.encode(
-                {"type": "error", "error": {"type": kind, "message": self.message}}
-            )
-        if path.startswith("/api/"):
-            return msgspec.json.encode({"error": self.message})
-        return msgspec.json.encode(self.as_dict())
+        return msgspec.json.encode(self.in_format(path))
 
-    def as_dict(self) -> dict[str, Any]:
-        """OpenAI's error object, which is also sent inside a stream."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+    def in_format(self, path: str = "") -> Error | AnthropicError | OllamaError:
+        """The body in the format of the API that `path` belongs to; by default OpenAI's."""
+        if path.startswith("/v1/messages"):
+            kind = ANTHROPIC_TYPES.get(self.status, self.type)
+            return AnthropicError("error", AnthropicErrorDetail(kind, self.message))
+        if path.startswith("/api/"):
+            return OllamaError(self.message)
+        return Error(ErrorDetail(self.message, self.type, self.param, self.code))
 
 
 def invalid(param: str | None, message: str, code: str | None = "invalid_value") -> ApiError:

@@ -37,8 +37,6 @@ LIMITS = {
     "prompt": FieldLimit(1_000_000, None),
     "tokens": FieldLimit(1_000_000, None),
     "allowed_token_ids": FieldLimit(500_000, 8 * 2**20),
-    "stop_token_ids": FieldLimit(10_000),
-    "logit_bias": FieldLimit(10_000),
     # each of them is tokenized twice
     "bad_words": FieldLimit(1_024, SMALL_BODY),
     # each of them is searched for in every piece of text

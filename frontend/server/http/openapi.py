@@ -17,40 +17,12 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from .errors import AnthropicError, ApiError, Error, OllamaError
 from .reference import HEADERS, reference_page
 from .sse import Json
 
 REFERENCE = "#/components/schemas/{name}"
 PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")  # of a path, with starlette's converter
-
-
-class ErrorDetail(msgspec.Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class Error(msgspec.Struct):
-    error: ErrorDetail
-
-
-class AnthropicErrorDetail(msgspec.Struct):
-    type: str
-    message: str
-
-
-class AnthropicError(msgspec.Struct, kw_only=True):
-    type: str
-    error: AnthropicErrorDetail
-
-
-class OllamaError(msgspec.Struct):
-    error: str
-
-
-# By the start of the path; all other paths use Error.
-ERRORS = {"/v1/messages": AnthropicError, "/api/": OllamaError}
 
 
 @dataclass(frozen=True)
@@ -123,7 +95,7 @@ def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict
         if kind is not None
     ]
     schemas, components = msgspec.json.schema_components(
-        [*types, Error, *ERRORS.values()], ref_template=REFERENCE
+        [*types, Error, AnthropicError, OllamaError], ref_template=REFERENCE
     )
     schema_of = dict(zip(map(id, types), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
@@ -152,9 +124,7 @@ def _operation(
     route: Route, method: str, description: Description, schema_of: dict[int, Any]
 ) -> dict[str, Any]:
     summary = (route.endpoint.__doc__ or route.name).strip().splitlines()[0]
-    error = next(
-        (kind for beginning, kind in ERRORS.items() if route.path.startswith(beginning)), Error
-    )
+    error = type(ApiError(500, "").in_format(route.path))
     failure = {
         "description": "What was wrong.",
         "content": {

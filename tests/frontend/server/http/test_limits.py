@@ -10,13 +10,13 @@ import pytest
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.http.limits import (
-    LIMITS,
     MAX_OTHER_VALUES,
     SMALL_BODY,
+    FieldLimit,
     exceeds,
 )
 
-MOST = LIMITS["stop_token_ids"].max_values
+MOST = FieldLimit().max_values  # of stop_token_ids
 
 
 class Body(msgspec.Struct, kw_only=True):

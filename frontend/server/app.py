@@ -128,7 +128,7 @@ class App:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
-            return await self._refuse_other(scope, receive, send)
+            return await self._router(scope, receive, send)  # lifespan; refuses WebSockets
         if scope["path"].startswith(root := self.state.server_config.root_path) and root:
             if scope["path"] == root:  # the page's URLs are relative to its folder
                 return await RedirectResponse(root + "/")(scope, receive, send)
@@ -219,27 +219,6 @@ class App:
 
     def _allow(self, scope: Any) -> dict[str, str]:
         """All methods of the path: the router reports only those of its first route."""
-        found = next(
-            route.path for route in self._routes if route.matches(scope)[0] is not Match.NONE
-        )
-        return {
-            "allow": ", ".join(
-                sorted(
-                    {
-                        method
-                        for route in self._routes
-                        if route.path == found
-                        for method in route.methods or ()
-                    }
-                )
-            )
-        }
-
-    async def _refuse_other(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            while True:
-                message = await receive()
-                await send({"type": f"{message['type']}.complete"})
-                if message["type"] == "lifespan.shutdown":
-                    return
-        await send({"type": "websocket.close", "code": 1003})
+        path = next(r.path for r in self._routes if r.matches(scope)[0] is not Match.NONE)
+        methods = {method for r in self._routes if r.path == path for method in r.methods or ()}
+        return {"allow": ", ".join(sorted(methods))}

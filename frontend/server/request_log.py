@@ -6,8 +6,8 @@ Must not know: prompts or responses (none is stored), HTTP, the clients.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from ..outputs import RequestMetrics
@@ -34,7 +34,7 @@ class RequestLog:
     def __init__(self, capacity: int = MAX_REQUESTS):
         self.num_added = 0  # since the start, evicted ones included
         self._capacity = capacity
-        self._requests: OrderedDict[str, FinishedRequest] = OrderedDict()
+        self._requests: dict[str, FinishedRequest] = {}  # the latest last
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -51,8 +51,8 @@ class RequestLog:
         self._requests[request_id] = FinishedRequest(
             request_id, replace(metrics, token_ts=moments), summary
         )
-        while len(self._requests) > self._capacity:
-            self._requests.popitem(last=False)
+        if len(self._requests) > self._capacity:
+            del self._requests[next(iter(self._requests))]
 
     def get(self, request_id: str) -> FinishedRequest | None:
         """Finds a request by the id in the response body, or by x-request-id; of several prompts in
@@ -68,5 +68,4 @@ class RequestLog:
 
     def recent(self, limit: int) -> list[FinishedRequest]:
         """The last `limit` requests, latest first."""
-        newest = reversed(self._requests.values())
-        return [request for request, _ in zip(newest, range(limit))]
+        return list(islice(reversed(self._requests.values()), limit))

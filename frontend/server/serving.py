@@ -15,6 +15,7 @@ import resource
 import signal
 import socket
 import ssl
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -84,57 +85,47 @@ def check_certificate(config: ServerConfig) -> None:
     if config.ssl_cert_reqs and config.ssl_ca_certs is None:
         raise InvalidParameterError("ssl_cert_reqs", "requires ssl_ca_certs")
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        if config.ssl_ca_certs is not None:
+    if config.ssl_ca_certs is not None:
+        with usable("ssl_ca_certs", config.ssl_ca_certs):
             context.load_verify_locations(config.ssl_ca_certs)
-    except OSError as error:
-        raise InvalidParameterError(
-            "ssl_ca_certs", f"{config.ssl_ca_certs} cannot be used: {error.strerror or error}"
-        ) from None
-    try:
+    with usable("ssl_certfile", config.ssl_certfile, config.ssl_keyfile):
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+
+
+@contextlib.contextmanager
+def usable(name: str, *files: str | None) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # an SSLError is an OSError
-        files = " and ".join(filter(None, (config.ssl_certfile, config.ssl_keyfile)))
-        raise InvalidParameterError(
-            "ssl_certfile", f"{files} cannot be used: {error.strerror or error}"
-        ) from None
+        problem = f"{' and '.join(filter(None, files))} cannot be used: {error.strerror or error}"
+        raise InvalidParameterError(name, problem) from None
 
 
 def open_port(config: ServerConfig) -> socket.socket:
-    """Opens the listening socket before the slow part of the start.
+    """Opens the listening socket before the slow part of the start. Replaces a socket file on which
+    no process listens any more.
 
     Raises InvalidParameterError if the address cannot be used.
     """
-    if config.uds is not None:
-        return open_unix_socket(config.uds)
+    path, host, port = config.uds, config.host, config.port
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((config.host, config.port))
+        if path is not None:
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            if Path(path).is_socket() and not is_listening(path):
+                Path(path).unlink()
+            listener.bind(path)
+        else:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listener = socket.socket(family, socket.SOCK_STREAM)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
         listener.listen(2048)
     except OSError as error:
-        name = "host" if isinstance(error, socket.gaierror) else "port"
-        raise InvalidParameterError(
-            name, f"cannot listen on {config.host}:{config.port}: {error.strerror or error}"
-        ) from None
-    listener.setblocking(False)
-    return listener
-
-
-def open_unix_socket(path: str) -> socket.socket:
-    """Replaces a socket file on which no process listens any more."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        if Path(path).is_socket() and not is_listening(path):
-            Path(path).unlink()
-        listener.bind(path)
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise InvalidParameterError(
-            "uds", f"cannot listen on {path}: {error.strerror or error}"
-        ) from None
+        is_unknown = isinstance(error, socket.gaierror)
+        name = "uds" if path is not None else "host" if is_unknown else "port"
+        where = f"{host}:{port}" if path is None else path
+        problem = f"cannot listen on {where}: {error.strerror or error}"
+        raise InvalidParameterError(name, problem) from None
     listener.setblocking(False)
     return listener
 

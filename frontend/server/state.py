@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
 
+from ... import __version__
 from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
@@ -24,7 +26,7 @@ from .config import ServerConfig
 from .http.auth import Keys
 from .http.call import Call
 from .http.errors import ENGINE_GONE, ApiError, from_exception
-from .http.sse import COMMENT, EVENT_STREAM, EventStream, event
+from .http.sse import EventStream, event
 from .meters import Meters
 from .request_log import RequestLog
 
@@ -108,8 +110,10 @@ class ServerState:
         self.model_name = engine.config.model_config.served_model_name or self.model_name
         self.system_fingerprint = fingerprint(engine)
         self.template_text = self._find_template(engine)
-        self.answer_format = self._detect_format(engine)
         config = self.server_config
+        self.answer_format = detect(
+            self.template_text, config.tool_call_parser, config.reasoning_parser, engine.tokenizer
+        )
         max_num_seqs = engine.config.scheduler_config.max_num_seqs
         self.admission = Admission(
             config.max_concurrent_requests or 2 * max_num_seqs,
@@ -118,7 +122,7 @@ class ServerState:
             max_computing=max_num_seqs,
         )
         engine.record_token_times = True  # for the timelines of requests
-        engine.max_outputs_per_s = self.server_config.max_chunks_per_s
+        engine.max_outputs_per_s = config.max_chunks_per_s
         self.engine = engine
 
     def _find_template(self, engine: AsyncLLM) -> str:
@@ -136,14 +140,6 @@ class ServerState:
                 f"({', '.join(templates) or 'none'}), got {named!r}",
             )
         return templates.get(named, named)
-
-    def _detect_format(self, engine: AsyncLLM) -> AnswerFormat:
-        config, tokenizer = self.server_config, engine.tokenizer
-        if tokenizer is None:
-            return detect(None, config.tool_call_parser, config.reasoning_parser)
-        return detect(
-            self.template_text, config.tool_call_parser, config.reasoning_parser, tokenizer
-        )
 
     def ready_engine(self) -> AsyncLLM:
         """Returns the engine. Raises ApiError that explains why there is none."""
@@ -164,11 +160,9 @@ class ServerState:
         """Like from_exception, but an engine that stops during the server's shutdown is reported as
         the shutdown.
         """
-        return (
-            shutting_down()
-            if self.is_draining and isinstance(error, EngineDeadError)
-            else from_exception(error)
-        )
+        if self.is_draining and isinstance(error, EngineDeadError):
+            return shutting_down()
+        return from_exception(error)
 
     def _not_loaded(self) -> ApiError:
         loading = self.loading
@@ -198,11 +192,10 @@ class ServerState:
         call: Call,
         *,
         error_event: Callable[[ApiError], bytes] = openai_error_event,
-        comment: bytes = COMMENT,
-        media_type: bytes = EVENT_STREAM,
+        **options: bytes,
     ) -> EventStream:
         """The response that streams `events` with this server's timeouts; by default in OpenAI's
-        format.
+        format. `options`: `comment` and `media_type` of the stream.
         """
         config = self.server_config
 
@@ -213,13 +206,7 @@ class ServerState:
             return error_event(refusal)
 
         return EventStream(
-            events,
-            call,
-            on_error=on_error,
-            keep_alive_s=config.sse_keep_alive_s,
-            write_timeout_s=config.write_timeout_s,
-            comment=comment,
-            media_type=media_type,
+            events, call, on_error, config.sse_keep_alive_s, config.write_timeout_s, **options
         )
 
     @property
@@ -245,10 +232,6 @@ def fingerprint(engine: AsyncLLM) -> str:
     """Changes when anything changes that may affect the output: the model, its settings, the
     engine's version.
     """
-    from hashlib import blake2b
-
-    from ... import __version__
-
     config = engine.config
     parts = (config.model_config, config.load_config, config.device_config, __version__)
     return "fp_" + blake2b(msgspec.json.encode(parts), digest_size=5).hexdigest()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -55,56 +56,44 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
+@dataclass(eq=False)
 class EventStream:
     """A response that sends `events` as they arrive.
 
     An ASGI application; a handler returns it in place of a Response.
-
-    events: whole events, of which several may be joined; closed with `aclose` however the stream
-    ends, which aborts the requests that feed it. on_error: converts an exception to the last event;
-    an exception before the first event is raised instead, so that it sets the status. keep_alive_s:
-    seconds of silence after which `comment` is sent. write_timeout_s: seconds for which a client
-    may leave sent data unread.
     """
 
-    def __init__(
-        self,
-        events: AsyncGenerator[bytes, None],
-        call: Call,
-        *,
-        on_error: Callable[[Exception], bytes],
-        keep_alive_s: float,
-        write_timeout_s: float,
-        comment: bytes = COMMENT,
-        media_type: bytes = EVENT_STREAM,
-    ):
-        self._events = events
-        self._call = call
-        self._on_error = on_error
-        self._keep_alive_s = keep_alive_s
-        self._write_timeout_s = write_timeout_s
-        self._comment = comment
-        self._media_type = media_type
-        self._is_sending = False
-        self._has_started = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._commenting: asyncio.Task | None = None
+    # Whole events, of which several may be joined. Closed with `aclose` however the stream ends,
+    # which aborts the requests that feed it.
+    events: AsyncGenerator[bytes, None]
+    call: Call
+    # Converts an exception to the last event. An exception before the first event is raised
+    # instead, so that it sets the status.
+    on_error: Callable[[Exception], bytes]
+    keep_alive_s: float  # of silence, after which `comment` is sent
+    write_timeout_s: float  # for which a client may leave sent data unread
+    comment: bytes = COMMENT
+    media_type: bytes = EVENT_STREAM
+    _is_sending: bool = field(default=False, init=False)
+    _has_started: bool = field(default=False, init=False)
+    _timer: asyncio.TimerHandle | None = field(default=None, init=False)
+    _commenting: asyncio.Task | None = field(default=None, init=False)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         loop = asyncio.get_running_loop()
-        self._call.last_sent = loop.time()
+        self.call.last_sent = loop.time()
         # Bypasses the wrappers of starlette and app.py, which handle only the start of a response.
-        send_body = self._call.send or send
-        writer = self._call.chunk_writer
+        send_body = self.call.send or send
+        writer = self.call.chunk_writer
         self._arm(loop, send)
         try:
-            async for chunk in self._events:
+            async for chunk in self.events:
                 if not self._has_started:
                     await self._start(send)
                 if self._commenting is not None:
                     await self._commenting
                 # The body of _write, inlined: this runs for every token.
-                self._call.last_sent = loop.time()
+                self.call.last_sent = loop.time()
                 if writer is not None and chunk and writer.is_ready():
                     writer.write(chunk)
                 else:
@@ -121,16 +110,16 @@ class EventStream:
             if not self._has_started:
                 raise
             self._disarm()
-            await self._write(loop, send, self._on_error(error), True)
+            await self._write(loop, send, self.on_error(error), True)
             await self._write(loop, send, b"", False)
         finally:
             self._disarm()
-            await self._events.aclose()
+            await self.events.aclose()
 
     async def _start(self, send: Any) -> None:
         self._has_started = True
         headers = [
-            (b"content-type", self._media_type),
+            (b"content-type", self.media_type),
             (b"cache-control", b"no-cache"),
             (b"x-accel-buffering", b"no"),
         ]
@@ -141,7 +130,7 @@ class EventStream:
     ) -> None:
         if self._commenting is not None:
             await self._commenting
-        self._call.last_sent, self._is_sending = loop.time(), True
+        self.call.last_sent, self._is_sending = loop.time(), True
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
         self._is_sending = False
 
@@ -153,32 +142,32 @@ class EventStream:
         """
 
         def tick() -> None:
-            silent_s = loop.time() - self._call.last_sent
+            silent_s = loop.time() - self.call.last_sent
             is_sending = self._is_sending or self._commenting is not None
             if is_sending:
-                if silent_s >= self._write_timeout_s:
+                if silent_s >= self.write_timeout_s:
                     logger.info(
                         "%s: the client has not read for %.0f s; its request is aborted",
-                        self._call.request_id,
+                        self.call.request_id,
                         silent_s,
                     )
-                    self._call.is_disconnected = True
-                    self._call.task.cancel()
+                    self.call.is_disconnected = True
+                    self.call.task.cancel()
                     return
-            elif silent_s >= self._keep_alive_s:
-                self._call.last_sent = loop.time()
+            elif silent_s >= self.keep_alive_s:
+                self.call.last_sent = loop.time()
                 self._commenting = loop.create_task(self._send_comment(send))
-            due_s = self._write_timeout_s if is_sending else self._keep_alive_s
+            due_s = self.write_timeout_s if is_sending else self.keep_alive_s
             self._timer = loop.call_later(
-                max(0.01, self._call.last_sent + due_s - loop.time()), tick
+                max(0.01, self.call.last_sent + due_s - loop.time()), tick
             )
 
-        self._timer = loop.call_later(self._keep_alive_s, tick)
+        self._timer = loop.call_later(self.keep_alive_s, tick)
 
     async def _send_comment(self, send: Any) -> None:
         if not self._has_started:
             await self._start(send)
-        await send({"type": "http.response.body", "body": self._comment, "more_body": True})
+        await send({"type": "http.response.body", "body": self.comment, "more_body": True})
         self._commenting = None
 
     def _disarm(self) -> None:

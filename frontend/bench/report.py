@@ -121,15 +121,10 @@ def format_results(report: LoadReport, results: Results, limits: dict[str, float
     return "\n".join(lines)
 
 
-def results_as_json(
-    report: LoadReport, results: Results, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """All settings, the machine, results, and a row per request with times in seconds from the
-    start.
-    """
+def results_as_json(report: LoadReport, results: Results) -> dict[str, Any]:
+    """The results, and a row per request with times in seconds from the start."""
+    client = client_figures(report, results)
     return {
-        **stamp(),
-        "settings": settings,
         "was_interrupted": report.was_interrupted,
         "peak_concurrency": report.peak_concurrency,
         "requests_per_s": results.per_second(results.num_successes),
@@ -140,8 +135,8 @@ def results_as_json(
             kind: {"count": count, "first": text}
             for kind, (count, text) in results.failures.items()
         },
-        "client": client_figures(report, results),
-        "client_warning": client_warning(client_figures(report, results)),
+        "client": client,
+        "client_warning": client_warning(client),
         "requests": [
             _request_row(outcome, report.start)
             for outcome in report.outcomes
@@ -163,15 +158,11 @@ def _request_row(outcome: Outcome, start: float) -> dict[str, Any]:
     }
 
 
-def stamp() -> dict[str, Any]:
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": describe_machine(),
-    }
-
-
-def write_json(path: str, result: dict[str, Any]) -> None:
+def write_json(path: str, settings: dict[str, Any], result: dict[str, Any]) -> None:
+    """Writes the date, the machine, the settings and the results of a benchmark."""
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    content = {"date": date, "machine": describe_machine(), "settings": settings, **result}
     try:
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise InvalidParameterError("--json", f"cannot write {path}: {error.strerror}") from None

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...ipc.errors import InvalidParameterError, QuireError
+from ...ipc.checks import require
+from ...ipc.errors import QuireError
 from .http_client import CONNECTION_FAILED, CONNECTION_REFUSED, Failure, HttpClient
 from .load import LoadReport, LoadRunner, arrival_times
 from .openai_client import Outcome, RequestOptions, first_model, stream_request
-from .workloads import Request, Tokenizer
+from .workloads import Request, Tokenizer, require_at_least
 
 POLL_INTERVAL_S = 1.0
 # for single-model servers without /v1/models, which ignore the name
@@ -40,22 +41,17 @@ class ServeOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("request_rate", "burstiness", "timeout_s"):
-            if not getattr(self, name) > 0:
-                raise InvalidParameterError(
-                    "--" + name.removesuffix("_s").replace("_", "-"),
-                    f"must be greater than 0, got {getattr(self, name)}",
-                )
-        if self.burstiness == float("inf"):
-            raise InvalidParameterError("--burstiness", "must be finite, got inf")
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise InvalidParameterError(
-                "--max-concurrency", f"must be at least 1, got {self.max_concurrency}"
-            )
-        if self.num_warmups < 0 or not self.ready_timeout_s >= 0:
-            raise InvalidParameterError(
-                "--num-warmups" if self.num_warmups < 0 else "--ready-timeout", "must be at least 0"
-            )
+        for option, value in (
+            ("--request-rate", self.request_rate),
+            ("--burstiness", self.burstiness),
+            ("--timeout", self.timeout_s),
+        ):
+            require(value > 0, option, f"must be greater than 0, got {value}")
+        require(self.burstiness < float("inf"), "--burstiness", "must be finite, got inf")
+        if self.max_concurrency is not None:
+            require_at_least(1, max_concurrency=self.max_concurrency)
+        require(self.num_warmups >= 0, "--num-warmups", "must be at least 0")
+        require(self.ready_timeout_s >= 0, "--ready-timeout", "must be at least 0")
 
 
 @dataclass(frozen=True)

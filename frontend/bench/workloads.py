@@ -12,131 +12,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
 
 DATASETS = ("random", "sharegpt", "prefix", "multi-turn")
 MAX_TRIES = 8  # for a text with the wanted number of tokens
 
 # Short and frequent words, which most tokenizers encode as one token.
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "you",
-    "that",
-    "it",
-    "he",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-    "at",
-    "be",
-    "this",
-    "have",
-    "from",
-    "or",
-    "one",
-    "had",
-    "by",
-    "word",
-    "but",
-    "not",
-    "what",
-    "all",
-    "were",
-    "we",
-    "when",
-    "your",
-    "can",
-    "said",
-    "there",
-    "use",
-    "an",
-    "each",
-    "which",
-    "she",
-    "do",
-    "how",
-    "their",
-    "if",
-    "will",
-    "up",
-    "other",
-    "about",
-    "out",
-    "many",
-    "then",
-    "them",
-    "these",
-    "so",
-    "some",
-    "her",
-    "would",
-    "make",
-    "like",
-    "him",
-    "into",
-    "time",
-    "has",
-    "look",
-    "two",
-    "more",
-    "write",
-    "go",
-    "see",
-    "number",
-    "no",
-    "way",
-    "could",
-    "people",
-    "my",
-    "than",
-    "first",
-    "water",
-    "been",
-    "call",
-    "who",
-    "oil",
-    "its",
-    "now",
-    "find",
-    "long",
-    "down",
-    "day",
-    "did",
-    "get",
-    "come",
-    "made",
-    "may",
-    "part",
-    "over",
-    "new",
-    "sound",
-    "take",
-    "only",
-    "little",
-    "work",
-    "know",
-    "place",
-    "year",
-    "live",
-    "me",
-    "back",
-    "give",
-    "most",
-    "very",
-    "after",
-    "thing",
-    "our",
-]
+WORD_TEXT = """
+the of and to in is you that it he was for on are as with his they at be this have from or one
+had by word but not what all were we when your can said there use an each which she do how their
+if will up other about out many then them these so some her would make like him into time has
+look two more write go see number no way could people my than first water been call who oil its
+now find long down day did get come made may part over new sound take only little work know
+place year live me back give most very after thing our
+"""
+WORDS = WORD_TEXT.split()
 
 
 class Tokenizer(Protocol):
@@ -177,35 +68,33 @@ class WorkloadOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("num_prompts", 1),
-            ("input_len", 1),
-            ("prefix_len", 0),
-            ("num_prefixes", 1),
-            ("num_turns", 1),
-        ):
-            if getattr(self, name) < least:
-                raise InvalidParameterError(
-                    "--" + name.replace("_", "-"),
-                    f"must be at least {least}, got {getattr(self, name)}",
-                )
-        if self.output_len is not None and self.output_len < 1:
-            raise InvalidParameterError(
-                "--output-len", f"must be at least 1, got {self.output_len}"
-            )
-        if not 0 <= self.range_ratio < 1:
-            raise InvalidParameterError(
-                "--range-ratio", f"must be at least 0 and less than 1, got {self.range_ratio}"
-            )
-        if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
-            raise InvalidParameterError(
-                "--dataset-path", "goes with --dataset-name sharegpt, which needs it"
-            )
-        if self.token_ids and self.dataset_name == "multi-turn":
-            raise InvalidParameterError(
-                "--token-ids",
-                "goes with other datasets than multi-turn: what was answered comes back as text",
-            )
+        require_at_least(1, num_prompts=self.num_prompts, input_len=self.input_len)
+        require_at_least(0, prefix_len=self.prefix_len)
+        require_at_least(1, num_prefixes=self.num_prefixes, num_turns=self.num_turns)
+        if self.output_len is not None:
+            require_at_least(1, output_len=self.output_len)
+        require(
+            0 <= self.range_ratio < 1,
+            "--range-ratio",
+            f"must be at least 0 and less than 1, got {self.range_ratio}",
+        )
+        require(
+            (self.dataset_name == "sharegpt") == (self.dataset_path is not None),
+            "--dataset-path",
+            "goes with --dataset-name sharegpt, which needs it",
+        )
+        require(
+            not self.token_ids or self.dataset_name != "multi-turn",
+            "--token-ids",
+            "goes with other datasets than multi-turn: what was answered comes back as text",
+        )
+
+
+def require_at_least(least: int, **values: int) -> None:
+    """`values`: by the names of their flags."""
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        require(value >= least, option, f"must be at least {least}, got {value}")
 
 
 def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) -> list[Request]:

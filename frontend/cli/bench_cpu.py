@@ -10,11 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...ipc.checks import require
 from ...ipc.config import resolved
-from ...ipc.errors import InvalidParameterError
-from .bench_flags import Adder, settings_of
+from ..bench.workloads import require_at_least
+from .bench_flags import BenchParser, add_json, write_report
 from .flags import engine_flags, given
-from .parser import Parser
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -37,44 +37,26 @@ COLUMNS = (
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
-def cpu_parser(argv: list[str]) -> Parser:
-    parser = Parser(
-        "quire bench cpu",
-        "quire bench cpu [--model NAME] [--sweep] [engine flags]",
+def cpu_parser(argv: list[str]) -> BenchParser:
+    parser = BenchParser(
+        "cpu",
+        "[--model NAME] [--sweep] [engine flags]",
         "Measures the memory and arithmetic limits of this CPU, and each phase of a model as a "
         "fraction of that.",
-        show_all="--help-all" in argv,
+        argv,
     )
-    add = Adder(parser, "measurement")
-    add(
-        "--batch-sizes",
-        "requests per decode step",
-        type=int,
-        nargs="+",
-        default=[1, 32],
-        metavar="N",
-    )
-    add("--context", "context tokens of each request", type=int, default=128, metavar="N")
-    add(
-        "--prefill-len",
-        "tokens of the prompt, at most the model's context",
-        type=int,
-        default=4096,
-        metavar="N",
-    )
-    add("--seconds", "for each measurement", type=float, default=1.0, metavar="S")
-    add(
+    add = parser.group("measurement")
+    add("--batch-sizes", "N", "requests per decode step", [1, 32], nargs="+")
+    add("--context", "N", "context tokens of each request", 128)
+    add("--prefill-len", "N", "tokens of the prompt, at most the model's context", 4096)
+    add("--seconds", "S", "for each measurement", 1.0)
+    add.switch(
         "--sweep",
         f"also {BATCHES[0]} to {BATCHES[-1]} requests, {CONTEXTS[0]} to {CONTEXTS[-1]} tokens of "
         f"context, 1 to all threads",
-        action="store_true",
     )
-    add(
-        "--svg",
-        "with --sweep: draw the costs, into files in this directory",
-        metavar="DIR",
-    )
-    add("--json", "write settings, machine and results to this file", metavar="FILE")
+    add("--svg", "DIR", "with --sweep: draw the costs, into files in this directory")
+    add_json(add)
     parser.add_flags("engine", engine_flags(), ("model", "dtype", "num_threads"))
     return parser
 
@@ -111,32 +93,22 @@ def cpu(argv: list[str]) -> int:
             print_phases(found)
         if args.svg:
             draw(Path(args.svg), swept)
-    if args.json:
-        from ..bench.report import stamp, write_json
-
-        result = {
-            "limits": asdict(limits),
-            "phases": _rows(phases),
-            "sweeps": {name: _rows(found) for name, found in swept.items()},
-        }
-        write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
+    result = {
+        "limits": asdict(limits),
+        "phases": list(map(asdict, phases)),
+        "sweeps": {name: list(map(asdict, found)) for name, found in swept.items()},
+    }
+    write_report(args, result)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name, values in (
-        ("batch_sizes", args.batch_sizes),
-        ("context", [args.context]),
-        ("prefill_len", [args.prefill_len]),
-    ):
-        if min(values) < 1:
-            raise InvalidParameterError(
-                "--" + name.replace("_", "-"), f"must be at least 1, got {min(values)}"
-            )
-    if args.seconds <= 0:
-        raise InvalidParameterError("--seconds", f"must be more than 0, got {args.seconds}")
-    if args.svg and not Path(args.svg).is_dir():
-        raise InvalidParameterError("--svg", f"must be a directory, got {args.svg!r}")
+    require_at_least(
+        1, batch_sizes=min(args.batch_sizes), context=args.context, prefill_len=args.prefill_len
+    )
+    require(args.seconds > 0, "--seconds", f"must be more than 0, got {args.seconds}")
+    is_directory = not args.svg or Path(args.svg).is_dir()
+    require(is_directory, "--svg", f"must be a directory, got {args.svg!r}")
 
 
 def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
@@ -145,12 +117,12 @@ def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
 
     longest = resolved(config.model_config.max_model_len)
     block_size = config.cache_config.block_size
-    if plan.max_model_len > longest:
-        raise InvalidParameterError(
-            "--context",
-            f"must leave room for {plan.max_model_len} tokens in total, the model's maximum "
-            f"is {longest}",
-        )
+    require(
+        plan.max_model_len <= longest,
+        "--context",
+        f"must leave room for {plan.max_model_len} tokens in total, the model's maximum is "
+        f"{longest}",
+    )
     num_bytes = max(
         plan.kv_cache_bytes(work.kv_bytes_per_token, block_size),
         2 * longest * work.kv_bytes_per_token,
@@ -240,7 +212,3 @@ def draw(directory: Path, swept: dict[str, list[Phase]]) -> None:
         path = directory / f"cost-of-{name.replace(' ', '-')}.svg"
         path.write_text(line_chart(f"A step's cost as {name} grow", name, "ms", lines))
         print(path)
-
-
-def _rows(phases: list[Phase]) -> list[dict[str, Any]]:
-    return [asdict(phase) for phase in phases]

@@ -1,4 +1,4 @@
-"""The flags that the modes of `quire bench` share.
+"""What the modes of `quire bench` share: their parser and its flags, and the file of the results.
 
 Must not know: how anything is measured.
 """
@@ -6,138 +6,131 @@ Must not know: how anything is measured.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import dataclasses
+from typing import Any, TypeVar
 
-from ..bench.workloads import DATASETS, WorkloadOptions
+from ..bench.workloads import DATASETS
 from .parser import Parser
 
+T = TypeVar("T")
+TYPES = {"N": int, "X": float, "S": float}  # placeholder of a value -> its type; else text
+NOT_SETTINGS = ("api_key", "settings", "config", "print_config")
 
+
+class BenchParser(Parser):
+    """The parser of one mode, with argparse's errors for values of a wrong type."""
+
+    def __init__(self, mode: str, arguments: str, description: str, argv: list[str]):
+        prog = f"quire bench {mode}"
+        super().__init__(prog, f"{prog} {arguments}", description, show_all="--help-all" in argv)
+
+    def group(self, title: str) -> Adder:
+        return Adder(self.add_argument_group(title), self.show_all)
+
+
+@dataclasses.dataclass(frozen=True)
 class Adder:
-    """Adds arguments to a group. Rare ones are shown by --help-all only."""
+    """Adds flags to a group. Rare ones are shown by --help-all only."""
 
-    def __init__(self, parser: Parser, title: str):
-        self.group, self.show_all = parser.add_argument_group(title), parser.show_all
+    group: Any
+    show_all: bool
 
-    def __call__(self, option: str, help: str, *, rare: bool = False, **arguments: Any) -> None:
-        default = arguments.get("default")
-        shown = help if default in (None, []) or "action" in arguments else f"{help} [{default}]"
+    def __call__(
+        self,
+        option: str,
+        placeholder: str | None,
+        help: str,
+        default: Any = None,
+        *,
+        rare: bool = False,
+        **arguments: Any,
+    ) -> None:
+        if "action" not in arguments:
+            help += f" [{default}]" if default not in (None, []) else ""
+            arguments |= {"type": TYPES.get(placeholder or "", str), "metavar": placeholder}
         self.group.add_argument(
             option,
-            help=argparse.SUPPRESS if rare and not self.show_all else shown.replace("%", "%%"),
+            default=default,
+            help=argparse.SUPPRESS if rare and not self.show_all else help.replace("%", "%%"),
             **arguments,
         )
 
+    def switch(self, option: str, help: str, *, rare: bool = False) -> None:
+        """A flag without a value."""
+        self(option, None, help, False, rare=rare, action="store_true")
 
-def add_workload(parser: Parser, *, num_prompts: int, tokenizer: bool) -> None:
-    add = Adder(parser, "workload")
-    add(
-        "--dataset-name",
-        f"the workload: {', '.join(DATASETS)}",
-        choices=DATASETS,
-        default="random",
-        metavar="NAME",
-    )
+
+def add_workload(parser: BenchParser, *, tokenizer: bool) -> None:
+    """The flags of WorkloadOptions. `tokenizer`: one may be chosen for the prompts."""
+    add = parser.group("workload")
+    names = ", ".join(DATASETS)
+    add("--dataset-name", "NAME", f"the workload: {names}", "random", choices=DATASETS)
     add(
         "--dataset-path",
+        "FILE",
         "file for sharegpt: ShareGPT's JSON, or JSON lines with a prompt each",
-        metavar="FILE",
     )
-    add(
-        "--num-prompts",
-        "number of requests; for multi-turn: of conversations",
-        type=int,
-        default=num_prompts,
-        metavar="N",
-    )
+    add("--num-prompts", "N", "number of requests; for multi-turn: of conversations", 200)
     add(
         "--input-len",
+        "N",
         "tokens of a prompt (words without --tokenizer); for multi-turn: per turn",
-        type=int,
-        default=512,
-        metavar="N",
+        512,
     )
     add(
         "--output-len",
+        "N",
         "maximum tokens of an answer [128; for sharegpt: as many as the file's answer]",
-        type=int,
-        metavar="N",
     )
-    add(
-        "--range-ratio",
-        "lengths are uniform between (1 - X) and (1 + X) times these",
-        type=float,
-        default=0.0,
-        metavar="X",
-    )
-    add(
-        "--prefix-len",
-        "for prefix: number of shared tokens in a prompt",
-        rare=True,
-        type=int,
-        default=256,
-        metavar="N",
-    )
-    add(
-        "--num-prefixes",
-        "for prefix: number of different shared prefixes",
-        rare=True,
-        type=int,
-        default=1,
-        metavar="N",
-    )
-    add(
-        "--num-turns",
-        "for multi-turn: turns per conversation",
-        rare=True,
-        type=int,
-        default=3,
-        metavar="N",
-    )
+    add("--range-ratio", "X", "lengths are uniform between (1 - X) and (1 + X) times these", 0.0)
+    add("--prefix-len", "N", "for prefix: number of shared tokens in a prompt", 256, rare=True)
+    add("--num-prefixes", "N", "for prefix: number of different shared prefixes", 1, rare=True)
+    add("--num-turns", "N", "for multi-turn: turns per conversation", 3, rare=True)
     if tokenizer:
         add(
             "--tokenizer",
+            "NAME",
             "directory or hub name: generates prompts of exact length, and counts tokens if the "
             "server does not",
-            metavar="NAME",
         )
-        add("--token-ids", "send prompts as token ids, not as text", rare=True, action="store_true")
+        add.switch("--token-ids", "send prompts as token ids, not as text", rare=True)
 
 
-def add_sampling(add: Adder, *, ignore_eos: bool) -> None:
+def add_ignore_eos(add: Adder, default: bool) -> None:
+    shown = "on" if default else "off"
     add(
         "--ignore-eos",
-        "ignore end-of-sequence: answers have --output-len tokens "
-        f"[{'on' if ignore_eos else 'off'}]",
+        None,
+        f"ignore end-of-sequence: answers have --output-len tokens [{shown}]",
+        default,
         action=argparse.BooleanOptionalAction,
-        default=ignore_eos,
     )
-    add("--json", "write settings, machine and results to this file", metavar="FILE")
 
 
-def workload_options(args: argparse.Namespace, seed: int) -> WorkloadOptions:
-    names = (
-        "dataset_name",
-        "dataset_path",
-        "num_prompts",
-        "input_len",
-        "output_len",
-        "range_ratio",
-        "prefix_len",
-        "num_prefixes",
-        "num_turns",
-    )
-    return WorkloadOptions(
-        **{name: getattr(args, name) for name in names},
-        token_ids=getattr(args, "token_ids", False),
-        seed=seed,
-    )
+def add_json(add: Adder) -> None:
+    add("--json", "FILE", "write settings, machine and results to this file")
+
+
+def options_of(options: type[T], args: argparse.Namespace, **others: Any) -> T:
+    """A dataclass of options from the flags with the names of its fields, and from `others`. A
+    field without a flag keeps its default.
+    """
+    names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
+    return options(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **others)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     """All flags as JSON values, without the key and the record of where settings came from."""
-    values = {
-        name: value
+    return {
+        name: str(value) if value == float("inf") else value
         for name, value in vars(args).items()
-        if name not in ("api_key", "settings", "config", "print_config")
+        if name not in NOT_SETTINGS
     }
-    return {name: str(value) if value == float("inf") else value for name, value in values.items()}
+
+
+def write_report(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Writes the file of --json, if it is given."""
+    if args.json:
+        from ..bench.report import write_json
+
+        write_json(args.json, settings_of(args), result)

@@ -14,10 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
-from ..bench.workloads import Request, WorkloadOptions, make_requests
-from .bench_flags import Adder, add_sampling, add_workload, settings_of, workload_options
+from ..bench.workloads import Request, WorkloadOptions, make_requests, require_at_least
+from .bench_flags import (
+    BenchParser,
+    add_ignore_eos,
+    add_json,
+    add_workload,
+    options_of,
+    write_report,
+)
 from .flags import ENGINE, engine_flags, given
-from .parser import Parser
 from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:
@@ -27,48 +33,49 @@ if TYPE_CHECKING:
 BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def throughput_parser(argv: list[str]) -> Parser:
-    parser = Parser(
-        "quire bench throughput",
-        "quire bench throughput [--model NAME] [workload flags] [engine flags]",
+def throughput_parser(argv: list[str]) -> BenchParser:
+    parser = BenchParser(
+        "throughput",
+        "[--model NAME] [workload flags] [engine flags]",
         "Submits all requests to the offline engine at once and reports tokens per second.",
-        show_all="--help-all" in argv,
+        argv,
     )
-    add_workload(parser, num_prompts=200, tokenizer=False)
+    add_workload(parser, tokenizer=False)
     _add_run(parser)
     return parser
 
 
-def latency_parser(argv: list[str]) -> Parser:
-    parser = Parser(
-        "quire bench latency",
-        "quire bench latency [--batch-size N] [--input-len N] [--output-len N] [engine flags]",
+def latency_parser(argv: list[str]) -> BenchParser:
+    parser = BenchParser(
+        "latency",
+        "[--batch-size N] [--input-len N] [--output-len N] [engine flags]",
         "Runs one batch repeatedly and reports its time and what the machine's memory would allow.",
-        show_all="--help-all" in argv,
+        argv,
     )
-    add = Adder(parser, "batch")
-    add("--batch-size", "requests per batch", type=int, default=8, metavar="N")
-    add("--input-len", "tokens of each prompt", type=int, default=32, metavar="N")
-    add("--output-len", "tokens of each answer", type=int, default=128, metavar="N")
-    add("--num-iters", "measured runs of the batch", type=int, default=10, metavar="N")
-    add("--num-iters-warmup", "runs before those", rare=True, type=int, default=2, metavar="N")
+    add = parser.group("batch")
+    add("--batch-size", "N", "requests per batch", 8)
+    add("--input-len", "N", "tokens of each prompt", 32)
+    add("--output-len", "N", "tokens of each answer", 128)
+    add("--num-iters", "N", "measured runs of the batch", 10)
+    add("--num-iters-warmup", "N", "runs before those", 2, rare=True)
     _add_run(parser)
     return parser
 
 
-def _add_run(parser: Parser) -> None:
-    add = Adder(parser, "run")
-    add_sampling(add, ignore_eos=True)
-    add("--temperature", "0: greedy", rare=True, type=float, default=1.0, metavar="X")
+def _add_run(parser: BenchParser) -> None:
+    add = parser.group("run")
+    add_ignore_eos(add, True)
+    add_json(add)
+    add("--temperature", "X", "0: greedy", 1.0, rare=True)
     parser.add_flags("engine", [*engine_flags(), ENGINE], COMMON_ENGINE)
 
 
 def throughput(argv: list[str]) -> int:
     args = throughput_parser(argv).parse(argv)
-    options = workload_options(args, getattr(args, "seed", 0))
+    options = options_of(WorkloadOptions, args)
     with open_llm(args) as llm:
         from ..bench.offline import run_throughput
-        from ..bench.report import milliseconds_table, stamp, write_json
+        from ..bench.report import milliseconds_table
 
         requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
         run = run_throughput(llm, requests, _params(args, requests), use_tqdm=sys.stderr.isatty())
@@ -81,17 +88,7 @@ def throughput(argv: list[str]) -> int:
     print("\nper request, ms, measured by the engine")
     print("\n".join(milliseconds_table([(title, run.phases[phase]) for title, phase in phases])))
     print("\n" + format_steps(run.steps, limit))
-    if args.json:
-        write_json(
-            args.json,
-            {
-                **stamp(),
-                "settings": settings_of(args),
-                "read_limit": asdict(limit),
-                "num_requests": len(requests),
-                **asdict(run),
-            },
-        )
+    write_report(args, {"read_limit": asdict(limit), "num_requests": len(requests), **asdict(run)})
     return 1 if run.num_failures == len(requests) else 0
 
 
@@ -128,17 +125,9 @@ def format_steps(steps: Steps, limit: ReadLimit) -> str:
 
 def latency(argv: list[str]) -> int:
     args = latency_parser(argv).parse(argv)
-    for name, least in (
-        ("batch_size", 1),
-        ("num_iters", 1),
-        ("num_iters_warmup", 0),
-        ("output_len", 2),
-    ):
-        if getattr(args, name) < least:
-            raise InvalidParameterError(
-                "--" + name.replace("_", "-"),
-                f"must be at least {least}, got {getattr(args, name)}",
-            )
+    require_at_least(1, batch_size=args.batch_size, num_iters=args.num_iters)
+    require_at_least(0, num_iters_warmup=args.num_iters_warmup)
+    require_at_least(2, output_len=args.output_len)
     options = WorkloadOptions(
         num_prompts=args.batch_size,
         input_len=args.input_len,
@@ -148,7 +137,7 @@ def latency(argv: list[str]) -> int:
     )
     with open_llm(args) as llm:
         from ..bench.offline import run_latency
-        from ..bench.report import milliseconds_table, stamp, write_json
+        from ..bench.report import milliseconds_table
         from ..bench.statistics import summarize
 
         requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
@@ -168,13 +157,8 @@ def latency(argv: list[str]) -> int:
     )
     print("\n".join(milliseconds_table(rows)))
     print("\n" + format_phases(phases, limit, args.batch_size))
-    if args.json:
-        result = {
-            "seconds": seconds,
-            "phases": [asdict(phase) for phase in phases],
-            "read_limit": asdict(limit),
-        }
-        write_json(args.json, {**stamp(), "settings": settings_of(args), **result})
+    result = {"seconds": seconds, "phases": list(map(asdict, phases)), "read_limit": asdict(limit)}
+    write_report(args, result)
     return 0
 
 

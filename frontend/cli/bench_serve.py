@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
+from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
-from ..bench.workloads import Request, make_requests
-from .bench_flags import Adder, add_sampling, add_workload, settings_of, workload_options
-from .parser import Parser
+from ..bench.workloads import Request, WorkloadOptions, make_requests
+from .bench_flags import (
+    BenchParser,
+    add_ignore_eos,
+    add_json,
+    add_workload,
+    options_of,
+    write_report,
+)
 
 if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions
@@ -23,105 +31,57 @@ if TYPE_CHECKING:
 WARMUP_SEED = 1_000_003
 
 
-def serve_parser(argv: list[str]) -> Parser:
-    parser = Parser(
-        "quire bench serve",
-        "quire bench serve --base-url URL [--model NAME] [workload flags]",
+def serve_parser(argv: list[str]) -> BenchParser:
+    parser = BenchParser(
+        "serve",
+        "--base-url URL [--model NAME] [workload flags]",
         "Sends requests to a server of the OpenAI API and reports throughput and latencies. Ctrl-C "
         "reports the results so far.",
-        show_all="--help-all" in argv,
+        argv,
     )
-    add = Adder(parser, "server")
-    add(
-        "--base-url",
-        "the server, with or without /v1",
-        default="http://127.0.0.1:8000",
-        metavar="URL",
-    )
-    add("--model", "name of the model [the first of /v1/models]", metavar="NAME")
-    add("--api-key", "API key [$OPENAI_API_KEY]", metavar="KEY")
+    add = parser.group("server")
+    add("--base-url", "URL", "the server, with or without /v1", "http://127.0.0.1:8000")
+    add("--model", "NAME", "name of the model [the first of /v1/models]")
+    add("--api-key", "KEY", "API key [$OPENAI_API_KEY]")
     add(
         "--endpoint",
+        None,
         "/v1/completions or /v1/chat/completions",
+        "completions",
         choices=("completions", "chat"),
-        default="completions",
     )
-    add(
-        "--ready-timeout",
-        "seconds to wait for a server that is starting",
-        rare=True,
-        type=float,
-        default=0.0,
-        metavar="S",
-    )
-    add(
-        "--timeout",
-        "timeout of a request in seconds",
-        rare=True,
-        type=float,
-        default=3600.0,
-        metavar="S",
-    )
-    add_workload(parser, num_prompts=200, tokenizer=True)
-    add = Adder(parser, "load")
-    add(
-        "--request-rate",
-        "requests per second; inf: all at once",
-        type=float,
-        default=float("inf"),
-        metavar="X",
-    )
+    add("--ready-timeout", "S", "seconds to wait for a server that is starting", 0.0, rare=True)
+    add("--timeout", "S", "timeout of a request in seconds", 3600.0, rare=True)
+    add_workload(parser, tokenizer=True)
+    add = parser.group("load")
+    add("--request-rate", "X", "requests per second; inf: all at once", float("inf"))
     add(
         "--burstiness",
+        "X",
         "1: Poisson arrivals; below 1: bursts; above 1: more regular (gamma distribution)",
+        1.0,
         rare=True,
-        type=float,
-        default=1.0,
-        metavar="X",
     )
-    add(
-        "--max-concurrency",
-        "maximum number of concurrent requests [no limit]",
-        type=int,
-        metavar="N",
-    )
-    add(
-        "--num-warmups",
-        "requests before the measurement",
-        rare=True,
-        type=int,
-        default=1,
-        metavar="N",
-    )
-    add(
-        "--seed",
-        "equal seeds produce equal prompts and arrival times",
-        rare=True,
-        type=int,
-        default=0,
-        metavar="N",
-    )
-    add("--temperature", "sent if given", rare=True, type=float, metavar="X")
+    add("--max-concurrency", "N", "maximum number of concurrent requests [no limit]")
+    add("--num-warmups", "N", "requests before the measurement", 1, rare=True)
+    add("--seed", "N", "equal seeds produce equal prompts and arrival times", 0, rare=True)
+    add("--temperature", "X", "sent if given", rare=True)
     add(
         "--extra-body",
+        "JSON",
         "JSON object of fields to send with every request; null removes a field",
         rare=True,
-        metavar="JSON",
     )
-    add(
-        "--no-usage",
-        "do not request token counts (stream_options)",
-        rare=True,
-        action="store_true",
-    )
+    add.switch("--no-usage", "do not request token counts (stream_options)", rare=True)
     add(
         "--goodput",
+        "METRIC:MS",
         "count requests that keep these limits in ms, e.g. ttft:200 tpot:50",
+        [],
         nargs="+",
-        default=[],
-        metavar="METRIC:MS",
     )
-    add_sampling(add, ignore_eos=False)
+    add_ignore_eos(add, False)
+    add_json(add)
     return parser
 
 
@@ -131,21 +91,19 @@ def serve(argv: list[str]) -> int:
     from dataclasses import replace
 
     from ..bench.openai_client import RequestOptions
-    from ..bench.report import format_results, results_as_json, write_json
+    from ..bench.report import format_results, results_as_json
     from ..bench.serve import ServeOptions
     from ..bench.statistics import parse_goodput, summarize_run
 
-    if args.token_ids and args.endpoint == "chat":
-        raise InvalidParameterError(
-            "--token-ids", "requires --endpoint completions, because chat messages are text"
-        )
+    require(
+        not args.token_ids or args.endpoint != "chat",
+        "--token-ids",
+        "requires --endpoint completions, because chat messages are text",
+    )
     limits = parse_goodput(args.goodput)
-    timing = {"ready_timeout_s": args.ready_timeout, "timeout_s": args.timeout}
-    names = ("base_url", "request_rate", "burstiness", "max_concurrency", "num_warmups", "seed")
-    options = ServeOptions(
-        api_key=args.api_key or _key_of_environment(),
-        **timing,
-        **{name: getattr(args, name) for name in names},
+    args.api_key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    options = options_of(
+        ServeOptions, args, ready_timeout_s=args.ready_timeout, timeout_s=args.timeout
     )
     request_options = RequestOptions(
         args.model,
@@ -155,31 +113,19 @@ def serve(argv: list[str]) -> int:
         args.temperature,
         _json_object("--extra-body", args.extra_body),
     )
-    workload = workload_options(args, args.seed)
+    workload = options_of(WorkloadOptions, args)
     tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
-    requests = make_requests(workload, tokenizer)
-    warmup = (
-        replace(workload, num_prompts=args.num_warmups, seed=args.seed + WARMUP_SEED)
-        if args.num_warmups
-        else None
-    )
-    run = _run_serve(
-        options,
-        request_options,
-        requests,
-        make_requests(warmup, tokenizer) if warmup else [],
-        tokenizer,
-    )
-    report = run.report
-    results = summarize_run(
-        [outcome for outcome in report.outcomes if outcome is not None], report.duration_s, limits
-    )
+    requests, warmups = make_requests(workload, tokenizer), []
+    if args.num_warmups:
+        warmup = replace(workload, num_prompts=args.num_warmups, seed=args.seed + WARMUP_SEED)
+        warmups = make_requests(warmup, tokenizer)
+    run = _run_serve(options, request_options, requests, warmups, tokenizer)
+    report, args.model = run.report, run.model
+    outcomes = [outcome for outcome in report.outcomes if outcome is not None]
+    results = summarize_run(outcomes, report.duration_s, limits)
     print(f"{args.endpoint} of {run.model} at {args.base_url}: {describe_workload(args)}\n")
     print(format_results(report, results, limits))
-    if args.json:
-        write_json(
-            args.json, results_as_json(report, results, settings_of(args) | {"model": run.model})
-        )
+    write_report(args, results_as_json(report, results))
     return 130 if report.was_interrupted else 0 if results.num_successes else 1
 
 
@@ -248,12 +194,6 @@ def load_tokenizer(name: str) -> Any:
     from ..text.tokenizer import Tokenizer
 
     return Tokenizer(find_model_directory(name, weights=False))
-
-
-def _key_of_environment() -> str | None:
-    import os
-
-    return os.environ.get("OPENAI_API_KEY")
 
 
 def _json_object(flag: str, text: str | None) -> dict[str, Any]:

@@ -114,7 +114,8 @@ def test_json_holds_everything(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(
         str(path),
-        results_as_json(replace(REPORT, outcomes=[GOOD, BAD, None]), results, {"seed": 3}),
+        {"seed": 3},
+        results_as_json(replace(REPORT, outcomes=[GOOD, BAD, None]), results),
     )
     found = json.loads(
         path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
@@ -139,4 +140,4 @@ def test_json_holds_everything(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="--json: cannot write"):
-        write_json(str(tmp_path / "none" / "x.json"), {})
+        write_json(str(tmp_path / "none" / "x.json"), {}, {})

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 from quire.__main__ import main
+from quire.frontend.bench.workloads import WorkloadOptions
 from quire.frontend.cli.bench import MODES
-from quire.frontend.cli.bench_flags import settings_of, workload_options
+from quire.frontend.cli.bench_flags import options_of, settings_of
 from quire.frontend.cli.bench_serve import serve_parser
 
 HEAVY = {"torch", "numpy", "asyncio", "uvloop", "httptools", "tokenizers", "tqdm", "zmq", "psutil"}
@@ -65,9 +66,9 @@ except SystemExit:
 def test_flags_become_the_workload() -> None:
     words = (
         "--dataset-name prefix --num-prompts 3 --input-len 40 --output-len 5 --range-ratio 0.5 "
-        "--prefix-len 10 --num-prefixes 2 --token-ids"
+        "--prefix-len 10 --num-prefixes 2 --token-ids --seed 4"
     )
-    options = workload_options(serve_parser([]).parse(words.split()), seed=4)
+    options = options_of(WorkloadOptions, serve_parser([]).parse(words.split()))
     assert (options.dataset_name, options.num_prompts, options.input_len, options.output_len) == (
         "prefix",
         3,

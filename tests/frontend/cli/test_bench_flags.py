@@ -1,30 +1,60 @@
-"""The flags that the modes of `quire bench` share."""
+"""The flags and the file of results that the modes of `quire bench` share."""
 
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from quire.frontend.bench.workloads import WorkloadOptions
 from quire.frontend.cli.bench_flags import (
-    Adder,
-    add_sampling,
+    BenchParser,
+    add_ignore_eos,
+    add_json,
     add_workload,
+    options_of,
     settings_of,
-    workload_options,
+    write_report,
 )
-from quire.frontend.cli.parser import Parser
 
 
-def parse(*argv: str):
-    parser = Parser("quire bench x", "usage", "what")
-    add_workload(parser, num_prompts=7, tokenizer=False)
-    add_sampling(Adder(parser, "sampling"), ignore_eos=True)
+def parse(*argv: str) -> argparse.Namespace:
+    parser = BenchParser("x", "[flags]", "what", [])
+    add_workload(parser, tokenizer=False)
+    add = parser.group("run")
+    add_ignore_eos(add, True)
+    add_json(add)
     return parser.parse_args(argv)
 
 
 def test_defaults_and_what_is_given_reach_the_workload() -> None:
-    options = workload_options(parse("--dataset-name", "prefix", "--prefix-len", "9"), seed=3)
+    options = options_of(
+        WorkloadOptions, parse("--dataset-name", "prefix", "--prefix-len", "9"), seed=3
+    )
     assert (options.dataset_name, options.prefix_len, options.num_prompts, options.seed) == (
         "prefix",
         9,
-        7,
+        200,
         3,
     )
+
+
+def test_the_flags_of_a_workload_show_its_defaults() -> None:
+    assert options_of(WorkloadOptions, parse()) == WorkloadOptions()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--num-prompts 1.5", "argument --num-prompts: invalid int value: '1.5'"),
+        ("--range-ratio x", "argument --range-ratio: invalid float value: 'x'"),
+    ],
+)
+def test_the_placeholder_decides_the_type(
+    words: str, message: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*words.split())
+    assert capsys.readouterr().err == f"quire bench x: {message}\n"
 
 
 def test_settings_are_what_json_can_hold_without_the_key() -> None:
@@ -36,3 +66,12 @@ def test_settings_are_what_json_can_hold_without_the_key() -> None:
         and settings["request_rate"] == "inf"
         and settings["ignore_eos"] is False
     )
+
+
+def test_a_report_holds_the_settings_and_the_results(tmp_path: Path) -> None:
+    write_report(parse(), {"seconds": 1.0})  # without --json: no file
+    path = tmp_path / "result.json"
+    write_report(parse("--json", str(path), "--input-len", "7"), {"seconds": 1.0})
+    found = json.loads(path.read_text())
+    assert list(found) == ["date", "machine", "settings", "seconds"]
+    assert found["settings"]["input_len"] == 7

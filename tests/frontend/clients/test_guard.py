@@ -76,7 +76,8 @@ def engine(request, tmp_path_factory) -> Iterator[LLMEngine]:
 
 def llm_over(engine: LLMEngine) -> LLM:
     llm = LLM.__new__(LLM)
-    llm.llm_engine, llm._num_requests, llm._turn = engine, 0, Guard(waits=True)
+    llm.llm_engine, llm.session = engine, engine.session
+    llm._num_requests, llm._turn = 0, Guard(waits=True)
     return llm
 
 

@@ -85,7 +85,7 @@ def time_in_turn(
     }
 
 
-def ways(
+def build_forms(
     torchs: SingleProcessExecutor, native: SingleProcessExecutor, step: tuple[Any, ...]
 ) -> dict[str, Callable[[], Any]]:
     def op_by_op(executor: SingleProcessExecutor) -> Callable[[], Any]:
@@ -115,7 +115,7 @@ def time_without_calls(executor: SingleProcessExecutor, rounds: int) -> dict[str
         program._pointers = pointers
 
 
-def torchs_names() -> dict[str, str]:
+def torch_kernels() -> dict[str, str]:
     names = {op: {found.name for found in registry.implementations(op)} for op in OPERATIONS}
     return {op: "cpu" if "cpu" in found else "reference" for op, found in names.items()}
 
@@ -130,14 +130,14 @@ def measure(model: str, dtype: str, args: argparse.Namespace) -> list[dict[str, 
         "kv_cache_memory_bytes": 2**28,
     }
     torchs, native = (
-        start_executor(BUNDLED, kernels=torchs_names(), **settings),
+        start_executor(BUNDLED, kernels=torch_kernels(), **settings),
         start_executor(BUNDLED, **settings),
     )
     if native.worker.runner.program is None:
         raise SystemExit("the model cannot be recorded here: are the native kernels built?")
     results = []
     for num_requests in args.batches:
-        found = time_in_turn(ways(torchs, native, make_step(num_requests)), args.rounds)
+        found = time_in_turn(build_forms(torchs, native, make_step(num_requests)), args.rounds)
         results.append(
             {
                 "model": model,

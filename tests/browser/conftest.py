@@ -44,14 +44,14 @@ def address(mock):
 
 @pytest.fixture
 def open_page(chromium, address):
-    """Opens the page: `open_page(width, height, path, context=..., before=..., ...)`.
-
-    Whatever a test does: no error in the console, no request to another origin.
+    """`open_page(width, height, path, context=..., before=..., ...)` opens the page. Every test
+    also checks that the console has no errors and that no request goes to another origin.
     """
     contexts, problems = [], []
 
     def note(message) -> None:
-        # The browser itself notes refusals that the page expects; the rest is the page's own.
+        # The browser itself logs failed requests that the page expects; other errors are the page's
+        # own.
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
             problems.append(message.text)
 
@@ -75,7 +75,7 @@ def open_page(chromium, address):
         page.wait_for_selector("#health[data-is]:not([data-is=''])")
         return page
 
-    open_one.problems = problems  # a test that causes one takes it out
+    open_one.problems = problems  # a test that causes an error removes it from the list
     yield open_one
     for context in contexts:
         context.close()

@@ -1,4 +1,4 @@
-"""A scripted server for the page: streams, an engine that appears to work, loading, failing.
+"""A scripted server for the page: streams, a simulated engine, loading, failing.
 
 Must not know: an engine, a model, a browser.
 """
@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_S, MAX_MODEL_LEN = 16, 960, 0.012, 2048
 CHUNK = 96  # prompt tokens of one request per step
-ANSWERS = {  # by the message that asks for it; every other message gets the story
+ANSWERS = {  # by the message that selects it; every other message gets the story
     path.stem: path.read_text().rstrip("\n")
     for path in (Path(__file__).parent / "answers").glob("*.md")
 } | {"short": "Yes.", "long": "The rain began before the lamps were lit. " * 200}
@@ -47,7 +47,9 @@ class Job:
 
 
 class Mock:
-    """What tests and screenshots turn: `mode` ("ready", "loading", "dead", "locked"), `jobs`."""
+    """The state that tests and screenshots set: `mode` ("ready", "loading", "dead", "locked") and
+    `jobs`.
+    """
 
     def __init__(self) -> None:
         self.mode = "ready"
@@ -56,7 +58,7 @@ class Mock:
         self.num_queued = 0
         self.num_blocks = NUM_BLOCKS
         self.num_finished = 0
-        self.token_s = 0.012  # between two chunks of a stream
+        self.token_s = 0.012  # seconds between two chunks of a stream
         self.began = time.monotonic()
         self.last = self.began
         self.step = 0
@@ -268,8 +270,8 @@ class Mock:
         return None
 
 
-def story_of(summary: dict) -> dict:
-    """A time line in the form of /v1/requests/{id}."""
+def timings_of(summary: dict) -> dict:
+    """Return the timings of a request in the format of /v1/requests/{id}."""
     step = 0.012
     chunks = [
         {
@@ -333,7 +335,7 @@ def make_app(mock: Mock):
                 404,
             )
         return JSONResponse(
-            {"traceEvents": []} if request.url.path.endswith("/trace") else story_of(found[0])
+            {"traceEvents": []} if request.url.path.endswith("/trace") else timings_of(found[0])
         )
 
     async def chat(request: Request) -> Response:
@@ -370,7 +372,7 @@ def make_app(mock: Mock):
         )
 
     async def completions(request: Request) -> Response:
-        """Several prompts in one call, as the page's burst sends them, or one as a stream."""
+        """Answer several prompts in one call, as the page's burst sends them, or stream one."""
         body = await request.json()
         mock.bodies.append(body)
         mock.advance()
@@ -405,7 +407,7 @@ def make_app(mock: Mock):
     app = Starlette(routes=routes)
 
     async def behind_a_proxy(scope, receive, send) -> None:
-        """Answers below /some/prefix too, as a proxy does that takes its prefix off."""
+        """Also answer below /some/prefix, like a proxy that strips its prefix."""
         if scope["type"] == "http":
             mock.paths.append(scope["path"])
             scope = scope | {"path": scope["path"].removeprefix("/some/prefix") or "/"}
@@ -423,10 +425,8 @@ async def stream(
     thinks: bool = False,
     completes: bool = False,
 ):
-    """Chunks with a comment among them, as the chat API sends them.
-
-    `breaks`: an error in the middle. `thinks`: reasoning first. `completes`: chunks as the
-    completions API sends them.
+    """Stream chunks with a comment among them, in the format of the chat API. `breaks`: an error in
+    the middle. `thinks`: reasoning first. `completes`: chunks of the completions API.
     """
 
     def data(value: object) -> str:
@@ -467,10 +467,10 @@ async def stream(
 
 @contextmanager
 def serving(mock: Mock):
-    """The address of a server over `mock`, in a thread of this process."""
+    """Return the address of a server for `mock` in a thread of this process."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    listener.listen()  # who comes before the thread is up waits
+    listener.listen()  # connections before the thread has started wait
     server = uvicorn.Server(
         uvicorn.Config(make_app(mock), log_level="warning", ws="none", timeout_graceful_shutdown=1)
     )

@@ -17,7 +17,7 @@ MAX_BYTES = 150_000
 
 
 def make_busy(page: Page) -> None:
-    """A finished answer in the chat, and twelve requests in the middle of their work."""
+    """Create a finished answer in the chat, and twelve requests that are running."""
     page.wait_for_selector("#health[data-is=ready]", timeout=90_000)
     for question in ("Tell me a story about the sea.", "What is 12 + 30?"):
         page.fill("#prompt", question)
@@ -27,7 +27,7 @@ def make_busy(page: Page) -> None:
         page.click("#tab-engine")
     lengths = """[...document.querySelectorAll('#rows .s-output')].map(
         (bar) => parseFloat(bar.style.width))"""
-    for _ in range(20):  # the model is small: twelve requests may be over between two looks
+    for _ in range(20):  # the model is small: twelve requests may finish between two polls
         if page.inner_text("#burst") != "Stop them":
             page.click("#burst")
         for _ in range(100):
@@ -55,7 +55,7 @@ def main() -> int:
         print("no Chromium is installed", file=sys.stderr)
         return 1
     FOLDER.mkdir(exist_ok=True)
-    # A cache of some hundred blocks, of which the requests take a part.
+    # A cache of some hundred blocks, of which the requests use a part.
     with (
         running_server(
             "--max-model-len", "1024", "--kv-cache-memory-bytes", "64000000", wait=False

@@ -1,4 +1,4 @@
-"""What tests of the page do with it: write, wait, read.
+"""Actions of the page's tests: write, wait, read.
 
 Must not know: what a test asserts.
 """
@@ -8,15 +8,15 @@ import time
 PATIENCE_MS = 10_000
 
 
-def say(page, text: str) -> None:
+def send(page, text: str) -> None:
     page.fill("#prompt", text)
     page.press("#prompt", "Enter")
 
 
-def ask(page, text: str) -> None:
-    """Writes and waits for the end of the answer."""
+def send_and_wait(page, text: str) -> None:
+    """Send a message and wait for the end of the answer."""
     num_turns = page.locator(".turn").count()
-    say(page, text)
+    send(page, text)
     page.wait_for_selector(f".turn:nth-of-type({num_turns + 2}).answer .meta button")
 
 
@@ -28,8 +28,9 @@ def wait_until(page, holds) -> None:
 
 
 def wait_for(page, expression: str) -> None:
-    """Evaluates `expression` until it holds. The page's policy forbids what playwright's own
-    wait_for_function does."""
+    """Evaluate `expression` until it holds. The page's content security policy forbids playwright's
+    own wait_for_function.
+    """
     wait_until(page, lambda: page.evaluate(expression))
 
 
@@ -38,7 +39,7 @@ def last_answer(page) -> str:
 
 
 def hide(page, hidden: bool) -> None:
-    """Makes the page believe that its tab is hidden, or shown again."""
+    """Make the page believe that its tab is hidden, or visible again."""
     script = """(hidden) => {
         const state = hidden ? 'hidden' : 'visible';
         const fixed = (value) => ({ value, configurable: true });

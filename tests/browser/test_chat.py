@@ -9,13 +9,13 @@ import json
 import re
 
 import pytest
-from quire.tests.browser.steps import ask, last_answer, say, wait_for, wait_until
+from quire.tests.browser.steps import last_answer, send, send_and_wait, wait_for, wait_until
 
 pytestmark = pytest.mark.browser
 
 
-def test_an_answer_streams_and_tells_its_times(page, mock) -> None:
-    say(page, "Why?")
+def test_an_answer_streams_and_shows_its_times(page, mock) -> None:
+    send(page, "Why?")
     wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 5")
     early = last_answer(page)
     assert page.inner_text("#send") == "Stop"
@@ -31,29 +31,31 @@ def test_an_answer_streams_and_tells_its_times(page, mock) -> None:
     assert mock.bodies[0]["messages"] == [{"role": "user", "content": "Why?"}]
 
 
-def test_an_answer_that_comes_at_once_has_no_rate(page, mock) -> None:
-    """The browser may get all of it in one piece: its clock then says nothing of the engine."""
+def test_an_answer_that_arrives_at_once_has_no_rate(page, mock) -> None:
+    """The browser may receive the whole answer at once. Its clock then says nothing about the
+    engine.
+    """
     mock.token_s = 0
-    ask(page, "short")
+    send_and_wait(page, "short")
     meta = page.inner_text(".answer .meta")
     assert "1 output tokens" in meta and "tokens/s" not in meta
-    ask(page, "Why?")
+    send_and_wait(page, "Why?")
     rate = re.search(r"([\d,]+) tokens/s", page.inner_text(".answer:last-child .meta"))
     assert rate is None or int(rate[1].replace(",", "")) < 100 / 0.05
 
 
-def test_reasoning_is_shown_apart(page, mock) -> None:
-    ask(page, "think")
+def test_reasoning_is_shown_separately(page, mock) -> None:
+    send_and_wait(page, "think")
     assert page.locator(".thinking div").text_content() == "One moment."
     assert "One moment" not in last_answer(page)
-    say(page, "short")
+    send(page, "short")
     wait_until(page, lambda: len(mock.bodies) == 2)
     assert "One moment" not in json.dumps(mock.bodies[1])
 
 
 @pytest.mark.parametrize("way", ["click", "Escape"])
-def test_stop_ends_the_request_and_keeps_what_was_said(page, mock, way: str) -> None:
-    say(page, "long")
+def test_stop_ends_the_request_and_keeps_the_partial_answer(page, mock, way: str) -> None:
+    send(page, "long")
     wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 20")
     page.click("#send") if way == "click" else page.keyboard.press("Escape")
     page.wait_for_selector(".answer .meta :text('stopped')")
@@ -61,9 +63,9 @@ def test_stop_ends_the_request_and_keeps_what_was_said(page, mock, way: str) -> 
     assert last_answer(page).startswith("The rain began") and page.inner_text("#send") == "Send"
 
 
-def test_turns_follow_each_other_and_can_be_edited_and_answered_anew(page, mock) -> None:
+def test_turns_can_be_continued_edited_and_regenerated(page, mock) -> None:
     for text in ("short", "code"):
-        ask(page, text)
+        send_and_wait(page, text)
     messages = mock.bodies[1]["messages"]
     assert [m["role"] for m in messages] == ["user", "assistant", "user"]
     assert messages[1]["content"] == "Yes."
@@ -72,7 +74,7 @@ def test_turns_follow_each_other_and_can_be_edited_and_answered_anew(page, mock)
     assert mock.bodies[2] == mock.bodies[1]
     page.locator(".turn.user :text('Edit')").first.click()
     assert page.input_value("#prompt") == "short"
-    say(page, "Another")
+    send(page, "Another")
     page.wait_for_selector(".answer:last-child .meta button")
     assert mock.bodies[3]["messages"] == [{"role": "user", "content": "Another"}]
     assert page.locator(".turn").count() == 2
@@ -83,12 +85,12 @@ def test_parameters_are_sent_and_checked(page, mock) -> None:
     values = {"temperature": 0.5, "max_tokens": 40, "seed": 7, "stop": "END"}
     for name, value in (values | {"system": "Be brief."}).items():
         page.fill(f"[name={name}]", str(value))
-    ask(page, "short")
+    send_and_wait(page, "short")
     sent = mock.bodies[0]
     assert {name: sent[name] for name in values} == values and "top_p" not in sent
     assert sent["messages"][0] == {"role": "system", "content": "Be brief."}
     page.fill("[name=temperature]", "9")
-    say(page, "short")
+    send(page, "short")
     page.wait_for_timeout(200)
     assert len(mock.bodies) == 1 and page.input_value("#prompt") == "short"
 
@@ -101,8 +103,8 @@ def test_parameters_are_sent_and_checked(page, mock) -> None:
         ("break", "The engine failed in the middle."),
     ],
 )
-def test_errors_are_told_in_words(page, asked: str, words: str) -> None:
-    say(page, asked)
+def test_errors_are_shown_as_text(page, asked: str, words: str) -> None:
+    send(page, asked)
     assert page.locator("[role=alert]").inner_text() == words
     assert page.inner_text("#send") == "Send"
 
@@ -111,7 +113,7 @@ def test_errors_are_told_in_words(page, asked: str, words: str) -> None:
 
 
 def test_markdown_is_complete(page) -> None:
-    ask(page, "markdown")
+    send_and_wait(page, "markdown")
     answer = page.locator(".answer .text")
     texts = {
         "h4": "Bread", "em": "water", "strong": "kneaded", "del": "quickly", "p code": "salt",
@@ -137,7 +139,7 @@ def test_markdown_is_complete(page) -> None:
 
 def test_a_stream_keeps_the_blocks_that_are_complete(page, mock) -> None:
     mock.token_s = 0.05
-    say(page, "markdown")
+    send(page, "markdown")
     page.wait_for_selector(".answer ol")
     page.evaluate("window.first = document.querySelector('.answer .text').firstElementChild")
     page.wait_for_selector(".answer .meta button")
@@ -149,8 +151,10 @@ def test_a_stream_keeps_the_blocks_that_are_complete(page, mock) -> None:
 
 
 def test_hostile_text_stays_text(page, mock) -> None:
-    """No element, handler, address or request comes from a tag or an address in the answer."""
-    ask(page, "hostile")
+    """No element, event handler, attribute or request is created from a tag or URL in the
+    answer.
+    """
+    send_and_wait(page, "hostile")
     page.wait_for_timeout(300)
     assert page.evaluate("window.hacked") is None
     text = last_answer(page)
@@ -170,8 +174,8 @@ def test_hostile_text_stays_text(page, mock) -> None:
     assert page.locator("#send").count() == 1
 
 
-def test_no_string_becomes_markup_past_the_sanitizer(open_page) -> None:
-    """Trusted Types: even a script that runs in the page cannot write HTML."""
+def test_no_string_becomes_markup_without_the_sanitizer(open_page) -> None:
+    """With Trusted Types even a script that runs in the page cannot write HTML."""
     attempt = "try { document.body.innerHTML = '<b>x</b>'; 'written' } catch (e) { e.name }"
     assert open_page().evaluate(attempt) == "TypeError"
     assert "TrustedHTML" in open_page.problems.pop()
@@ -185,29 +189,30 @@ def test_a_model_without_a_template_completes(open_page, mock) -> None:
     page = open_page()
     page.wait_for_selector("#mode:disabled:text('Mode: completion')")
     assert page.inner_text("#send") == "Complete" and "continues it" in page.inner_text("#welcome")
-    ask(page, "Once upon a time ")
+    send_and_wait(page, "Once upon a time ")
     assert mock.bodies[0]["prompt"] == "Once upon a time " and mock.bodies[0]["max_tokens"] == 256
     assert "messages" not in mock.bodies[0]
-    assert page.locator(".answer .text").text_content() == " and so *it* went on."  # as it is
+    # the prompt is unchanged
+    assert page.locator(".answer .text").text_content() == " and so *it* went on."
     page.click(".answer :text('Continue')")
     wait_until(page, lambda: len(mock.bodies) == 2)
     page.wait_for_selector(".answer .meta button")
     assert mock.bodies[1]["prompt"] == "Once upon a time  and so *it* went on."
     assert page.locator(".answer .text").text_content() == 2 * " and so *it* went on."
-    ask(page, "Another")
+    send_and_wait(page, "Another")
     assert mock.bodies[2]["prompt"] == "Another"
-    page.click(".answer >> nth=0 >> text=Continue")  # what followed goes
+    page.click(".answer >> nth=0 >> text=Continue")  # the text after it is removed
     page.wait_for_selector(".answer .meta button")
     assert page.locator(".turn").count() == 2
 
 
-def test_the_mode_can_be_chosen_and_is_remembered(page, mock) -> None:
+def test_the_mode_can_be_selected_and_is_remembered(page, mock) -> None:
     page.click("#parameters-open")
     assert page.is_visible("[name=system]")
     page.click("#mode")
     assert page.inner_text("#mode") == "Mode: completion" and not page.is_visible("[name=system]")
     page.fill("[name=max_tokens]", "12")
-    ask(page, "A text")
+    send_and_wait(page, "A text")
     assert mock.bodies[0]["prompt"] == "A text" and mock.bodies[0]["max_tokens"] == 12
     page.reload()
     page.wait_for_selector("#mode:text('Mode: completion')")

@@ -1,4 +1,4 @@
-"""Conversations in the browser's storage: what survives a reload, the list, what deletes them.
+"""Conversations in the browser's storage: what survives a reload, the list, deletion.
 
 Must not know: how the page stores them.
 
@@ -6,7 +6,7 @@ Not run by default; conftest.py says how.
 """
 
 import pytest
-from quire.tests.browser.steps import ask, last_answer, say, wait_for, wait_until
+from quire.tests.browser.steps import last_answer, send, send_and_wait, wait_for, wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -20,19 +20,19 @@ def titles(page) -> list[str]:
 
 
 def test_a_conversation_survives_a_reload(page, mock) -> None:
-    ask(page, "markdown")
-    ask(page, "short")
+    send_and_wait(page, "markdown")
+    send_and_wait(page, "short")
     before = page.inner_text("#log")
     page.reload()
     page.wait_for_selector("#health[data-is=ready]")
     assert page.inner_text("#log") == before and "212 prompt tokens" in before
     assert page.inner_text("#title") == "markdown" and page.locator(".answer table").count() == 1
-    ask(page, "and now?")
+    send_and_wait(page, "and now?")
     assert len(mock.bodies[2]["messages"]) == 5
 
 
-def test_an_answer_that_streams_during_a_reload_is_kept_as_far_as_it_came(page, mock) -> None:
-    say(page, "long")
+def test_an_answer_that_streams_during_a_reload_is_kept_partially(page, mock) -> None:
+    send(page, "long")
     wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 50")
     page.reload()
     page.wait_for_selector(".answer .meta :text('stopped')")
@@ -44,21 +44,21 @@ def test_an_answer_that_streams_during_a_reload_is_kept_as_far_as_it_came(page, 
 
 def test_conversations_are_listed_opened_and_deleted(page, mock) -> None:
     for text in ("first", "second", "third"):
-        ask(page, text)
+        send_and_wait(page, text)
         page.click("#new")
         assert page.locator(".turn").count() == 0 and page.is_visible("#welcome")
     assert titles(page) == ["third", "second", "first"]
     page.click("#list-open")
     page.click(".pick:has-text('first')")
     assert page.inner_text(".turn.user .text") == "first" and not page.is_visible("#list")
-    ask(page, "more")
+    send_and_wait(page, "more")
     assert len(mock.bodies[3]["messages"]) == 3 and titles(page) == ["first", "third", "second"]
     page.click("#list-open")
     page.click("[aria-label='Delete “third”']")
     assert page.locator("#list-rows .name").all_inner_texts() == ["first", "second"]
     page.click("#undo")
     assert page.locator("#list-rows .name").all_inner_texts() == ["first", "third", "second"]
-    page.click("[aria-label='Delete “first”']")  # the one that is shown
+    page.click("[aria-label='Delete “first”']")  # the one that is open
     assert page.is_visible("#welcome") and page.inner_text("#title") == ""
     page.keyboard.press("Escape")
     page.reload()
@@ -72,22 +72,22 @@ def test_conversations_are_listed_opened_and_deleted(page, mock) -> None:
 
 
 def test_a_new_conversation_ends_the_answer_that_streams(page, mock) -> None:
-    say(page, "long")
+    send(page, "long")
     wait_for(page, "document.querySelector('.answer .text')?.textContent.length > 20")
     page.click("#new")
     wait_until(page, lambda: mock.num_aborted == 1)
-    ask(page, "short")
+    send_and_wait(page, "short")
     assert page.locator(".turn").count() == 2 and last_answer(page) == "Yes."
     assert titles(page) == ["short", "long"]
 
 
-def test_tabs_keep_apart_what_they_show(open_page) -> None:
+def test_tabs_show_separate_conversations(open_page) -> None:
     page = open_page()
-    ask(page, "first")
+    send_and_wait(page, "first")
     other = open_page(context=page.context)
     assert other.is_visible("#welcome")
-    ask(other, "second")
-    ask(page, "short")
+    send_and_wait(other, "second")
+    send_and_wait(page, "short")
     for tab in (page, other):
         assert sorted(titles(tab)) == ["first", "second"]
     page.reload()
@@ -95,14 +95,14 @@ def test_tabs_keep_apart_what_they_show(open_page) -> None:
 
 
 @pytest.mark.parametrize("forbidden", [["localStorage"], ["localStorage", "sessionStorage"]])
-def test_without_storage_the_page_still_works(open_page, mock, forbidden: list[str]) -> None:
-    """A tab keeps what only its sessionStorage can keep; without that, memory has to do."""
+def test_the_page_works_without_storage(open_page, mock, forbidden: list[str]) -> None:
+    """Without localStorage a tab uses its sessionStorage; without that, memory."""
     deny = "".join(
         f"Object.defineProperty(window, '{name}', {{ get() {{ throw new Error('no') }} }});"
         for name in forbidden
     )
     page = open_page(before=deny)
-    ask(page, "short")
+    send_and_wait(page, "short")
     page.click("#new")
     assert titles(page) == ["short"]
     page.reload()
@@ -112,7 +112,7 @@ def test_without_storage_the_page_still_works(open_page, mock, forbidden: list[s
 
 def test_a_full_storage_drops_the_oldest(page) -> None:
     for text in ("first", "second"):
-        ask(page, text)
+        send_and_wait(page, text)
         page.click("#new")
     fill = """(() => {
         const names = Object.keys(localStorage).filter((name) => name.startsWith('quire-conv'));
@@ -125,12 +125,12 @@ def test_a_full_storage_drops_the_oldest(page) -> None:
                 try { localStorage.setItem(`fill-${size}-${i}`, 'x'.repeat(size)); } catch {}
     })()"""
     page.evaluate(fill)
-    ask(page, "third")
+    send_and_wait(page, "third")
     assert titles(page) == ["third", "second"]
 
 
-def test_entries_that_are_not_readable_are_passed_over(page) -> None:
-    ask(page, "short")
+def test_unreadable_entries_are_skipped(page) -> None:
+    send_and_wait(page, "short")
     entries = {"broken": "{", "empty": "null", "other": '{"id": "x", "turns": []}', "bare": "[]"}
     for name, text in entries.items():
         page.evaluate(
@@ -141,9 +141,9 @@ def test_entries_that_are_not_readable_are_passed_over(page) -> None:
     assert titles(page) == ["short"]
 
 
-def test_a_stored_conversation_is_as_harmless_as_an_answer(page) -> None:
+def test_a_stored_conversation_is_sanitized_like_an_answer(page) -> None:
     """Another program of the same origin may have written it."""
-    ask(page, "short")
+    send_and_wait(page, "short")
     page.evaluate("""(() => {
         const name = Object.keys(localStorage).find((one) => one.startsWith('quire-conversation-'));
         const hostile = '<img src=x onerror=window.hacked=1>';

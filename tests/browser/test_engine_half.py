@@ -9,12 +9,12 @@ import json
 import re
 
 import pytest
-from quire.tests.browser.steps import ask, hide, say, wait_for, wait_until
+from quire.tests.browser.steps import hide, send, send_and_wait, wait_for, wait_until
 
 pytestmark = pytest.mark.browser
 
 
-def test_the_engine_is_seen_at_work(page, mock) -> None:
+def test_a_running_engine_is_shown(page, mock) -> None:
     page.wait_for_selector("#no-rows:text('No requests.')")
     before = page.evaluate("document.getElementById('cache').toDataURL()")
     mock.advance()
@@ -43,8 +43,8 @@ def test_the_engine_is_seen_at_work(page, mock) -> None:
 # ---------------------------------------------------------------- lists
 
 
-def sight(page, box: str) -> list[str]:
-    """The rows in sight, from top to bottom, by their titles."""
+def visible_rows(page, box: str) -> list[str]:
+    """Return the titles of the visible rows, from top to bottom."""
     return page.evaluate(
         """(box) => {
         const { top, bottom } = document.querySelector(box).getBoundingClientRect();
@@ -65,25 +65,25 @@ def test_a_list_of_thousands_scrolls_and_counts(page, mock) -> None:
     wait_for(page, "document.getElementById('num-requests').textContent === '2,517'")
     assert page.inner_text("#running") == "10" and page.inner_text("#waiting") == "2,507"
     assert page.inner_text("#no-rows") == "17 more wait in the server's queue."
-    assert sight(page, "#rows")[:3] == ["r0000", "r0001", "r0002"]
+    assert visible_rows(page, "#rows")[:3] == ["r0000", "r0001", "r0002"]
     assert page.locator("#rows .request").count() < 40
     rows = page.locator("#rows")
     for part in (0.5, 1):
         rows.evaluate("(box, part) => { box.scrollTop = part * box.scrollHeight }", part)
         page.wait_for_timeout(100)
-        seen = sight(page, "#rows")
+        seen = visible_rows(page, "#rows")
         first = int(seen[0][1:])
         assert seen == [f"r{first + i:04d}" for i in range(len(seen))] and len(seen) >= 6
         assert page.locator("#rows .request").count() < 40
     assert seen[-1] == "r2499"
     page.wait_for_timeout(600)  # a poll does not move the list
-    assert sight(page, "#rows") == seen
+    assert visible_rows(page, "#rows") == seen
     del mock.jobs[5:]
     wait_for(page, "document.querySelectorAll('#rows .request').length === 5")
     assert page.inner_text("#num-requests") == "22"
 
 
-def test_a_list_is_walked_with_the_keyboard(page, mock) -> None:
+def test_a_list_is_navigable_by_keyboard(page, mock) -> None:
     mock.advance()
     for i in range(300):
         mock.add(100, 0, 100_000, f"r{i:03d}")
@@ -95,18 +95,18 @@ def test_a_list_is_walked_with_the_keyboard(page, mock) -> None:
     for key in keys:
         page.keyboard.press(key)
         seen.append(page.evaluate(focused))
-        assert seen[-1] in sight(page, "#rows")
+        assert seen[-1] in visible_rows(page, "#rows")
     assert seen[:4] == ["r001", "r002", "r001", "r299"] and "r28" < seen[4] < "r299"
     assert seen[5:] == ["r000", "r000"]
     page.locator("#rows").evaluate("(box) => { box.scrollTop = box.scrollHeight }")
     page.wait_for_timeout(600)
-    assert page.evaluate(focused) == "r000"  # out of sight, and still where the keys are
+    assert page.evaluate(focused) == "r000"  # scrolled out of view, but still focused
     assert page.locator("#rows [tabindex='0']").count() == 1
     page.keyboard.press("Enter")
     page.wait_for_selector("#life[open]")
 
 
-def test_finished_requests_are_all_listed_and_counted(page, mock) -> None:
+def test_all_finished_requests_are_listed_and_counted(page, mock) -> None:
     for i in range(1500):
         mock.note(mock.add(10, 0, 5, f"f{i:04d}"), "stop")
     mock.jobs.clear()
@@ -114,7 +114,7 @@ def test_finished_requests_are_all_listed_and_counted(page, mock) -> None:
     wait_for(page, "document.querySelector('#recent-rows .request')")
     assert page.inner_text("#finished") == "1,500"
     assert page.inner_text("#recent-told") == "the last 1,024 are listed"
-    assert sight(page, "#recent-rows")[0] == "f1499"
+    assert visible_rows(page, "#recent-rows")[0] == "f1499"
     last = """(box) => {
         box.scrollTop = box.scrollHeight;
         return box.querySelector('.long').offsetHeight;
@@ -122,19 +122,19 @@ def test_finished_requests_are_all_listed_and_counted(page, mock) -> None:
     rows = page.locator("#recent-rows")
     wait_until(page, lambda: rows.evaluate(last) == 1024 * 28)
     page.wait_for_timeout(100)
-    assert sight(page, "#recent-rows")[-1] == "f0476"  # 1,024 from the newest on
+    assert visible_rows(page, "#recent-rows")[-1] == "f0476"  # 1,024, newest first
     mock.note(mock.add(10, 0, 5, "newest"), "stop")
     mock.jobs.clear()
     wait_for(page, "document.getElementById('num-finished').textContent === '1,501'")
     rows.evaluate("(box) => { box.scrollTop = 0 }")
-    wait_until(page, lambda: sight(page, "#recent-rows")[0] == "newest")
+    wait_until(page, lambda: visible_rows(page, "#recent-rows")[0] == "newest")
 
 
 # ---------------------------------------------------------------- KV map, colours
 
 
-def test_the_map_is_as_large_as_what_is_in_use(page, mock) -> None:
-    """Of a large cache the map shows the blocks that were taken, and says which those are."""
+def test_the_map_is_as_large_as_the_blocks_in_use(page, mock) -> None:
+    """For a large cache the map shows only the blocks in use, and says which they are."""
     mock.num_blocks = 65_000
     mock.blocks = list("-" + "u" * 90 + "c" * 10)
     page.wait_for_selector("#cache-told:text-is('first 128 of 65,000 blocks')")
@@ -151,7 +151,9 @@ def test_the_map_is_as_large_as_what_is_in_use(page, mock) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_colour_has_one_meaning(open_page, mock, scheme: str) -> None:
-    """The swatches of two different words differ, those of one word do not; a control has none."""
+    """Swatches of two different words differ, and those of the same word are equal. A control has
+    none.
+    """
     page = open_page(color_scheme=scheme)
     found = page.evaluate("""[...document.querySelectorAll('.legend i')].map((swatch) => [
         swatch.parentElement.textContent.replace(/[\\d.,]+.*/, '').trim(),
@@ -172,7 +174,7 @@ def test_a_colour_has_one_meaning(open_page, mock, scheme: str) -> None:
 
 
 def test_a_finished_request_has_a_time_line_and_a_trace(page) -> None:
-    ask(page, "short")
+    send_and_wait(page, "short")
     page.click(".answer :text('Time line')")
     page.wait_for_selector("#life-picture svg")
     assert "128 of them from the cache" in page.inner_text("#life-told")
@@ -185,7 +187,7 @@ def test_a_finished_request_has_a_time_line_and_a_trace(page) -> None:
     assert not page.is_visible("#life")
 
 
-def test_a_running_request_tells_where_it_is_and_later_how_it_went(page, mock) -> None:
+def test_a_running_request_shows_its_state_and_later_its_timings(page, mock) -> None:
     mock.add(96, 0, 300)
     page.locator("#rows .request").click()
     page.wait_for_selector("#life-told:has-text('In the engine')")
@@ -196,7 +198,7 @@ def test_a_running_request_tells_where_it_is_and_later_how_it_went(page, mock) -
 def test_a_burst_of_requests_can_be_sent_and_stopped(page, mock) -> None:
     page.click("#burst")
     wait_until(page, lambda: sum(len(body["prompt"]) for body in mock.bodies) == 12)
-    wait_for(page, "document.getElementById('running').textContent === '10'")  # polls go on
+    wait_for(page, "document.getElementById('running').textContent === '10'")  # polling continues
     page.click("#burst:has-text('Stop them')")
     wait_until(page, lambda: mock.num_aborted == 12 and not mock.jobs)
     page.wait_for_selector("#no-rows:text('No requests.')")
@@ -205,11 +207,11 @@ def test_a_burst_of_requests_can_be_sent_and_stopped(page, mock) -> None:
 # ---------------------------------------------------------------- polling, and not ready
 
 
-def test_a_hidden_tab_asks_for_nothing(page, mock) -> None:
+def test_a_hidden_tab_does_not_poll(page, mock) -> None:
     mock.add(100, 0, 10_000)
     page.wait_for_selector("#rows .request")
     hide(page, True)
-    page.wait_for_timeout(200)  # one that was under way
+    page.wait_for_timeout(200)  # one request was already in flight
     asked = len(mock.paths)
     page.wait_for_timeout(1500)
     assert mock.paths[asked:] == []
@@ -217,7 +219,7 @@ def test_a_hidden_tab_asks_for_nothing(page, mock) -> None:
     wait_until(page, lambda: len(mock.paths) > asked)
 
 
-def test_a_tab_that_is_opened_hidden_asks_when_it_is_seen(open_page, mock) -> None:
+def test_a_tab_opened_hidden_polls_when_it_becomes_visible(open_page, mock) -> None:
     hidden = """Object.defineProperty(document, 'visibilityState',
         { value: 'hidden', configurable: true });"""
     context = open_page().context
@@ -233,8 +235,8 @@ def test_a_tab_that_is_opened_hidden_asks_when_it_is_seen(open_page, mock) -> No
     other.wait_for_selector("#health[data-is=ready]")
 
 
-def test_an_answer_goes_on_while_the_tab_is_hidden(page, mock) -> None:
-    say(page, "Why?")
+def test_an_answer_continues_while_the_tab_is_hidden(page, mock) -> None:
+    send(page, "Why?")
     page.wait_for_selector(".answer.streaming")
     hide(page, True)
     wait_until(page, lambda: mock.num_finished == 1)
@@ -256,7 +258,7 @@ def test_loading_is_shown_until_it_is_over(open_page, mock) -> None:
     assert not page.is_visible("#notice")
 
 
-def test_a_dead_engine_and_a_silent_server_are_told_in_words(page, mock) -> None:
+def test_a_dead_engine_and_a_silent_server_are_reported(page, mock) -> None:
     mock.mode = "dead"
     page.wait_for_selector("#notice:has-text('The engine has stopped')")
     mock.mode = "ready"
@@ -265,7 +267,7 @@ def test_a_dead_engine_and_a_silent_server_are_told_in_words(page, mock) -> None
     page.wait_for_selector("#notice:has-text('The server does not answer.')")
 
 
-def test_a_key_is_asked_for_and_kept_in_this_tab(open_page, mock) -> None:
+def test_an_api_key_is_requested_and_kept_in_this_tab(open_page, mock) -> None:
     mock.mode = "locked"
     page = open_page()
     page.wait_for_selector("#health:has-text('asks for a key')")

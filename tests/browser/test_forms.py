@@ -1,4 +1,4 @@
-"""The forms of the page: colours, widths, the keyboard, less motion, a prefix before its address.
+"""The page's presentation: colours, widths, the keyboard, reduced motion, a path prefix.
 
 Must not know: how the page does it.
 
@@ -8,7 +8,7 @@ Not run by default; conftest.py says how.
 import re
 
 import pytest
-from quire.tests.browser.steps import ask, say, wait_until
+from quire.tests.browser.steps import send, send_and_wait, wait_until
 
 pytestmark = pytest.mark.browser
 
@@ -31,7 +31,7 @@ def test_colours_follow_the_system_and_the_toggle(open_page, scheme: str, dark: 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_legible(open_page, scheme: str) -> None:
-    """Contrast as WCAG 2 computes it: at least 4.5 for text, 3 for what is drawn."""
+    """Contrast as defined by WCAG 2: at least 4.5 for text, 3 for graphics."""
     page = open_page(color_scheme=scheme)
     colours = page.evaluate("""(() => {
         const probe = document.body.appendChild(document.createElement('i'));
@@ -73,7 +73,7 @@ def test_nothing_scrolls_sideways_on_a_phone(open_page, mock, width: int) -> Non
         )
 
     for text in ("code", "markdown", "hostile"):
-        ask(page, text)
+        send_and_wait(page, text)
     page.fill("#prompt", "x" * 300)
     page.click("#parameters-open")
     assert fits("log")
@@ -90,7 +90,7 @@ def test_nothing_scrolls_sideways_on_a_phone(open_page, mock, width: int) -> Non
     assert fits("life")
 
 
-def test_the_keyboard_is_enough(page, mock) -> None:
+def test_the_page_works_with_the_keyboard_alone(page, mock) -> None:
     mock.add(300, 0, 2000)
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.keyboard.type("one")
@@ -118,8 +118,8 @@ def test_the_keyboard_is_enough(page, mock) -> None:
     assert page.evaluate("document.activeElement.className").startswith("request")
 
 
-def test_conversations_are_reached_with_the_keyboard(page) -> None:
-    ask(page, "short")
+def test_conversations_are_reachable_with_the_keyboard(page) -> None:
+    send_and_wait(page, "short")
     page.locator("#list-open").focus()
     page.keyboard.press("Enter")
     assert page.evaluate("document.activeElement.className") == "pick"
@@ -135,17 +135,17 @@ def test_conversations_are_reached_with_the_keyboard(page) -> None:
     assert page.evaluate("document.activeElement.id") == "prompt"
 
 
-def test_less_motion_where_that_is_asked_for(open_page, mock) -> None:
+def test_reduced_motion(open_page, mock) -> None:
     page = open_page(reduced_motion="reduce")
     mock.add(300, 0, 200)
-    say(page, "long")
+    send(page, "long")
     page.wait_for_selector(".answer.streaming .text")
     page.wait_for_selector("#rows .request")
     assert page.evaluate("document.getAnimations().length") == 0
 
 
 def test_every_control_has_a_name(page, mock) -> None:
-    ask(page, "markdown")
+    send_and_wait(page, "markdown")
     mock.add(300, 0, 2000)
     page.click("#parameters-open")
     page.click("#list-open")
@@ -158,10 +158,12 @@ def test_every_control_has_a_name(page, mock) -> None:
 
 
 @pytest.mark.parametrize("path", ["/some/prefix/", "/some/prefix"])
-def test_it_works_below_a_prefix(open_page, mock, path: str) -> None:
-    """As behind a proxy, or with --root-path: every request goes below the page's own address."""
+def test_the_page_works_below_a_path_prefix(open_page, mock, path: str) -> None:
+    """As behind a proxy, or with --root-path: every request goes to a path below the page's own
+    address.
+    """
     page = open_page(path=path)
-    ask(page, "short")
+    send_and_wait(page, "short")
     page.click(".answer :text('Time line')")
     page.wait_for_selector("#life-picture svg")
     wait_until(page, lambda: any(one.endswith("/v1/requests") for one in mock.paths))

@@ -1,6 +1,6 @@
-"""The page over a real server with the bundled model: what it asks for is what the server gives.
+"""The page with a real server and the bundled model: its requests match the server's API.
 
-Must not know: what the model says.
+Must not know: what the model answers.
 
 Not run by default; conftest.py says how.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from quire.frontend import bundled_model
-from quire.tests.browser.steps import say, wait_for
+from quire.tests.browser.steps import send, wait_for
 from quire.tests.frontend.server.conftest import running_server
 
 pytestmark = pytest.mark.browser
@@ -25,7 +25,7 @@ def address():
 
 @pytest.fixture(scope="module")
 def address_without_template(tmp_path_factory):
-    """The bundled model, but for its chat template."""
+    """The bundled model without its chat template."""
     directory = tmp_path_factory.mktemp("model") / "plain"
     source = Path(bundled_model.__file__).parent
     shutil.copytree(source, directory, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
@@ -69,7 +69,7 @@ def test_a_model_without_a_template_continues_a_text(open_page, address_without_
     page.wait_for_selector("#mode:disabled:text('Mode: completion')")
     page.click("#parameters-open")
     page.fill("[name=max_tokens]", "8")
-    say(page, "Once upon a time")
+    send(page, "Once upon a time")
     page.wait_for_selector(".answer .meta :text('cut at its limit')")
     first = page.locator(".answer .text").text_content()
     page.click(".answer :text('Continue')")
@@ -79,8 +79,8 @@ def test_a_model_without_a_template_continues_a_text(open_page, address_without_
     assert page.locator("[role=alert]").count() == 0
 
 
-def test_an_answer_with_its_times_and_its_time_line(page) -> None:
-    say(page, "What is 12 + 30?")
+def test_an_answer_with_its_times_and_timeline(page) -> None:
+    send(page, "What is 12 + 30?")
     page.wait_for_selector(".answer .meta button")
     assert (
         "prompt tokens" in page.inner_text(".answer .meta")
@@ -100,7 +100,7 @@ def test_an_answer_with_its_times_and_its_time_line(page) -> None:
     }
 
 
-def test_the_engine_is_seen_at_work_and_stopped(page) -> None:
+def test_a_running_engine_is_shown_and_stopped(page) -> None:
     page.click("#burst")
     wait_for(page, "Number(document.getElementById('running').textContent) >= 6")
     wait_for(page, "parseFloat(document.querySelector('.request .s-output')?.style.width) > 10")

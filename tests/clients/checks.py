@@ -1,5 +1,5 @@
-"""Runs the checks of one client file inside that client's environment: every function called
-check_*, each with the server's address.
+"""Runs the checks of one client file in that client's environment: every function called check_*,
+with the server's address.
 """
 
 import json
@@ -26,11 +26,11 @@ TOOL = {
     },
 }
 QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
-ANSWER = "2 + 3 = 5"  # the bundled model's, greedy
+ANSWER = "2 + 3 = 5"  # greedy answer of the bundled model
 
 
 def run(checks: dict[str, Any], distribution: str) -> None:
-    """`python client_x.py ADDRESS MODEL_DIRECTORY`: prints one line of JSON, {"version", "passed":
+    """`python client_x.py ADDRESS MODEL_DIRECTORY` prints one line of JSON: {"version", "passed":
     [...], "failed": {name: traceback}}.
     """
     address, model_directory = sys.argv[1:3]
@@ -46,7 +46,7 @@ def run(checks: dict[str, Any], distribution: str) -> None:
 
 
 def raises(error: type[Exception], call: Callable[[], Any]) -> Any:
-    """The error that `call` must raise."""
+    """Return the error that `call` must raise."""
     try:
         call()
     except error as raised:

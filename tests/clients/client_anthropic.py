@@ -1,5 +1,5 @@
-"""anthropic's client against the server: messages, streams and their helpers, tools, counting, and
-the exceptions that it makes of our errors.
+"""Anthropic's client: messages, streams and their helpers, tools, token counting, and the
+exceptions for Quire's errors.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def check_message(address: str, _: str) -> None:
 
 
 def check_stream_helper(address: str, _: str) -> None:
-    """Puts the events together by Anthropic's own rules."""
+    """The helper accumulates the events with Anthropic's own code."""
     with client(address).messages.stream(**ASKED) as stream:
         text = "".join(stream.text_stream)
         final = stream.get_final_message()

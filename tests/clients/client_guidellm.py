@@ -1,5 +1,5 @@
-"""guidellm, a load generator, against the server: its request formats and its ways of sending,
-every request answered and counted.
+"""guidellm, a load generator: its request formats and schedules. Every request is answered and
+counted.
 """
 
 import json
@@ -13,13 +13,13 @@ from checks import run
 
 REQUIREMENTS = {"guidellm": "guidellm"}
 DISTRIBUTION = "guidellm"
-NUM_TOKENS = 12  # of every answer: it asks for so many with ignore_eos or min_tokens
+NUM_TOKENS = 12  # output tokens of every answer, requested with ignore_eos or min_tokens
 
 
-def measured(
+def get_benchmark(
     address: str, model_directory: str, backend: str, profile: str, num_requests: int
 ) -> dict[str, Any]:
-    """The one benchmark of its report."""
+    """Return the only benchmark of the report."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
         command = [str(Path(sys.executable).parent / "guidellm"), "run", "--disable-console"]
@@ -58,7 +58,7 @@ def answers(benchmark: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_chat_streams_side_by_side(address: str, model_directory: str) -> None:
-    benchmark = measured(
+    benchmark = get_benchmark(
         address,
         model_directory,
         "request_format=/v1/chat/completions",
@@ -73,21 +73,21 @@ def check_chat_streams_side_by_side(address: str, model_directory: str) -> None:
 
 
 def check_completions_with_poisson_arrivals(address: str, model_directory: str) -> None:
-    benchmark = measured(
+    benchmark = get_benchmark(
         address, model_directory, "request_format=/v1/completions", "kind=poisson,rate=8", 16
     )
     assert {answer["output_tokens"] for answer in answers(benchmark)} == {NUM_TOKENS}
 
 
 def check_whole_answers_at_full_throughput(address: str, model_directory: str) -> None:
-    benchmark = measured(
+    benchmark = get_benchmark(
         address, model_directory, "stream=false", "kind=throughput,max_concurrency=32", 32
     )
     assert {answer["output_tokens"] for answer in answers(benchmark)} == {NUM_TOKENS}
 
 
 def check_responses_one_after_the_other(address: str, model_directory: str) -> None:
-    benchmark = measured(
+    benchmark = get_benchmark(
         address, model_directory, "request_format=/v1/responses", "kind=synchronous", 4
     )
     assert all(0 < answer["output_tokens"] <= NUM_TOKENS for answer in answers(benchmark))

@@ -1,4 +1,4 @@
-"""instructor against the server: objects out of tools, JSON schemas and JSON mode."""
+"""instructor: objects from tools, JSON schemas and JSON mode."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ class Color(BaseModel):
     name: Literal["red", "green"]
 
 
-def made(address: str, mode: instructor.Mode, **fields: object) -> Color:
+def extract(address: str, mode: instructor.Mode, **fields: object) -> Color:
     client = instructor.from_openai(
         openai.OpenAI(base_url=f"{address}/v1", api_key="none"), mode=mode
     )
@@ -33,19 +33,19 @@ def made(address: str, mode: instructor.Mode, **fields: object) -> Color:
 
 
 def check_tools(address: str, _: str) -> None:
-    assert made(address, instructor.Mode.TOOLS).name in ("red", "green")
+    assert extract(address, instructor.Mode.TOOLS).name in ("red", "green")
 
 
 def check_strict_tools(address: str, _: str) -> None:
-    assert made(address, instructor.Mode.TOOLS_STRICT).name in ("red", "green")
+    assert extract(address, instructor.Mode.TOOLS_STRICT).name in ("red", "green")
 
 
 def check_json_schema(address: str, _: str) -> None:
-    assert made(address, instructor.Mode.JSON_SCHEMA).name in ("red", "green")
+    assert extract(address, instructor.Mode.JSON_SCHEMA).name in ("red", "green")
 
 
 def check_json_o1(address: str, _: str) -> None:
-    assert made(address, instructor.Mode.JSON_O1).name in ("red", "green")
+    assert extract(address, instructor.Mode.JSON_O1).name in ("red", "green")
 
 
 def check_partial_stream(address: str, _: str) -> None:

@@ -1,6 +1,4 @@
-"""langchain-openai against the server: invoke, stream, batches, bound tools, structured output,
-log-probabilities.
-"""
+"""langchain-openai: invoke, stream, batches, bound tools, structured output, log-probabilities."""
 
 import asyncio
 from typing import Any, Literal

@@ -1,5 +1,5 @@
-"""lm-eval's local-completions against the server: log-likelihoods and generation over a small task
-of its own, nothing downloaded.
+"""lm-eval's local-completions: log-likelihoods and generation on a small local task, without
+downloads.
 """
 
 import json
@@ -22,7 +22,7 @@ SUMS = [(a, b) for a in range(1, 5) for b in range(1, 5)]
 
 
 def model(address: str, **fields: Any) -> LocalCompletionsAPI:
-    """Its tokenizer is the server's: /tokenizer_info, /tokenize and /detokenize."""
+    """The tokenizer is the server's: /tokenizer_info, /tokenize and /detokenize."""
     return LocalCompletionsAPI(
         base_url=f"{address}/v1/completions",
         model="quire",
@@ -78,7 +78,7 @@ def tasks(directory: Path) -> TaskManager:
     return TaskManager(include_path=str(directory), include_defaults=False)
 
 
-def evaluated(address: str, task: str, **fields: Any) -> dict[str, Any]:
+def evaluate(address: str, task: str, **fields: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         found = lm_eval.simple_evaluate(
             model(address, **fields),
@@ -100,7 +100,7 @@ def check_the_servers_tokenizer_is_used(address: str, _: str) -> None:
 
 
 def check_log_likelihoods(address: str, _: str) -> None:
-    found = evaluated(address, "sums")
+    found = evaluate(address, "sums")
     assert 0 <= found["results"]["sums"]["acc,none"] <= 1 and len(found["samples"]["sums"]) == len(
         SUMS
     )
@@ -114,8 +114,8 @@ def check_log_likelihoods(address: str, _: str) -> None:
 
 def check_batches_and_concurrency_give_the_same(address: str, _: str) -> None:
     one, many = (
-        evaluated(address, "sums"),
-        evaluated(address, "sums", num_concurrent=4, batch_size=5),
+        evaluate(address, "sums"),
+        evaluate(address, "sums", num_concurrent=4, batch_size=5),
     )
     pairs = zip(one["samples"]["sums"], many["samples"]["sums"], strict=True)
     for first, second in pairs:
@@ -126,11 +126,11 @@ def check_batches_and_concurrency_give_the_same(address: str, _: str) -> None:
 
 
 def check_rolling_log_likelihoods(address: str, _: str) -> None:
-    assert evaluated(address, "words")["results"]["words"]["word_perplexity,none"] > 1
+    assert evaluate(address, "words")["results"]["words"]["word_perplexity,none"] > 1
 
 
 def check_generation(address: str, _: str) -> None:
-    found = evaluated(address, "written")
+    found = evaluate(address, "written")
     assert all("\n" not in sample["resps"][0][0] for sample in found["samples"]["written"])
 
 

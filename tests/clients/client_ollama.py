@@ -1,6 +1,4 @@
-"""ollama's client against the server: chat, generate, streams, formats, what it asks of models, and
-its exceptions.
-"""
+"""ollama's client: chat, generate, streams, formats, model information, and its exceptions."""
 
 import asyncio
 import json
@@ -65,8 +63,8 @@ def check_format(address: str, _: str) -> None:
 
 
 def check_tools(address: str, _: str) -> None:
-    """The model makes no call of itself; a call and its result are read, and the tools are
-    taken.
+    """The model makes no tool call by itself. The test sends a call and its result, and checks that
+    tools are accepted.
     """
     call = {"function": {"name": "weather", "arguments": {"city": "Rome", "days": 1}}}
     messages = [

@@ -1,5 +1,5 @@
-"""openai-python against the server: every part of its completions and chat, sync and async, and the
-exceptions that it makes of our errors.
+"""openai-python: all of its completions and chat interface, sync and async, and the exceptions for
+Quire's errors.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ def check_chat_stream(address: str, _: str) -> None:
 
 
 def check_chat_stream_helper(address: str, _: str) -> None:
-    """Puts the chunks together by OpenAI's own rules."""
+    """The helper accumulates the chunks with OpenAI's own code."""
     with client(address).chat.completions.stream(**CHAT) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion()

@@ -1,5 +1,5 @@
-"""openai-python's Responses against the server: whole, streamed, with its helpers, tools,
-conversations that are kept, and errors.
+"""openai-python's Responses API: whole and streamed answers, its helpers, tools, stored
+conversations, and errors.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def check_stream(address: str, _: str) -> None:
 
 
 def check_stream_helper(address: str, _: str) -> None:
-    """Puts the events together by OpenAI's own rules."""
+    """The helper accumulates the events with OpenAI's own code."""
     with client(address).responses.stream(**ASKED) as stream:
         snapshots = [
             event.snapshot for event in stream if event.type == "response.output_text.delta"

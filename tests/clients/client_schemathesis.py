@@ -1,9 +1,8 @@
-"""schemathesis against the server's own OpenAPI description: bodies made of the schemas, and bodies
-that break them, on every route.
+"""schemathesis with the server's own OpenAPI description: bodies that match the schemas, and bodies
+that do not, on every route.
 
-Not asked: that every body which keeps to its schema is accepted. What a schema cannot say is
-refused too: a grammar that does not compile, a prompt beyond the context, two fields that exclude
-each other.
+A body that matches its schema may still be refused. A schema cannot express a grammar that does not
+compile, a prompt beyond the context, or two fields that exclude each other.
 """
 
 import re
@@ -16,7 +15,7 @@ from checks import run
 
 REQUIREMENTS = {"schemathesis": "schemathesis"}
 DISTRIBUTION = "schemathesis"
-FLAGS = ["--max-model-len", "64"]  # of the server: answers of any length must be short
+FLAGS = ["--max-model-len", "64"]  # flags of the server: answers of any length must be short
 LEAST_CASES = 1000
 
 
@@ -38,7 +37,7 @@ def check_description(address: str, _: str) -> None:
         "--exclude-checks",
         "positive_data_acceptance",
     ]
-    with tempfile.TemporaryDirectory() as directory:  # it leaves a cache where it runs
+    with tempfile.TemporaryDirectory() as directory:  # it writes a cache into its working directory
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=directory)
     cases = re.search(r"(\d+) generated, (\d+) passed", done.stdout)
     failures = done.stdout.partition("= FAILURES =")[2].partition("= WARNINGS =")[0]

@@ -32,8 +32,8 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Client:
-    """`script` runs in the environment called `name`, in which `requirement` is installed, against
-    a server with SERVER_FLAGS and `flags`.
+    """`script` runs in the environment called `name`, which has `requirement` installed. The server
+    has SERVER_FLAGS and `flags`.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Client:
         )
 
     def run(self, address: str, model_directory: Path) -> dict:
-        """{"version", "passed": [...], "failed": {...}}, as the script prints it."""
+        """Return {"version", "passed": [...], "failed": {...}}, as printed by the script."""
         variables = {
             key: value
             for key, value in os.environ.items()
@@ -92,8 +92,8 @@ def environments() -> Path:
 
 
 def clients() -> list[Client]:
-    """Of every file client_*.py; its REQUIREMENTS say which environments it runs in, its FLAGS, if
-    there are any, what the server must be told.
+    """Return the clients of every file client_*.py. REQUIREMENTS lists the environments in which it
+    runs; FLAGS, if present, are flags of the server.
     """
     found = []
     for script in sorted(HERE.glob("client_*.py")):
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> int:
 
 
 def print_row(client: Client, address: str, model_directory: Path) -> int:
-    """The number of checks that failed."""
+    """Print a table row. Return the number of failed checks."""
     if not client.python.exists():
         print(f"| {client.name} | - | - | not installed |", flush=True)
         return 0

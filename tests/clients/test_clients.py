@@ -1,6 +1,5 @@
-"""Every client that is installed, against one server over the bundled model.
-
-Not run by default: `python tests/clients/environments.py install && pytest -m clients`.
+"""Every installed client against one server with the bundled model. Not run by default: `python
+tests/clients/environments.py install && pytest -m clients`.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,9 @@ pytestmark = [pytest.mark.clients, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="session")
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a server with the flags that the client wants; clients with the same flags share it."""
+    """Return the address of a server with the client's flags. Clients with the same flags
+    share it.
+    """
     with running_server(*SERVER_FLAGS, *request.param) as server:
         yield str(server.base_url).rstrip("/")
 

@@ -31,7 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 560  # per part, so that a part and its start-up fit into ten minutes
-GRACE_S = 10  # for a part that has been asked to terminate
+GRACE_S = 10  # seconds for a part to end after SIGTERM
 NEEDS_NO_GPU = ("tests/gpu/test_run.py", "tests/gpu/test_bench.py")
 SANITIZER = "compute-sanitizer"
 

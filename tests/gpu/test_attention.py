@@ -36,7 +36,7 @@ def on_gpu(case: Case) -> tuple[Tensor, Tensor, Tensor, AttentionMetadata, float
     [(1, 8000, (28, 4, 128)), (7, 1500, (14, 2, 64)), (60, 700, (16, 8, 128))],
     ids=str,
 )
-def test_a_state_that_is_handed_over_is_whole(num_requests, length, heads):
+def test_a_state_that_is_handed_over_is_complete(num_requests, length, heads):
     """10,000 launches that share one set of counters, next to another stream that keeps the caches
     busy, against the merge in a second launch.
     """

@@ -57,7 +57,7 @@ def run(llm: LLM, **wishes) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_eager) -> None:
+def test_overlapped_and_multi_step_give_the_tokens_of_plain_steps(model, enforce_eager) -> None:
     """More than a thousand tokens each; with few blocks, requests are swapped and recomputed in
     between.
     """
@@ -86,7 +86,7 @@ def test_overlapped_and_multi_step_give_the_plain_steps_tokens(model, enforce_ea
     "settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str
 )
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-def test_nothing_synchronises_in_a_launch(model, settings, enforce_eager, monkeypatch) -> None:
+def test_a_launch_does_not_synchronise(model, settings, enforce_eager, monkeypatch) -> None:
     """After all graphs are captured and all kernels compiled."""
     original, num_launches = StepLauncher.launch, 0
 

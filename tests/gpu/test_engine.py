@@ -61,7 +61,7 @@ def run(model: Path, **arguments) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 @pytest.mark.parametrize("max_num_seqs", [40, 7])
-def test_the_tokens_of_the_cpu(model, enforce_eager, max_num_seqs) -> None:
+def test_the_tokens_equal_the_cpus(model, enforce_eager, max_num_seqs) -> None:
     expected = run(model, device="cpu", max_num_seqs=max_num_seqs)
     found = run(model, device="cuda", enforce_eager=enforce_eager, max_num_seqs=max_num_seqs)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
@@ -69,7 +69,7 @@ def test_the_tokens_of_the_cpu(model, enforce_eager, max_num_seqs) -> None:
         assert mine == pytest.approx(theirs, abs=1e-3)
 
 
-def test_no_more_memory_than_given_and_none_kept(model) -> None:
+def test_memory_stays_within_the_limit_and_is_released(model) -> None:
     torch.cuda.empty_cache()
     before, total = torch.cuda.mem_get_info()
     share = (total - before) / total + 0.3

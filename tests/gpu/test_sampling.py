@@ -52,7 +52,7 @@ def ops():
     ("rows", "vocab_size"), [(2000, 90), (65, 32_000), (39, 151_936), (26, 50_257)]
 )
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_the_reference_draws_the_same(ops, rows, vocab_size, scale):
+def test_the_reference_samples_the_same_tokens(ops, rows, vocab_size, scale):
     """Draws differ only if two scores are within a logarithm's rounding: one in a million."""
     host = inputs(rows, vocab_size, scale)
     device = [column.to(DEVICE) for column in host]
@@ -74,7 +74,7 @@ def test_without_filters_the_same_tokens(ops):
     assert torch.equal(drawn, ops.sample_tokens(logits, temperature, *neutral, seeds, positions))
 
 
-def test_a_graph_draws_what_is_in_its_memory(ops):
+def test_a_graph_reads_its_memory_at_replay(ops):
     first, second = (
         [column.to(DEVICE) for column in inputs(16, 32_000, scale)] for scale in (1.0, 3.0)
     )

@@ -17,7 +17,7 @@ from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 
-def test_the_table_has_the_executors_models() -> None:
+def test_the_table_lists_the_executors_models() -> None:
     assert set(ARCHITECTURES) == set(models._MODELS)
 
 
@@ -25,7 +25,7 @@ def test_the_table_has_the_executors_models() -> None:
 @pytest.mark.parametrize(
     "variant", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
 )
-def test_tensors_are_those_of_the_model(kind: str, variant: dict[str, Any]) -> None:
+def test_tensors_equal_those_of_the_model(kind: str, variant: dict[str, Any]) -> None:
     hf_config = make_tiny_config(kind).to_dict() | variant
     name = find_architecture(hf_config)
     if not set(variant) <= {"tie_word_embeddings", *ARCHITECTURES[name].honours}:
@@ -57,7 +57,7 @@ def test_tensors_are_those_of_the_model(kind: str, variant: dict[str, Any]) -> N
         {"architectures": ["GPT2LMHeadModel"], "model_type": "llama"},
     ],
 )
-def test_an_unknown_architecture_is_refused_in_the_same_words(hf_config: dict[str, Any]) -> None:
+def test_an_unknown_architecture_has_the_same_error_message(hf_config: dict[str, Any]) -> None:
     with pytest.raises(ModelLoadError, match=r"^[^\n]{,300}$") as ours:
         find_architecture(hf_config)
     with pytest.raises(ModelLoadError) as theirs:
@@ -65,7 +65,7 @@ def test_an_unknown_architecture_is_refused_in_the_same_words(hf_config: dict[st
     assert str(ours.value) == str(theirs.value)
 
 
-def test_of_several_architectures_the_first_supported_counts() -> None:
+def test_the_first_supported_architecture_is_used() -> None:
     names = ["Other", "Qwen3ForCausalLM", "LlamaForCausalLM"]
     assert find_architecture({"architectures": names}) == "Qwen3ForCausalLM"
 

@@ -31,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_sound_file(checkpoint: Path) -> None:
+def test_a_valid_file(checkpoint: Path) -> None:
     path = checkpoint / "model.safetensors"
     header = read_header(path)
     with safe_open(path, framework="pt") as file:
@@ -97,8 +97,8 @@ UNSOUND: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_an_unsound_file_is_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
-    """The library that reads the tensors refuses the same files."""
+def test_an_invalid_file_is_refused(name: str, tmp_path: Path) -> None:
+    """safetensors, which reads the tensors, refuses the same files."""
     content, problem = UNSOUND[name]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
@@ -111,7 +111,7 @@ def test_an_unsound_file_is_refused_in_one_sentence(name: str, tmp_path: Path) -
         safe_open(path, framework="pt").__enter__()
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     for read in (missing_weight_files, find_weight_files, lambda d: check_checkpoint(d, {}, {})):
         with pytest.raises(ModelLoadError, match=r"model\.safetensors is not a regular file"):
@@ -127,14 +127,14 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
         ({**SHAPES, "a": [3, 4]}, r"tensor a has shape \[4, 3\], the model needs \[3, 4\]"),
     ],
 )
-def test_what_a_model_does_not_expect_is_named(
+def test_unexpected_tensors_are_named(
     shapes: dict[str, list[int]], problem: str, checkpoint: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match=problem):
         check_checkpoint(checkpoint, shapes, {})
 
 
-def test_copies_may_be_there_and_have_the_shape_of_their_original(checkpoint: Path) -> None:
+def test_tied_copies_may_be_present_with_the_shape_of_the_original(checkpoint: Path) -> None:
     shapes = {"a": [4, 3], "b": [5]}
     with pytest.raises(ModelLoadError, match=r"tensor c has shape \[1\], the model needs \[5\]"):
         check_checkpoint(checkpoint, shapes, {"c": "b"})
@@ -143,7 +143,7 @@ def test_copies_may_be_there_and_have_the_shape_of_their_original(checkpoint: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_types_that_are_no_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_integer_tensors_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(4).to(dtype)}, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match="tensor a is of type .*; supported: F64, F32, F16"):
         check_checkpoint(tmp_path, {"a": [4]}, {})

@@ -1,5 +1,5 @@
-"""The checks of values by themselves: what they take, what they say (tests/test_parameter_bounds.py
-has them behind the parameters).
+"""The value checks alone: accepted values and messages. tests/test_parameter_bounds.py tests them
+through the parameters.
 """
 
 import math
@@ -32,12 +32,14 @@ def test_finite_numbers() -> None:
     assert not any(map(checks.is_finite, (True, "1", None, math.nan, math.inf, 10**400)))
 
 
-def test_values_are_shown_in_short_whatever_they_are() -> None:
-    class Rude:
+def test_any_value_has_a_short_text() -> None:
+    class RaisingRepr:
         def __repr__(self):
             raise RuntimeError
 
-    assert checks.shown("x") == "'x'" and checks.shown(Rude()) == "Rude (RuntimeError)"
+    assert (
+        checks.shown("x") == "'x'" and checks.shown(RaisingRepr()) == "RaisingRepr (RuntimeError)"
+    )
     assert checks.shown(10**5000) == "int (ValueError)"
     assert len(checks.shown(["x"] * 10**4)) < 110
 
@@ -50,7 +52,7 @@ def test_plain_data(depth) -> None:
     assert problem(checks.require_plain, nested) is None
 
 
-def test_what_is_not_plain() -> None:
+def test_values_that_are_not_plain() -> None:
     too_deep = 5
     for _ in range(checks.MAX_DEPTH):
         too_deep = [too_deep]

@@ -1,5 +1,5 @@
-"""The codec: what goes in comes out, large arrays without a copy, and whatever bytes come, one
-exception.
+"""The codec: messages round-trip, large arrays are not copied, and any invalid bytes raise one
+exception type.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ def outputs_with(data) -> EngineCoreOutputs:
 
 
 @pytest.mark.parametrize("message", CLIENT_MESSAGES, ids=lambda m: type(m).__name__)
-def test_client_messages_come_back(message):
+def test_client_messages_round_trip(message):
     assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
 
 
 @pytest.mark.parametrize("message", ENGINE_MESSAGES, ids=lambda m: type(m).__name__)
-def test_engine_messages_come_back(message):
+def test_engine_messages_round_trip(message):
     assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(message)) == message
 
 
-def test_the_configuration_comes_back():
+def test_the_configuration_round_trips():
     ready = Ready(make_config(max_model_len=99), 5, 6)
     assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(ready)) == ready
 
@@ -78,7 +78,7 @@ def test_a_large_array_is_a_frame_and_not_copied():
     assert received.data[0] == data[0]  # the same memory
 
 
-def test_a_small_array_is_in_the_message():
+def test_a_small_array_is_inside_the_message():
     frames = Encoder(LIMIT).encode(outputs_with(bytes(INLINE_BYTES - 4)))
     assert len(frames) == 1
     assert Decoder(EngineMessage, LIMIT).decode(frames).logprobs[0].logprobs.data == bytes(
@@ -116,7 +116,7 @@ def test_wrong_frames(damage):
     decoder = Decoder(EngineMessage, LIMIT)
     with pytest.raises(BadFrameError):
         decoder.decode(damage(frames))
-    assert decoder.decode(frames).epoch == 3  # and the next message is none the worse
+    assert decoder.decode(frames).epoch == 3  # the next message is not affected
 
 
 @pytest.mark.parametrize("index", [0, 2, -1, 2**40])
@@ -157,17 +157,17 @@ def test_an_array_must_fit_its_shape():
 @pytest.mark.parametrize(
     "columns",
     [
-        [["a", "b"], [0, 0], [2, 1], [7, 8]],  # a token too few
-        [["a", "b"], [0, 0], [1, 0], [7, 8]],  # a token too many
+        [["a", "b"], [0, 0], [2, 1], [7, 8]],  # one token missing
+        [["a", "b"], [0, 0], [1, 0], [7, 8]],  # one extra token
         [["a", "b"], [0, 0], [3, -1], [7, 8]],
         [["a", "b"], [0], [1, 1], [7, 8]],
         [["a"], [0, 0], [1, 1], [7, 8]],
-        [["a", "b"], [0, 0], [1, 1], [7, 8], [[2, 0]]],  # of a row that is not there
+        [["a", "b"], [0, 0], [1, 1], [7, 8], [[2, 0]]],  # of a row that does not exist
         [["a", "b"], [0, 0], [1, 1], [7, 8], [[-1, 0]]],
     ],
 )
 def test_columns_must_fit_each_other(columns):
-    """A row with somebody else's tokens would be a wrong answer."""
+    """A row with the tokens of another request would be a wrong answer."""
     decoder = Decoder(EngineMessage, LIMIT)
     good = ["outputs", 0, ["a", "b"], [0, 0], [1, 1], [7, 8], [[1, 0]]]
     assert decoder.decode([msgspec.msgpack.encode(good)]).token_ids == [7, 8]
@@ -179,7 +179,7 @@ def test_columns_must_fit_each_other(columns):
     "step_times, token_steps",
     [([1.0, 2.0], [0]), ([1.0, 2.0], [0, 2]), ([1.0, 2.0], [-1, 0]), ([], [0, 0])],
 )
-def test_tokens_must_be_of_steps_that_are_told(step_times, token_steps):
+def test_token_timings_must_refer_to_existing_steps(step_times, token_steps):
     good = EngineCoreOutputs(0, ["a"], [0], [2], [7, 8], step_times=[1.0, 2.0], token_steps=[0, 1])
     assert Decoder(EngineMessage, LIMIT).decode(Encoder(LIMIT).encode(good)) == good
     fields = msgspec.to_builtins(good)
@@ -216,12 +216,12 @@ def test_sizes_are_bounded_at_both_ends():
         Decoder(ClientMessage, 1000).decode(Encoder(LIMIT).encode(message))
 
 
-def test_what_cannot_travel_is_named():
+def test_values_that_cannot_be_encoded_are_named():
     with pytest.raises(TypeError, match="a set cannot|object"):
         Encoder(LIMIT).encode(UtilityResult(1, object()))
 
 
-def test_whose_a_bad_frame_was():
+def test_the_sender_of_a_bad_frame():
     assert (
         whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams())))
         == "mine"
@@ -252,6 +252,6 @@ def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
         except BadFrameError:
             num_bad += 1
             whose(frames)
-    assert num_bad > num_frames // 2  # else the frames were hardly damaged
+    assert num_bad > num_frames // 2  # otherwise the frames were hardly damaged
     call = UtilityCall(1, "ping", [None])
     assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(call)) == call

@@ -1,5 +1,5 @@
-"""The configuration tree: one flat name per field, ranges that hold, unknown keys refused, the same
-tree after the wire.
+"""The configuration tree: one flat name per field, ranges, unknown keys raise errors, the tree
+survives the wire.
 """
 
 import msgspec
@@ -31,7 +31,7 @@ def test_every_argument_is_described_and_its_default_is_in_range(name: str) -> N
     assert msgspec.convert(default, field.type) == default
 
 
-def test_vllms_names_and_defaults() -> None:
+def test_names_and_defaults_equal_vllms() -> None:
     fields = config_fields()
     expected = {
         "block_size": 16,

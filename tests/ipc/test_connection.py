@@ -1,4 +1,4 @@
-"""A client's end of the wire: what it opens it gives back, whoever is at the other end."""
+"""A client's end of the wire: everything it opens is closed, whatever the engine does."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ def connection():
     assert not made.directory.path.exists()
 
 
-def test_a_child_that_never_speaks_is_ended(connection):
+def test_a_child_that_never_responds_is_ended(connection):
     connection.spawn([sys.executable, "-c", "import time; time.sleep(100)"], LIMIT)
     connection.shutdown_timeout_s = 0.0
     connection.close()
@@ -48,14 +48,14 @@ def test_attach_and_detach(connection, tmp_path):
     assert "is gone" in connection.describe_death()
 
 
-def test_nobody_listens(connection, tmp_path):
+def test_no_listener(connection, tmp_path):
     with pytest.raises(EngineStartError, match="quire engine --listen"):
         connection.attach(f"ipc://{tmp_path}/door")
     with pytest.raises(InvalidParameterError):
         connection.attach("tcp://localhost:1")
 
 
-def test_a_fork_does_not_close_for_its_parent(connection):
+def test_close_in_a_fork_does_not_close_for_its_parent(connection):
     pid = os.fork()
     if pid == 0:
         connection.close()
@@ -64,7 +64,7 @@ def test_a_fork_does_not_close_for_its_parent(connection):
     assert connection.directory.path.exists()
 
 
-def test_close_does_not_wait_for_an_engine_that_is_not_there(connection):
+def test_close_does_not_wait_for_an_absent_engine(connection):
     begin = time.monotonic()
     connection.close()
     connection.close()

@@ -1,4 +1,4 @@
-"""config.json: what is read, what is refused, what is reported."""
+"""config.json: which keys are read, refused or logged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MINIMAL = {
 }
 
 
-def test_defaults_are_transformers_own():
+def test_defaults_equal_those_of_transformers():
     config = parse_decoder_config(MINIMAL)
     assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert not (config.tie_word_embeddings or config.attention_bias or config.mlp_bias)
@@ -74,12 +74,12 @@ def test_a_missing_key_is_named(key):
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps must be a number from 0 to 1, got '1e-6'"),
     ],
 )
-def test_what_would_change_the_mathematics_is_refused(override, message):
+def test_keys_that_change_the_computation_are_refused(override, message):
     with pytest.raises(ModelLoadError, match=message):
         parse_decoder_config({**MINIMAL, "head_dim": 16, **override})
 
 
-def test_neutral_values_and_honoured_keys_pass():
+def test_neutral_values_and_supported_keys_are_accepted():
     neutral = {
         "residual_multiplier": 1.0,
         "use_sliding_window": False,
@@ -92,7 +92,7 @@ def test_neutral_values_and_honoured_keys_pass():
     ).mlp_bias
 
 
-def test_only_unread_keys_that_could_change_results_are_reported():
+def test_only_unread_keys_that_could_change_results_are_logged():
     harmless = {
         "_model_name_or_path": "x",
         "unk_token_id": 0,
@@ -132,8 +132,8 @@ KEYS = [
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("honours", [(), ("use_sliding_window",), ("sliding_window",)])
-def test_a_value_of_any_kind_is_read_or_refused_in_one_sentence(key, honours):
-    """No other exception leaves the parser, and what it accepts is finite and of the right type."""
+def test_a_value_of_any_type_is_read_or_refused(key, honours):
+    """The parser raises no other exception. Accepted values are finite and of the right type."""
     for value in WEIRD:
         for base in (MINIMAL, {**MINIMAL, "use_sliding_window": True, "sliding_window": 9}):
             hf_config = {**base, "rope_scaling": {"type": "yarn", "factor": 2.0}, key: value}
@@ -164,7 +164,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         (QWEN, {**ON, "layer_types": [SLIDING, FULL]}, (9, 0)),
         (QWEN, {"use_sliding_window": True, "sliding_window": None}, (0, 0)),
         (QWEN, {"sliding_window": 9, "layer_types": [FULL, FULL]}, (0, 0)),
-        # fewer layers than the file's, through hf_overrides
+        # fewer layers than in the file, set by hf_overrides
         (QWEN, {"layer_types": [FULL] * 3}, (0, 0)),
         (MISTRAL, {"sliding_window": 9}, (9, 9)),
         (MISTRAL, {"sliding_window": None}, (0, 0)),
@@ -209,6 +209,6 @@ def test_windows_of_the_layers(honours, override, windows):
         ),
     ],
 )
-def test_windows_that_nobody_can_mean_are_refused(honours, override, message):
+def test_invalid_windows_are_refused(honours, override, message):
     with pytest.raises(ModelLoadError, match=message):
         parse_decoder_config({**MINIMAL, **override}, honours=honours)

@@ -42,7 +42,7 @@ REQUEST = EngineCoreRequest("r", [1, 2], SamplingParams(seed=1))
 
 
 class Client:
-    """A program at the other end of the sockets."""
+    """A program at the client's end of the sockets."""
 
     def __init__(self, context, path):
         self.input_address, self.output_address = f"ipc://{path}.in", f"ipc://{path}.out"
@@ -72,7 +72,7 @@ def context():
 
 @pytest.fixture
 def daemon(context, tmp_path):
-    """An EngineInput with a listener; yields (it, the socket that attaches, a function that makes
+    """An EngineInput with a listener. Yields (it, the socket for attaching, a function that makes
     clients).
     """
     address = f"ipc://{tmp_path}/door"
@@ -108,7 +108,7 @@ def next_event(input_: EngineInput) -> events.Event:
     return input_.events.get(timeout=5)
 
 
-def test_messages_arrive_in_order_and_aborts_also_overtake(daemon):
+def test_messages_arrive_in_order_and_aborts_are_also_queued_separately(daemon):
     input_, _, attach = daemon
     client = attach()
     client.send(REQUEST, UtilityCall(1, "ping"), AbortRequests(["r"]))
@@ -120,7 +120,7 @@ def test_messages_arrive_in_order_and_aborts_also_overtake(daemon):
     assert list(input_.aborts) == [(0, ["r"])]
 
 
-def test_a_bad_frame_costs_itself_and_says_whose_it_was(daemon):
+def test_a_bad_frame_is_dropped_and_its_sender_reported(daemon):
     input_, _, attach = daemon
     client = attach()
     client.send_frames([b"\xc1"])
@@ -158,13 +158,13 @@ def test_detach_and_death(daemon):
     program.wait()
     program.stdin.close()
     with pytest.raises(zmq.ZMQError):
-        wait_until(lambda: dies.send(REQUEST))  # the engine's end is gone
+        wait_until(lambda: dies.send(REQUEST))  # the engine has closed its end
     stays.send(REQUEST)
     assert next_event(input_) == events.FromClient(0, REQUEST)
 
 
 def num_pidfds() -> int:
-    """Descriptors of processes that this process holds."""
+    """Count the pidfds that this process holds."""
     num_found = 0
     for fd in os.listdir("/proc/self/fdinfo"):
         with contextlib.suppress(FileNotFoundError):
@@ -172,8 +172,10 @@ def num_pidfds() -> int:
     return num_found
 
 
-def test_clients_that_close_without_a_word_leave_no_descriptors(daemon, context, tmp_path):
-    """Their program lives on, so its death does not tell; the next one that attaches does."""
+def test_clients_that_close_without_detaching_leak_no_descriptors(daemon, context, tmp_path):
+    """Their program continues to run, so no death is reported. The next attach closes the
+    descriptors.
+    """
     input_, door, _ = daemon
     num_before = num_pidfds()
     for number in range(4):
@@ -200,13 +202,13 @@ def test_clients_that_close_without_a_word_leave_no_descriptors(daemon, context,
         REQUEST,
     ],
 )
-def test_a_bad_attach_costs_nobody_else(daemon, attach_message):
+def test_a_bad_attach_affects_no_other_client(daemon, attach_message):
     input_, door, attach = daemon
     attach()
     fds = len(os.listdir("/proc/self/fd"))
     try:
         door.send_multipart(Encoder(LIMIT).encode(attach_message))
-    except OverflowError:  # msgpack has no such integer: by hand, then
+    except OverflowError:  # msgpack has no such integer, so it is encoded by hand
         door.send_multipart([b"\x95\xa6attach\x01\xcb\x7f\xf0\0\0\0\0\0\0\xa1x\xa1y"])
     wait_until(lambda: input_.num_bad_frames == 1)
     assert len(os.listdir("/proc/self/fd")) == fds
@@ -215,7 +217,7 @@ def test_a_bad_attach_costs_nobody_else(daemon, attach_message):
     assert next_event(input_).message == REQUEST
 
 
-def test_sigterm_closes_the_door_and_is_told(context, tmp_path):
+def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
     previous = signal.getsignal(signal.SIGTERM)
     signals = SignalPipe(signal.SIGTERM)
     try:
@@ -234,9 +236,9 @@ def test_sigterm_closes_the_door_and_is_told(context, tmp_path):
         signals.close()
 
 
-def test_a_failing_thread_is_told(daemon):
+def test_a_failing_thread_is_reported(daemon):
     input_, _, attach = daemon
     client = attach()
-    input_._on_message = None  # whatever goes wrong in our own code
+    input_._on_message = None  # any error in Quire's own code
     client.send(REQUEST)
     assert isinstance(next_event(input_).error, TypeError)

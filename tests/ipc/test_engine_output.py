@@ -1,5 +1,5 @@
-"""The output thread: order, readers that do not read, messages that cannot be encoded, a close that
-does not wait for ever.
+"""The output thread: order, readers that do not read, messages that cannot be encoded, and a close
+that does not block.
 """
 
 import array
@@ -80,7 +80,7 @@ def test_large_arrays_arrive(output, readers):
     assert readers[0].read().logprobs[0].ranks == large
 
 
-def test_a_slow_reader_stops_the_engine_and_loses_nothing(output, readers):
+def test_a_slow_reader_blocks_the_engine_and_loses_nothing(output, readers):
     drained: queue.SimpleQueue = queue.SimpleQueue()
     output.on_drained = lambda: drained.put(output.is_full)
     num_sent = 0
@@ -96,7 +96,7 @@ def test_a_slow_reader_stops_the_engine_and_loses_nothing(output, readers):
     assert drained.get(timeout=5) is False and not output.is_full and drained.empty()
 
 
-def test_a_daemon_drops_the_slow_reader_and_tells_it(output, readers):
+def test_a_daemon_drops_the_slow_reader_and_reports_it(output, readers):
     dropped: queue.SimpleQueue = queue.SimpleQueue()
     output.on_overflow = dropped.put
     num_sent = 0
@@ -123,7 +123,7 @@ def test_a_reader_that_left(output, readers):
     assert readers[0].read(0.05) is None
 
 
-def test_what_cannot_be_encoded_is_answered(output, readers):
+def test_a_message_that_cannot_be_encoded_becomes_an_error(output, readers):
     lost: queue.SimpleQueue = queue.SimpleQueue()
     output.on_lost = lambda *args: lost.put(args)
     output.send(0, UtilityResult(5, object()))
@@ -149,7 +149,7 @@ def test_what_cannot_be_encoded_is_answered(output, readers):
     assert lost.get() == (0, ["a", "b"]) and output.num_lost_outputs == 2
     errors: queue.SimpleQueue = queue.SimpleQueue()
     output.on_fatal = errors.put
-    # even the error is too large: this must not pass in silence
+    # even the error is too large, which must be reported
     output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))
     assert "max_message_bytes" in str(errors.get(timeout=5))
 
@@ -164,7 +164,7 @@ def test_close_sends_the_rest(context, readers):
     assert [readers[0].read().call_id for _ in range(500)] == list(range(500))
 
 
-def test_close_does_not_wait_for_a_reader_for_ever(context, readers):
+def test_close_does_not_wait_for_a_reader_forever(context, readers):
     fds = len(os.listdir("/proc/self/fd"))
     output = EngineOutput(context, LIMIT)
     output.start()
@@ -174,5 +174,5 @@ def test_close_does_not_wait_for_a_reader_for_ever(context, readers):
     begin = time.monotonic()
     output.close(0.2)
     assert time.monotonic() - begin < 2
-    # the reader's end of the connection goes when it next looks
+    # the connection closes when the reader next polls
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds + 1)

@@ -1,4 +1,6 @@
-"""Exceptions that cross the wire: the same type where it is safe, a named stand-in where not."""
+"""Exceptions that cross the wire: the same type if it is safe, otherwise a stand-in that names the
+type.
+"""
 
 import pytest
 from quire.ipc.codec import Decoder, Encoder
@@ -12,7 +14,7 @@ from quire.ipc.failures import pack_exception, unpack_exception
 from quire.ipc.messages import EngineMessage, Failed
 
 
-def there_and_back(error: Exception) -> Exception:
+def round_trip(error: Exception) -> Exception:
     try:
         raise error
     except Exception as caught:
@@ -33,8 +35,8 @@ def there_and_back(error: Exception) -> Exception:
         NotImplementedError("later"),
     ],
 )
-def test_known_types_come_back(error):
-    received = there_and_back(error)
+def test_known_types_round_trip(error):
+    received = round_trip(error)
     assert type(received) is type(error) and str(received) == str(error)
     assert isinstance(received.__cause__, RemoteTraceback) and "test_failures.py" in str(
         received.__cause__
@@ -42,7 +44,7 @@ def test_known_types_come_back(error):
 
 
 def test_an_invalid_parameter_keeps_its_name():
-    received = there_and_back(InvalidParameterError("max_model_len", "must be at most 9"))
+    received = round_trip(InvalidParameterError("max_model_len", "must be at most 9"))
     assert isinstance(received, InvalidParameterError)
     assert (received.parameter, str(received)) == (
         "max_model_len",
@@ -56,7 +58,7 @@ class OnlyHere(Exception):
 
 @pytest.mark.parametrize("error", [OnlyHere("why"), UnicodeDecodeError("utf-8", b"x", 0, 1, "why")])
 def test_other_types_are_named(error):
-    received = there_and_back(error)
+    received = round_trip(error)
     assert type(received) is EngineStartError
     assert str(received).startswith(f"{type(error).__name__}: ") and "why" in str(received)
 
@@ -68,5 +70,5 @@ def test_a_peer_cannot_choose_what_is_raised(name):
     assert type(unpack_exception(Failed(name, "x", ""), EngineStartError)) is EngineStartError
 
 
-def test_text_that_is_not_unicode_travels():
-    assert "udcff" in str(there_and_back(FileNotFoundError("/tmp/\udcff")))
+def test_text_that_is_not_unicode_round_trips():
+    assert "udcff" in str(round_trip(FileNotFoundError("/tmp/\udcff")))

@@ -1,5 +1,5 @@
-"""The start of an engine, blocking and in a loop: same progress, same errors, and nothing left when
-it fails or is cancelled.
+"""Starting an engine, blocking and in an event loop: the same progress and errors, and no leak
+after a failure or cancellation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def opened_in_a_loop(engine: str, command, reports, **arguments):
 
 
 async def tick(ticks: list[float]) -> None:
-    """Shows that the loop goes on."""
+    """Show that the event loop is not blocked."""
     while True:
         await asyncio.sleep(0.005)
         ticks.append(time.monotonic())
@@ -128,7 +128,7 @@ def test_no_engine(open_, tmp_path):
         open_("tcp://localhost:1")
 
 
-def test_a_report_that_raises_ends_the_start():
+def test_a_report_that_raises_cancels_the_start():
     def report(stage: str, fraction: float) -> None:
         if stage == "load weights":
             raise KeyError(stage)

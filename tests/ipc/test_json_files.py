@@ -1,4 +1,4 @@
-"""JSON files of a model's directory: whatever lies there is read or refused in one sentence."""
+"""JSON files of a model directory: any content is read or refused with one sentence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def test_an_object_is_read(tmp_path: Path) -> None:
         '{"a": [1, {"b": null}], "c": 9223372036854775807, "d": 1000000000000000000000}'
     )
     assert read_json(path) == {"a": [1, {"b": None}], "c": 2**63 - 1, "d": 1e21}
-    assert isinstance(read_json(path)["d"], float)  # no message between processes carries more bits
+    # messages between processes carry no larger integers
+    assert isinstance(read_json(path)["d"], float)
     assert read_json_if_exists(path) == read_json(path)
 
 
@@ -36,9 +37,7 @@ def test_an_object_is_read(tmp_path: Path) -> None:
         (b'{"a": ' + b"1" * 5000 + b"}", None),
     ],
 )
-def test_anything_else_is_refused_in_one_sentence(
-    content: bytes, problem: str | None, tmp_path: Path
-) -> None:
+def test_other_content_is_refused(content: bytes, problem: str | None, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(content)
     if problem is None:
@@ -49,8 +48,8 @@ def test_anything_else_is_refused_in_one_sentence(
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
-    """To open a pipe would block until somebody writes."""
+def test_a_path_that_is_not_a_file_is_not_opened(tmp_path: Path) -> None:
+    """Opening a pipe would block until a writer opens it."""
     os.mkfifo(tmp_path / "pipe.json")
     (tmp_path / "folder.json").mkdir()
     (tmp_path / "device.json").symlink_to("/dev/zero")
@@ -63,7 +62,7 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
             read_json(tmp_path / f"{name}.json")
 
 
-def test_a_file_without_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_file_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}')
     monkeypatch.setattr(json_files, "MAX_BYTES", 7)

@@ -1,4 +1,4 @@
-"""The log as text and as JSON, in a process of its own."""
+"""The log as text and as JSON, in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ print(current_format(), engine_command(listen="ipc:///x")[-3])
 
 
 def log_of(log_format: str) -> tuple[list[str], str]:
-    """(lines of stderr, stdout)."""
+    """Return (lines of stderr, stdout)."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, log_format],
         capture_output=True,
@@ -47,7 +47,7 @@ def test_json() -> None:
     }
     assert second["level"] == "ERROR" and "ZeroDivisionError" in second["exception"]
     assert (last["level"], last["logger"], last["message"]) == ("ERROR", "quire.test", "the end")
-    assert stdout == "json json"  # a child logs alike
+    assert stdout == "json json"  # a child process logs in the same format
 
 
 def test_text() -> None:
@@ -72,14 +72,14 @@ print("goes on", sys.stderr.fileno(), sys.stderr.encoding)
 """
 
 
-def test_a_full_disk_behind_stderr_stops_nothing() -> None:
+def test_a_full_disk_behind_stderr_is_ignored() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", LOSSY]
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()[:3]) == (0, ["goes", "on", "2"])
 
 
-def test_a_reader_of_stderr_that_leaves_stops_nothing() -> None:
+def test_a_closed_reader_of_stderr_is_ignored() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", LOSSY, "wait"], stdin=pipe, stdout=pipe, stderr=pipe

@@ -1,4 +1,4 @@
-"""Cores and memory of this process, limits of its cgroups included."""
+"""Cores and memory of this process, with the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"proc/self/cgroup": "0::/"}, None),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, None),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
-        # the limit of an ancestor binds as well
+        # the limit of an ancestor applies too
         (
             {
                 "proc/self/cgroup": "0::/a/b",
@@ -48,7 +48,7 @@ def test_cgroup_cpu_quota(tmp_path, files, cores):
     assert machine.cgroup_cpu_quota(write(tmp_path, files)) == cores
 
 
-def test_no_cgroups_no_limit(tmp_path):
+def test_no_cgroup_means_no_limit(tmp_path):
     assert machine.cgroup_cpu_quota(tmp_path) is None
     assert machine.cgroup_free_memory(tmp_path) is None
 
@@ -79,7 +79,7 @@ def test_threads_follow_affinity_and_quota(monkeypatch):
         assert machine.available_cores() == cores
 
 
-def test_free_memory_is_the_tighter_of_machine_and_cgroup(monkeypatch):
+def test_free_memory_is_the_smaller_of_machine_and_cgroup(monkeypatch):
     monkeypatch.setattr(machine, "cgroup_free_memory", lambda: 12345)
     assert machine.free_memory_bytes() == 12345
     monkeypatch.setattr(machine, "cgroup_free_memory", lambda: None)

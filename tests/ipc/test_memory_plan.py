@@ -1,4 +1,4 @@
-"""How memory is divided: number of blocks, the longest sequence, and refusals that give the
+"""The division of memory: number of blocks, the longest sequence, and refusals that contain the
 figures.
 """
 
@@ -31,24 +31,24 @@ def plan(
     return plan_num_blocks(msgspec.convert(sections, EngineConfig), BLOCK_BYTES, free_bytes)
 
 
-def test_no_more_than_all_sequences_need():
+def test_at_most_what_all_sequences_need():
     assert plan() == 1 + 4 * 7  # 100 tokens take 7 blocks of 16; block 0 is the null block
     assert plan(max_model_len=96) == 1 + 4 * 6
     assert plan(max_num_seqs=1, block_size=128) == 1 + 1
 
 
-def test_no_more_than_two_fifths_of_what_is_free():
+def test_at_most_two_fifths_of_free_memory():
     assert plan(free_bytes=50_000) == 20
     assert plan(free_bytes=49_999) == 19
     assert plan(free_bytes=20_000) == 8  # one sequence and the null block
 
 
-def test_on_a_gpu_all_that_the_engine_may_take():
+def test_a_gpu_uses_all_of_the_engines_share():
     assert plan(free_bytes=20_000, device="cuda") == 20
     assert plan(free_bytes=PLENTY, device="cuda") == 1 + 4 * 7
 
 
-def test_given_bytes_and_given_blocks_override():
+def test_given_bytes_and_blocks_override():
     assert plan(free_bytes=0, kv_cache_memory_bytes=12_999) == 12
     # more than all sequences need: room for the prefix cache
     assert plan(kv_cache_memory_bytes=10**6) == 1000

@@ -1,5 +1,5 @@
-"""SamplingParams: vLLM's defaults, the same checks after a trip over the wire
-(tests/test_parameter_bounds.py has every bound).
+"""SamplingParams: vLLM's defaults, and the same checks after decoding.
+tests/test_parameter_bounds.py has every bound.
 """
 
 import copy
@@ -9,7 +9,7 @@ import pytest
 from quire import InvalidParameterError, PoolingParams, RequestOutputKind, SamplingParams
 
 
-def test_defaults_are_vllms() -> None:
+def test_defaults_equal_vllms() -> None:
     params = SamplingParams()
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (
         1,
@@ -36,7 +36,7 @@ def test_defaults_are_vllms() -> None:
     ("name", "value"),
     [("temperature", -1.0), ("top_p", 2.0), ("max_tokens", 0), ("logprobs", -99), ("stop", "")],
 )
-def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value: object) -> None:
+def test_a_bad_value_is_refused_when_decoded(name: str, value: object) -> None:
     fields = SamplingParams.__struct_fields__
     values = [getattr(SamplingParams(), field) if field != name else value for field in fields]
     row = ["sampling", *values]
@@ -44,7 +44,7 @@ def test_a_bad_value_is_refused_when_it_comes_over_the_wire_too(name: str, value
         msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=SamplingParams)
 
 
-def test_borders_are_allowed() -> None:
+def test_bounds_are_allowed() -> None:
     SamplingParams(
         temperature=0,
         top_p=1.0,
@@ -63,7 +63,7 @@ def test_stop_strings_need_text() -> None:
         SamplingParams(stop="a", detokenize=False)
 
 
-def test_the_wire_keeps_everything() -> None:
+def test_the_wire_keeps_all_fields() -> None:
     params = SamplingParams(
         temperature=0.5,
         stop=["a"],
@@ -89,8 +89,8 @@ def test_a_request_cannot_change_its_parameters() -> None:
 
 
 def test_the_error_survives_copying() -> None:
-    """A pool of workers of the user copies errors between its processes: the parameter must come
-    along.
+    """A user's process pool copies errors between processes, so the parameter must be part of the
+    copy.
     """
     error = copy.copy(InvalidParameterError("top_p", "must be at most 1"))
     assert (error.parameter, str(error)) == ("top_p", "top_p: must be at most 1")

@@ -1,5 +1,5 @@
-"""A child process as the engine's parent holds it: its death, its last lines, its end; and what the
-child sees of its parent.
+"""A child process as seen by its parent: its death, its last log lines, its end. Also how the child
+learns of its parent's death.
 """
 
 import os
@@ -31,7 +31,7 @@ def test_the_command():
     ]
 
 
-def test_last_words_and_exit_code(capfd):
+def test_last_lines_and_exit_code(capfd):
     process = start(
         "import sys; print('out'); print('b' * 9000, file=sys.stderr); print('the end', "
         "file=sys.stderr); sys.exit(3)"
@@ -70,7 +70,7 @@ def test_close_ends_and_reaps(stubborn, monkeypatch):
     assert time.monotonic() - begin < 5 and not psutil.pid_exists(process.pid)
 
 
-def test_a_grandchild_that_holds_stderr_does_not_hold_us_up():
+def test_a_grandchild_that_holds_stderr_does_not_block_close():
     process = start(
         "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; "
         "time.sleep(3)']); print(p.pid, file=sys.stderr)"
@@ -83,7 +83,7 @@ def test_a_grandchild_that_holds_stderr_does_not_hold_us_up():
     os.kill(int(process._tail), signal.SIGKILL)
 
 
-def test_no_fd_is_left():
+def test_no_descriptor_is_leaked():
     def open_and_close():
         start("pass").close(10)
 
@@ -93,7 +93,7 @@ def test_no_fd_is_left():
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_program_that_is_not_there():
+def test_a_program_that_does_not_exist():
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
         EngineProcess(["/nowhere/python"], NOWHERE, 1000)
@@ -101,7 +101,9 @@ def test_a_program_that_is_not_there():
 
 
 def test_the_parents_death_is_a_signal(tmp_path):
-    """The parent's pipe is left open by a grandchild here, so only the kernel's signal can tell."""
+    """A grandchild keeps the parent's pipe open here, so only the kernel's signal reports the
+    death.
+    """
     child = tmp_path / "child.py"
     child.write_text(
         "import os, sys, signal, time\n"

@@ -1,5 +1,5 @@
-"""Rotary position embeddings in config.json: what is read, what is refused, how long a sequence may
-be.
+"""Rotary position embeddings in config.json: accepted and refused values, and the maximum sequence
+length.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def test_absent_parameters_mean_the_default():
     }
 
 
-def test_original_length_beside_the_parameters_wins():
+def test_original_length_next_to_the_parameters_has_precedence():
     hf_config = {
         **BASE,
         "original_max_position_embeddings": 700,
@@ -99,7 +99,7 @@ def test_original_length_beside_the_parameters_wins():
         ),
     ],
 )
-def test_what_is_not_handled_is_refused(hf_config, message):
+def test_unsupported_values_are_refused(hf_config, message):
     with pytest.raises(ModelLoadError, match=message):
         parse_rope_parameters({**BASE, **hf_config})
 
@@ -146,6 +146,6 @@ def test_model_context(hf_config, context) -> None:
         ),
     ],
 )
-def test_what_is_no_context_is_refused(hf_config, message) -> None:
+def test_an_invalid_context_is_refused(hf_config, message) -> None:
     with pytest.raises(ModelLoadError, match=message):
         model_context(hf_config)

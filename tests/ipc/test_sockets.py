@@ -1,4 +1,4 @@
-"""Addresses, private directories, stale ones, and the listener's place."""
+"""Addresses, private directories, stale directories, and the listener's lock."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ from quire.ipc.sockets import (
 
 @pytest.fixture
 def base():
-    """A short directory of our own: pytest's tmp_path may be too long for sockets."""
+    """A short directory, since pytest's tmp_path may be too long for sockets."""
     with tempfile.TemporaryDirectory(prefix="q") as name:
         yield Path(name)
 
@@ -69,7 +69,7 @@ def test_the_longest_path_works_and_one_more_is_refused(base, context):
         ipc_path(f"ipc://{path}x")
 
 
-def test_the_directory_is_private_and_goes(base, monkeypatch, context):
+def test_the_directory_is_private_and_removed(base, monkeypatch, context):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     directory = SocketDirectory()
     assert directory.path.parent == base and directory.path.stat().st_mode & 0o777 == 0o700
@@ -81,7 +81,7 @@ def test_the_directory_is_private_and_goes(base, monkeypatch, context):
     assert list(base.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_written_or_is_too_long_is_passed_over(base, monkeypatch):
+def test_an_unusable_directory_is_skipped(base, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / "missing"))
     assert runtime_directory() == Path(tempfile.gettempdir())
     long = base / ("x" * 90)
@@ -90,7 +90,7 @@ def test_a_directory_that_cannot_be_written_or_is_too_long_is_passed_over(base, 
     assert runtime_directory() == Path(tempfile.gettempdir())
 
 
-def test_stale_directories_go_and_others_stay(base, monkeypatch):
+def test_stale_directories_are_removed_and_others_stay(base, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     held = SocketDirectory()
     script = (
@@ -105,7 +105,7 @@ def test_stale_directories_go_and_others_stay(base, monkeypatch):
     strangers = base / "quire-client-strangers"
     strangers.mkdir()
     (strangers / "file").write_text("not ours")
-    (base / "quire-mine").mkdir()  # a name that only resembles ours
+    (base / "quire-mine").mkdir()  # a name that only resembles Quire's
     assert orphan.exists()
     assert remove_stale_directories(base) == 1
     assert (
@@ -117,11 +117,11 @@ def test_stale_directories_go_and_others_stay(base, monkeypatch):
     held.remove()
 
 
-def test_nobody_listens(base):
+def test_no_listener(base):
     assert listener_pid(base / "missing") is None
 
 
-def test_one_listener_per_place(base, context):
+def test_one_listener_per_address(base, context):
     address = f"ipc://{base}/engine.sock"
     with bind_listener(context, address):
         path = ipc_path(address)
@@ -154,13 +154,13 @@ def test_a_listener_does_not_replace_a_file(base, context):
     assert (base / "notes.txt").read_text() == "mine"
 
 
-def test_no_directory_at_all(monkeypatch):
+def test_no_usable_directory(monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(QuireError, match="XDG_RUNTIME_DIR"):
         runtime_directory()
 
 
-def test_receive_does_not_wait(base, context):
+def test_receive_does_not_block(base, context):
     with bind_pull(context, f"ipc://{base}/a", 1000) as pull:
         assert receive(pull) is None
         with connect_push(context, f"ipc://{base}/a") as push:

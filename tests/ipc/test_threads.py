@@ -1,5 +1,5 @@
-"""in_thread and begin: results, exceptions and cancellations of blocking calls beside a loop or
-other work.
+"""in_thread and begin: results, exceptions and cancellation of blocking calls in parallel with an
+event loop or other work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from quire.ipc.threads import begin, in_thread
 
 
 def new_threads(before: set[threading.Thread]) -> set[threading.Thread]:
-    return set(threading.enumerate()) - before  # those of earlier tests may end meanwhile
+    return set(threading.enumerate()) - before  # threads of earlier tests may end in the meantime
 
 
 def test_results_and_exceptions():
@@ -29,7 +29,7 @@ def test_results_and_exceptions():
     asyncio.run(main())
 
 
-def test_begun_calls_run_beside_and_keep_their_result_or_exception():
+def test_begun_calls_run_in_parallel_and_keep_their_result_or_exception():
     may_go_on = threading.Event()
     slow = begin(lambda: may_go_on.wait(30) and threading.current_thread().daemon)
     assert not slow.done()
@@ -39,7 +39,7 @@ def test_begun_calls_run_beside_and_keep_their_result_or_exception():
         begin(lambda: 1 / 0).result(30)
 
 
-def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
+def test_a_cancellation_waits_for_the_end_and_drops_the_result():
     before = set(threading.enumerate())
 
     async def main() -> None:
@@ -61,7 +61,7 @@ def test_a_cancellation_waits_for_the_end_and_the_result_is_discarded():
     asyncio.run(main())
 
 
-def test_cancelled_twice_it_still_waits():
+def test_a_second_cancellation_still_waits():
     async def main() -> None:
         go_on, ended = threading.Event(), []
 
@@ -83,7 +83,7 @@ def test_cancelled_twice_it_still_waits():
     asyncio.run(main())
 
 
-def test_what_may_be_abandoned_is_not_waited_for():
+def test_an_abandonable_call_is_not_awaited():
     before = set(threading.enumerate())
 
     async def main() -> None:

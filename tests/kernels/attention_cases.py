@@ -75,11 +75,13 @@ def attention_case(
     )
     name = f"{batch}, {heads}, blocks of {block_size}, {options}"
     return Case(
-        name, (query, key_cache, value_cache, metadata, head_dim**-0.5, *options), attention_own
+        name,
+        (query, key_cache, value_cache, metadata, head_dim**-0.5, *options),
+        reference_attention,
     )
 
 
-def attention_own(
+def reference_attention(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,

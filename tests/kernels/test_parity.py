@@ -130,7 +130,7 @@ def test_agrees_with_the_reference(op, dtype, implementation):
 
 
 @pytest.mark.parametrize(("op", "implementation"), STATE, ids=label)
-def test_tables_of_slots_to_the_bit(op, implementation):
+def test_tables_of_slots_are_bit_equal(op, implementation):
     """Memory that must not be written does not change either."""
     for case in STATE_OPS[op]():
         for result, expected in zip(
@@ -333,7 +333,7 @@ def test_rotated_keys_are_rounded_once_more(dtype, implementation):
 
 
 @pytest.mark.parametrize(("dtype", "implementation"), with_cache("paged_attention", FP8), ids=label)
-def test_attention_over_fp8_is_that_over_its_numbers(dtype, implementation):
+def test_attention_over_fp8_equals_attention_over_its_numbers(dtype, implementation):
     """Also compares with the cache that was not rounded: the error is that of 4 bits, some percent
     of the summed values.
     """
@@ -388,7 +388,7 @@ def turning(head_dim: int) -> torch.Tensor:
     return torch.block_diag(*[block] * (head_dim // len(block)))
 
 
-def take_apart(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 cache -> integers [num_blocks, block_size, NKV, D] and scales [num_blocks,
     block_size, NKV, 1], fp64.
     """
@@ -410,9 +410,7 @@ def take_apart(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("dtype", "implementation"), with_cache("reshape_and_cache", INT8), ids=label
 )
-def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
-    dtype, implementation, head_dim
-):
+def test_int8_heads_are_rounded_to_nearest(dtype, implementation, head_dim):
     torch.manual_seed(10)
     heads = torch.randn(2, 30, 3, head_dim) * torch.exp2(
         torch.randint(-40, 40, (2, 30, 3, 1)).float()
@@ -421,13 +419,13 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
     heads[:, 7], heads[:, 8, 1], heads[:, 9] = 0, 1e-38, torch.eye(3, head_dim)
     key, value = heads = heads.to(dtype)
     caches = torch.full((2, 5, 8, 3, kv_cache_row(head_dim, INT8)), 77, dtype=INT8)
-    untouched = take_apart(caches[0])[1][0, 0, 0]
+    untouched = unpack(caches[0])[1][0, 0, 0]
     slots = torch.randperm(40)[:30]
     slots[4] = -1
     implementation.function(key, value, *caches, slots)
     kept = slots >= 0
     for x, cache in zip((key.double() @ turning(head_dim), value.double()), caches):
-        numbers, scales = (part.flatten(0, 1) for part in take_apart(cache))
+        numbers, scales = (part.flatten(0, 1) for part in unpack(cache))
         others = [slot for slot in range(40) if slot not in slots]
         assert (numbers[others] == 77).all() and (scales[others] == untouched).all()
         x, numbers, scales = x[kept], numbers[slots[kept]], scales[slots[kept]]
@@ -442,7 +440,7 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
     key[:3, 1, 2] = value[:3, 1, 2] = bad
     implementation.function(key, value, *caches, slots)
     for cache in caches:
-        scales = take_apart(cache)[1].flatten(0, 1)[slots[:4]]
+        scales = unpack(cache)[1].flatten(0, 1)[slots[:4]]
         assert (
             scales[:3, 1].isnan().all()
             and scales[3].isfinite().all()
@@ -454,7 +452,7 @@ def test_heads_in_int8_are_the_nearest_whole_numbers_of_their_scale(
 @pytest.mark.parametrize(
     ("dtype", "implementation"), with_cache("paged_attention", INT8), ids=label
 )
-def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, head_dim):
+def test_attention_over_int8_equals_attention_over_its_numbers(dtype, implementation, head_dim):
     """Also compares with the cache that was not rounded: the error is that of 8 bits, even if one
     channel of all keys is thirty times the others.
     """
@@ -475,7 +473,7 @@ def test_attention_over_int8_is_that_over_its_numbers(dtype, implementation, hea
     (result,) = Case(case.name, (query, *caches, *case.args[3:]), case.torch_own).run(
         implementation.function
     )
-    (keys, key_scales), (values, value_scales) = map(take_apart, caches)
+    (keys, key_scales), (values, value_scales) = map(unpack, caches)
     matrix = turning(head_dim)
     keys = keys * key_scales @ matrix / (matrix[0] != 0).sum()
     (truth,) = case.torch_own(query.double(), keys, values * value_scales, *case.args[3:])

@@ -92,7 +92,7 @@ def test_overrides():
     assert table.chosen["rms_norm"] == "reference" and table.chosen["silu_and_mul"] == OURS
 
 
-def test_overrides_that_cannot_be_met_are_refused_by_name(add):
+def test_unsatisfiable_overrides_are_refused(add):
     add("cuda only", 1, predicate=lambda facts: facts.device == "cuda")
     for overrides, words in (
         ({"rms_nrom": "cpu"}, ["'rms_nrom'", "rms_norm", "paged_attention"]),

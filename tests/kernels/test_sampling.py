@@ -290,7 +290,7 @@ def test_filters_of_the_reference_are_the_contract():
 @each("sample_tokens")
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_a_row_does_not_depend_on_its_batch_mates(sample_tokens, data):
+def test_a_row_does_not_depend_on_other_rows(sample_tokens, data):
     """Any mix of rows gives the same tokens drawn together, in another order and one by one; they
     are those of the reference.
     """
@@ -343,7 +343,7 @@ def test_a_row_with_nan_does_not_affect_others(sample_tokens):
 @pytest.mark.parametrize(
     "filters", [{}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str
 )
-def test_rows_of_nothing_but_nan_give_some_token(sample_tokens, filters):
+def test_rows_of_only_nan_give_a_valid_token(sample_tokens, filters):
     logits, ids = torch.full((2, 3000), math.nan), torch.arange(2)
     token_ids = sample_tokens(logits, *params([filters, filters]), ids, ids)
     assert ((token_ids >= 0) & (token_ids < 3000)).all()

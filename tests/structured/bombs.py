@@ -1,5 +1,5 @@
-"""Grammars that are small to send and expensive to compile, to match or to store: requests of a
-hostile or careless client.
+"""Grammars that are small to send but expensive to compile, match or store, as a hostile or
+careless client could send.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Site:
         ]
         self.num_neighbours = 0
         self.finished: dict[str, object] = {}
-        self.run_neighbour()
+        self.run_other_request()
         self.expected = self.finished.pop("neighbour 0").outputs[0].token_ids  # run alone
         self.memory_before = self.peak = self.memory()
 
@@ -57,7 +57,7 @@ class Site:
         for process in family:
             try:
                 total += process.memory_info().rss
-            except psutil.NoSuchProcess:  # has ended meanwhile
+            except psutil.NoSuchProcess:  # has ended in the meantime
                 pass
         return total
 
@@ -66,14 +66,14 @@ class Site:
             if output.finished:
                 self.finished[output.request_id] = output
 
-    def run_neighbour(self) -> None:
+    def run_other_request(self) -> None:
         name = f"neighbour {self.num_neighbours}"
         self.engine.add_request(name, NEIGHBOUR, GREEDY)
         while name not in self.finished:
             self.step()
         self.num_neighbours += 1
 
-    def throw(self, name: str, **grammar) -> tuple[str, float]:
+    def run_hostile(self, name: str, **grammar) -> tuple[str, float]:
         """Runs a hostile grammar -> how it ended, an error or a finish reason, and after how many
         seconds.
 
@@ -112,7 +112,7 @@ class Site:
 def test_hostile_grammars_are_refused_or_bounded_and_do_not_affect_others() -> None:
     site = Site()
     try:
-        ends = {name: site.throw(name, **grammar) for name, grammar in bombs().items()}
+        ends = {name: site.run_hostile(name, **grammar) for name, grammar in bombs().items()}
         for name, (end, seconds) in ends.items():
             print(f"{seconds:6.2f} s  {name}: {end[:120]}")
         print(f"memory: {(site.peak - site.memory_before) / 2**20:.0f} MiB at most")
@@ -130,7 +130,7 @@ def test_hostile_grammars_are_refused_or_bounded_and_do_not_affect_others() -> N
         )
         assert site.peak - site.memory_before < MOST_MEMORY
         # The engine works as before, with other requests' grammars too.
-        assert site.throw("a fine grammar", choice=["yes", "no"])[0] == "stop"
+        assert site.run_hostile("a fine grammar", choice=["yes", "no"])[0] == "stop"
         assert site.engine.client.call_utility("check_integrity")
         state = site.engine.client.call_utility("scheduler_state")
         assert not state["running"] and not state["waiting"] and not state["waiting_for_grammar"]
@@ -142,7 +142,7 @@ def test_hostile_grammars_are_refused_or_bounded_and_do_not_affect_others() -> N
 def test_a_grammar_is_checked_while_another_uses_up_its_time() -> None:
     site = Site()
     try:
-        site.throw("warm up", choice=["x"])
+        site.run_hostile("warm up", choice=["x"])
         endless = SamplingParams(
             max_tokens=4,
             structured_outputs=StructuredOutputsParams(
@@ -150,7 +150,7 @@ def test_a_grammar_is_checked_while_another_uses_up_its_time() -> None:
             ),
         )
         site.engine.add_request("endless", "x", endless)
-        assert site.throw("a fine grammar", choice=["yes", "no"])[0] == "stop"
+        assert site.run_hostile("a fine grammar", choice=["yes", "no"])[0] == "stop"
         assert "endless" not in site.finished
         while "endless" not in site.finished:
             site.step()

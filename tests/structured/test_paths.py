@@ -121,7 +121,7 @@ def test_asyncio_gives_the_same(expected) -> None:
     assert tokens_of(asyncio.run(main())) == expected
 
 
-def test_log_probabilities_are_the_models_own_and_change_nothing(expected) -> None:
+def test_log_probabilities_are_the_models_own(expected) -> None:
     """They do not include the grammar's mask: a token that the model finds unlikely keeps its low
     probability.
     """

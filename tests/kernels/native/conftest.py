@@ -18,7 +18,7 @@ NEEDS_LIBRARY = (
 
 
 @contextmanager
-def instead_of(original: Library, other: Library) -> Iterator[None]:
+def redirect_to(original: Library, other: Library) -> Iterator[None]:
     """Redirects every wrapper's calls to another compiled library."""
     saved = dict(vars(original))
     vars(original).update(vars(other))
@@ -62,6 +62,6 @@ def isa(request, emulated_library) -> Iterator[str]:
     else:
         other = emulated_library()
         other.use_isa(request.param)
-        with instead_of(library, other):
+        with redirect_to(library, other):
             yield request.param
             library.set_num_threads(1)

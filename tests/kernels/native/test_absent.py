@@ -26,7 +26,7 @@ print("native", [op for op in names if "native" in names[op]])
 """
 
 
-def test_an_installation_without_a_compiler_succeeds_and_says_so(tmp_path):
+def test_an_installation_without_a_compiler_succeeds_with_a_warning(tmp_path):
     """The step of `pip install` that compiles, in a copy of the files it needs."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "__init__.py"):
         shutil.copy(ROOT / name, tmp_path)

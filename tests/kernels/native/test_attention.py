@@ -15,7 +15,7 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import AttentionMetadata, kv_cache_row
 from quire.kernels.reference.kv_cache import parts
 from quire.kernels.registry import Facts
-from quire.tests.kernels.attention_cases import FOREIGN_BLOCK, attention_case, attention_own
+from quire.tests.kernels.attention_cases import FOREIGN_BLOCK, attention_case, reference_attention
 from quire.tests.kernels.case import Case, rand
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -84,7 +84,7 @@ class Cache:
         for table, own in zip(self.tables, pages):
             table[: len(own)] = own
 
-    def spoil(self, what: str, row: int, position: int) -> None:
+    def corrupt(self, what: str, row: int, position: int) -> None:
         cache, (block, offset) = getattr(self, what), divmod(position, self.block_size)
         block = self.tables[row, block].item()
         if cache.dtype == torch.int8:
@@ -197,7 +197,7 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
 
 @pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-def test_the_same_where_contexts_are_summed_in_pieces(kind, options):
+def test_contexts_that_are_summed_in_pieces(kind, options):
     torch.manual_seed(10)
     requests = [
         make_request(length, (6, 2, 32), kind, options)
@@ -209,7 +209,7 @@ def test_the_same_where_contexts_are_summed_in_pieces(kind, options):
         check_in_steps(requests, 16, lambda n: int(torch.randint(n + 1, ())), options)
 
 
-def test_the_same_on_every_instruction_set(isa):
+def test_the_bits_are_the_same_on_every_instruction_set(isa):
     for kind in KINDS:
         for options in ((), (20, 2.0)):
             torch.manual_seed(11)
@@ -244,7 +244,7 @@ def test_values_before_a_window_have_no_effect(isa, kind, what):
     request = make_request(length, (4, 2, 48 if kind[1] == torch.int8 else 24), kind, (window,))
     cache = Cache([request], 8)
     cache.step([request], [0], [100], (window,))
-    cache.spoil(what, 0, bad)
+    cache.corrupt(what, 0, bad)
     request.computed = 90  # keys and values of these ten are written again, the NaN stays
     (result,) = cache.step([request], [0], [60], (window,))
     unspoilt = slice(bad + window - 90, None)
@@ -273,7 +273,7 @@ def test_long_contexts(isa, heads, query_lens, contexts):
         (result,) = case.run(attention.paged_attention)
         library.set_num_threads(2)
         assert same_bits(result, *case.run(attention.paged_attention))
-        (own,) = attention_own(*case.args, backend=SDPBackend.FLASH_ATTENTION)
+        (own,) = reference_attention(*case.args, backend=SDPBackend.FLASH_ATTENTION)
         worst = (
             1e-6 if dtype == torch.float32 else 1.05 * (own.double() - truth).square().mean().sqrt()
         )
@@ -314,7 +314,7 @@ def test_unsupported_heads_are_declined():
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [64, 48, 8])
-def test_rotation_and_write_in_one_have_the_bits_of_the_two(isa, kind, rotary_dim):
+def test_fused_rotation_and_write_have_the_bits_of_the_two(isa, kind, rotary_dim):
     torch.manual_seed(15)
     dtype, cache_dtype = kind
     num_tokens, num_heads, num_kv_heads, head_dim = 23, 6, 2, 64

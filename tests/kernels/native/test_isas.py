@@ -13,9 +13,9 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import kv_cache_row
 from quire.kernels.reference.kv_cache import parts
 from quire.tests.kernels import cases
-from quire.tests.kernels.attention_cases import attention_case, attention_own
+from quire.tests.kernels.attention_cases import attention_case, reference_attention
 from quire.tests.kernels.case import Case, copies
-from quire.tests.kernels.native.conftest import instead_of
+from quire.tests.kernels.native.conftest import redirect_to
 from quire.tests.kernels.test_parity import DTYPES, check_close, label
 from torch import Tensor
 
@@ -125,7 +125,7 @@ def test_a_cache_in_int8_has_the_references_bytes_and_its_attention(isa, dtype):
                 torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
                 counts = scales.transpose(1, 2).isfinite().unsqueeze(-1)
                 assert torch.equal(numbers * counts, expected_numbers * counts)
-        (expected,) = Case("", (query, *caches[0], metadata, scale), attention_own).run(
+        (expected,) = Case("", (query, *caches[0], metadata, scale), reference_attention).run(
             reference["paged_attention"]
         )
         result = native("paged_attention").function(query, *caches[1], metadata, scale)
@@ -146,7 +146,7 @@ def test_the_emulation_equals_the_processor(emulated_library, op, dtype):
             library.use_isa(isa)
             expected = case.run(native(op).function)
             emulated_library().use_isa(isa)
-            with instead_of(library, emulated_library()):
+            with redirect_to(library, emulated_library()):
                 results = case.run(native(op).function)
             for result, real in zip(results, expected, strict=True):
                 assert same_bits(result, real), f"{case.name} on {isa}"

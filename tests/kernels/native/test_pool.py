@@ -65,28 +65,30 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def must_end_well(child: int) -> None:
+def assert_ends_normally(child: int) -> None:
     """A forked process ends by itself, with code 0."""
     status: list[int] = []
 
-    def ended() -> bool:
+    def has_ended() -> bool:
         pid, code = os.waitpid(child, os.WNOHANG)
         status.extend([code] if pid else [])
         return bool(pid)
 
     try:
-        wait_until(ended, "the forked process hangs")
+        wait_until(has_ended, "the forked process hangs")
     except AssertionError:
         os.kill(child, 9)
         os.waitpid(child, 0)
         raise
-    assert status == [0], f"the forked process ended with {os.waitstatus_to_exitcode(status[0])}"
+    assert status == [0], (
+        f"the forked process has_ended with {os.waitstatus_to_exitcode(status[0])}"
+    )
 
 
 def in_a_fork(body: Callable[[], None]) -> None:
     """`body` raises nothing in a child process."""
     if child := os.fork():
-        must_end_well(child)
+        assert_ends_normally(child)
         return
     code = 1
     try:
@@ -300,7 +302,7 @@ def test_workers_are_pinned_and_the_caller_is_not():
 
 
 @needs_two_cores
-def test_a_worker_makes_way_for_the_caller():
+def test_a_worker_yields_to_the_caller():
     """Otherwise two threads would share one core, and another would be idle."""
     call, _ = work(rows=200)
     [worker] = start(2, CORES[:2])

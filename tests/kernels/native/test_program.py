@@ -110,7 +110,7 @@ def test_as_many_logits_as_tokens(ops):
     check(layers(ops), ops, Limits(num_tokens=24, num_requests=24, num_logits=24))
 
 
-def test_a_call_says_which_of_the_steps_counts_it_has(ops):
+def test_a_call_names_the_step_counts_that_it_uses(ops):
     recorder = Recorder(LIMITS)
     with torch.inference_mode(), recording(recorder, Guard()):
         ops.gather_rows(ops.embedding(recorder.token_ids, ops.table), recorder.logits_indices)
@@ -170,7 +170,7 @@ def test_random_graphs(data):
         st.tuples(st.integers(1, 50), st.integers(0, 20), st.integers(0, 10)), max_size=30
     )
 )
-def test_buffers_that_live_together_lie_apart(spans):
+def test_live_buffers_do_not_overlap(spans):
     buffers = [Lifetime(size, first, first + length) for size, first, length in spans]
     offsets, num_bytes = place(buffers)
     for i, (mine, start) in enumerate(zip(buffers, offsets, strict=True)):
@@ -226,7 +226,7 @@ def test_a_linear_layer_includes_the_gate_if_nothing_else_reads_its_result(ops):
 @pytest.mark.parametrize(
     ("written", "expected"), [("key", ["RotaryAndWriteKv"]), ("value", ["Rotary", "WriteKv"])]
 )
-def test_rotation_and_writing_are_one_where_the_key_is_the_same(ops, written, expected):
+def test_rotation_and_write_are_fused_for_the_same_key(ops, written, expected):
     cos_sin, caches = torch.randn(64, 8), torch.zeros(2, 64, 16, 1, 8, dtype=ops.norm.dtype)
 
     def model(token_ids: Tensor, positions: Tensor, metadata: Any) -> Tensor:
@@ -279,7 +279,7 @@ def test_an_operation_of_torch_is_named(ops, compute, name):
     )
 
 
-def test_only_the_steps_own_tensors_are_read(ops):
+def test_only_tensors_of_the_step_are_read(ops):
     assert (
         refused(lambda token_ids, *_: ops.embedding(token_ids[1:], ops.table), ops)
         == "an operand has 23 rows, where a step's tensors have 24 or 8"
@@ -334,7 +334,7 @@ def test_other_integers_are_refused(ops):
         program(token_ids.long(), *others)
 
 
-def test_other_threads_compute_meanwhile(ops):
+def test_other_threads_compute_in_the_meantime(ops):
     results = []
 
     def model(token_ids: Tensor, *_: object) -> Tensor:

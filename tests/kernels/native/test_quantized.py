@@ -42,7 +42,7 @@ def make(out_features: int, in_features: int, dtype: torch.dtype) -> tuple[Tenso
 @bits
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_bits_are_the_references_for_any_number_of_rows_and_threads(isa, shape, dtype, bits):
+def test_the_bits_equal_the_references_for_any_number_of_rows_and_threads(isa, shape, dtype, bits):
     weight, bias = make(*shape, dtype)
     layer, reference = (
         pack_quantized_linear(weight, bias, bits),

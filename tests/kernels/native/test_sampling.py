@@ -41,7 +41,7 @@ def columns(filters: list[dict]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
-def test_the_reference_draws_the_same(isa, scale):
+def test_the_reference_samples_the_same_tokens(isa, scale):
     """Every filter and every size, with rows of all kinds together, with ties, and with gaps
     between rows.
     """
@@ -95,7 +95,7 @@ def test_memory_after_a_row_is_not_read(isa):
     assert torch.equal(token_ids, logits.clone().argmax(-1)) and is_finite.all()
 
 
-def test_log_probabilities_are_the_references(isa):
+def test_log_probabilities_equal_the_references(isa):
     """Values agree up to rounding, the rest exactly (except the order of masked tokens). A row does
     not depend on other rows, and a row with a NaN does not affect others.
     """

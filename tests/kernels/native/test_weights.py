@@ -7,7 +7,7 @@ from quire.kernels.cpu.native import weights
 from quire.kernels.cpu.native.weights import empty_weight
 
 
-def test_weights_lie_apart_and_aligned():
+def test_weights_are_disjoint_and_aligned():
     sizes = [(3, 5), (1000,), (17, 64), (1,)]
     made = [empty_weight(*size, dtype=torch.bfloat16) for size in sizes]
     for number, weight in enumerate(made):
@@ -18,7 +18,7 @@ def test_weights_lie_apart_and_aligned():
     assert all((weight == number).all() for number, weight in enumerate(made))
 
 
-def test_a_large_weight_has_its_own_memory_and_small_ones_continue_theirs():
+def test_a_large_weight_has_its_own_memory_and_small_ones_share():
     weights._last = None
     small, large, other = (
         empty_weight(count, dtype=torch.uint8) for count in (100, 33 * 2**20, 100)
@@ -26,7 +26,7 @@ def test_a_large_weight_has_its_own_memory_and_small_ones_continue_theirs():
     assert large.data_ptr() % 2**21 == 0 and other.data_ptr() - small.data_ptr() == 128
 
 
-def test_memory_goes_with_its_last_weight():
+def test_memory_is_freed_with_its_last_weight():
     weights._last = None
     first, second = (empty_weight(weights._PIECE_BYTES // 2, dtype=torch.uint8) for _ in range(2))
     second.fill_(7)

@@ -25,7 +25,7 @@ MANY = -1  # several readers
 
 
 class KernelFault(AssertionError):
-    """A kernel does something that a GPU would punish or compute differently."""
+    """A kernel does something that a GPU would reject or compute differently."""
 
 
 # --- bf16: the interpreter stores it as uint16, truncates when it rounds, and adds and multiplies

@@ -89,7 +89,7 @@ class Launches:
         patch.setattr(device_inputs, "packed", upload)
 
     def take(self) -> tuple[dict[str, int], int]:
-        """Since the last call: kernels around the model, copies."""
+        """Return the kernels around the model and the copies since the last call."""
         taken = (
             {name: count for name, count in self.kernels.items() if name in AROUND},
             self.num_copies,

@@ -56,7 +56,7 @@ def test_budget(budget, arch):
     budget.check(arch)
 
 
-def test_no_size_of_a_step_compiles_anew():
+def test_step_sizes_cause_no_new_compilation():
     """Only a table's width may cause a compilation. Otherwise a request would wait a second for a
     kernel that no earlier request used.
     """

@@ -18,9 +18,9 @@ from quire.kernels.triton.attention import attend
 from quire.tests.kernels.attention_cases import (
     FOREIGN_BLOCK,
     attention_case,
-    attention_own,
     context_slots,
     make_metadata,
+    reference_attention,
 )
 from quire.tests.kernels.case import Case
 from torch import Tensor
@@ -219,7 +219,7 @@ def test_an_fp8_cache():
     same = Case(
         "fp8",
         (query, small[0].to(BF16) / 4, small[1].to(BF16) / 2, metadata, scale),
-        attention_own,
+        reference_attention,
     )
     exact, torchs = same.truth(torch.float64)[0], same.truth(BF16)[0]
     assert root_mean_square(result.double() - exact) <= 1.5 * root_mean_square(

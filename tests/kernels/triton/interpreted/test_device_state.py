@@ -51,7 +51,7 @@ STEPS = [
 ]
 
 
-def test_the_tokens_of_the_reference():
+def test_the_tokens_equal_the_references():
     reference, copies, runner = make_runner("cpu"), LateCopies(), make_runner("cuda")
     expected = [reference.execute_model(step) for step in STEPS]
     runner.keep_state_on_device(copies)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 700])
-def test_penalties_are_the_references_bits(num_pairs):
+def test_penalties_are_bit_equal_to_the_reference(num_pairs):
     """With every sign, also on masked logits; nothing else changes."""
     torch.manual_seed(num_pairs)
     logits = torch.randn(20, 507)[:, :500]
@@ -38,7 +38,7 @@ def test_penalties_are_the_references_bits(num_pairs):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 32, 33, 4200])
-def test_masks_are_the_references(vocab_size):
+def test_masks_equal_the_references(vocab_size):
     """Words with all bits, the sign bit included; rows in any order, others unchanged."""
     torch.manual_seed(vocab_size)
     memory = torch.randn(6, vocab_size + 3)
@@ -56,7 +56,7 @@ def test_masks_are_the_references(vocab_size):
 
 
 @pytest.mark.parametrize(("vocab_size", "counts"), [(1, (0, 1)), (65, (0, 20, 65)), (8193, (3,))])
-def test_log_probabilities_are_the_references(vocab_size, counts):
+def test_log_probabilities_equal_the_references(vocab_size, counts):
     """Values agree up to rounding, the rest exactly (except the order of masked tokens); a row with
     a NaN does not affect others.
     """
@@ -97,7 +97,7 @@ def check_logprobs(
         )
 
 
-def test_ranks_of_equals_and_of_masked_tokens():
+def test_ranks_of_equal_and_masked_tokens():
     logits = torch.tensor([[1.0, 3.0, 3.0, -math.inf, 0.0]]).repeat(3, 1)
     ids, logprobs, ranks = triton_logprobs.gather_logprobs(logits, torch.tensor([0, 2, 3]), 2)
     assert ranks.tolist() == [3, 1, 5] and ids[:, 1:].tolist() == [[1, 2]] * 3

@@ -185,7 +185,7 @@ def test_the_same_tokens_are_kept(vocab_size, count):
     assert not wrong, wrong[0]
 
 
-def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
+def test_a_row_that_does_not_fit_the_list_is_searched_in_full(monkeypatch):
     monkeypatch.setattr(cut, "CAPACITY", 4)
     torch.manual_seed(4)
     logits = torch.randn(8, 3000)
@@ -207,7 +207,7 @@ def test_a_row_that_does_not_fit_the_list_is_searched_as_it_stands(monkeypatch):
     ("vocab_size", "scale", "some"),
     [(1, 3, FILTERS[::4]), (65, 30, FILTERS), (1000, 0.3, FILTERS), (4099, 3, FILTERS[1::3])],
 )
-def test_the_reference_draws_the_same(vocab_size, scale, some):
+def test_the_reference_samples_the_same_tokens(vocab_size, scale, some):
     """Rows of all kinds together, with ties, and with gaps between rows.
 
     A row alone gets the same token.

@@ -56,6 +56,18 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
     fix: str = ""
 
 
+def passed(name: str, detail: str) -> Finding:
+    return Finding(name, "pass", detail)
+
+
+def warning(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "warn", detail, fix)
+
+
+def failure(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "fail", detail, fix)
+
+
 def check_machine(
     host: str, port: int, max_connections: int, cpu_isa: str = "auto"
 ) -> Iterator[Finding]:
@@ -80,8 +92,8 @@ def check_machine(
 def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     detail = f"{platform.python_version()} at {sys.executable}"
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
-        return Finding("python", "pass", detail)
-    return Finding("python", "fail", detail, "Quire supports Python 3.11 to 3.14")
+        return passed("python", detail)
+    return failure("python", detail, "Quire supports Python 3.11 to 3.14")
 
 
 def check_packages() -> Iterator[Finding]:
@@ -91,9 +103,8 @@ def check_packages() -> Iterator[Finding]:
     try:
         requirements = [Requirement(text) for text in metadata.requires("quire") or ()]
     except metadata.PackageNotFoundError:
-        yield Finding(
+        yield warning(
             "libraries",
-            "warn",
             "quire is not installed as a package, so the required versions are unknown",
             "pip install -e .",
         )
@@ -128,7 +139,7 @@ def check_packages() -> Iterator[Finding]:
             problem,
             f"pip install '{requirement.name}{requirement.specifier}'",
         )
-    yield Finding("libraries", "pass", ", ".join(found))
+    yield passed("libraries", ", ".join(found))
 
 
 # ------------------------------------------------------------ processor and memory
@@ -139,16 +150,15 @@ def check_cpu(cpu_isa: str = "auto") -> Finding:
     features = [name for name in X86_FEATURES + ARM_FEATURES if name in present]
     detail = f"{name}: {', '.join(features) or 'no known vector instructions'}"
     if NATIVE_BFLOAT16 & present:
-        return Finding("processor", "pass", f"{detail}; native bfloat16")
+        return passed("processor", f"{detail}; native bfloat16")
     if not {"avx2", "asimd"} & present:
-        return Finding(
+        return warning(
             "processor",
-            "warn",
             detail,
             "Quire is slow without AVX2; use another machine or another type of virtual CPU",
         )
     dtype = "bfloat16, by native kernels" if prefers_bfloat16(cpu_isa) else "float32"
-    return Finding("processor", "pass", f"{detail}; no native bfloat16, so dtype=auto is {dtype}")
+    return passed("processor", f"{detail}; no native bfloat16, so dtype=auto is {dtype}")
 
 
 def check_kernels(cpu_isa: str) -> Finding:
@@ -158,37 +168,31 @@ def check_kernels(cpu_isa: str) -> Finding:
     """
     isas = native_isas()
     if cpu_isa == "none":
-        return Finding(
+        return passed(
             "native kernels",
-            "pass",
             "disabled (cpu_isa=none): torch's kernels are used, several times slower for small "
             "models",
         )
     if cpu_isa != "auto" and cpu_isa not in isas:
-        return Finding(
+        return failure(
             "native kernels",
-            "fail",
             f"this processor does not support {cpu_isa}",
             f"--cpu-isa {isas[0] if isas else 'none'}, or leave the flag out",
         )
     if not isas:
-        return Finding(
+        return passed(
             "native kernels",
-            "pass",
-            ("none for this processor (they need x86 with AVX2): torch's kernels are used"),
+            "none for this processor (they need x86 with AVX2): torch's kernels are used",
         )
     if not are_kernels_built():
         fix = "install a C++ compiler (apt install g++), then Quire again (pip install -e .)"
-        return Finding(
+        return warning(
             "native kernels",
-            "warn",
             "not built: torch's kernels are used, several times slower for small models",
             fix,
         )
-    return Finding(
-        "native kernels",
-        "pass",
-        f"{isas[0] if cpu_isa == 'auto' else cpu_isa} (of {', '.join(isas)})",
+    return passed(
+        "native kernels", f"{isas[0] if cpu_isa == 'auto' else cpu_isa} (of {', '.join(isas)})"
     )
 
 
@@ -203,20 +207,18 @@ def check_cores() -> Finding:
     )
     wanted = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if wanted.isdigit() and int(wanted) > cores:
-        return Finding(
+        return warning(
             "cores",
-            "warn",
             f"{detail}; OMP_NUM_THREADS={wanted} is higher",
             f"OMP_NUM_THREADS={cores}, or none",
         )
     if load > total + 1:
-        return Finding(
+        return warning(
             "cores",
-            "warn",
             f"{detail}: other programs need more cores than available",
             "stop them, or reserve cores for Quire (taskset)",
         )
-    return Finding("cores", "pass", detail)
+    return passed("cores", detail)
 
 
 def check_memory() -> Finding:
@@ -228,30 +230,28 @@ def check_memory() -> Finding:
     )
     detail = f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} available, {bound}"
     if free < GIB // 2:
-        return Finding(
+        return failure(
             "memory",
-            "fail",
             detail,
             "the engine takes 0.3 GiB before any model: free memory, or raise the container's "
             "limit",
         )
     if free < 2 * GIB:
-        return Finding("memory", "warn", detail, "only small models fit; see quire plan MODEL")
-    return Finding("memory", "pass", detail)
+        return warning("memory", detail, "only small models fit; see quire plan MODEL")
+    return passed("memory", detail)
 
 
 def check_swap() -> Finding:
     swap = psutil.swap_memory()
     detail = f"{swap.total / GIB:.1f} GiB, {swap.used / GIB:.1f} used"
     if swap.total and swap.used > swap.total / 4:
-        return Finding(
+        return warning(
             "swap",
-            "warn",
             detail,
             "swapped-out weights or cache slow down every step: free memory, or swapoff -a && "
             "swapon -a",
         )
-    return Finding("swap", "pass", detail)
+    return passed("swap", detail)
 
 
 def check_gpu() -> Finding:
@@ -261,18 +261,16 @@ def check_gpu() -> Finding:
     except OSError:
         nodes = Path("/dev/nvidiactl").exists()
         if nodes:
-            return Finding(
+            return warning(
                 "gpu",
-                "warn",
                 "there is an NVIDIA GPU, but its library libcuda was not found",
                 "make the driver available in the container (--gpus all)",
             )
-        return Finding("gpu", "pass", "none; the model runs on the CPU")
+        return passed("gpu", "none; the model runs on the CPU")
     code, names, version = cuda.cuInit(0), [], ctypes.c_int()
     if code:
-        return Finding(
+        return warning(
             "gpu",
-            "warn",
             f"libcuda was found, but cuInit fails with error {code}",
             "run nvidia-smi for the cause",
         )
@@ -290,10 +288,9 @@ def check_gpu() -> Finding:
         f"{version.value // 1000}.{version.value % 1000 // 10}"
     )
     if not names:
-        return Finding("gpu", "pass", detail)
-    return Finding(
+        return passed("gpu", detail)
+    return warning(
         "gpu",
-        "warn",
         f"{detail}; the model runs on the CPU nevertheless",
         "nothing, or --device cuda, which has not been proven on a GPU yet",
     )
@@ -304,7 +301,7 @@ def check_gpu() -> Finding:
 
 def check_port(host: str, port: int) -> Finding:
     if port == 0:
-        return Finding("port", "pass", "any free one")
+        return passed("port", "any free one")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -317,10 +314,8 @@ def check_port(host: str, port: int) -> Finding:
             if isinstance(error, socket.gaierror)
             else f"--port {port + 1}, or end the process that uses it (ss -ltnp)"
         )
-        return Finding(
-            "port", "fail", f"{host}:{port} is not available: {error.strerror or error}", fix
-        )
-    return Finding("port", "pass", f"{host}:{port} is free")
+        return failure("port", f"{host}:{port} is not available: {error.strerror or error}", fix)
+    return passed("port", f"{host}:{port} is free")
 
 
 def check_open_files(max_connections: int) -> Finding:
@@ -338,10 +333,8 @@ def check_open_files(max_connections: int) -> Finding:
             if hard in (resource.RLIM_INFINITY,) or hard >= needed
             else f"raise the hard limit of {hard} (limits.conf, LimitNOFILE)"
         )
-        return Finding(
-            "open files", "warn", detail, f"{fix}, or --max-connections {max(1, soft - 256)}"
-        )
-    return Finding("open files", "pass", detail)
+        return warning("open files", detail, f"{fix}, or --max-connections {max(1, soft - 256)}")
+    return passed("open files", detail)
 
 
 def check_disks() -> Iterator[Finding]:
@@ -375,11 +368,10 @@ def check_socket_directory() -> Finding:
     from ...ipc.sockets import runtime_directory
 
     try:
-        return Finding("sockets", "pass", f"in {runtime_directory()}")
+        return passed("sockets", f"in {runtime_directory()}")
     except QuireError as error:
-        return Finding(
+        return failure(
             "sockets",
-            "fail",
             str(error),
             "set XDG_RUNTIME_DIR to a directory of your own with a short path",
         )
@@ -398,25 +390,22 @@ def _check_space(name: str, directory: Path, least: int, fix: str) -> Finding:
             f"{directory} is not writable",
             fix,
         )
-    return Finding(name, "pass", detail) if free >= least else Finding(name, "warn", detail, fix)
+    return passed(name, detail) if free >= least else warning(name, detail, fix)
 
 
 def check_hub() -> Finding:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return Finding(
-            "hub", "pass", ("offline (HF_HUB_OFFLINE): only models that are already cached")
-        )
+        return passed("hub", "offline (HF_HUB_OFFLINE): only models that are already cached")
     token = (
         "with a token"
         if (constants.HF_TOKEN_PATH and Path(constants.HF_TOKEN_PATH).exists())
         or os.environ.get("HF_TOKEN")
         else "without a token"
     )
-    return Finding(
+    return passed(
         "hub",
-        "pass",
         f"models by name come from {constants.ENDPOINT}, {token}; HF_HUB_OFFLINE=1 keeps it to "
         f"what is here",
     )

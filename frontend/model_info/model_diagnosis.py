@@ -19,7 +19,7 @@ from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
 from ..text.tokenizer import Tokenizer
-from .machine_diagnosis import Finding
+from .machine_diagnosis import Finding, failure, passed, warning
 from .model_files import (
     eos_token_ids,
     find_cached_directory,
@@ -51,23 +51,20 @@ def check_model(
         hf_config = read_hf_config(directory, args.hf_overrides)
         sizes = measure_model(hf_config)
     except QuireError as error:
-        yield Finding(
+        yield failure(
             "model",
-            "fail",
             str(error),
             "quire models lists the local models; the message names what is supported",
         )
         return
-    yield Finding(
+    yield passed(
         "model",
-        "pass",
         f"{sizes.architecture}, {sizes.num_parameters / 1e6:,.1f} million parameters, at "
         f"{directory}",
     )
     if unread := unread_keys(hf_config):
-        yield Finding(
+        yield warning(
             "config",
-            "warn",
             f"keys of config.json that Quire ignores: {', '.join(unread)}",
             "check the model's page: none of them may change its computation",
         )
@@ -82,9 +79,8 @@ def check_model(
             else find_model_directory(args.tokenizer, weights=False)
         )
     except ModelLoadError as error:
-        yield Finding(
+        yield failure(
             "tokenizer",
-            "fail",
             str(error),
             "add a tokenizer.json (transformers' save_pretrained writes one), or use --tokenizer",
         )
@@ -94,9 +90,8 @@ def check_model(
     try:
         ends, of_config = eos_token_ids(generation_config, hf_config), eos_token_ids({}, hf_config)
     except ModelLoadError as error:
-        yield Finding(
+        yield failure(
             "ends",
-            "fail",
             str(error),
             "correct the file, or use --override-generation-config '{\"eos_token_id\": [ID]}'",
         )
@@ -111,16 +106,13 @@ def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Findi
     uses the same check.
     """
     if args.load_format == "dummy":
-        return Finding(
-            "weights",
-            "warn",
-            "load_format=dummy: random ones",
-            ("leave it out to use the model's own"),
+        return warning(
+            "weights", "load_format=dummy: random ones", "leave it out to use the model's own"
         )
     try:
         missing = missing_weight_files(directory)
     except ModelLoadError as error:
-        return Finding("weights", "fail", str(error), "replace the file with an intact copy")
+        return failure("weights", str(error), "replace the file with an intact copy")
     if missing:
         is_cached = "snapshots" in directory.parts
         fix = (
@@ -140,40 +132,33 @@ def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Findi
             directory, table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
         )
     except ModelLoadError as error:
-        return Finding(
-            "weights", "fail", str(error), ("replace the model's files with intact copies")
-        )
+        return failure("weights", str(error), "replace the model's files with intact copies")
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))
     kind = "GGUF" if is_gguf(directory) else "safetensors"
-    return Finding(
-        "weights", "pass", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files"
-    )
+    return passed("weights", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files")
 
 
 def check_plan(args: EngineArgs) -> Finding:
     try:
         plan = make_plan(args)
     except QuireError as error:
-        return Finding("fits", "fail", str(error), "the message names the allowed values")
+        return failure("fits", str(error), "the message names the allowed values")
     detail = (
         f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in "
         f"{plan.memory_bytes / GIB:.1f} GiB of free memory"
     )
     if plan.fits:
         longest = max(plan.concurrency)
-        return Finding(
-            "fits",
-            "pass",
-            f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once",
+        return passed(
+            "fits", f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once"
         )
     if plan.longest_context:
         detail += (
             f"; a sequence of at most {plan.longest_context} tokens fits, "
             f"max_model_len is {plan.max_model_len}"
         )
-    return Finding(
+    return failure(
         "fits",
-        "fail",
         detail,
         " ".join(plan.flags)
         or f"at least {plan.least_memory_bytes / GIB:.1f} GiB; quire plan {plan.model}",
@@ -184,13 +169,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Finding:
     largest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
     detail = f"{tokenizer.vocab_size} tokens, the model has rows for {vocab_size}"
     if largest >= vocab_size:
-        return Finding(
+        return failure(
             "tokenizer",
-            "fail",
             f"{detail}; its largest id is {largest}",
             "the tokenizer belongs to another model; use --tokenizer",
         )
-    return Finding("tokenizer", "pass", detail)
+    return passed("tokenizer", detail)
 
 
 def check_ends(
@@ -203,16 +187,14 @@ def check_ends(
     own = tokenizer.eos_token_id
     ends: list[int] = list(dict.fromkeys([*used, *([] if own is None else [own])]))
     if not ends:
-        return Finding(
+        return warning(
             "ends",
-            "warn",
             "no end-of-sequence token: answers end only at max_tokens",
             "--override-generation-config '{\"eos_token_id\": [ID]}'",
         )
     if bad := [i for i in ends if not 0 <= i < vocab_size]:
-        return Finding(
+        return failure(
             "ends",
-            "fail",
             f"id {bad[0]} is outside of the model's {vocab_size} tokens",
             "the files belong to different models",
         )
@@ -228,10 +210,10 @@ def check_ends(
             f"and is also used"
         )
     if len(disagreements) == 1:
-        return Finding("ends", "pass", disagreements[0])
+        return passed("ends", disagreements[0])
     override = json.dumps({"eos_token_id": ends})
     fix = f"if an answer ends too early or too late: use --override-generation-config '{override}'"
-    return Finding("ends", "warn", "; ".join(disagreements), fix)
+    return warning("ends", "; ".join(disagreements), fix)
 
 
 def check_template(
@@ -241,18 +223,16 @@ def check_template(
     tokens that end a sequence.
     """
     if not tokenizer.chat_templates and template is None:
-        yield Finding(
+        yield warning(
             "template",
-            "warn",
             "none: this is a base model, or its template is missing",
             "use quire generate, or --chat-template FILE with quire serve",
         )
         return
     if template is not None and template not in tokenizer.chat_templates and "{" not in template:
         names = ", ".join(sorted(tokenizer.chat_templates)) or "it has none"
-        yield Finding(
+        yield failure(
             "template",
-            "fail",
             f"{template} is neither a file nor one of the model's templates: {names}",
             "--chat-template FILE",
         )
@@ -262,21 +242,18 @@ def check_template(
         prompt = _render(tokenizer, question, template, add_generation_prompt=True)
         without = _render(tokenizer, question, template)
     except InvalidParameterError as error:
-        yield Finding(
-            "template", "fail", str(error), ("use --chat-template FILE with a valid template")
-        )
+        yield failure("template", str(error), "use --chat-template FILE with a valid template")
         return
     yield _check_bos(tokenizer, prompt)
     if prompt == without:
         fix = "use a template that begins the assistant's turn if add_generation_prompt is true"
-        yield Finding(
+        yield warning(
             "generation prompt",
-            "warn",
             "the template writes none: the model may continue the user's turn",
             fix,
         )
     else:
-        yield Finding("generation prompt", "pass", repr(prompt.removeprefix(without)))
+        yield passed("generation prompt", repr(prompt.removeprefix(without)))
     yield from _check_turn_end(tokenizer, question, config_ends, template)
 
 
@@ -293,17 +270,13 @@ def check_answers(tokenizer: Tokenizer, server: ServerConfig, template: str | No
     try:
         found = detect(text, server.tool_call_parser, server.reasoning_parser, tokenizer)
     except InvalidParameterError as error:
-        return Finding(
-            "answers", "fail", str(error), "use one of the names in the message, or auto"
-        )
+        return failure("answers", str(error), "use one of the names in the message, or auto")
     try:
         found.require_tools()
         tools = found.tool_name
     except InvalidParameterError as error:
         tools = f"none (tools {error.problem})"
-    return Finding(
-        "answers", "pass", f"tool calls: {tools}; reasoning: {found.reasoning_name or 'none'}"
-    )
+    return passed("answers", f"tool calls: {tools}; reasoning: {found.reasoning_name or 'none'}")
 
 
 def _render(
@@ -326,9 +299,8 @@ def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
     bos, ids = tokenizer.bos_token_id, tokenizer.encode(prompt, add_special_tokens=False)
     added = bos is not None and tokenizer.encode("Hello")[:1] == [bos]
     if bos is not None and ids[:2] == [bos, bos]:
-        return Finding(
+        return failure(
             "BOS",
-            "fail",
             f"the template writes {tokenizer.bos_token} twice",
             "use a template that writes it once",
         )
@@ -337,9 +309,8 @@ def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
             f"the tokenizer puts {tokenizer.bos_token} before a plain prompt, the template before "
             "no chat"
         )
-        return Finding(
+        return warning(
             "BOS",
-            "warn",
             detail,
             "use a template that begins with {{ bos_token }} if the model was trained with it",
         )
@@ -348,11 +319,9 @@ def _check_bos(tokenizer: Tokenizer, prompt: str) -> Finding:
             f"{tokenizer.bos_token} once; a chat that a program renders itself and sends as a "
             "plain prompt would get it twice"
         )
-        return Finding("BOS", "pass", detail)
-    return Finding(
-        "BOS",
-        "pass",
-        "none" if ids[:1] != [bos] else f"{tokenizer.bos_token} once, from the template",
+        return passed("BOS", detail)
+    return passed(
+        "BOS", "none" if ids[:1] != [bos] else f"{tokenizer.bos_token} once, from the template"
     )
 
 
@@ -368,9 +337,8 @@ def _check_turn_end(
     try:
         text = _render(tokenizer, [*question, {"role": "assistant", "content": MARK}], template)
     except InvalidParameterError as error:
-        yield Finding(
+        yield warning(
             "end of turn",
-            "warn",
             f"the template fails for an answer: {error}",
             "use a template that renders answers, or single-turn requests only",
         )
@@ -381,15 +349,14 @@ def _check_turn_end(
     if special and special[0] not in ends:
         override = json.dumps({"eos_token_id": [special[0], *config_ends]})
         fix = f"--override-generation-config '{override}'"
-        yield Finding(
+        yield warning(
             "end of turn",
-            "warn",
             f"{_tokens(tokenizer, special[:1])} ends an answer in the template, and no sequence: "
             f"answers run on",
             fix,
         )
     elif special:
-        yield Finding("end of turn", "pass", _tokens(tokenizer, special[:1]))
+        yield passed("end of turn", _tokens(tokenizer, special[:1]))
 
 
 def _tokens(tokenizer: Tokenizer, ids: list[int]) -> str:

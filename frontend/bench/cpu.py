@@ -85,10 +85,8 @@ class ModelWork:
         kv_cache_dtype: str = "auto",
     ):
         self._config, self.quantized = config, quantization is not None
-        heads, kv_heads = (
-            config.num_attention_heads * config.head_dim,
-            config.num_key_value_heads * config.head_dim,
-        )
+        heads = config.num_attention_heads * config.head_dim
+        kv_heads = config.num_key_value_heads * config.head_dim
         per_layer = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
         self.layer_weights = config.num_hidden_layers * per_layer
         self.head_weights = config.vocab_size * config.hidden_size
@@ -186,19 +184,12 @@ def run_plan(
             {int(count): rate for count, rate in result["read_bandwidth"].items()},
             result["gemm_flops"],
         )
-    most_threads = max(limits.read_bandwidth)
-    phases = []
-    for name, work_of in (
-        ("decode", lambda row: work.decode(row["batch"], row["context"])),
-        ("prefill", lambda row: work.prefill(row["context"])),
-    ):
-        phases += [
-            _phase(
-                name, row, work_of(row), work.quantized, limits, result["num_threads"], most_threads
-            )
-            for row in result[name]
-        ]
-    return limits, phases
+    steps = [
+        *(("decode", row, work.decode(row["batch"], row["context"])) for row in result["decode"]),
+        *(("prefill", row, work.prefill(row["context"])) for row in result["prefill"]),
+    ]
+    num_threads = result["num_threads"]
+    return limits, [_phase(*step, work.quantized, limits, num_threads) for step in steps]
 
 
 def _phase(
@@ -208,24 +199,21 @@ def _phase(
     quantized: bool,
     limits: Limits,
     num_threads: int,
-    most_threads: int,
 ) -> Phase:
     """Compares each turn's steps with the bandwidth and the products measured right after them.
 
     The medians of a turn are compared, since a shared machine's speed varies by the second; the
     result is the median of the turns' fractions. Turns without measurements use the limits.
     """
-    share = num_threads / most_threads  # limits were measured on all threads
+    share = num_threads / max(limits.read_bandwidth)  # products were measured on all threads
     bandwidths, flops, least, fractions = [], [], [], []
     for turn in row["turns"]:
         bandwidths.append(
             statistics.median(turn["read_bandwidth"] or [limits.bandwidth(num_threads)])
         )
         flops.append(statistics.median(turn["gemm_flops"] or [limits.flops(quantized) * share]))
-        memory_s, arithmetic_s = (
-            work.num_bytes / bandwidths[-1],
-            work.arithmetic_seconds(flops[-1], limits.flops(False) * share),
-        )
+        memory_s = work.num_bytes / bandwidths[-1]
+        arithmetic_s = work.arithmetic_seconds(flops[-1], limits.flops(False) * share)
         least.append(
             (max(memory_s, arithmetic_s), "memory" if memory_s > arithmetic_s else "arithmetic")
         )

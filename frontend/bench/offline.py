@@ -8,17 +8,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from ...ipc.checkpoint import find_weight_files, read_header
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
+from ..model_info.model_sizes import DTYPE_BYTES
 from .machine import measure_read_bandwidth
 from .statistics import Summary, summarize
 from .workloads import Request
 
 if TYPE_CHECKING:
+    from ...ipc.config import EngineConfig
     from ..llm import LLM
     from ..outputs import RequestMetrics, RequestOutput
 
@@ -59,17 +63,24 @@ class OfflineRun:
 
 
 def sampling_params(
-    request: Request, *, ignore_eos: bool, temperature: float, seed: int
-) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=request.max_tokens, ignore_eos=ignore_eos, temperature=temperature, seed=seed
-    )
+    requests: list[Request], *, ignore_eos: bool, temperature: float, seed: int
+) -> list[SamplingParams]:
+    """Each request has a seed of its own, from `seed` on."""
+    return [
+        SamplingParams(
+            max_tokens=request.max_tokens,
+            ignore_eos=ignore_eos,
+            temperature=temperature,
+            seed=seed + i,
+        )
+        for i, request in enumerate(requests)
+    ]
 
 
-def engine_prompt(request: Request) -> Any:
-    return (
-        {"prompt_token_ids": request.prompt} if isinstance(request.prompt, list) else request.prompt
-    )
+def engine_prompts(requests: list[Request]) -> list[Any]:
+    """Texts, or token ids as LLM.generate takes them."""
+    prompts = [request.prompt for request in requests]
+    return [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
 
 
 def run_throughput(
@@ -81,9 +92,7 @@ def run_throughput(
     """
     last_step = llm.observe(max_blocks=1)["step"]
     start = perf_counter()
-    outputs = llm.generate(
-        [engine_prompt(request) for request in requests], params, use_tqdm=use_tqdm
-    )
+    outputs = llm.generate(engine_prompts(requests), params, use_tqdm=use_tqdm)
     seconds = perf_counter() - start
     steps = summarize_steps(llm.observe(since_step=last_step, max_blocks=1)["steps"])
     failures = [output.error for output in outputs if output.error is not None]
@@ -130,39 +139,27 @@ def run_latency(
     """Runs the same batch num_iters times without prefix-cache hits; the seconds and phases of each
     run.
     """
-    seconds, phases = [], []
+    prompts, seconds, phases = engine_prompts(requests), [], []
     for _ in range(num_iters):
         llm.reset_prefix_cache()
         start = perf_counter()
-        outputs = llm.generate(
-            [engine_prompt(request) for request in requests], params, use_tqdm=False
-        )
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds.append(perf_counter() - start)
         if error := next((output.error for output in outputs if output.error is not None), None):
             raise InvalidParameterError("batch", f"a request of it failed: {error}")
-        phases.append(
-            batch_phases(
-                [output.metrics for output in outputs if output.metrics],
-                _num_output_tokens(outputs),
-            )
-        )
+        metrics = [output.metrics for output in outputs if output.metrics]
+        phases.append(batch_phases(metrics, _num_output_tokens(outputs)))
         on_iter()
     return seconds, phases
 
 
 def batch_phases(metrics: list[RequestMetrics], num_output_tokens: int) -> Phases:
     begin = min(m.scheduled_ts for m in metrics)
-    first_tokens, end = (
-        max(m.first_token_ts for m in metrics),
-        max(m.last_token_ts for m in metrics),
-    )
+    first_tokens = max(m.first_token_ts for m in metrics)
+    end = max(m.last_token_ts for m in metrics)
     num_prefill_tokens = sum(m.num_prompt_tokens - (m.num_cached_tokens or 0) for m in metrics)
-    return Phases(
-        first_tokens - begin,
-        end - first_tokens,
-        num_prefill_tokens,
-        num_output_tokens - len(metrics),
-    )
+    num_decode_tokens = num_output_tokens - len(metrics)
+    return Phases(first_tokens - begin, end - first_tokens, num_prefill_tokens, num_decode_tokens)
 
 
 def _num_output_tokens(outputs: list[RequestOutput]) -> int:
@@ -183,33 +180,18 @@ class ReadLimit:
         return self.bandwidth / self.weight_bytes
 
 
-def measure_read_limit(
-    directory: Path, bytes_per_parameter: int, num_threads: int | None
-) -> ReadLimit:
-    """Measures the limit. Nothing else may run meanwhile.
+def measure_read_limit(config: EngineConfig) -> ReadLimit:
+    """Measures the limit of an engine that is idle. Nothing else may run meanwhile.
 
     Weights are counted in the dtype that the engine computes in.
     """
-    weight_bytes = num_parameters(directory) * bytes_per_parameter
-    return ReadLimit(
-        weight_bytes,
-        measure_read_bandwidth(weight_bytes, num_threads or len(os.sched_getaffinity(0))),
-    )
+    model = config.model_config
+    weight_bytes = num_parameters(Path(model.model)) * DTYPE_BYTES[model.dtype]
+    num_threads = config.device_config.num_threads or len(os.sched_getaffinity(0))
+    return ReadLimit(weight_bytes, measure_read_bandwidth(weight_bytes, num_threads))
 
 
 def num_parameters(directory: Path) -> int:
-    """Elements of all tensors, from the headers of the *.safetensors files: 8 bytes of length, then
-    JSON.
-    """
-    import math
-
-    import msgspec
-
-    total = 0
-    for path in sorted(directory.glob("*.safetensors")):
-        with path.open("rb") as file:
-            header = msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(
-            math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"
-        )
-    return total
+    """Elements of all tensors, from the headers of the weight files."""
+    headers = map(read_header, find_weight_files(directory))
+    return sum(prod(tensor.shape) for header in headers for tensor in header.values())

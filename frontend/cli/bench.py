@@ -7,6 +7,7 @@ imported only when selected.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 MODES = {
     "serve": "load a running server of the OpenAI API, Quire or another",
@@ -21,6 +22,7 @@ HELP = "\n".join(
         *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items()),
     ]
 )
+MODULES = {"serve": "bench_serve", "cpu": "bench_cpu"}  # of the other modes: bench_offline
 
 
 def main(argv: list[str]) -> int:
@@ -29,21 +31,9 @@ def main(argv: list[str]) -> int:
         print(HELP)
         return 0
     if mode not in MODES:
-        print(
-            HELP
-            if not mode
-            else f"quire bench: unknown mode {mode!r}; the modes are {', '.join(MODES)}",
-            file=sys.stderr,
-        )
+        known = ", ".join(MODES)
+        unknown = f"quire bench: unknown mode {mode!r}; the modes are {known}"
+        print(unknown if mode else HELP, file=sys.stderr)
         return 2
-    if mode == "serve":
-        from .bench_serve import serve
-
-        return serve(argv[1:])
-    if mode == "cpu":
-        from .bench_cpu import cpu
-
-        return cpu(argv[1:])
-    from .bench_offline import latency, throughput
-
-    return (latency if mode == "latency" else throughput)(argv[1:])
+    module = import_module(f".{MODULES.get(mode, 'bench_offline')}", __package__)
+    return getattr(module, mode)(argv[1:])

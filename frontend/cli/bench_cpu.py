@@ -6,6 +6,7 @@ Must not know: how anything is measured, torch.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,19 +22,19 @@ if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
     from ..bench.cpu import Limits, ModelWork, Phase, Plan
 
-COLUMNS = (
-    "phase",
-    "requests",
-    "context",
-    "threads",
-    "ms",
-    "fastest",
-    "GB/s",
-    "GOP/s",
-    "limit",
-    "bound by",
-    "of the limit",
-)
+COLUMNS: dict[str, Callable[[Phase], str]] = {
+    "phase": lambda phase: phase.name,
+    "requests": lambda phase: str(phase.batch),
+    "context": lambda phase: str(phase.context),
+    "threads": lambda phase: str(phase.num_threads),
+    "ms": lambda phase: f"{1000 * phase.seconds:.2f}",
+    "fastest": lambda phase: f"{1000 * phase.fastest_s:.2f}",
+    "GB/s": lambda phase: f"{phase.bandwidth / 1e9:.1f}",
+    "GOP/s": lambda phase: f"{phase.flops / 1e9:.0f}",
+    "limit": lambda phase: f"{1000 * phase.least_s:.2f}",
+    "bound by": lambda phase: phase.bound,
+    "of the limit": lambda phase: f"{100 * phase.fraction:.0f} %",
+}
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
@@ -176,23 +177,8 @@ def format_limits(limits: Limits) -> str:
 
 
 def print_phases(phases: list[Phase]) -> None:
-    rows = [
-        (
-            phase.name,
-            str(phase.batch),
-            str(phase.context),
-            str(phase.num_threads),
-            f"{1000 * phase.seconds:.2f}",
-            f"{1000 * phase.fastest_s:.2f}",
-            f"{phase.bandwidth / 1e9:.1f}",
-            f"{phase.flops / 1e9:.0f}",
-            f"{1000 * phase.least_s:.2f}",
-            phase.bound,
-            f"{100 * phase.fraction:.0f} %",
-        )
-        for phase in phases
-    ]
-    print_table(COLUMNS, rows, right=frozenset(COLUMNS) - {"phase", "bound by"})
+    rows = [[shown(phase) for shown in COLUMNS.values()] for phase in phases]
+    print_table(list(COLUMNS), rows, right=frozenset(COLUMNS) - {"phase", "bound by"})
 
 
 def draw(directory: Path, swept: dict[str, list[Phase]]) -> None:

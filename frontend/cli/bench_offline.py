@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
@@ -27,10 +26,9 @@ from .flags import ENGINE, engine_flags, given
 from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:
+    from ...ipc.params import SamplingParams
     from ..bench.offline import OfflineRun, Phases, ReadLimit, Steps
     from ..llm import LLM
-
-BYTES_PER_PARAMETER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def throughput_parser(argv: list[str]) -> BenchParser:
@@ -77,8 +75,8 @@ def throughput(argv: list[str]) -> int:
         from ..bench.offline import run_throughput
         from ..bench.report import milliseconds_table
 
-        requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
-        run = run_throughput(llm, requests, _params(args, requests), use_tqdm=sys.stderr.isatty())
+        requests, params, limit = _prepare(llm, options, args)
+        run = run_throughput(llm, requests, params, use_tqdm=sys.stderr.isatty())
     print(format_throughput(run, len(requests)))
     phases = [
         ("in the queue", "queued_time"),
@@ -140,8 +138,7 @@ def latency(argv: list[str]) -> int:
         from ..bench.report import milliseconds_table
         from ..bench.statistics import summarize
 
-        requests, limit = make_requests(options, _tokenizer(llm)), read_limit(llm)
-        params = _params(args, requests)
+        requests, params, limit = _prepare(llm, options, args)
         run_latency(llm, requests, params, args.num_iters_warmup, lambda: None)
         seconds, phases = run_latency(
             llm, requests, params, args.num_iters, _progress(args.num_iters)
@@ -198,34 +195,24 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
         yield llm
 
 
-def read_limit(llm: LLM) -> ReadLimit:
-    """Measures the bandwidth before the run, while the engine is idle."""
-    from ..bench.offline import measure_read_limit
+def _prepare(
+    llm: LLM, options: WorkloadOptions, args: argparse.Namespace
+) -> tuple[list[Request], list[SamplingParams], ReadLimit]:
+    """The requests and their parameters, and the limit, measured while the engine is idle."""
+    from ..bench.offline import measure_read_limit, sampling_params
 
-    config = llm.llm_engine.config
-    return measure_read_limit(
-        Path(config.model_config.model),
-        BYTES_PER_PARAMETER[config.model_config.dtype],
-        config.device_config.num_threads,
+    tokenizer = llm.get_tokenizer()
+    if tokenizer is None:
+        problem = "the tokenizer is needed to generate prompts"
+        raise InvalidParameterError("skip_tokenizer_init", problem)
+    requests = make_requests(options, tokenizer)
+    params = sampling_params(
+        requests,
+        ignore_eos=args.ignore_eos,
+        temperature=args.temperature,
+        seed=options.seed,
     )
-
-
-def _tokenizer(llm: LLM) -> Any:
-    if llm.get_tokenizer() is None:
-        raise InvalidParameterError(
-            "skip_tokenizer_init", ("the tokenizer is needed to generate prompts")
-        )
-    return llm.get_tokenizer()
-
-
-def _params(args: argparse.Namespace, requests: list[Request]) -> list[Any]:
-    from ..bench.offline import sampling_params
-
-    seed = getattr(args, "seed", 0)
-    return [
-        sampling_params(r, ignore_eos=args.ignore_eos, temperature=args.temperature, seed=seed + i)
-        for i, r in enumerate(requests)
-    ]
+    return requests, params, measure_read_limit(llm.llm_engine.config)
 
 
 def _progress(total: int) -> Any:

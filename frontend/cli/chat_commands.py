@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ...ipc.checks import closest
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
@@ -21,7 +23,19 @@ from .session import request_flags
 from .values import from_text
 
 MAX_FILE_BYTES = 64 * 2**20
-ROLES = ("user", "assistant")
+ROLES = ["user", "assistant"]
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True):
+    role: str
+    content: str
+
+
+class Saved(msgspec.Struct):
+    """The file of /save."""
+
+    messages: list[Turn]
+    system: str | None = None
 
 
 class Commands:
@@ -107,9 +121,9 @@ class Commands:
         self.display.notice(f"({self._turns()} saved in {path})")
 
     def load(self, argument: str) -> None:
-        content = _read("/load", _path("/load", argument))
-        self.conversation.system = content.get("system")
-        self.conversation.messages = content["messages"]
+        saved = _read("/load", _path("/load", argument))
+        self.conversation.system = saved.system
+        self.conversation.messages = [msgspec.structs.asdict(turn) for turn in saved.messages]
         self.display.notice(f"({self._turns()} loaded)")
 
     def _turns(self) -> str:
@@ -146,32 +160,19 @@ def _path(command: str, argument: str) -> Path:
     return Path(argument).expanduser()
 
 
-def _read(command: str, path: Path) -> dict[str, Any]:
+def _read(command: str, path: Path) -> Saved:
     """A saved conversation. Raises InvalidParameterError for any other file."""
     if not path.is_file():
         raise InvalidParameterError(command, f"{path} is not a file")
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise OSError(0, "too large for a conversation")
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        if [turn.role for turn in saved.messages] != ROLES * (len(saved.messages) // 2):
+            raise ValueError("not alternating")
     except OSError as error:
         raise InvalidParameterError(command, f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        content = None
-    content = content if isinstance(content, dict) else {}
-    messages = content.get("messages")
-    is_sound = (
-        isinstance(messages, list)
-        and len(messages) % 2 == 0
-        and isinstance(content.get("system"), (str, type(None)))
-        and all(
-            isinstance(message, dict)
-            and message.keys() == {"role", "content"}
-            and message["role"] == ROLES[i % 2]
-            and isinstance(message["content"], str)
-            for i, message in enumerate(messages)
-        )
-    )
-    if not is_sound:
-        raise InvalidParameterError(command, f"{path} is not a conversation written by /save")
-    return content
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        problem = f"{path} is not a conversation written by /save"
+        raise InvalidParameterError(command, problem) from None
+    return saved

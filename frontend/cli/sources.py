@@ -176,11 +176,9 @@ def _parse(path: Path, origin: str) -> dict[Any, Any]:
         raise InvalidParameterError(origin, f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise InvalidParameterError(origin, f"{path} is not UTF-8 (byte {error.start})") from None
-    if path.suffix not in (".toml", ".yaml", ".yml", ".json"):
+    if path.suffix not in PARSERS:
         raise InvalidParameterError(origin, f"{path} must end in .yaml, .yml, .json or .toml")
-    kind, parse = {".toml": ("TOML", _parse_toml), ".json": ("JSON", _parse_json)}.get(
-        path.suffix, ("YAML", _parse_yaml)
-    )
+    kind, parse = PARSERS[path.suffix]
     try:
         value = parse(text)
     except (ValueError, RecursionError) as error:
@@ -217,6 +215,14 @@ def _parse_yaml(text: str) -> Any:
     from . import yaml_text
 
     return yaml_text.load(text)
+
+
+PARSERS = {
+    ".yaml": ("YAML", _parse_yaml),
+    ".yml": ("YAML", _parse_yaml),
+    ".json": ("JSON", _parse_json),
+    ".toml": ("TOML", _parse_toml),
+}
 
 
 # ------------------------------------------------------------ printing

@@ -16,6 +16,7 @@ from quire.frontend.bench.offline import (
 )
 from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
 from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.model_info.model_sizes import DTYPE_BYTES
 from quire.frontend.outputs import RequestMetrics
 from quire.ipc.params import SamplingParams
 
@@ -28,9 +29,7 @@ def llm() -> Iterator[LLM]:
 
 def workload(llm: LLM, **options) -> tuple[list[Request], list[SamplingParams]]:
     requests = make_requests(WorkloadOptions(**options), llm.get_tokenizer())
-    return requests, [
-        sampling_params(request, ignore_eos=True, temperature=0.0, seed=0) for request in requests
-    ]
+    return requests, sampling_params(requests, ignore_eos=True, temperature=0.0, seed=0)
 
 
 def test_throughput(llm: LLM) -> None:
@@ -96,8 +95,9 @@ def test_phases_of_a_batch() -> None:
 def test_the_limit_is_the_weights_over_the_bandwidth(llm: LLM) -> None:
     directory = find_model_directory("bundled")
     size = (directory / "model.safetensors").stat().st_size
-    limit = measure_read_limit(directory, 4, 1)
-    assert limit.weight_bytes == 4 * num_parameters(directory)
+    config = llm.llm_engine.config
+    limit = measure_read_limit(config)
+    assert limit.weight_bytes == num_parameters(directory) * DTYPE_BYTES[config.model_config.dtype]
     # stored in 2 or 4 bytes each, behind a header
     assert size / 4 - 4096 < num_parameters(directory) <= size / 2
     assert ReadLimit(1000, 5000.0).max_steps_per_s == 5.0 and limit.max_steps_per_s > 0

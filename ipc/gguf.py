@@ -307,4 +307,6 @@ class _Header:
 
 
 def _unsound(path: Path, problem: str) -> ModelLoadError:
+    # names in a file may hold anything
+    problem = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in problem)
     return ModelLoadError(f"{path}: not a readable GGUF file: {problem}")

@@ -1,0 +1,193 @@
+"""The configuration of a GGUF file's model: what config.json and generation_config.json would say.
+
+Must not know: weights, torch, tokens' texts beyond the names of those that end an answer.
+"""
+
+from __future__ import annotations
+
+from struct import pack, unpack
+from typing import Any
+
+from .errors import ModelLoadError
+from .gguf import GGUFFile
+from .gguf_weights import read_rope_factors
+
+ARCHITECTURE_KEY = "general.architecture"
+# general.architecture -> (architectures, model_type). llama.cpp writes Mistral as llama; without a
+# sliding window they are the same.
+ARCHITECTURES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+}
+# Key without the architecture's name -> key of config.json.
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+    "expert_count": "num_local_experts",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "logit_scale": "logits_scaling",
+    "residual_scale": "residual_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "attention.scale": "attention_multiplier",
+}
+_LISTED = ("num_key_value_heads", "num_attention_heads", "intermediate_size")  # may be per layer
+_READ = ("vocab_size", "rope.dimension_count", "attention.value_length", "expert_used_count")
+# rope.scaling.* -> key of rope_scaling
+_SCALING_KEYS = {
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "attn_factor": "attention_factor",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+# Tokens that end an answer in some model, whatever eos_token_id says: a file has room for one id,
+# generation_config.json lists several.
+ENDING_TOKENS = frozenset(
+    {
+        "<|endoftext|>",
+        "<|im_end|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<|end|>",
+        "<|return|>",
+    }
+)
+CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """What the model's config.json would hold. Keys of the architecture that are unknown here are
+    kept under their own names, so that they are reported as unread.
+
+    Raises ModelLoadError, naming file and key, for an unknown architecture and for a key that
+    cannot be expressed.
+    """
+    path, metadata, tensors = file.paths[0], file.metadata, file.tensors
+    architecture = metadata.get(ARCHITECTURE_KEY)
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{path}: {ARCHITECTURE_KEY} {architecture!r:.100} is not supported; supported: "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    own = {
+        key.removeprefix(f"{architecture}."): _decimal(value)
+        for key, value in metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    name, model_type = ARCHITECTURES[architecture]
+    config: dict[str, Any] = {"architectures": [name], "model_type": model_type}
+    for key, value in own.items():
+        if key in _KEYS:
+            config[_KEYS[key]] = value
+        elif key not in _READ and not key.startswith("rope.scal"):
+            config[f"{architecture}.{key}"] = value
+    for key in _LISTED:
+        if isinstance(values := config.get(key), list):
+            if len(set(map(repr, values))) != 1:
+                raise ModelLoadError(f"{path}: {key} differs between layers: {values!s:.100}")
+            config[key] = values[0]
+    embedding = tensors.get("token_embd.weight")
+    if embedding is not None:  # its rows count: vocab_size may leave out padding
+        config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    config["hidden_act"] = "silu"
+    if architecture == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
+    elif architecture == "gemma3":
+        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
+    _check_heads(path, own, config)
+    if (scaling := _rope_scaling(file, own)) is not None:
+        config["rope_scaling"] = scaling
+    for end in ("bos", "eos"):
+        if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
+            config[f"{end}_token_id"] = token
+    return config
+
+
+def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
+    """What the model's generation_config.json would hold: every token that ends an answer, and the
+    recommended sampling.
+    """
+    metadata = file.metadata
+    ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        ends += [
+            i
+            for i, (text, kind) in enumerate(zip(tokens, kinds))
+            if kind == CONTROL_TOKEN and text in ENDING_TOKENS
+        ]
+    found = list(dict.fromkeys(end for end in ends if end is not None))
+    config: dict[str, Any] = {"eos_token_id": found} if found else {}
+    for key, name in _SAMPLING_KEYS.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is not None:
+            config[name] = _decimal(value)
+    return config
+
+
+def _check_heads(path: Any, own: dict[str, Any], config: dict[str, Any]) -> None:
+    """Values have as many features as keys, and all of a head's features rotate, or the model is
+    refused.
+    """
+    hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    if "head_dim" not in config:
+        if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0):
+            return  # parse_decoder_config names what is wrong
+        config["head_dim"] = hidden // heads
+    head_dim = config["head_dim"]
+    if own.get("attention.value_length", head_dim) != head_dim:
+        raise ModelLoadError(f"{path}: attention.value_length differs from the keys' {head_dim}")
+    rotated = own.get("rope.dimension_count", head_dim)
+    if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+
+
+def _rope_scaling(file: GGUFFile, own: dict[str, Any]) -> dict[str, Any] | None:
+    path, prefix = file.paths[0], "rope.scaling."
+    if (factors := read_rope_factors(file)) is not None:
+        return {"rope_type": "factors", "factors": factors}
+    parameters = {key.removeprefix(prefix): own[key] for key in own if key.startswith(prefix)}
+    if "rope.scale_linear" in own:  # of old files
+        parameters = {"type": "linear", "factor": own["rope.scale_linear"]} | parameters
+    parameters.pop("finetuned", None)
+    rope_type = parameters.pop("type", "none")
+    if rope_type == "none" or (rope_type == "linear" and parameters.get("factor") == 1):
+        return None
+    scaling = {"rope_type": rope_type}
+    for key, value in parameters.items():
+        if key not in _SCALING_KEYS:
+            raise ModelLoadError(f"{path}: {prefix}{key:.50} is not supported")
+        scaling[_SCALING_KEYS[key]] = value
+    if rope_type == "linear":
+        scaling.pop("original_max_position_embeddings", None)
+    return scaling
+
+
+def _decimal(value: Any) -> Any:
+    """A float as config.json writes it: the shortest decimal with the same 32 bits."""
+    if not isinstance(value, float):
+        return value
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        try:
+            if unpack("<f", pack("<f", short))[0] == value:
+                return short
+        except OverflowError:  # rounded up beyond 32 bits, or a number of 64 bits
+            continue
+    return value

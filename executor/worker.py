@@ -18,6 +18,9 @@ import torch
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import ModelLoadError
+from ..ipc.gguf import read_gguf
+from ..ipc.gguf_config import gguf_config
+from ..ipc.gguf_weights import is_gguf
 from ..ipc.json_files import read_json
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -416,14 +419,15 @@ class Worker:
 
 
 def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:
-    """Checks that the config.json of new weights, if there is one, describes the running model.
+    """Checks that the config.json or GGUF file of new weights, if there is one, describes the
+    running model.
 
     Not every difference shows in a shape. Raises ModelLoadError naming the first key that differs.
     """
-    path = directory / "config.json"
+    path = directory if is_gguf(directory) else directory / "config.json"
     if not path.exists():
         return
-    hf_config = read_json(path)
+    hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path)
     described = find_model_class(hf_config)
     if described is not model_class:
         raise ModelLoadError(

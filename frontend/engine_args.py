@@ -18,6 +18,7 @@ from ..ipc.rope_config import model_context
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .model_info.cpu import prefers_bfloat16
+from .model_info.gguf_names import find_file
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
@@ -226,6 +227,7 @@ def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
     return (
         wanted == actual.served_model_name
         or str(Path(wanted).expanduser().resolve()) == actual.model
+        or str(find_file(Path(wanted).expanduser())) == actual.model  # a GGUF file's links stay
     )
 
 

@@ -14,8 +14,10 @@ import msgspec
 
 from ...ipc.checkpoint import missing_weight_files
 from ...ipc.errors import ModelLoadError
-from ...ipc.json_files import read_json
-from .model_files import BUNDLED, find_model_directory
+from ...ipc.gguf import part_names
+from ...ipc.gguf_weights import is_gguf
+from .gguf_names import first_parts, quantization_of
+from .model_files import BUNDLED, find_model_directory, read_hf_config
 from .model_sizes import measure_model
 
 
@@ -24,7 +26,7 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     revision: str  # branches and tags of this commit, or the commit
     directory: str
     size_bytes: int
-    dtype: str | None  # dtype of the saved weights, from config.json
+    dtype: str | None  # dtype of the saved weights, from config.json or a GGUF file's name
     architecture: str | None
     num_parameters: int | None  # None if the architecture is not supported
     problems: list[str]  # reasons why it cannot run; empty: ready
@@ -59,6 +61,14 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
         )
         for revision in sorted(repository.revisions, key=lambda revision: -revision.last_modified):
             name = ", ".join(sorted(revision.refs)) or revision.commit_hash[:12]
+            files = _gguf_files(revision.snapshot_path)
+            for model_name, path in files:
+                sizes = [path.with_name(part) for part in part_names(path.name)]
+                num_bytes = sum(part.stat().st_size for part in sizes if part.is_file())
+                model = f"{repository.repo_id}{model_name}"
+                models.append(describe(model, name, path, num_bytes, partial))
+            if files and not any(revision.snapshot_path.glob("*.safetensors")):
+                continue
             models.append(
                 describe(
                     repository.repo_id, name, revision.snapshot_path, revision.size_on_disk, partial
@@ -67,12 +77,23 @@ def list_models() -> tuple[list[CachedModel], list[str]]:
     return models, [str(warning).splitlines()[0] for warning in cache.warnings]
 
 
+def _gguf_files(snapshot: Path) -> list[tuple[str, Path]]:
+    """What follows the repository's name to name a GGUF file (":Q4_K_M"), and its path."""
+    names = first_parts(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*.gguf"))
+    labels = [quantization_of(name) for name in names]
+    return [
+        (f":{label}" if label and labels.count(label) == 1 else f"/{name}", snapshot / name)
+        for name, label in zip(names, labels)
+    ]
+
+
 def describe(
     model: str, revision: str, directory: Path, size_bytes: int, problems: Iterable[str] = ()
 ) -> CachedModel:
     problems, hf_config, sizes = list(problems), {}, None
+    is_file = is_gguf(directory)
     try:
-        hf_config = read_json(directory / "config.json")
+        hf_config = read_hf_config(directory, {})
         sizes = measure_model(hf_config)
     except ModelLoadError as error:
         problems.append(_short(error, directory))
@@ -83,7 +104,7 @@ def describe(
             )
     except ModelLoadError as error:
         problems.append(_short(error, directory))
-    if not (directory / "tokenizer.json").is_file():
+    if not is_file and not (directory / "tokenizer.json").is_file():
         problems.append("no tokenizer.json")
     architectures = hf_config.get("architectures")
     return CachedModel(
@@ -91,7 +112,9 @@ def describe(
         revision=revision,
         directory=str(directory),
         size_bytes=size_bytes,
-        dtype=_text(hf_config.get("dtype") or hf_config.get("torch_dtype")),
+        dtype=quantization_of(directory.name)
+        if is_file
+        else _text(hf_config.get("dtype") or hf_config.get("torch_dtype")),
         architecture=sizes.architecture
         if sizes
         else _text(architectures[0])

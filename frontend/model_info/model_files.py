@@ -1,5 +1,5 @@
-"""Finds a model's directory (bundled, local, or on the hub) and reads its config.json and
-generation_config.json.
+"""Finds a model's directory or GGUF file (bundled, local, or on the hub) and reads its
+configuration and generation configuration.
 
 Must not know: weights, torch, tokenizers, how the engine uses a configuration.
 """
@@ -14,7 +14,11 @@ from typing import Any
 import msgspec
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.gguf import part_names, read_gguf
+from ...ipc.gguf_config import gguf_config, gguf_generation_config
+from ...ipc.gguf_weights import is_gguf
 from ...ipc.json_files import read_json, read_json_if_exists
+from . import gguf_names
 
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
@@ -34,35 +38,49 @@ def find_model_directory(
     weights: bool = True,
     download_dir: str | None = None,
 ) -> Path:
-    """The absolute directory of the model's files. A model on the hub is downloaded first, into
-    `download_dir` (default: the hub cache).
+    """The absolute directory of the model's files, or the path of its GGUF file. A model on the hub
+    is downloaded first, into `download_dir` (default: the hub cache); a GGUF file is downloaded
+    without `weights` too, because it holds the configuration.
 
-    Raises ModelLoadError naming the model if there is neither such a directory nor such a model on
-    the hub, or no network.
+    Raises ModelLoadError naming the model if there is neither such a directory or file nor such a
+    model on the hub, or no network.
     """
     if model == BUNDLED:
         return Path(__file__).resolve().parents[1] / "bundled_model"
     path = Path(model).expanduser()
     if path.is_dir():
-        return path.resolve()
+        return gguf_names.find_in_directory(path.resolve()) or path.resolve()
     if path.exists():
+        if is_gguf(path):
+            return gguf_names.find_file(path)
         raise ModelLoadError(
-            f"model {model!r} is a file; a model is a directory that holds config.json and "
-            f"*.safetensors"
+            f"model {model!r} is a file; a model is a GGUF file (*.gguf), or a directory that "
+            f"holds config.json and *.safetensors"
         )
+    if (on_hub := gguf_names.parse_hub_name(model)) is not None:
+        return gguf_names.find_on_hub(on_hub, revision, download_dir)
+    if is_gguf(path):
+        raise ModelLoadError(f"model {model!r}: there is no such file")
     if _looks_like_a_path(model):
         raise ModelLoadError(f"model {model!r}: there is no such directory")
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else [])
-    return _download(model, revision, patterns, download_dir)
+    directory = _download(model, revision, patterns, download_dir)
+    if not (directory / "config.json").exists():
+        gguf_names.refuse_without_quantization(model, revision)
+    return directory
 
 
 def find_cached_directory(
     model: str, revision: str | None = None, download_dir: str | None = None
 ) -> Path | None:
-    """The directory of a hub model in the cache, without network access. None if the model is not
-    cached or the name is not a valid hub name.
+    """The directory or GGUF file of a hub model in the cache, without network access. None if the
+    model is not cached or the name is not a valid hub name.
     """
-    if model == BUNDLED or Path(model).expanduser().exists() or _looks_like_a_path(model):
+    if model == BUNDLED or Path(model).expanduser().exists():
+        return None
+    if (on_hub := gguf_names.parse_hub_name(model)) is not None:
+        return gguf_names.find_cached(on_hub, revision, download_dir)
+    if _looks_like_a_path(model):
         return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -105,7 +123,11 @@ def read_ahead(directory: Path) -> None:
     """
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in sorted(directory.glob("*.safetensors")):
+    if is_gguf(directory):
+        paths = [directory.with_name(name) for name in part_names(directory.name)]
+    else:
+        paths = sorted(directory.glob("*.safetensors"))
+    for path in paths:
         if not path.is_file():  # opening a pipe would block
             continue
         with contextlib.suppress(OSError), path.open("rb") as file:
@@ -113,16 +135,19 @@ def read_ahead(directory: Path) -> None:
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    """config.json, updated with `overrides`. Objects are merged key by key.
+    """config.json, or what a GGUF file's metadata says, updated with `overrides`. Objects are
+    merged key by key.
 
     Raises ModelLoadError for a file that read_json rejects, and for values that cannot be encoded
     in a message.
     """
-    hf_config = _merged(read_json(directory / "config.json"), overrides)
+    path = directory if is_gguf(directory) else directory / "config.json"
+    own = gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path)
+    hf_config = _merged(own, overrides)
     try:
         msgspec.msgpack.encode(hf_config)
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ModelLoadError(f"{directory / 'config.json'} cannot be read: {error}") from error
+        raise ModelLoadError(f"{path} cannot be read: {error}") from error
     return hf_config
 
 
@@ -135,7 +160,12 @@ def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """generation_config.json, or {} if the model has none."""
+    """generation_config.json, or {} if the model has none. Beside a GGUF file it replaces what the
+    file's metadata says.
+    """
+    if is_gguf(directory):
+        beside = read_json_if_exists(directory.with_name("generation_config.json"))
+        return beside or gguf_generation_config(read_gguf(directory))
     return read_json_if_exists(directory / "generation_config.json")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from quire.frontend.model_info.model_cache import CachedModel, list_models
+from quire.tests.gguf_files import write_gguf
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -157,3 +158,30 @@ def test_a_damaged_cache_is_a_warning(cache: Path) -> None:
     (cache / "models--somebody--nothing").mkdir(parents=True)
     models, warnings = list_models()
     assert len(models) == 1 and len(warnings) == 1 and "\n" not in warnings[0]
+
+
+def test_gguf_files_are_listed_by_their_quantization(cache: Path) -> None:
+    repository = add(cache, "org/g", {"README.md": ""})
+    (snapshot,) = (repository / "snapshots").iterdir()
+    metadata = {"general.architecture": "llama"} | {
+        f"llama.{key}": value
+        for key, value in {
+            "context_length": 64,
+            "embedding_length": 8,
+            "feed_forward_length": 16,
+            "block_count": 1,
+            "attention.head_count": 2,
+        }.items()
+    }
+    tensors = {"token_embd.weight": ((100, 8), "F16", bytes(1600))}
+    for name in ("g-Q4_K_M.gguf", "odd.gguf"):
+        write_gguf(repository / "blobs" / name, metadata, tensors)
+        (snapshot / name).symlink_to(repository / "blobs" / name)
+    (snapshot / "g-Q8_0.gguf").write_text("GGUF")
+    found = listed()
+    assert list(found) == ["org/g:Q4_K_M@main", "org/g:Q8_0@main", "org/g/odd.gguf@main"]
+    good = found["org/g:Q4_K_M@main"]
+    assert (good.dtype, good.architecture, good.problems) == ("Q4_K_M", "LlamaForCausalLM", [])
+    assert good.size_bytes == (repository / "blobs" / "g-Q4_K_M.gguf").stat().st_size
+    (problem,) = set(found["org/g:Q8_0@main"].problems)
+    assert "not a readable GGUF file" in problem

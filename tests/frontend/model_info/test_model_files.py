@@ -18,6 +18,7 @@ from quire.frontend.model_info.model_files import (
     read_generation_config,
     read_hf_config,
 )
+from quire.tests.gguf_files import write_gguf
 
 
 def test_bundled_and_local_directories(tmp_path, monkeypatch) -> None:
@@ -42,10 +43,26 @@ def test_a_path_that_does_not_exist_never_asks_the_hub(model, monkeypatch) -> No
         find_model_directory(model)
 
 
-def test_a_file_is_not_a_model(tmp_path) -> None:
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ModelLoadError, match="is a file"):
-        find_model_directory(str(tmp_path / "model.gguf"))
+def test_a_file_is_a_model_if_it_is_gguf(tmp_path) -> None:
+    for name in ("model.bin", "model.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelLoadError, match="is a file; a model is a GGUF file"):
+        find_model_directory(str(tmp_path / "model.bin"))
+    assert find_model_directory(str(tmp_path / "model.gguf")) == tmp_path / "model.gguf"
+    assert find_model_directory(str(tmp_path)) == tmp_path / "model.gguf"
+    with pytest.raises(ModelLoadError, match="there is no such file"):
+        find_model_directory(str(tmp_path / "other.gguf"))
+
+
+def test_a_gguf_file_describes_itself(tmp_path) -> None:
+    """What lies beside it replaces its generation defaults."""
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.eos_token_id": 7}
+    path = write_gguf(tmp_path / "m.gguf", metadata | {"llama.block_count": 3})
+    config = read_hf_config(path, {"num_hidden_layers": 2})
+    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 2)
+    assert read_generation_config(path) == {"eos_token_id": [7]}
+    (tmp_path / "generation_config.json").write_text('{"top_k": 3}')
+    assert read_generation_config(path) == {"top_k": 3}
 
 
 def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypatch) -> None:
@@ -58,6 +75,7 @@ def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypat
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    (tmp_path / "config.json").touch()
     assert find_model_directory("org/model", revision="v1") == tmp_path.resolve()
     find_model_directory("org/model", weights=False, download_dir="here")
     assert [(m, r, d, "*.safetensors" in p) for m, r, d, p in asked] == [

@@ -48,10 +48,8 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
     ways: dict[str, Any] = {
         "response_format": response_format(body.response_format),
         "structured_outputs": kinds_of(body.structured_outputs),
-    }
-    ways |= {
         next(iter(guided), "guided"): {kind: getattr(body, name) for name, kind in guided.items()}
-        or None
+        or None,
     }
     given = [name for name, wanted in ways.items() if wanted is not None]
     if len(given) > 1:

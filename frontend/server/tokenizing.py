@@ -51,14 +51,14 @@ async def tokenize_all(
     """
     tokenizer = state.ready_engine().tokenizer
     if tokenizer is None:
-        raise no_tokenizer()
+        raise invalid("prompt", "This model has no tokenizer: prompts must be token ids.")
     if sum(map(len, texts)) < LONG_TEXT:
         return [tokenizer.encode(text, add_special_tokens) for text in texts]
     most = state.max_model_len
 
     def encode(slice_of_texts: list[str]) -> list[list[int]]:
-        for text in slice_of_texts:
-            if must_fit and tokenizer.max_token_length is not None:
+        if must_fit:
+            for text in slice_of_texts:
                 check_length(tokenizer, text, param, most)
         try:
             # encode_batch even for one text: `encode` holds the GIL
@@ -110,10 +110,6 @@ async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> R
         return await asyncio.shield(running)
     finally:
         del running  # an exception in it would keep this frame, and so itself and the texts, alive
-
-
-def no_tokenizer() -> ApiError:
-    return invalid("prompt", "This model has no tokenizer: prompts must be token ids.")
 
 
 def max_characters(max_model_len: int) -> int:

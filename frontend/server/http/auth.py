@@ -28,7 +28,7 @@ class Keys:
 
     def __init__(self, config: ServerConfig):
         self._config = config
-        self._has_page = config.page
+        self._open_paths = OPEN_PATHS | ({"/"} if config.page else set())
         self._digests: list[bytes] = []
         self.read()
 
@@ -46,11 +46,7 @@ class Keys:
 
         Raises ApiError 401. Compares every key in constant time.
         """
-        if (
-            not self._digests
-            or scope["path"] in OPEN_PATHS
-            or (scope["path"] == "/" and self._has_page)
-        ):
+        if not self._digests or scope["path"] in self._open_paths:
             return ""
         presented = _presented(scope["headers"])
         if presented is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -88,19 +89,16 @@ def _code(sentence: str) -> str:
 # ---------------------------------------------------------------- unknown fields
 
 
+@dataclass(slots=True)
 class Shape:
     """The parts of a type that can hold fields: a Struct's fields by name, the Struct for each
     value of a tag, or a list's elements.
     """
 
-    __slots__ = ("by_tag", "elements", "fields", "nested", "tag_field")
-
-    def __init__(self) -> None:
-        self.fields: dict[str, Shape | None] | None = None
-        self.nested: dict[str, Shape] = {}  # the fields of `fields` that can hold fields themselves
-        self.tag_field = ""
-        self.by_tag: dict[Any, Shape] = {}
-        self.elements: Shape | None = None
+    fields: dict[str, Shape | None] | None = None
+    elements: Shape | None = None
+    tag_field: str = ""
+    by_tag: dict[Any, Shape] = field(default_factory=dict)
 
     def unknown(self, value: Any, path: str) -> Iterator[str]:
         if isinstance(value, list):
@@ -122,36 +120,31 @@ class Shape:
 
 def _unknown_fields(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> list[str]:
     """The paths of unknown fields, sorted. Visits only values whose type has fields."""
-    shape = shape_of(body_type)
-    given = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
-    unknown = [name for name in given if name not in (shape.fields or {})]
-    for name, child in shape.nested.items():
-        if name in given:
-            unknown += child.unknown(msgspec.json.decode(given[name]), name)
+    fields, unknown = fields_of(body_type), []
+    for name, raw_value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        if name not in fields:
+            unknown.append(name)
+        elif (shape := fields[name]) is not None:
+            unknown += shape.unknown(msgspec.json.decode(raw_value), name)
     return sorted(unknown)
 
 
 @lru_cache(maxsize=256)
-def shape_of(body_type: type[msgspec.Struct]) -> Shape:
+def fields_of(body_type: type[msgspec.Struct]) -> dict[str, Shape | None]:
     shape = _shape(inspect.type_info(body_type))
-    assert shape is not None  # a Struct has fields
-    return shape
+    assert shape is not None and shape.fields is not None  # those of a Struct
+    return shape.fields
 
 
 def _shape(info: inspect.Type) -> Shape | None:
     """None for a type that cannot hold fields."""
     if isinstance(info, inspect.StructType):
-        shape = Shape()
-        shape.fields = {field.encode_name: _shape(field.type) for field in info.fields}
-        shape.nested = {name: child for name, child in shape.fields.items() if child is not None}
-        return shape
+        return Shape({field.encode_name: _shape(field.type) for field in info.fields})
     if isinstance(info, inspect.Metadata):
         return _shape(info.type)
     if isinstance(info, inspect.ListType):
         elements = _shape(info.item_type)
-        shape = Shape()
-        shape.elements = elements
-        return None if elements is None else shape
+        return None if elements is None else Shape(elements=elements)
     if isinstance(info, inspect.UnionType):
         return _union_shape(info)
     return None
@@ -161,11 +154,10 @@ def _union_shape(info: inspect.UnionType) -> Shape | None:
     """The shape of a union. msgspec can distinguish at most one list, and one Struct or several
     with tags, so all of them fit into one Shape.
     """
-    shape, has_fields = Shape(), False
+    shape = Shape()
     for member in info.types:
         if (inner := _shape(member)) is None:
             continue
-        has_fields = True
         shape.elements = inner.elements or shape.elements
         struct = member.type if isinstance(member, inspect.Metadata) else member
         if isinstance(struct, inspect.StructType):
@@ -173,4 +165,4 @@ def _union_shape(info: inspect.UnionType) -> Shape | None:
                 shape.tag_field, shape.by_tag[struct.tag] = struct.tag_field, inner
             else:
                 shape.fields = inner.fields
-    return shape if has_fields else None
+    return None if shape == Shape() else shape

@@ -165,11 +165,7 @@ class Admission:
         slot.waiter = asyncio.get_running_loop().create_future()
         entry = (slot.priority, next(self._arrivals), slot)
         insort(self._lines.setdefault(slot.key, []), entry)
-        slot.is_waiting = True
-        self.num_waiting += 1
-        self.num_waiting_completions += slot.num_completions
-        self.num_waiting_tokens += slot.num_tokens
-        self._groups[slot.group] += 1
+        self._count_waiting(slot, 1)
         try:
             await slot.waiter
         except asyncio.CancelledError:
@@ -205,16 +201,20 @@ class Admission:
         """Removes a slot from its queue."""
         line = self._lines[key]
         slot = line.pop(index)[-1]
-        slot.is_waiting = False
         if not line:
             del self._lines[key]
-        self.num_waiting -= 1
-        self.num_waiting_completions -= slot.num_completions
-        self.num_waiting_tokens -= slot.num_tokens
-        self._groups[slot.group] -= 1
+        self._count_waiting(slot, -1)
+        return slot
+
+    def _count_waiting(self, slot: Slot, change: int) -> None:
+        """`change`: 1 when the slot enters its queue, -1 when it leaves."""
+        slot.is_waiting = change > 0
+        self.num_waiting += change
+        self.num_waiting_completions += change * slot.num_completions
+        self.num_waiting_tokens += change * slot.num_tokens
+        self._groups[slot.group] += change
         if not self._groups[slot.group]:
             del self._groups[slot.group]
-        return slot
 
     def _let_in(self) -> None:
         """Admits the first of the queue whose turn it is, while there is capacity. Its queue then

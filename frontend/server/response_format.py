@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from .http.errors import invalid, missing, refused, unsupported
+from .http.errors import invalid, missing, named, unsupported
 
 if TYPE_CHECKING:
     from .sampling import SamplingBody
@@ -59,11 +58,8 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
     wanted = ways[given[0]] if given else {}
     if isinstance(wanted, StructuredOutputsParams):
         return wanted
-    try:
+    with named({f"structured_outputs.{kind}": name for name, kind in guided.items()}):
         return StructuredOutputsParams(**wanted)
-    except InvalidParameterError as error:
-        own = {f"structured_outputs.{kind}": name for name, kind in guided.items()}
-        raise refused(error.parameter, error.problem, own) from None
 
 
 def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:

@@ -20,7 +20,7 @@ from ..text.token_bounds import composes
 from ..text.tokenizer import Tokenizer
 from .admission import Admission
 from .http.call import Call, release_memory
-from .http.errors import ApiError, invalid
+from .http.errors import invalid, too_long
 from .state import NUM_TOKENIZER_THREADS, ServerState
 
 Result = TypeVar("Result")
@@ -137,9 +137,5 @@ def check_length(tokenizer: Tokenizer, text: str, param: str, max_model_len: int
         num_characters //= 4  # at most four characters become one
     num_tokens = -(-num_characters // longest)
     if num_tokens > max_model_len:
-        message = (
-            f"This model's maximum context length is {max_model_len} tokens. However, the text of "
-            f"your {param} has {len(text)} characters, which are at least {num_tokens} tokens. "
-            f"Please reduce the length of the {param}."
-        )
-        raise ApiError(400, message, code="context_length_exceeded", param=param)
+        problem = f"the text of your {param} has {len(text)} characters"
+        raise too_long(param, max_model_len, f"{problem}, which are at least {num_tokens} tokens")

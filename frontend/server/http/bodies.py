@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from .errors import ApiError, missing
+from .errors import ApiError, invalid, missing
 from .limits import check_limits
 
 # The end of msgspec's error messages: the location. "[...]" is a value of an object whose keys are
@@ -58,12 +58,8 @@ def bad_field(problem: str) -> ApiError:
         return missing(f"{param}.{absent[1]}" if param else absent[1])
     where = f"Invalid value for '{param}': " if param else "Invalid body: "
     about_key = "of a key: " if place and place["key"] else ""
-    return ApiError(
-        400,
-        f"{where}{about_key}{sentence[:1].lower()}{sentence[1:]}.",
-        code=_code(sentence),
-        param=param or None,
-    )
+    message = f"{where}{about_key}{sentence[:1].lower()}{sentence[1:]}."
+    return invalid(param or None, message, _code(sentence))
 
 
 def _code(sentence: str) -> str:

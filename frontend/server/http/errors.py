@@ -131,43 +131,37 @@ def invalid(param: str | None, message: str, code: str | None = "invalid_value")
 
 
 def missing(param: str) -> ApiError:
-    return ApiError(
-        400,
-        f"Missing required parameter: '{param}'.",
-        code="missing_required_parameter",
-        param=param,
-    )
+    return invalid(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
 
 
 def unsupported(param: str, message: str) -> ApiError:
     """A 400 for a feature that the API defines and this server does not support."""
-    return ApiError(400, message, code="unsupported_value", param=param)
+    return invalid(param, message, "unsupported_value")
 
 
 def context_length_exceeded(
     param: str, max_model_len: int, num_prompt_tokens: int, max_tokens: int | None = None
 ) -> ApiError:
-    """An error with OpenAI's wording, which clients search for.
-
-    `max_tokens`: the requested number of tokens, if it is what exceeds the context length.
-    """
+    """`max_tokens`: the requested number of tokens, if it is what exceeds the context length."""
     if max_tokens is None:
-        problem, remedy = (
-            f"your {param} resulted in {num_prompt_tokens} tokens, which leaves none for an answer",
-            param,
-        )
-    else:
-        total = num_prompt_tokens + max_tokens
-        problem, remedy = (
-            f"you requested {total} tokens ({num_prompt_tokens} in the {param}, {max_tokens} in "
-            f"the completion)",
-            f"{param} or completion",
-        )
+        problem = f"your {param} resulted in {num_prompt_tokens} tokens"
+        return too_long(param, max_model_len, f"{problem}, which leaves none for an answer")
+    problem = (
+        f"you requested {num_prompt_tokens + max_tokens} tokens ({num_prompt_tokens} in the "
+        f"{param}, {max_tokens} in the completion)"
+    )
+    return too_long(param, max_model_len, problem, f"{param} or completion")
+
+
+def too_long(param: str, max_model_len: int, problem: str, remedy: str = "") -> ApiError:
+    """An error with OpenAI's wording, which clients search for. `remedy`: what to make shorter, by
+    default `param`.
+    """
     message = (
         f"This model's maximum context length is {max_model_len} tokens. However, {problem}. "
-        f"Please reduce the length of the {remedy}."
+        f"Please reduce the length of the {remedy or param}."
     )
-    return ApiError(400, message, code="context_length_exceeded", param=param)
+    return invalid(param, message, "context_length_exceeded")
 
 
 def not_found(what: str) -> ApiError:

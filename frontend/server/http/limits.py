@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from .errors import ApiError
+from .errors import invalid
 
 SMALL_BODY = 16 * 2**10  # bytes; smaller bodies are not checked
 MAX_OTHER_VALUES = 50_000  # of all fields together that the body's type does not define
@@ -62,29 +62,21 @@ def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> Non
             num_others -= _num_marks(text)
             _check(name, text, LIMITS.get(name, FieldLimit()))
     if num_others > MAX_OTHER_VALUES:
-        raise ApiError(
-            400,
+        raise invalid(
+            None,
             f"The unknown or repeated fields of the body have more than {MAX_OTHER_VALUES} values "
             f"together.",
-            code="array_above_max_length",
+            "array_above_max_length",
         )
 
 
 def _check(name: str, text: bytes, limit: FieldLimit) -> None:
     if limit.max_bytes is not None and len(text) > limit.max_bytes:
-        raise ApiError(
-            400,
-            f"'{name}' must have at most {limit.max_bytes} bytes, got {len(text)}.",
-            code="string_above_max_length",
-            param=name,
-        )
+        problem = f"at most {limit.max_bytes} bytes, got {len(text)}"
+        raise invalid(name, f"'{name}' must have {problem}.", "string_above_max_length")
     if len(text) > limit.max_values and exceeds(text, limit.max_values):
-        raise ApiError(
-            400,
-            f"'{name}' must have at most {limit.max_values} values, nested values included.",
-            code="array_above_max_length",
-            param=name,
-        )
+        problem = f"at most {limit.max_values} values, nested values included"
+        raise invalid(name, f"'{name}' must have {problem}.", "array_above_max_length")
 
 
 def exceeds(text: bytes, max_values: int) -> bool:

@@ -127,16 +127,13 @@ def _operation(
     error = type(ApiError(500, "").in_format(route.path))
     failure = {
         "description": "What was wrong.",
-        "content": {
-            "application/json": {"schema": {"$ref": REFERENCE.format(name=error.__name__)}}
-        },
+        "content": _json({"$ref": REFERENCE.format(name=error.__name__)}),
     }
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": f"{method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path.lower())}",
     }
-    names = PARAMETER.findall(route.path)
-    if names:
+    if names := PARAMETER.findall(route.path):
         operation["parameters"] = [
             {
                 "name": name,
@@ -149,13 +146,11 @@ def _operation(
     if description.body is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema_of[id(description.body)]}},
+            "content": _json(schema_of[id(description.body)]),
         }
-    content: dict[str, Any] = (
-        {}
-        if description.answer is None
-        else {"application/json": {"schema": schema_of[id(description.answer)]}}
-    )
+    content: dict[str, Any] = {}
+    if description.answer is not None:
+        content = _json(schema_of[id(description.answer)])
     if description.streams:
         content[description.streams] = {}
     operation["responses"] = {
@@ -164,3 +159,7 @@ def _operation(
         "5XX": failure,
     }
     return operation
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

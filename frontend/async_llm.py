@@ -55,8 +55,7 @@ class AsyncLLM(SessionFace):
         self._streams: dict[str, RequestStream] = {}
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
-        # time.monotonic() of the last outputs, and of the first unfinished request's arrival
-        self._last_output_time = self._busy_since = 0.0
+        self._last_output_time = 0.0  # time.monotonic()
         self._max_outputs_per_s = 0
         self._idle = asyncio.Event()  # set while no stream is open
         self._idle.set()
@@ -206,11 +205,8 @@ class AsyncLLM(SessionFace):
     ) -> tuple[RequestStream, RequestMetrics]:
         self.check_health()
         request = self.session.process(request_id, prompt, params, priority=priority)
-        was_idle = not self.session.has_unfinished_requests()
         self._ensure_output_task()
         metrics = self.session.submit(request, trace_headers)
-        if was_idle:
-            self._busy_since = time.monotonic()
         stream = self._streams[request_id] = RequestStream(take_at_once)
         self._idle.clear()
         return stream, metrics
@@ -337,18 +333,6 @@ class AsyncLLM(SessionFace):
         """Raises EngineDeadError, with the cause, when the engine is gone."""
         if self._dead_error is not None:
             raise EngineDeadError(*self._dead_error.args) from self._dead_error
-
-    @property
-    def silent_for_s(self) -> float:
-        """Seconds since the engine's last output while requests are unfinished; otherwise 0.0. Does
-        not call the engine.
-
-        A long silence is not always a fault: chunks of a long prompt produce no output, and neither
-        does a paused engine. `is_responsive` asks the engine.
-        """
-        if not self.session.output_processor.has_unfinished_requests():
-            return 0.0
-        return time.monotonic() - max(self._last_output_time, self._busy_since)
 
     async def is_responsive(self, timeout_s: float) -> bool:
         """Whether the engine is running, for a readiness check.

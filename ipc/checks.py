@@ -35,6 +35,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}…"
 
 
+def require_kind(holds: object, parameter: str, kind: str, value: object) -> None:
+    """As require, for "must be {kind}, got {value}"."""
+    if not holds:
+        raise InvalidParameterError(parameter, f"must be {kind}, got {shown(value)}")
+
+
 def closest(word: str, known: Iterable[str]) -> str | None:
     """The known name that `word` probably means; None where none is close. What all names begin
     with ("--", "QUIRE_") must be left out: it would make them look alike.

@@ -8,10 +8,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready
+from ...ipc.failures import unpack_exception
+from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready, UtilityResult
 from ...ipc.threads import in_thread
 
 CLOSED = "this client was shut down"
+OF_A_LOOP = "this client belongs to an asyncio loop: await get_output_async() instead"
+
+
+def result_of(message: UtilityResult) -> Any:
+    """The result that a utility's answer carries. Raises its exception."""
+    if message.failure is not None:
+        raise unpack_exception(message.failure, RuntimeError)
+    return message.result
 
 
 class EngineClient(ABC):

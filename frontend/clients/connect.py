@@ -6,6 +6,7 @@ Must not know: requests, outputs, the use of the client.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 from ...ipc.config import EngineConfig, ModelConfig
@@ -81,6 +82,17 @@ def make_client(
     return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
 
 
+async def _start_client(config: EngineConfig, engine: str, on_progress: Report) -> EngineClient:
+    """As make_client in asyncio_mode, without blocking the running loop."""
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        return await InprocClient.start(config, on_progress)
+    from .mp_client import MPClient
+
+    return await MPClient.start(config, engine, on_progress)
+
+
 Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]
 
 
@@ -94,13 +106,9 @@ def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Con
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
         tokenizer_load = TokenizerLoad(config)
-        return (
-            config,
-            make_client(
-                config, engine, asyncio_mode=asyncio_mode, on_progress=tokenizer_load.on_progress
-            ),
-            tokenizer_load,
-        )
+        on_progress = tokenizer_load.on_progress
+        client = make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
+        return config, client, tokenizer_load
     client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
     try:
         return args.attach_to(client.ready.config), client, None
@@ -113,15 +121,10 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     """As connect in asyncio_mode, without blocking the running loop; see AsyncLLM.start."""
     check_endpoint(args.otlp_traces_endpoint)
     if engine not in ("inproc", "process"):
-        from .mp_client import MPClient
-
-        client = await MPClient.start(args.tree(), engine, on_progress)
+        client = await _start_client(args.tree(), engine, on_progress)
         try:
-            return (
-                await in_thread(lambda: args.attach_to(client.ready.config), may_abandon=True),
-                client,
-                None,
-            )
+            attach = partial(args.attach_to, client.ready.config)
+            return await in_thread(attach, may_abandon=True), client, None
         except BaseException:
             await client.shutdown_async()
             raise
@@ -129,10 +132,5 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     config = await in_thread(args.create_engine_config, may_abandon=True)  # may download
     on_progress("model files", 1.0)
     tokenizer_load = TokenizerLoad(config, on_progress)
-    if engine == "inproc":
-        from .inproc_client import InprocClient
-
-        return config, await InprocClient.start(config, tokenizer_load.on_progress), tokenizer_load
-    from .mp_client import MPClient
-
-    return config, await MPClient.start(config, engine, tokenizer_load.on_progress), tokenizer_load
+    client = await _start_client(config, engine, tokenizer_load.on_progress)
+    return config, client, tokenizer_load

@@ -28,10 +28,9 @@ from ...ipc import messages as m
 from ...ipc.codec import BadFrameError, Decoder, Encoder, in_words
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineDeadError, EnginePausedError
-from ...ipc.failures import unpack_exception
 from ...ipc.handshake import Report
 from ...ipc.threads import in_thread
-from .client import CLOSED, EngineClient
+from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
 from .guard import Guard
 
 MAX_QUEUED_OUTPUTS = 256  # the thread runs at most this many outputs ahead of its reader
@@ -329,9 +328,7 @@ class InprocClient(EngineClient):
     def get_output(self) -> m.EngineCoreOutputs:
         engine = self._engine
         if engine.has_thread:
-            raise RuntimeError(
-                "this client belongs to an asyncio loop: await get_output_async() instead"
-            )
+            raise RuntimeError(OF_A_LOOP)
         with self._guard:
             while not engine.outputs:
                 if engine.death is not None:
@@ -367,9 +364,7 @@ class InprocClient(EngineClient):
     def _receive(self, message: m.UtilityResult) -> Any:
         if self._encoder is not None:
             message = self._to_client.decode(self._encoder.encode(message))
-        if message.failure is not None:
-            raise unpack_exception(message.failure, RuntimeError)
-        return message.result
+        return result_of(message)
 
     # ------------------------------------------------------------ asyncio
 

@@ -21,7 +21,6 @@ from ...ipc import messages as m
 from ...ipc.config import EngineConfig
 from ...ipc.connection import Connection
 from ...ipc.errors import EngineDeadError, EnginePausedError
-from ...ipc.failures import unpack_exception
 from ...ipc.handshake import (
     LAST_WORDS_S,
     Report,
@@ -31,7 +30,7 @@ from ...ipc.handshake import (
 )
 from ...ipc.sockets import receive
 from ...ipc.threads import in_thread
-from .client import CLOSED, EngineClient
+from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
 from .guard import Guard
 
 if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking programs avoid
@@ -229,12 +228,6 @@ class MPClient(EngineClient):
         self._output_waiter = None
         self._calls.clear()
 
-    @staticmethod
-    def _result_of(message: m.UtilityResult) -> Any:
-        if message.failure is not None:
-            raise unpack_exception(message.failure, RuntimeError)
-        return message.result
-
     def _begin_call(self, method: str, args: tuple, waiter: asyncio.Future | None) -> int:
         self._num_calls += 1
         self._may_be_stalled |= method in ("pause", "sleep")
@@ -258,9 +251,7 @@ class MPClient(EngineClient):
 
     def get_output(self) -> m.EngineCoreOutputs:
         if self.asyncio_mode:
-            raise RuntimeError(
-                "this client belongs to an asyncio loop: await get_output_async() instead"
-            )
+            raise RuntimeError(OF_A_LOOP)
         with self._guard:
             if not self._outputs:
                 self._raise_if_dead()
@@ -282,7 +273,7 @@ class MPClient(EngineClient):
                 while call_id not in self._results:
                     self._raise_if_dead()
                     self._wait()
-                return self._result_of(self._results.pop(call_id))
+                return result_of(self._results.pop(call_id))
             finally:
                 self._calls.pop(call_id, None)
 
@@ -336,6 +327,6 @@ class MPClient(EngineClient):
         call_id = self._begin_call(method, args, waiter)
         self._watch()
         try:
-            return self._result_of(await waiter)
+            return result_of(await waiter)
         finally:
             self._calls.pop(call_id, None)

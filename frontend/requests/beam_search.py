@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from ...ipc.checks import INT64_MAX, is_finite, require, require_int, shown
+from ...ipc.checks import INT64_MAX, is_finite, require, require_int, require_kind
 from ...ipc.config import ModelConfig
 from ...ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
 from ..outputs import PositionLogprobs, RequestOutput
@@ -48,33 +48,15 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
         require_int("beam_width", self.beam_width, 1, INT64_MAX)
         require_int("max_tokens", self.max_tokens, 1, INT64_MAX)
         for name in ("ignore_eos", "include_stop_str_in_output"):
-            require(
-                isinstance(getattr(self, name), bool),
-                name,
-                f"must be True or False, got {shown(getattr(self, name))}",
-            )
+            value = getattr(self, name)
+            require_kind(isinstance(value, bool), name, "True or False", value)
         is_plain = is_finite(self.temperature) and self.temperature in (0, 1)
-        problem = (
-            "must be 0 or 1 for a beam search, which uses the model's own log-probabilities, "
-            f"got {shown(self.temperature)}"
-        )
-        require(is_plain, "temperature", problem)
+        kind = "0 or 1 for a beam search, which uses the model's own log-probabilities"
+        require_kind(is_plain, "temperature", kind, self.temperature)
         in_range = is_finite(self.length_penalty) and -100 <= self.length_penalty <= 100
-        require(
-            in_range,
-            "length_penalty",
-            f"must be between -100 and 100, got {shown(self.length_penalty)}",
-        )
-        is_known = (
-            self.early_stopping is True
-            or self.early_stopping is False
-            or self.early_stopping == "never"
-        )
-        require(
-            is_known,
-            "early_stopping",
-            f'must be True, False or "never", got {shown(self.early_stopping)}',
-        )
+        require_kind(in_range, "length_penalty", "between -100 and 100", self.length_penalty)
+        is_known = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
+        require_kind(is_known, "early_stopping", 'True, False or "never"', self.early_stopping)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.checks import INT64_MAX, require, require_int, require_text, shown
+from ...ipc.checks import INT64_MAX, require, require_int, require_kind, require_text, shown
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import EngineCoreRequest
@@ -36,8 +36,7 @@ class ProcessedRequest:
     prompt: str | None
     core_request: EngineCoreRequest
     # clock_offset + time.monotonic() = seconds since 1970, by the wall clock at arrival. Later
-    # times
-    # of the request are computed with it, so that setting the wall clock changes no duration.
+    # times of the request are computed with it, so that setting the wall clock changes no duration.
     clock_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
 
@@ -118,11 +117,8 @@ class InputProcessor:
             "prompt",
             f"must be a string, got {type(text).__name__}",
         )
-        require(
-            salt is None or (isinstance(salt, str) and salt),
-            "cache_salt",
-            f"must be a string that is not empty, got {shown(salt)}",
-        )
+        is_salt = salt is None or (isinstance(salt, str) and salt)
+        require_kind(is_salt, "cache_salt", "a string that is not empty", salt)
         require_text("prompt", text or "")
         require_text("cache_salt", salt or "")
         if token_ids is None:
@@ -276,11 +272,7 @@ class InputProcessor:
         for word in words:
             for text in (word.lstrip(" "), " " + word.lstrip(" ")):
                 token_ids = self._encode("bad_words", text, add_special_tokens=False)
-                require(
-                    token_ids,
-                    "bad_words",
-                    f"must be words that the tokenizer knows, got {shown(word)}",
-                )
+                require_kind(token_ids, "bad_words", "words that the tokenizer knows", word)
                 self._check_range("bad_words", token_ids)
                 written[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in written]

@@ -9,7 +9,7 @@ import json
 import re
 from typing import Any
 
-from ...ipc.checks import shown
+from ...ipc.checks import require_kind, shown
 from ...ipc.errors import InvalidParameterError
 
 # type of a part -> the key of its text
@@ -33,14 +33,9 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     names: dict[str, str] = {}  # id of a call -> name of its function
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
-        if not isinstance(message, dict):
-            raise InvalidParameterError(
-                path, f"must be an object with a `role`, got {shown(message)}"
-            )
-        if not isinstance(message.get("role"), str):
-            raise InvalidParameterError(
-                f"{path}.role", f"must be a string, got {shown(message.get('role'))}"
-            )
+        require_kind(isinstance(message, dict), path, "an object with a `role`", message)
+        role = message.get("role")
+        require_kind(isinstance(role, str), f"{path}.role", "a string", role)
         copy = {key: value for key, value in message.items() if value is not None}
         if "content" in copy:
             copy["content"] = _content_text(copy["content"], f"{path}.content")
@@ -65,10 +60,7 @@ def _content_text(content: Any, path: str) -> str:
     """Joins the text parts with newlines, as in vLLM."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, list):
-        raise InvalidParameterError(
-            path, f"must be a string, null or a list of parts, got {shown(content)}"
-        )
+    require_kind(isinstance(content, list), path, "a string, null or a list of parts", content)
     texts = []
     for i, part in enumerate(content):
         kind = part.get("type", "text") if isinstance(part, dict) else None
@@ -90,21 +82,16 @@ def _content_text(content: Any, path: str) -> str:
 
 
 def _tool_calls(calls: Any, path: str) -> list[dict[str, Any]]:
-    if not isinstance(calls, list):
-        raise InvalidParameterError(path, f"must be a list, got {shown(calls)}")
+    require_kind(isinstance(calls, list), path, "a list", calls)
     normalized = []
     for i, call in enumerate(calls):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict):
-            raise InvalidParameterError(
-                f"{path}[{i}].function",
-                f"must be an object with `name` and `arguments`, got {shown(function)}",
-            )
-        if not isinstance(function.get("name"), str):
-            raise InvalidParameterError(
-                f"{path}[{i}].function.name", f"must be a string, got {shown(function.get('name'))}"
-            )
-        arguments = _arguments(function.get("arguments"), f"{path}[{i}].function.arguments")
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        place = f"{path}[{i}].function"
+        kind = "an object with `name` and `arguments`"
+        require_kind(isinstance(function, dict), place, kind, function)
+        name = function.get("name")
+        require_kind(isinstance(name, str), f"{place}.name", "a string", name)
+        arguments = _arguments(function.get("arguments"), f"{place}.arguments")
         normalized.append(
             {**call, "type": "function", "function": {**function, "arguments": arguments}}
         )
@@ -119,8 +106,7 @@ def _arguments(arguments: Any, path: str) -> dict[str, Any] | str:
         return {}
     if isinstance(arguments, dict):
         return arguments
-    if not isinstance(arguments, str):
-        raise InvalidParameterError(path, f"must be JSON text, got {shown(arguments)}")
+    require_kind(isinstance(arguments, str), path, "JSON text", arguments)
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

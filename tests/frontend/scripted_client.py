@@ -49,7 +49,7 @@ class ScriptedClient(EngineClient):
         self.ready = Ready(config, num_blocks=1, kv_cache_bytes=1)
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
-        self.rows_per_s: int | None = None  # what was asked for; it changes nothing here
+        self.rows_per_s: int | None = None  # the requested pace, which has no effect here
         self.calls: list[tuple[Any, ...]] = []
         self.num_shutdowns = 0
         self._answer = answer

@@ -26,7 +26,7 @@ DELTA = SamplingParams(max_tokens=100, output_kind=RequestOutputKind.DELTA)
 
 
 def with_llm(test, answer=lambda request: TEXT, **options):
-    """Runs an async function on an AsyncLLM, with a limit, and looks for tasks left behind."""
+    """Run an async function on an AsyncLLM, with a time limit, and check that no task is leaked."""
 
     async def run() -> None:
         config = text_config(max_model_len=10_000)
@@ -89,7 +89,7 @@ def test_validation_errors_come_before_anything_is_sent() -> None:
         await anext(stream)
         with pytest.raises(InvalidParameterError, match="request_id"):
             await collect(llm, "a")
-        assert not (await anext(stream)).finished  # the one that has the id goes on
+        assert not (await anext(stream)).finished  # the running request with that id continues
         await stream.aclose()
         assert len(llm.client.requests) == 1
 
@@ -127,7 +127,7 @@ def test_leaving_a_stream_aborts_the_request(how) -> None:
     with_llm(test, lambda request: TEXT if request.request_id.startswith("other") else [5] * 5000)
 
 
-def test_abort_ends_the_stream_with_a_last_output() -> None:
+def test_abort_ends_the_stream_with_a_final_output() -> None:
     async def test(llm: AsyncLLM) -> None:
         streams = {request_id: llm.generate("x", ENDLESS, request_id) for request_id in "ab"}
         for stream in streams.values():
@@ -142,7 +142,7 @@ def test_abort_ends_the_stream_with_a_last_output() -> None:
     with_llm(test, lambda request: [5] * 5000)
 
 
-def test_the_metrics_of_a_request_are_at_hand_before_its_first_output() -> None:
+def test_the_metrics_of_a_request_are_available_before_its_first_output() -> None:
     async def test(llm: AsyncLLM) -> None:
         metrics = []
         outputs = [
@@ -177,7 +177,7 @@ def test_an_aborted_id_can_be_used_again_at_once() -> None:
     with_llm(test, lambda request: [5] * 5000)
 
 
-def test_a_slow_reader_gets_merged_deltas_and_nobody_waits() -> None:
+def test_a_slow_reader_gets_merged_deltas_and_delays_no_other() -> None:
     async def test(llm: AsyncLLM) -> None:
         slow = llm.generate("x", DELTA, "slow")
         outputs = [await anext(slow)]
@@ -192,7 +192,7 @@ def test_a_slow_reader_gets_merged_deltas_and_nobody_waits() -> None:
 
 
 def test_readers_run_between_steps() -> None:
-    """Even over a client that always has outputs ready, nobody is starved."""
+    """No task is starved, even with a client that always has outputs ready."""
 
     async def test(llm: AsyncLLM) -> None:
         assert (
@@ -229,7 +229,7 @@ def test_engine_death_reaches_every_reader_and_every_later_call() -> None:
     with_llm(test, lambda request: [5] * 5000, dies_after=5)
 
 
-def test_what_came_before_the_death_is_read_first() -> None:
+def test_outputs_before_the_death_are_read_first() -> None:
     async def test(llm: AsyncLLM) -> None:
         stream, read = llm.generate("x", ENDLESS, "a"), []
         read.append(await anext(stream))
@@ -242,7 +242,7 @@ def test_what_came_before_the_death_is_read_first() -> None:
     with_llm(test, lambda request: [5] * 5000, dies_after=4)
 
 
-def test_the_engine_is_told_how_many_outputs_are_wanted() -> None:
+def test_the_engine_receives_the_requested_pace() -> None:
     async def test(llm: AsyncLLM) -> None:
         assert llm.max_outputs_per_s == 0 and llm.client.rows_per_s is None
         llm.max_outputs_per_s = 2000
@@ -253,7 +253,7 @@ def test_the_engine_is_told_how_many_outputs_are_wanted() -> None:
     with_llm(test)
 
 
-def test_a_bug_in_reading_outputs_is_not_silent() -> None:
+def test_a_bug_in_reading_outputs_is_reported() -> None:
     async def test(llm: AsyncLLM) -> None:
         def broken(outputs):
             raise ZeroDivisionError("a bug")
@@ -293,7 +293,7 @@ def test_utilities_and_tokenizer() -> None:
     with_llm(test)
 
 
-def test_from_engine_args_asks_for_an_asyncio_client(monkeypatch) -> None:
+def test_from_engine_args_makes_an_asyncio_client(monkeypatch) -> None:
     config, modes = text_config(), []
 
     def make_client(config_, engine, *, asyncio_mode=False, on_progress=None):
@@ -307,7 +307,7 @@ def test_from_engine_args_asks_for_an_asyncio_client(monkeypatch) -> None:
 
 @pytest.mark.parametrize("round_trip", [False, True])
 def test_over_a_real_engine_core(round_trip) -> None:
-    """Many streams, some of them left, over an engine that steps in its own thread."""
+    """Many streams, some of them abandoned, over an engine that steps in its own thread."""
 
     async def test() -> None:
         config = text_config()
@@ -339,10 +339,10 @@ def test_over_a_real_engine_core(round_trip) -> None:
     asyncio.run(asyncio.wait_for(test(), 30))
 
 
-def test_what_is_taken_at_once_is_not_given_and_nothing_is_lost():
+def test_a_taken_output_is_not_queued_and_nothing_is_lost():
     async def test(llm):
         whole = "".join(output.outputs[0].text for output in await collect(llm, "plain"))
-        for every in (1, 2, 3):  # the taker has room for every so many outputs
+        for every in (1, 2, 3):  # the callback takes every n-th output
             seen: list[str] = []
             num_taken = num_offered = 0
 
@@ -363,7 +363,7 @@ def test_what_is_taken_at_once_is_not_given_and_nothing_is_lost():
     with_llm(test)
 
 
-def test_a_fault_of_the_taker_is_its_readers_alone():
+def test_an_error_of_the_callback_fails_only_its_reader():
     async def test(llm):
         def take(output) -> bool:
             raise ValueError("mine")

@@ -1,5 +1,5 @@
-"""AsyncLLM over an engine in a process of its own, with steps that take a while: aborts, drains,
-silence, what can be observed.
+"""AsyncLLM over an engine in a separate process with slow steps: aborts, drain, silence,
+observation.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ async def read(
 @pytest.mark.parametrize(
     "settings", [{}, {"async_scheduling": True}, {"num_scheduler_steps": 4}], ids=str
 )
-def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
-    """One step runs when it is left, and at most one more is scheduled with it.
-
-    Both processes read the same clock.
+def test_an_abandoned_request_is_aborted_within_two_steps(how, settings):
+    """One step runs at that moment, and at most one more is scheduled with the request. Both
+    processes read the same clock.
     """
 
     async def test(llm: AsyncLLM) -> None:
@@ -63,7 +62,7 @@ def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
         await asyncio.gather(reader, return_exceptions=True)
         while (await llm.observe())["requests"]:
             pass
-        await asyncio.sleep(5 * STEP_S)  # whatever was on its way has run
+        await asyncio.sleep(5 * STEP_S)  # everything in flight has run
         steps = (await llm.observe())["steps"]
         assert len(steps) >= 2 and sum(start_time > left_at for _, start_time, *_ in steps) <= 1
 
@@ -79,7 +78,7 @@ def test_a_request_that_is_left_is_gone_within_two_steps(how, settings):
     with_llm(test, **settings)
 
 
-def test_waiting_until_every_stream_has_ended():
+def test_drain_waits_for_every_stream():
     async def test(llm: AsyncLLM) -> None:
         assert await llm.wait_until_idle(0) and await llm.wait_until_idle()
         short = SamplingParams(max_tokens=3, ignore_eos=True)
@@ -88,7 +87,7 @@ def test_waiting_until_every_stream_has_ended():
         assert await llm.wait_until_idle(0) is False
         assert await llm.wait_until_idle(20) and all(await asyncio.gather(*tasks))
         endless = asyncio.create_task(read(llm, "endless"))
-        assert await llm.wait_until_idle()  # it has not begun
+        assert await llm.wait_until_idle()  # it has not started
         await asyncio.sleep(0)
         assert await llm.wait_until_idle(2 * STEP_S) is False
         await llm.abort("endless")
@@ -140,7 +139,7 @@ def test_responsiveness():
 
 
 def test_the_life_of_a_request():
-    """Chunks, preemptions and moments of tokens, all on the engine's clock and in their order."""
+    """Chunks, preemptions and times of tokens, all on the engine's clock and in order."""
 
     async def test(llm: AsyncLLM) -> None:
         llm.record_token_times = True
@@ -156,8 +155,8 @@ def test_the_life_of_a_request():
             )
             starts = [start for _, start, _, _ in metrics.prefill_chunks]
             assert starts == sorted(starts) and metrics.prefill_chunks[0][1] >= metrics.scheduled_ts
-            # The second completion computes the last token of the prompt; whoever comes back also
-            # computes the token sampled last.
+            # The second completion computes the last token of the prompt. A preempted request also
+            # recomputes its newest token.
             least = 60 + 1 + metrics.num_recomputed_tokens
             assert (
                 least

@@ -1,5 +1,5 @@
-"""AsyncLLM.start and shutdown_async in every form: the loop goes on, progress is told, a cancelled
-or failed start leaves nothing behind.
+"""AsyncLLM.start and shutdown_async in every form: the loop is not blocked, progress is reported, a
+cancelled or failed start leaks nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ SMALL = EngineArgs(
 
 @pytest.fixture(autouse=True)
 def private_runtime_directory(tmp_path, monkeypatch):
-    """Other programs' sockets come and go in the common one."""
+    """Other programs create and remove sockets in the common directory."""
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
 
 
 class Watcher:
-    """Collects progress, and counts the loop's turns meanwhile."""
+    """Collects progress, and counts iterations of the loop in the meantime."""
 
     def __init__(self):
         self.reports: list[tuple[str, float]] = []
@@ -93,7 +93,7 @@ def test_the_bundled_model(engine):
     assert set(threading.enumerate()) <= threads
 
 
-def test_death_is_noticed_before_anything_is_asked(tmp_path):
+def test_a_death_is_noticed_without_a_call(tmp_path):
     async def main(address: str, process) -> None:
         llm = await AsyncLLM.start(EngineArgs(), address)
         assert not llm.errored
@@ -125,7 +125,7 @@ def test_an_argument_that_differs_from_the_daemons_leaves_it(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["process", "inproc"])
-def test_a_model_that_is_not_there(engine):
+def test_a_missing_model(engine):
     with pytest.raises(ModelLoadError, match="no such directory"):
         asyncio.run(AsyncLLM.start(EngineArgs("./nowhere"), engine))
 
@@ -141,8 +141,8 @@ def test_failures_have_the_engines_own_type():
     asyncio.run(main())
 
 
-def test_a_tokenizer_that_is_not_there_leaves_the_engine(tmp_path):
-    """The engine is ready by then."""
+def test_a_missing_tokenizer_ends_the_engine(tmp_path):
+    """The engine is ready at that time."""
     with daemon(tmp_path, text_config()) as (address, process):
         before = state()
         with pytest.raises(ModelLoadError, match="tokenizer"):
@@ -152,7 +152,7 @@ def test_a_tokenizer_that_is_not_there_leaves_the_engine(tmp_path):
 
 
 async def cancelled_at(start, watcher: Watcher, stage: str) -> float:
-    """Cancels `start` when `stage` was told; returns the seconds until it had ended."""
+    """Cancel `start` when `stage` is reported. Return the seconds until it had ended."""
     task, counter = asyncio.create_task(start), asyncio.create_task(watcher.count())
     while stage not in watcher.stages:
         await asyncio.sleep(0.005)
@@ -172,7 +172,7 @@ async def cancelled_at(start, watcher: Watcher, stage: str) -> float:
 
 
 @pytest.mark.parametrize("stage", ["start", "load weights"])
-def test_a_cancelled_start_of_a_child_leaves_nothing(stage):
+def test_a_cancelled_start_of_a_child_leaks_nothing(stage):
     def run() -> float:
         watcher = Watcher()
         return asyncio.run(
@@ -200,7 +200,7 @@ def test_a_cancelled_attachment_leaves_the_daemon(tmp_path):
         assert process.poll() is None
 
 
-def test_a_cancelled_start_in_this_process_gives_up_at_the_next_report():
+def test_a_cancelled_start_in_this_process_stops_at_the_next_report():
     class Slow(TroubledExecutor):
         is_shut_down_early = False
 

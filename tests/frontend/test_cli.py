@@ -1,4 +1,4 @@
-"""The `quire` command as a user meets it: flags, help, messages, exit codes."""
+"""The `quire` command: flags, help, messages, exit codes."""
 
 import subprocess
 
@@ -193,7 +193,7 @@ def test_every_command_refuses_an_unknown_flag_in_one_sentence(
     )
 
 
-def test_an_address_where_nobody_listens_is_exit_code_1_and_what_to_do(
+def test_an_address_without_a_listener_is_exit_code_1_with_a_fix(
     capsys: pytest.CaptureFixture,
 ) -> None:
     code, out, err = call(capsys, "generate", "x", "--engine", "ipc://./none.sock")

@@ -75,16 +75,16 @@ def test_bad_arguments_name_the_parameter_and_its_range(arguments, message) -> N
     assert raised.value.parameter == next(iter(arguments))
 
 
-def test_every_type_has_words() -> None:
+def test_every_type_has_a_description() -> None:
     for name, (_, field) in config_fields().items():
         assert "different type" not in describe_type(field.type), name
 
 
-# for each request anew; by the engine, which sees what is built; as dtype
+# drawn for each request; resolved by the engine from what is built; same as dtype
 DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype")
 
 
-def test_resolution_leaves_no_auto(model) -> None:
+def test_no_auto_remains_after_resolution(model) -> None:
     config = EngineArgs(model).create_engine_config()
     assert config.model_config.model == config.model_config.tokenizer == model
     assert config.model_config.served_model_name == model
@@ -113,7 +113,9 @@ def test_the_bundled_model_is_the_default() -> None:
 
 
 @pytest.mark.parametrize(("is_faster", "dtype"), [(True, "bfloat16"), (False, "float32")])
-def test_dtype_follows_the_processor_and_its_kernels(model, monkeypatch, is_faster, dtype) -> None:
+def test_dtype_depends_on_the_processor_and_its_kernels(
+    model, monkeypatch, is_faster, dtype
+) -> None:
     asked = []
     monkeypatch.setattr(
         engine_args, "prefers_bfloat16", lambda cpu_isa: asked.append(cpu_isa) or is_faster
@@ -171,7 +173,7 @@ def test_more_ranks_are_refused(model, name) -> None:
         EngineArgs(model, **{name: 2}).create_engine_config()
 
 
-def test_a_tokenizer_of_its_own(model, tmp_path_factory) -> None:
+def test_a_separate_tokenizer(model, tmp_path_factory) -> None:
     other = str(tmp_path_factory.mktemp("other"))
     assert EngineArgs(model, tokenizer=other).create_engine_config().model_config.tokenizer == other
     with pytest.raises(ModelLoadError, match="'/nowhere'"):

@@ -17,8 +17,8 @@ from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
 
 def echo(request) -> list[int]:
-    """The prompt, backwards; long prompts take longer, so that requests end in another order than
-    they came.
+    """Return the prompt reversed. Longer prompts take longer, so requests end in another order than
+    they arrived.
     """
     return request.prompt_token_ids[::-1]
 
@@ -95,14 +95,14 @@ def test_one_bad_prompt_refuses_the_list_before_anything_is_sent(monkeypatch) ->
     assert llm.llm_engine.client.requests == []
 
 
-def test_a_failed_request_leaves_its_neighbours_alone(monkeypatch) -> None:
+def test_a_failed_request_does_not_affect_others(monkeypatch) -> None:
     llm = make_llm(monkeypatch, lambda r: "broken" if r.prompt_token_ids == [7] else echo(r))
     bad, good = llm.generate([[7], [8, 9]], PARAMS, use_tqdm=False)
     assert (bad.outputs[0].finish_reason, bad.error) == ("error", "broken")
     assert (good.outputs[0].token_ids, good.error) == ([9, 8], None)
 
 
-def test_whatever_is_raised_while_it_runs_aborts_and_leaves_the_llm_usable(monkeypatch) -> None:
+def test_an_exception_during_the_run_aborts_and_leaves_the_llm_usable(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     client = llm.llm_engine.client
     get_output, num_calls = client.get_output, []
@@ -129,7 +129,7 @@ def test_a_dead_engine_raises(monkeypatch) -> None:
         llm.generate("abc", PARAMS, use_tqdm=False)
 
 
-def test_requests_of_ones_own_must_be_finished_first(monkeypatch) -> None:
+def test_generate_is_refused_while_other_requests_run(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     llm.llm_engine.add_request("mine", "abc", PARAMS)
     with pytest.raises(RuntimeError, match="llm_engine are unfinished"):
@@ -218,6 +218,6 @@ def test_close_and_context_manager(monkeypatch) -> None:
         llm.generate("abc", PARAMS, use_tqdm=False)
 
 
-def test_bad_engine_arguments_name_themselves() -> None:
+def test_errors_of_engine_arguments_name_the_argument() -> None:
     with pytest.raises(InvalidParameterError, match="max_model_length: .*max_model_len"):
         LLM(max_model_length=5)

@@ -37,7 +37,7 @@ def make_engine(answer=lambda request: TEXT, **options) -> LLMEngine:
 
 
 def run(engine: LLMEngine) -> dict:
-    """Steps to the end; the last output of each request, by id."""
+    """Step until all requests finish. Return the last output of each, by id."""
     last = {}
     while engine.has_unfinished_requests():
         last.update({output.request_id: output for output in engine.step()})
@@ -96,7 +96,7 @@ def test_abort_request() -> None:
     assert engine.client.aborted == [request.request_id for request in engine.client.requests[:2]]
 
 
-def test_a_failure_inside_the_engine_is_one_requests() -> None:
+def test_a_failure_inside_the_engine_fails_one_request() -> None:
     engine = make_engine(lambda request: "out of luck" if request.priority else TEXT)
     engine.add_request("bad", "prompt", SamplingParams(), priority=1)
     engine.add_request("good", "prompt", SamplingParams())
@@ -105,7 +105,7 @@ def test_a_failure_inside_the_engine_is_one_requests() -> None:
     assert last["good"].outputs[0].text == "the end of it" and last["good"].error is None
 
 
-def test_a_dead_engine_raises_and_leaves_nothing_half_added() -> None:
+def test_a_dead_engine_raises_and_adds_nothing() -> None:
     engine = make_engine(dies_after=1)
     engine.add_request("a", "prompt", SamplingParams())
     engine.step()
@@ -156,7 +156,7 @@ def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
 
 
 def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> None:
-    """Not before the engine has its configuration, and once."""
+    """It is read after the engine has its configuration, and only once."""
     read, when = [], {}
 
     def load_tokenizer(model_config):
@@ -182,7 +182,7 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
     assert engine.get_tokenizer().eos_token_id == 302
 
 
-def test_a_tokenizer_that_cannot_be_read_is_the_callers_error(model, monkeypatch) -> None:
+def test_an_unreadable_tokenizer_is_the_callers_error(model, monkeypatch) -> None:
     def make_client(config, engine, *, asyncio_mode=False, on_progress):
         on_progress("import", 0.0)
         return ScriptedClient(config, lambda request: TEXT)
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_cannot_be_read_is_the_callers_error(model, monkeypatch
         LLMEngine.from_engine_args(EngineArgs(model))
 
 
-def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:
+def test_attaching_uses_the_engines_configuration(model, monkeypatch) -> None:
     theirs = EngineArgs(model, max_model_len=32).create_engine_config()
     clients = []
 
@@ -209,7 +209,7 @@ def test_attaching_takes_the_engines_configuration(model, monkeypatch) -> None:
     assert [client.num_shutdowns for client in clients] == [0, 1]
 
 
-def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypatch) -> None:
+def test_a_model_without_tokenizer_ends_the_engine(tmp_path, monkeypatch) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"max_position_embeddings": 64, "vocab_size": 320})
     )
@@ -227,7 +227,7 @@ def test_a_model_without_tokenizer_ends_the_engine_it_started(tmp_path, monkeypa
     assert engine.get_tokenizer() is None
 
 
-def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None:
+def test_default_sampling_params_are_those_of_the_model(model, tmp_path, caplog) -> None:
     recommended = {
         "temperature": 0.6,
         "top_k": 20,
@@ -258,7 +258,7 @@ def test_default_sampling_params_are_the_models(model, tmp_path, caplog) -> None
     assert defaults(
         override_generation_config={"temperature": 0.5, "min_p": 0.1, "eos_token_id": [6]}
     ) == SamplingParams(temperature=0.5, top_k=20, repetition_penalty=1.1, max_tokens=7, min_p=0.1)
-    # its EOS ids count all the same
+    # its EOS ids still apply
     assert (
         defaults(generation_config="none")
         == make_engine().get_default_sampling_params()
@@ -308,7 +308,7 @@ def random_params(rng: random.Random) -> SamplingParams:
 
 
 @pytest.mark.parametrize("round_trip", [False, True])
-def test_a_random_workload_gives_what_the_oracle_says(round_trip) -> None:
+def test_a_random_workload_equals_the_oracle(round_trip) -> None:
     rng = random.Random(0)
     engine = inproc_engine(
         round_trip=round_trip, max_num_batched_tokens=48, num_gpu_blocks_override=17
@@ -366,7 +366,7 @@ def check_against_oracle(request, text, token_ids, output, engine: LLMEngine) ->
 
 
 @pytest.mark.parametrize("round_trip", [False, True])
-def test_an_error_in_the_executor_is_one_requests(round_trip) -> None:
+def test_an_error_in_the_executor_fails_one_request(round_trip) -> None:
     engine = inproc_engine(round_trip=round_trip)
     requests = [
         engine.process_inputs(name, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))

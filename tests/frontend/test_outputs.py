@@ -31,7 +31,7 @@ def output(
     )
 
 
-def test_fields_are_vllms() -> None:
+def test_fields_have_vllms_names() -> None:
     names = [field.name for field in dataclasses.fields(RequestOutput)]
     expected = (
         "request_id prompt prompt_token_ids prompt_logprobs outputs finished metrics "
@@ -57,17 +57,17 @@ def test_fields_are_vllms() -> None:
     assert output("a", [1], finish="stop", delta=True).outputs[0].finished()
 
 
-def test_merged_deltas_are_the_sum_of_what_was_not_read() -> None:
+def test_merged_deltas_contain_all_unread_output() -> None:
     unread = output("ab", [1, 2], delta=True, logprobs=True)
     unread.merge(output("", [3], delta=True, logprobs=True))
     unread.merge(output("cd", [4], finish="length", delta=True, logprobs=True))
     expected = output("abcd", [1, 2, 3, 4], finish="length", delta=True, logprobs=True)
-    expected.outputs[0].cumulative_logprob = -2.0  # of the newest
+    expected.outputs[0].cumulative_logprob = -2.0  # of the newest output
     expected.num_cached_tokens = 2
     assert unread == expected
 
 
-def test_merged_deltas_of_several_completions_go_by_their_index() -> None:
+def test_merged_deltas_of_several_completions_are_matched_by_index() -> None:
     def news(*indices: int, **fields) -> RequestOutput:
         completions = [
             CompletionOutput(i, f"{i}", [i], finish_reason=fields.get("finish")) for i in indices
@@ -93,7 +93,7 @@ def test_merged_deltas_of_several_completions_go_by_their_index() -> None:
     assert unread.prompt_logprobs == [None]
 
 
-def test_merged_states_are_the_newest() -> None:
+def test_merged_cumulative_outputs_are_the_newest() -> None:
     newest = output("abcd", [1, 2, 3], finish="stop", delta=False)
     newest.error = "why"
     unread = output("ab", [1], delta=False)

@@ -1,4 +1,4 @@
-"""RequestSession: what the blocking and the asyncio engine share."""
+"""RequestSession, the common part of the blocking and the asyncio engine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_refused_request_is_counted_and_not_sent() -> None:
     assert session.client.requests == [] and not session.has_unfinished_requests()
 
 
-def test_a_request_that_cannot_be_sent_leaves_nothing() -> None:
+def test_a_request_that_cannot_be_sent_leaks_nothing() -> None:
     session = make_session(lambda request: [10], dies_after=0)
     request = session.process("r", PROMPT, SamplingParams())
     with pytest.raises(EngineDeadError):
@@ -57,7 +57,7 @@ def test_a_stop_string_ends_the_request_in_the_engine() -> None:
 
 @pytest.mark.parametrize("act", ["take", "abort"])
 def test_the_engines_death_loses_no_output(act: str) -> None:
-    """Outputs that are here are returned, although the engine can no longer be told to stop."""
+    """Received outputs are returned although the dead engine cannot be told to abort."""
     session = make_session(lambda request: [10] * 4, dies_after=1)
     assert session.tokenizer is not None
     submit(session, stop=[session.tokenizer.decode([10])] if act == "take" else None)
@@ -69,8 +69,8 @@ def test_the_engines_death_loses_no_output(act: str) -> None:
     assert output.outputs[0].finish_reason == ("stop" if act == "take" else "abort")
 
 
-def test_the_tokenizers_own_end_token_comes_first() -> None:
-    """So that another one of generation_config.json is a stop_reason, as in vLLM."""
+def test_the_tokenizers_end_token_has_precedence() -> None:
+    """Another end token of generation_config.json is a stop_reason, as in vLLM."""
     config = text_config(override_generation_config={"eos_token_id": [8, 7, 6]})
     assert find_eos_ids(config.model_config, 7) == [7, 8, 6]
     assert find_eos_ids(config.model_config, None) == [8, 7, 6]

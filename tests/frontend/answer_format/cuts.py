@@ -1,4 +1,4 @@
-"""Answers parsed whole and in pieces, for the tests of the formats."""
+"""Parsing of whole and split answers, for the tests of the formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.frontend.answer_format import Answer, AnswerFormat, Part, collect
 
 
 def function(name: str, **properties: Any) -> dict[str, Any]:
-    """A tool as the chat API has it; `properties`: parameter -> type or schema."""
+    """Return a tool as in the chat API; `properties`: parameter -> type or schema."""
     schemas = {
         key: {"type": value} if isinstance(value, str) else value
         for key, value in properties.items()
@@ -34,7 +34,7 @@ def parse_pieces(
 def parse(
     answer_format: AnswerFormat, text: str, tools: list[dict] | None = None, **options: Any
 ) -> Answer:
-    """The whole answer; fails if another cut of the text gives another one."""
+    """Parse the whole answer. Fail if another split of the text gives another result."""
     whole = collect(parse_pieces(answer_format, [text], tools, **options))
     for pieces in (
         list(text),

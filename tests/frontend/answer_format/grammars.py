@@ -1,5 +1,5 @@
-"""Tokenizers with marks as tokens of their own, and what a grammar lets through, for the tests of
-forced calls.
+"""Tokenizers with marks as single tokens, and what a grammar accepts, for the tests of forced
+calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOLDERS: list[TemporaryDirectory] = []  # removed when the test run ends
 
 @cache
 def marked_tokenizer(marks: tuple[str, ...] = (), special: bool = True) -> Tokenizer:
-    """The tiny byte-level tokenizer with `marks` added."""
+    """Return the tiny byte-level tokenizer with `marks` added."""
     holder = TemporaryDirectory(prefix="quire-test-")
     _HOLDERS.append(holder)
     save_tiny_tokenizer(Path(holder.name))
@@ -33,7 +33,7 @@ def marked_tokenizer(marks: tuple[str, ...] = (), special: bool = True) -> Token
 
 
 def accepts(tokenizer: Tokenizer, params: StructuredOutputsParams, text: str) -> bool:
-    """May an output be this text, all of it?"""
+    """Whether the grammar accepts the complete text as an output."""
     matcher = GrammarCompiler(
         str(tokenizer.directory), tokenizer.vocab_size, tokenizer.eos_token_id
     ).compile(normalize(params))

@@ -22,7 +22,7 @@ AS_JSON = "c.function.arguments | tojson"
 
 
 def chatml(calls: str, hint: str = "") -> str:
-    """`calls` writes m.tool_calls; `hint` is said where the tools are listed."""
+    """`calls` writes m.tool_calls; `hint` is rendered where the tools are listed."""
     return TOOLS.replace("HINT", hint) + TURNS.replace("CALLS", calls)
 
 
@@ -88,7 +88,7 @@ TEMPLATES = {
         )
         + "</minimax:tool_call>"
     ),
-    "deepseek_v3": chatml(  # its own template puts the arguments behind a text
+    "deepseek_v3": chatml(  # its own template puts the arguments after a text
         "{{ '<｜tool▁calls▁begin｜>' }}"
         + each(
             "{{ '<｜tool▁call▁begin｜>' + c.type + '<｜tool▁sep｜>' + c.function.name + '\n"

@@ -1,4 +1,4 @@
-"""The parts of an answer put together."""
+"""The parts of an answer joined together."""
 
 from quire.frontend.answer_format import (
     Answer,
@@ -11,7 +11,7 @@ from quire.frontend.answer_format import (
 )
 
 
-def test_parts_put_together() -> None:
+def test_parts_are_joined() -> None:
     parts = [
         Reasoning("a"),
         Reasoning("b"),
@@ -26,6 +26,6 @@ def test_parts_put_together() -> None:
     assert collect(parts) == Answer("cd", "ab", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
 
 
-def test_answers_share_nothing() -> None:
+def test_answers_share_no_state() -> None:
     collect([ToolCallStart(0, "f")])
     assert collect([]) == Answer("", "", [])

@@ -1,4 +1,4 @@
-"""Types that schemas allow, and untyped text made JSON by them."""
+"""Types that schemas allow, and conversion of untyped text to JSON by them."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_allowed_types(schema, types) -> None:
         ("1e999", {"number"}, "1e999"),
     ],
 )
-def test_text_becomes_what_the_schema_allows(text, types, value) -> None:
+def test_text_is_converted_to_an_allowed_type(text, types, value) -> None:
     assert json.loads(to_json(text, frozenset(types))) == value
 
 
@@ -89,7 +89,7 @@ def test_text_becomes_what_the_schema_allows(text, types, value) -> None:
     st.text(),
     st.sets(st.sampled_from(["string", "integer", "number", "boolean", "null", "array", "object"])),
 )
-def test_any_text_becomes_json(text, types) -> None:
+def test_any_text_can_be_converted_to_json(text, types) -> None:
     json.loads(to_json(text, frozenset(types)), parse_constant=pytest.fail)
 
 
@@ -135,5 +135,5 @@ def test_arguments_one_by_one() -> None:
         ({}, False),
     ],
 )
-def test_what_can_stand_without_quotes(schema, can) -> None:
+def test_texts_that_need_no_quotes(schema, can) -> None:
     assert can_stand_alone(schema, allowed_types(schema, {})) is can

@@ -54,7 +54,7 @@ TOOLS = [WEATHER, POINTS, CHOICE, NOW]
 NAMES = list(dict.fromkeys(row.name for row in TOOL_FORMATS))
 REQUIRED = (TOOLS, "required")
 
-# What each format's models write for two calls, weather(city="Paris", days=3) and now().
+# How models of each format write two calls, weather(city="Paris", days=3) and now().
 WRITTEN = {
     "qwen3_coder": (
         "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>\n"
@@ -121,7 +121,7 @@ SETTINGS = dict(
 
 
 def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -> None:
-    """All of the text is calls, valid ones."""
+    """The whole text consists of valid calls."""
     answer = parse(answer_format, text, TOOLS)
     assert answer.content == "" and (
         len(answer.tool_calls) == 1 or (several and answer.tool_calls)
@@ -133,7 +133,7 @@ def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -
 
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_model_s_own_format(name, marks) -> None:
+def test_the_models_own_format(name, marks) -> None:
     tokenizer = marked_tokenizer(marks)
     answer_format = detect("", name, tokenizer=tokenizer)
     text = WRITTEN[name]
@@ -157,7 +157,7 @@ def test_the_model_s_own_format(name, marks) -> None:
 
 @pytest.fixture(scope="module")
 def outputs() -> list:
-    """(format, several calls?, completion) of the bundled model under the grammar of every
+    """Return (format, several calls?, completion) of the bundled model under the grammar of every
     format.
     """
     asked = [
@@ -182,7 +182,7 @@ def outputs() -> list:
     ]
 
 
-def test_the_bundled_model_s_calls_parse(outputs) -> None:
+def test_calls_of_the_bundled_model_parse(outputs) -> None:
     finished = [
         (f, several, completion)
         for f, several, completion in outputs
@@ -196,7 +196,7 @@ def test_the_bundled_model_s_calls_parse(outputs) -> None:
         assert_calls(answer_format, completion.text, several)
 
 
-def test_calls_that_were_cut_off_begin_as_calls(outputs) -> None:
+def test_truncated_calls_begin_as_calls(outputs) -> None:
     for answer_format, _, completion in outputs:
         parser = answer_format.parser(TOOLS)
         answer = collect(parser.feed(completion.text) + parser.finish())
@@ -217,7 +217,7 @@ def random_tool(seed: int) -> dict:
 
 
 def check_random_schemas(first: int, count: int) -> None:
-    """Every format in turn, a schema each; all outputs that are finished are one call with valid
+    """Check every format in turn with one schema each. Every finished output is one call with valid
     arguments, whole and streamed.
     """
     items = [
@@ -281,11 +281,11 @@ def test_free_text_in_tags() -> None:
     }
 
 
-# ---------------------------------------------------------------- reasoning before it
+# ---------------------------------------------------------------- reasoning before the calls
 
 
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
-def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
+def test_reasoning_comes_first_if_the_prompt_allows_it(marks) -> None:
     tokenizer = marked_tokenizer(marks)
     answer_format = detect("<tool_call></think>", tokenizer=tokenizer)
     call = WRITTEN["hermes"]
@@ -329,7 +329,7 @@ def test_reasoning_comes_first_where_the_prompt_allows_it(marks) -> None:
     ],
     ids=str,
 )
-def test_a_structure_behind_reasoning(structure, good, bad) -> None:
+def test_a_structure_after_reasoning(structure, good, bad) -> None:
     tokenizer = marked_tokenizer(MARKS)
     answer_format, params = (
         detect("</think>", tokenizer=tokenizer),
@@ -348,8 +348,8 @@ def test_a_structure_behind_reasoning(structure, good, bad) -> None:
 @pytest.mark.parametrize(
     "name", [name for name in WRITTEN if name not in ("pythonic", "llama3_json")]
 )
-def test_strict_tools_hold_calls_alone(name, marks) -> None:
-    """`strict` beside tool_choice "auto": text as the model likes, and calls that keep to the
+def test_strict_tools_constrain_only_the_calls(name, marks) -> None:
+    """With `strict` and tool_choice "auto" the model may write any text, but calls must match the
     schema.
     """
     tokenizer = marked_tokenizer(marks)
@@ -368,15 +368,15 @@ def test_strict_tools_hold_calls_alone(name, marks) -> None:
     assert not accepts(tokenizer, answer_format.strict(strict, parallel_tool_calls=False), text)
 
 
-def test_what_strict_cannot_hold() -> None:
+def test_unsupported_strict_tools() -> None:
     strict = [{**NOW, "function": {"name": "now", "strict": True}}]
-    assert detect("", "hermes").strict(TOOLS) is None  # nobody asked
+    assert detect("", "hermes").strict(TOOLS) is None  # no tool is strict
     assert detect("", "llama3_json").strict(strict) is None and detect("").strict(strict) is None
     assert detect("</think>", "hermes").strict(strict) is not None
 
 
 def test_a_structure_or_calls() -> None:
-    """response_format beside tools that may be called."""
+    """response_format with tools that may be called."""
     tokenizer = marked_tokenizer(MARKS)
     answer_format = detect("", "hermes", tokenizer=tokenizer)
     either = answer_format.after_reasoning(
@@ -386,7 +386,7 @@ def test_a_structure_or_calls() -> None:
     assert not accepts(tokenizer, either, "Hello")
 
 
-def test_what_forces_nothing() -> None:
+def test_requests_that_force_nothing() -> None:
     assert detect("", "hermes").forced(TOOLS, "auto") is None
     assert detect("", "hermes").forced([], "none") is None
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Which format a template shows, what overrides it, and that what each template writes is read
-back.
+"""The detection of a format from the template, its overrides, and that the output of each template
+is parsed back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_flags_override() -> None:
             detect(template, **{parameter: "x"})
 
 
-# ---------------------------------------------------------------- real shapes, there and back
+# ---------------------------------------------------------------- real templates, round trip
 
 CALLS = [
     ToolCall(
@@ -74,7 +74,7 @@ def turn(calls: list[ToolCall], content: str | None) -> dict:
 @pytest.mark.parametrize("calls", [CALLS, CALLS[2:]], ids=["three calls", "one call"])
 @pytest.mark.parametrize("content", [None, "Let me see."])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_a_template_writes_is_read_back(name, content, calls) -> None:
+def test_template_output_is_parsed_back(name, content, calls) -> None:
     template, user = TEMPLATES[name], {"role": "user", "content": "What is the weather?"}
     answer_format = detect(template)
     assert answer_format.tool_name == name
@@ -92,7 +92,7 @@ def test_what_a_template_writes_is_read_back(name, content, calls) -> None:
         assert json.loads(read.arguments) == json.loads(written.arguments)
 
 
-def test_reasoning_of_an_earlier_turn_is_read_back() -> None:
+def test_reasoning_of_an_earlier_turn_is_parsed_back() -> None:
     template = TEMPLATES["hermes"]
     message = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Hm, <tool_call>?"}
     text = (
@@ -124,14 +124,16 @@ def test_every_format_has_its_template() -> None:
         (TEMPLATES["hermes"], "none", "are disabled"),
     ],
 )
-def test_why_a_model_has_no_tools(template, flag, reason) -> None:
+def test_the_reason_why_a_model_has_no_tools(template, flag, reason) -> None:
     with pytest.raises(InvalidParameterError, match=f"tools: .*{reason}"):
         detect(template, flag).require_tools()
     detect(TEMPLATES["hermes"]).require_tools()
 
 
 def test_a_template_for_single_calls_gets_one_at_a_time() -> None:
-    """Llama 3's refuses a turn with two: a second call would be in the way of the next request."""
+    """Llama 3's template refuses a turn with two calls, so a second call would make the next
+    request fail.
+    """
     single = TEMPLATES["llama3_json"].replace(
         "{% for c in m.tool_calls %}",
         "{% if m.tool_calls | length > 1 %}{{ raise_exception('one!') }}{% endif %}{% for c in "
@@ -150,11 +152,11 @@ def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
     assert detect("<tool_call>", tokenizer=plain).skip_special_tokens
     assert not detect("<tool_call>", tokenizer=special).skip_special_tokens
     assert detect("[TOOL_CALLS]", tokenizer=special).skip_special_tokens
-    assert not detect("<tool_call>").skip_special_tokens  # nobody said
+    assert not detect("<tool_call>").skip_special_tokens  # not given by the user
     assert not detect("</think>", tokenizer=marked_tokenizer(("</think>",))).skip_special_tokens
 
 
-def test_the_bundled_model_takes_no_tools() -> None:
+def test_the_bundled_model_has_no_tools() -> None:
     tokenizer = Tokenizer(find_model_directory("bundled"))
     template = choose_template(tokenizer.chat_templates, None)
     assert detect(template, tokenizer=tokenizer).tool_name is None

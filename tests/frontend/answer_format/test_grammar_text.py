@@ -1,4 +1,4 @@
-"""Grammars written piece by piece: what they let through, with marks as text and as tokens."""
+"""Grammars built from parts: what they accept, with marks as text and as tokens."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_arguments_are_written_as_json_dumps_does(tokenizer) -> None:
         assert not is_accepted(other), other
 
 
-def test_schemas_that_speak_of_other_properties_keep_them(tokenizer) -> None:
+def test_schemas_with_references_to_other_properties_keep_them(tokenizer) -> None:
     assert judge(tokenizer, lambda g: g.arguments({"additionalProperties": {"type": "integer"}}))(
         '{"c": 2}'
     )

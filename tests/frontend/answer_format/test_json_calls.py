@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects, alone and in lists, and what is none."""
+"""Tool calls as JSON objects, alone and in lists, and text that is not a call."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_calls(inner, calls) -> None:
     assert parse(HERMES, f"Let me see.\n<tool_call>{inner}</tool_call>\n") == Answer(
         "Let me see.", "", expected
     )
-    # the end mark was a stop token, say
+    # for example, if the end mark was a stop token
     assert parse(HERMES, f"<tool_call>{inner}") == Answer("", "", expected)
 
 
@@ -70,24 +70,24 @@ def test_calls(inner, calls) -> None:
         '{"name": "f", "arguments": tru}',
     ],
 )
-def test_what_is_no_call_stays_content(inner) -> None:
+def test_text_that_is_not_a_call_stays_content(inner) -> None:
     text = f"a <tool_call>{inner}</tool_call> b"
     assert parse(HERMES, text) == Answer(text, "", [])
 
 
-def test_a_call_that_breaks_loses_nothing() -> None:
+def test_a_broken_call_loses_no_text() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1,, "b": 2}}</tool_call>'
     assert parse(HERMES, text) == Answer(', "b": 2}}</tool_call>', "", [ToolCall("f", '{"a": 1,')])
-    # cut off by max_tokens
+    # truncated by max_tokens
     assert parse(HERMES, text[:44]) == Answer("", "", [ToolCall("f", '{"a": ')])
 
 
-def test_a_call_behind_a_broken_one_is_found() -> None:
+def test_a_call_after_a_broken_one_is_found() -> None:
     text = '<tool_call>{"name" <tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert parse(HERMES, text) == Answer('<tool_call>{"name"', "", [ToolCall("g", "{}")])
 
 
-def test_arguments_are_handed_on_as_they_come() -> None:
+def test_arguments_are_streamed_as_they_arrive() -> None:
     pieces = [
         "<tool",
         '_call>{"name": "f", ',
@@ -143,5 +143,5 @@ def test_calls_without_marks() -> None:
         "[INST]",
     ],
 )
-def test_json_that_calls_no_tool_is_an_answer(text) -> None:
+def test_json_that_is_not_a_call_is_content(text) -> None:
     assert parse(BARE, text) == Answer(text, "", [])

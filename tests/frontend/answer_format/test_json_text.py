@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 def read(pieces: list[str]) -> tuple[str, str]:
-    """(what was handed on, what stands behind the value). Raises Malformed."""
+    """Return (the streamed text, the text after the value). Raises Malformed."""
     stream = TextStream()
     stream.sink = Content
     reader = read_json(stream)
@@ -40,7 +40,7 @@ def read(pieces: list[str]) -> tuple[str, str]:
 
 @settings(deadline=None)
 @given(VALUES, st.booleans(), st.sampled_from([None, 1]), st.integers(1, 9))
-def test_every_value_passes_as_it_is(value, ascii_only, indent, size) -> None:
+def test_every_value_is_unchanged(value, ascii_only, indent, size) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     pieces = [(text + " tail")[i : i + size] for i in range(0, len(text) + 5, size)]
     assert read(pieces) == (text, " tail")
@@ -58,8 +58,8 @@ def test_accepts_what_python_accepts(text, size) -> None:
     try:
         passed, rest = read(pieces)
     except Malformed:
-        # Ours refuses letters right behind a number ("1e", "truef"), which could only be the
-        # beginning of something else.
+        # Quire's reader refuses letters directly after a number ("1e", "truef"), which could only
+        # be the start of something else.
         assert end is None or text[:end].lstrip(" \n")[0] not in '{["'
     else:
         assert json.loads(passed) == value
@@ -96,7 +96,7 @@ def test_raw_control_characters_become_escapes() -> None:
         assert read(pieces) == ('{"a": "x\\ny\\t\\u0001"}', "")
 
 
-def test_text_is_handed_on_at_once() -> None:
+def test_text_is_streamed_at_once() -> None:
     stream = TextStream()
     stream.sink = Content
     reader = read_json(stream)

@@ -1,4 +1,4 @@
-"""Calls whose name stands before their arguments: DeepSeek's, Kimi's, Mistral's."""
+"""Calls with the name before the arguments: DeepSeek's, Kimi's, Mistral's."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_mistral(text) -> None:
         (V31, CALL + "x" * 300 + SEP + "{}"),
     ],
 )
-def test_what_is_no_call_stays_content(answer_format, text) -> None:
+def test_text_that_is_not_a_call_stays_content(answer_format, text) -> None:
     assert parse(answer_format, text) == Answer(text, "")
 
 
-def test_arguments_are_handed_on_as_they_come() -> None:
+def test_arguments_are_streamed_as_they_arrive() -> None:
     pieces = [BEGIN, CALL, "f", SEP, '{"a": "o', "ne t", 'wo"}', END, CLOSE]
     assert parse_pieces(V31, pieces) == [
         ToolCallStart(0, "f"),

@@ -1,5 +1,5 @@
-"""The parser as a whole: reasoning, content and calls in one answer, whatever the cuts; nothing is
-lost.
+"""The parser as a whole: reasoning, content and calls in one answer, however the text is split;
+nothing is lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
     assert parse(FORMAT, text, prompt_text=prompt) == answer
 
 
-def test_what_is_not_asked_for_stays_content() -> None:
+def test_disabled_parts_stay_content() -> None:
     text = f"<think>Hm.</think> Yes\n{CALL}"
     assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == Answer(
         "<think>Hm.</think> Yes", "", [ToolCall("f", '{"a": "b"}')]
@@ -66,7 +66,7 @@ def test_only_one_call() -> None:
     )
 
 
-def test_text_flows_at_once() -> None:
+def test_text_is_streamed_at_once() -> None:
     pieces = ["<think>", "One", " two", "</think>", "Three", " <", "four", ">"]
     assert parse_pieces(FORMAT, pieces) == [
         Reasoning("One"),
@@ -112,7 +112,7 @@ COMMON = [
 
 
 def texts(answer_format: AnswerFormat) -> st.SearchStrategy[str]:
-    """Marks of the format and pieces of calls, in any order, some of them damaged."""
+    """Generate marks of the format and parts of calls in any order, some of them damaged."""
     values = [
         value for value in astuple(answer_format.tool_format) if isinstance(value, (str, tuple))
     ]
@@ -131,7 +131,7 @@ def texts(answer_format: AnswerFormat) -> st.SearchStrategy[str]:
 @pytest.mark.parametrize("name", dict.fromkeys(row.name for row in TOOL_FORMATS))
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), prompt=st.sampled_from(["", "<think>\n"]))
-def test_neither_the_cut_nor_nonsense_matters(name, data, prompt) -> None:
+def test_splits_and_invalid_text_do_not_matter(name, data, prompt) -> None:
     answer_format = detect("</think>", name)
     answer = parse(answer_format, data.draw(texts(answer_format)), prompt_text=prompt)
     assert all(call.name for call in answer.tool_calls)
@@ -140,8 +140,8 @@ def test_neither_the_cut_nor_nonsense_matters(name, data, prompt) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_nothing_is_lost(data) -> None:
-    """Without reasoning: what is not content is white space, marks and keys, and what the calls
-    say.
+    """Without reasoning, everything that is not content is white space, marks, keys, and the text
+    of the calls.
     """
     text = data.draw(texts(FORMAT))
     answer = collect(parse_pieces(FORMAT, [text], reasoning=False))
@@ -152,6 +152,6 @@ def test_nothing_is_lost(data) -> None:
         assert said.count(word) >= text.count(word), word
 
 
-def test_marks_that_begin_alike() -> None:
+def test_marks_with_a_common_prefix() -> None:
     marks = AnswerFormat(None, None, "x", ReasoningMarks("<a>", "<a/>"))
     assert parse(marks, "<a>x<a>y<a/>z") == Answer("z", "x<a>y")

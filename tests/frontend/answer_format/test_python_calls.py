@@ -1,4 +1,4 @@
-"""Calls as Python writes them: Llama's, LFM2's, OLMo's."""
+"""Calls in Python syntax: Llama's, LFM2's, OLMo's."""
 
 from __future__ import annotations
 
@@ -67,15 +67,15 @@ def test_content_around_calls() -> None:
         "x [f(a=1)]",
     ],
 )
-def test_what_is_no_call_stays_content(text) -> None:
+def test_text_that_is_not_a_call_stays_content(text) -> None:
     answer = parse(LLAMA, text)
-    if text == "[f(a=1)x":  # the call was complete when the rest came
+    if text == "[f(a=1)x":  # the call was complete before the rest arrived
         assert answer == Answer("x", "", [ToolCall("f", '{"a": 1}')])
     else:
         assert answer == Answer(text, "")
 
 
-def test_arguments_are_handed_on_one_by_one() -> None:
+def test_arguments_are_streamed_one_by_one() -> None:
     parts = parse_pieces(LLAMA, ["[f(a=1", ", b=", "'x')", ", g()]"])
     assert parts == [
         ToolCallStart(0, "f"),

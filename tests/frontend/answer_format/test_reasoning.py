@@ -1,4 +1,4 @@
-"""Whether a prompt has begun or ended the reasoning."""
+"""Whether a prompt opens or closes the reasoning."""
 
 import pytest
 from quire.frontend.answer_format.reasoning import ReasoningMarks
@@ -15,9 +15,7 @@ MARKS = ReasoningMarks("<think>", "</think>")
         ("", False, False),
     ],
 )
-def test_only_the_very_end_of_the_prompt_counts(
-    prompt: str, is_open: bool, is_closed: bool
-) -> None:
+def test_only_the_end_of_the_prompt_counts(prompt: str, is_open: bool, is_closed: bool) -> None:
     assert (MARKS.is_open_at_end_of(prompt), MARKS.is_closed_at_end_of(prompt)) == (
         is_open,
         is_closed,

@@ -113,7 +113,7 @@ def test_json_between_the_tags() -> None:
         )
 
 
-def test_a_string_is_handed_on_as_it_comes() -> None:
+def test_a_string_is_streamed_as_it_arrives() -> None:
     pieces = [
         "<tool_call>\n<function=write>\n<parameter=text>\n",
         "One\n",
@@ -148,11 +148,11 @@ def test_a_string_is_handed_on_as_it_comes() -> None:
         (MINIMAX, "<minimax:tool_call>\n<inv"),
     ],
 )
-def test_what_is_no_call_stays_content(answer_format, text) -> None:
+def test_text_that_is_not_a_call_stays_content(answer_format, text) -> None:
     assert parse(answer_format, text, TOOLS) == Answer(text, "")
 
 
-def test_a_call_that_breaks_off() -> None:
+def test_a_truncated_call() -> None:
     text = "<tool_call>\n<function=write>\n<parameter=path>\na.t"
     assert parse(CODER, text, TOOLS) == Answer("", "", [ToolCall("write", '{"path": "a.t')])
     broken = "<tool_call>\n<function=write>\n<parameter=mode>\n4\n</parameter>\nand so on"

@@ -1,4 +1,4 @@
-"""TextStream: what a reader sees of text in pieces, what is held back and what is handed on."""
+"""TextStream: what a reader gets of text in pieces, what is buffered and what is passed on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from quire.frontend.answer_format.text_stream import Malformed, TextStream
 
 
 def run(reader, stream: TextStream, *pieces: str) -> object:
-    """The reader's result."""
+    """Return the reader's result."""
     try:
         next(reader)
         for piece in pieces:
@@ -22,7 +22,7 @@ def run(reader, stream: TextStream, *pieces: str) -> object:
 
 
 @pytest.mark.parametrize("pieces", [["<call>"], ["<ca", "ll>"], list("<call>x")])
-def test_accept_waits_while_it_may_come(pieces) -> None:
+def test_accept_waits_while_the_mark_may_still_arrive(pieces) -> None:
     stream = TextStream()
     assert run(stream.accept("<call>"), stream, *pieces) is True
     assert stream.position == 6
@@ -37,7 +37,7 @@ def test_accept_consumes_nothing_else(pieces) -> None:
         run(stream.expect("!"), stream)
 
 
-def test_text_is_held_back_only_while_it_may_begin_a_mark() -> None:
+def test_text_is_buffered_only_while_it_may_begin_a_mark() -> None:
     stream = TextStream()
     stream.sink = Content
     reader = stream.read_until(("<call>",))
@@ -49,7 +49,7 @@ def test_text_is_held_back_only_while_it_may_begin_a_mark() -> None:
         shown.append("".join(part.text for part in stream.take_parts()))
     assert shown == ["a", "b", "", " <c", "", " \n <calk", "", "  d", ""]
     assert (stream.sink, stream.buffer[stream.position :]) == (None, "e")
-    stream.give_up()  # what stands behind the mark is no call
+    stream.give_up()  # the text after the mark is not a call
     assert (stream.buffer[: stream.position], stream.buffer[stream.position :]) == ("  <call>", "e")
 
 
@@ -60,7 +60,7 @@ def test_the_first_mark_counts() -> None:
     assert run(stream.read_until(("<b>", "<a>")), stream) is None
 
 
-def test_very_much_space_before_a_mark_is_not_held() -> None:
+def test_long_white_space_before_a_mark_is_not_buffered() -> None:
     for pieces in ([" " * 100 + "<m>"], list(" " * 100 + "<m>")):
         stream = TextStream()
         stream.sink = Content

@@ -1,11 +1,11 @@
-"""Calls: numbers and parts of the calls that are found."""
+"""Calls: numbers and parts of the parsed calls."""
 
 from quire.frontend.answer_format.answer import ToolCallArguments, ToolCallStart
 from quire.frontend.answer_format.text_stream import TextStream
 from quire.frontend.answer_format.tool_calls import Calls
 
 
-def test_calls_are_numbered_and_stand_for_what_was_consumed() -> None:
+def test_calls_are_numbered_and_know_their_text() -> None:
     stream = TextStream()
     calls = Calls(stream, {"f": {}})
     stream.append("call f and g")

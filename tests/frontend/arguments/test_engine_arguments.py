@@ -1,4 +1,4 @@
-"""The typed keyword arguments against the configuration that they stand for."""
+"""The typed keyword arguments agree with the configuration fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.frontend.arguments.engine_arguments import EngineArguments
 from quire.ipc.config import config_fields
 
 
-def test_the_typed_arguments_are_those_of_the_configuration() -> None:
+def test_typed_arguments_equal_the_configuration() -> None:
     typed = get_type_hints(EngineArguments)
     fields = {name: field for name, (_, field) in config_fields().items() if name != "model"}
     assert list(typed) == list(fields)
@@ -64,5 +64,5 @@ def test_from_engine_args_takes_arguments_or_engine_args(monkeypatch) -> None:
         AsyncLLM.from_engine_args(EngineArgs("m"), max_num_seqs=3)
 
 
-def test_the_package_says_that_it_is_typed() -> None:
+def test_the_package_is_marked_as_typed() -> None:
     assert (Path(quire.__file__).parent / "py.typed").is_file()

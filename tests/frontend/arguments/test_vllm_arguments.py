@@ -1,5 +1,5 @@
-"""The names of vLLM 0.32's signatures: each is supported, accepted without effect, or refused by
-name; and its spellings of values.
+"""The names in vLLM 0.32's signatures: each is supported, accepted without effect, or refused with
+an error that names it. Also vLLM's spellings of values.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ ENGINE_ARGS = """
     gdn_prefill_backend kda_prefill_backend
 """.split()  # noqa: SIM905
 OF_ASYNC_ENGINE_ARGS = ["enable_log_requests"]
-# of LLM's constructor, beside those of EngineArgs
+# of LLM's constructor, in addition to those of EngineArgs
 OF_LLM = ["chat_template"]
-# of older versions, which scripts still pass
+# of older versions, which scripts still use
 OLDER = [
     "swap_space",
     "max_seq_len_to_capture",
@@ -157,10 +157,10 @@ SAMPLING = {
 
 
 def status(name: str, value: object = "something", *, nothing: object = None) -> str:
-    """How EngineArgs takes an argument: "supported", "accepted" or "refused"."""
+    """Return how EngineArgs treats an argument: "supported", "accepted" or "refused"."""
     if name in config_fields():
         return "supported"
-    EngineArgs(**{name: nothing})  # asks for nothing: runs whatever the name
+    EngineArgs(**{name: nothing})  # a value without effect, accepted for every name
     try:
         EngineArgs(**{name: value})
     except InvalidParameterError as error:
@@ -180,7 +180,7 @@ def test_every_engine_argument_of_vllm(name, monkeypatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
 
-def test_the_table_holds_vllms_names_alone() -> None:
+def test_the_table_contains_only_vllms_names() -> None:
     known = {*ENGINE_ARGS, *OF_ASYNC_ENGINE_ARGS, *OF_LLM, *OLDER, *OF_SERVE}
     assert vllm_arguments.NAMES - known == set()
     assert vllm_arguments.SWITCHES <= vllm_arguments.NAMES
@@ -269,7 +269,7 @@ def test_settings_of_a_file_and_of_the_environment(tmp_path, monkeypatch) -> Non
         serve.make_parser([]).parse(["--config", str(tmp_path / "vllm.yaml")])
 
 
-def test_code_of_vllms(monkeypatch, caplog) -> None:
+def test_scripts_for_vllm(monkeypatch, caplog) -> None:
     import torch
 
     monkeypatch.setenv("HF_TOKEN", "before")
@@ -339,7 +339,7 @@ def test_values_of_sampling_parameters_as_in_vllm() -> None:
         SamplingParams(seed=-2)
 
 
-def test_a_clone_shares_nothing() -> None:
+def test_a_clone_shares_no_state() -> None:
     params = SamplingParams(stop=["a"], extra_args={"a": [1]}, seed=3)
     clone = params.clone()
     assert clone == params and clone is not params
@@ -381,7 +381,7 @@ def test_every_argument_of_vllms_calls(method, names) -> None:
 
 
 @pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
-def test_what_a_call_cannot_have_is_refused_by_name(name, monkeypatch) -> None:
+def test_unsupported_call_arguments_are_refused_by_name(name, monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     messages = [{"role": "user", "content": "a"}]
     with pytest.raises(InvalidParameterError, match=f"{name}: is not supported, got dict"):

@@ -1,4 +1,6 @@
-"""What a step must read and compute, beside a model's own counts; phases beside their limits."""
+"""What a step must read and compute, compared with a model's own counts; phases compared with their
+limits.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def bundled(**arguments):
     return EngineArgs(dtype="bfloat16", **arguments).create_engine_config()
 
 
-def test_weights_are_the_models_without_norms_and_biases() -> None:
+def test_weights_equal_the_models_without_norms_and_biases() -> None:
     config = bundled()
     work, sizes = model_work(config), measure_model(config.model_config.hf_config)
     assert (
@@ -38,7 +40,7 @@ def test_weights_are_the_models_without_norms_and_biases() -> None:
     )
 
 
-def test_work_grows_as_it_should() -> None:
+def test_work_grows_with_rows_and_context() -> None:
     work = model_work(bundled())
     one, many = work.decode(1, 0), work.decode(8, 0)
     assert (many.weight_flops, many.attention_flops) == (
@@ -54,7 +56,7 @@ def test_work_grows_as_it_should() -> None:
         10 * one.attention_flops,
     ]
     assert one.attention_flops > 0
-    # the head is for the last
+    # the head runs only for the last token
     assert work.prefill(3).weight_flops - one.weight_flops == 4 * work.layer_weights
 
 
@@ -71,15 +73,15 @@ def test_limits() -> None:
     assert cpu.Work(6e9, 8e10, 3e10).arithmetic_seconds(4e10, 1e10) == 5.0
 
 
-def test_a_plan_has_room() -> None:
+def test_a_plan_fits_the_engine() -> None:
     plan = Plan([(1, 1000), (32, 100)], [500], 1.0)
     assert plan.max_num_seqs == 32 and plan.max_model_len == 1000 + cpu.ROOM
     assert plan.kv_cache_bytes(10, 16) >= 10 * (32 * (100 + cpu.ROOM) + plan.max_model_len)
 
 
-def test_what_the_program_says_becomes_phases(monkeypatch) -> None:
+def test_the_programs_output_becomes_phases(monkeypatch) -> None:
     jobs = []
-    turns = [  # of a machine whose second third is four times as fast
+    turns = [  # of a machine that is four times as fast in the second third
         {"seconds": [0.4, 0.6, 0.5], "read_bandwidth": [1e9, 9e9, 0.5e9], "gemm_flops": [3e12]},
         {"seconds": [0.1, 0.1, 0.2], "read_bandwidth": [4e9], "gemm_flops": [2e12]},
         {"seconds": [0.4], "read_bandwidth": [1e9], "gemm_flops": [1e12]},

@@ -1,4 +1,6 @@
-"""HttpClient: answers of every form, connections kept and lost, each failure under its own name."""
+"""HttpClient: answers of every form, kept and lost connections, and a separate error for each
+failure.
+"""
 
 import asyncio
 import socket
@@ -37,7 +39,7 @@ def with_server(
 
 
 def exchange(script: Script, timeout_s: float = 30) -> tuple[int, bytes, bytes]:
-    """(status, what on_data got, the body that was kept)."""
+    """Return (status, what on_data got, the body that was kept)."""
 
     async def use(client: HttpClient, server: ScriptedServer) -> tuple[int, bytes, bytes]:
         pieces: list[bytes] = []
@@ -103,9 +105,9 @@ def test_connections_are_kept_until_the_server_closes_them() -> None:
     with_server(lambda request: [closing if request["path"] == "/v1/close" else answer("{}")], use)
 
 
-def test_a_kept_connection_that_proves_dead_is_replaced_once() -> None:
-    """A server may close an idle connection just as the next request comes; on a new connection the
-    same is a failure.
+def test_a_stale_connection_is_replaced_once() -> None:
+    """A server may close an idle connection just as the next request arrives. On a new connection
+    the same is a failure.
     """
 
     async def use(client: HttpClient, server: ScriptedServer) -> None:
@@ -137,14 +139,14 @@ def test_a_server_that_breaks_off(script: Script, kind: str) -> None:
     assert failure(script)[0] == kind
 
 
-def test_a_server_that_says_nothing_more() -> None:
+def test_a_server_that_stops_sending() -> None:
     assert failure([STREAM_HEAD, HANG], timeout_s=0.05) == (
         "timeout",
         "no complete answer within 0.05 s",
     )
 
 
-def test_what_the_reader_raises_is_the_failure() -> None:
+def test_an_error_of_the_reader_is_the_failure() -> None:
     async def use(client: HttpClient, server: ScriptedServer) -> None:
         def on_data(data: bytes, now: float) -> None:
             raise Failure("bad stream", "no")
@@ -155,7 +157,7 @@ def test_what_the_reader_raises_is_the_failure() -> None:
     with_server(chunked(b"x"), use)
 
 
-def test_nobody_listens() -> None:
+def test_no_listener() -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         client = HttpClient(f"http://127.0.0.1:{taken.getsockname()[1]}", {}, 5)
@@ -164,7 +166,7 @@ def test_nobody_listens() -> None:
     assert caught.value.kind == "connection refused"
 
 
-def test_no_tls_at_the_other_end() -> None:
+def test_tls_to_a_server_without_tls() -> None:
     async def main() -> str:
         async def answer_anything(
             reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -190,7 +192,7 @@ def test_no_such_host() -> None:
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:99999"])
-def test_a_url_that_is_none(url: str) -> None:
+def test_an_invalid_url(url: str) -> None:
     with pytest.raises(InvalidParameterError, match="--base-url"):
         HttpClient(url, {}, 5)
 

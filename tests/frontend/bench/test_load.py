@@ -1,4 +1,6 @@
-"""The load: arrivals by seed and rate, the limit, conversations, interruption."""
+"""The load generator: arrivals by seed and rate, the concurrency limit, conversations,
+interruption.
+"""
 
 import asyncio
 import itertools
@@ -28,20 +30,20 @@ def test_the_same_seed_gives_the_same_schedule() -> None:
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
 def test_arrivals_have_the_rate_and_the_burstiness(burstiness: float) -> None:
-    """Of a gamma distribution the squared coefficient of variation is 1 / shape; for 1, Poisson
-    arrivals, it is 1.
+    """The squared coefficient of variation of a gamma distribution is 1 / shape; for shape 1,
+    Poisson arrivals, it is 1.
     """
     found = gaps(20.0, burstiness)
     assert mean(found) == pytest.approx(1 / 20, rel=0.15)
     assert pvariance(found) / mean(found) ** 2 == pytest.approx(1 / burstiness, rel=0.25)
 
 
-def test_without_a_rate_all_come_at_once() -> None:
+def test_without_a_rate_all_arrive_at_once() -> None:
     assert arrival_times(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
 
 
 class Server:
-    """Answers after a turn of the event loop, and remembers what it was asked."""
+    """Answers after an iteration of the event loop and records its requests."""
 
     def __init__(self, failures: tuple[int, ...] = ()):
         self.asked: list[Any] = []
@@ -88,7 +90,7 @@ def test_outcomes_are_in_the_order_of_the_requests() -> None:
     report = run(server, requests(20))
     assert [outcome.text for outcome in report.outcomes] == [f"answer {i}" for i in range(20)]
     assert (report.peak_concurrency, server.peak, report.was_interrupted) == (20, 20, False)
-    # the workload's count, where the server gave none
+    # the workload's count, since the server gave none
     assert {outcome.num_prompt_tokens for outcome in report.outcomes} == {5}
 
 
@@ -98,7 +100,7 @@ def test_the_limit_holds() -> None:
     assert (server.peak, report.peak_concurrency, len(report.outcomes)) == (3, 3, 20)
 
 
-def test_the_limit_s_delay_is_not_the_client_s() -> None:
+def test_delay_by_the_limit_is_not_counted_as_the_clients() -> None:
     async def send(prompt: Any, max_tokens: int) -> Outcome:
         await asyncio.sleep(0.02)
         return Outcome(start=0.0)
@@ -161,7 +163,7 @@ def test_an_interrupted_run_keeps_what_has_ended() -> None:
         def on_outcome(outcome: Outcome) -> None:
             ended.append(outcome)
             if len(ended) == 5:
-                server.gate = asyncio.Event()  # whoever asks now waits for ever
+                server.gate = asyncio.Event()  # later requests wait forever
                 asyncio.get_running_loop().call_later(0.01, runner.interrupt)
 
         runner._on_outcome = on_outcome
@@ -173,7 +175,7 @@ def test_an_interrupted_run_keeps_what_has_ended() -> None:
     assert 5 <= len(ended) <= 7 and len(report.outcomes) == 20
 
 
-def test_a_blocked_event_loop_is_noticed() -> None:
+def test_a_blocked_event_loop_is_detected() -> None:
     async def send(prompt: Any, max_tokens: int) -> Outcome:
         await asyncio.sleep(0)
         end = process_time() + 0.2

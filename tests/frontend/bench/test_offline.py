@@ -1,4 +1,4 @@
-"""The offline benchmarks' phases, from metrics by hand and from the bundled model."""
+"""The phases of the offline benchmarks, from handmade metrics and from the bundled model."""
 
 from collections.abc import Iterator
 
@@ -50,7 +50,7 @@ def test_throughput(llm: LLM) -> None:
     assert run.steps.decode_batch == 5 and 0 < run.steps.decode_step_s < run.seconds
 
 
-def test_steps_are_summed_and_those_that_only_decode_are_apart() -> None:
+def test_steps_are_summed_and_decode_only_steps_are_separate() -> None:
     prefill, mixed = (4, 0.0, 1.0, 2.0, 3.0, 100, 0, 5, 0), (7, 9.0, 0.0, 9.0, 0.0, 8, 3, 4, 0)
     steps = summarize_steps(
         [prefill, (5, 6.0, 0.5, 1.0, 0.5, 0, 5, 5, 0), (6, 8.0, 1.0, 6.0, 1.0, 0, 6, 3, 0), mixed]
@@ -60,7 +60,7 @@ def test_steps_are_summed_and_those_that_only_decode_are_apart() -> None:
     assert summarize_steps([]).decode_step_s is None
 
 
-def test_latency_s_batches_do_not_find_each_other_in_the_cache(llm: LLM) -> None:
+def test_batches_of_latency_have_no_cache_hits_from_each_other(llm: LLM) -> None:
     requests, params = workload(llm, num_prompts=3, input_len=40, output_len=4, token_ids=True)
     iters = []
     seconds, phases = run_latency(llm, requests, params, 2, lambda: iters.append(None))
@@ -92,7 +92,7 @@ def test_phases_of_a_batch() -> None:
     ) == (3.0, 7.0, 44, 10)
 
 
-def test_the_limit_is_the_weights_over_the_bandwidth(llm: LLM) -> None:
+def test_the_limit_is_bandwidth_over_weights(llm: LLM) -> None:
     directory = find_model_directory("bundled")
     size = (directory / "model.safetensors").stat().st_size
     config = llm.llm_engine.config

@@ -1,4 +1,4 @@
-"""A streamed request: what is sent, what is read from servers of every kind, and the name of each
+"""A streamed request: what is sent, what is read from different servers, and the name of each
 failure.
 """
 
@@ -30,7 +30,7 @@ from quire.tests.scripted_server import (
 )
 
 
-def ask(
+def send(
     script: Script | Callable[[dict[str, Any]], Script],
     options: RequestOptions = RequestOptions("m"),
     timeout_s: float = 30,
@@ -54,11 +54,11 @@ def sent(options: RequestOptions) -> dict[str, Any]:
         bodies.append((request["path"], request["body"]))
         return completion_stream(["a"])
 
-    ask(script, options)
+    send(script, options)
     return {"path": bodies[0][0], **bodies[0][1]}
 
 
-def test_nothing_but_the_api_s_own_fields_is_sent() -> None:
+def test_only_fields_of_the_api_are_sent() -> None:
     common = {
         "model": "m",
         "max_tokens": 8,
@@ -73,7 +73,7 @@ def test_nothing_but_the_api_s_own_fields_is_sent() -> None:
     }
 
 
-def test_extensions_are_sent_when_asked_for() -> None:
+def test_extensions_are_sent_if_enabled() -> None:
     extra = {"min_tokens": 8, "max_tokens": None, "max_completion_tokens": 8}
     options = RequestOptions(
         "m", include_usage=False, ignore_eos=True, temperature=0.0, extra_body=extra
@@ -91,9 +91,11 @@ def test_extensions_are_sent_when_asked_for() -> None:
 
 
 def test_a_completion_s_stream() -> None:
-    outcome = ask(completion_stream(["On", "", "ce"], {"prompt_tokens": 5, "completion_tokens": 4}))
+    outcome = send(
+        completion_stream(["On", "", "ce"], {"prompt_tokens": 5, "completion_tokens": 4})
+    )
     assert (outcome.failure, outcome.text, outcome.finish_reason) == (None, "Once", "length")
-    # a token may have no text; the last chunk, which has only a reason, is none
+    # a token may have no text; the last chunk, which has only a finish reason, is not a token
     assert len(outcome.token_times) == 3
     assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (
         5,
@@ -103,8 +105,8 @@ def test_a_completion_s_stream() -> None:
     assert outcome.start <= outcome.token_times[0] <= outcome.token_times[-1] <= outcome.end
 
 
-def test_a_chat_s_stream_begins_with_its_text_not_with_its_role() -> None:
-    outcome = ask(chat_stream(["Hel", "lo"]), RequestOptions("m", "chat"))
+def test_a_chat_stream_starts_with_its_text_not_its_role() -> None:
+    outcome = send(chat_stream(["Hel", "lo"]), RequestOptions("m", "chat"))
     assert (outcome.failure, outcome.text, len(outcome.token_times)) == (None, "Hello", 2)
     assert (outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by) == (
         None,
@@ -122,7 +124,7 @@ def test_reasoning_and_tool_calls_are_tokens() -> None:
         {"content": ""},
     ]
     chunks = [event(choices=[{"delta": delta}]) for delta in deltas]
-    outcome = ask(
+    outcome = send(
         chunked(*chunks, event(choices=[{"delta": {}, "finish_reason": "tool_calls"}])),
         RequestOptions("m", "chat"),
     )
@@ -158,8 +160,8 @@ LAST = b'{"choices": [{"text": "b", "finish_reason": "stop"}]}'
         ],
     ],
 )
-def test_quirks_of_streams(parts: list[bytes]) -> None:
-    outcome = ask(chunked(*parts))
+def test_unusual_streams(parts: list[bytes]) -> None:
+    outcome = send(chunked(*parts))
     assert (outcome.failure, outcome.failure_text, outcome.text, outcome.finish_reason) == (
         None,
         "",
@@ -169,8 +171,8 @@ def test_quirks_of_streams(parts: list[bytes]) -> None:
     assert len(outcome.token_times) == 2
 
 
-def test_after_done_nothing_can_fail() -> None:
-    outcome = ask([*completion_stream(["a"])[:-1], DIE])
+def test_errors_after_done_are_ignored() -> None:
+    outcome = send([*completion_stream(["a"])[:-1], DIE])
     assert (outcome.failure, outcome.text) == (None, "a")
 
 
@@ -231,12 +233,12 @@ def test_after_done_nothing_can_fail() -> None:
     ],
 )
 def test_each_failure_has_its_name(script: Script, kind: str, text: str) -> None:
-    outcome = ask(script)
+    outcome = send(script)
     assert outcome.failure == kind and text in outcome.failure_text
 
 
 def test_a_silent_server_is_a_timeout() -> None:
-    assert ask([STREAM_HEAD, HANG], timeout_s=0.05).failure == "timeout"
+    assert send([STREAM_HEAD, HANG], timeout_s=0.05).failure == "timeout"
 
 
 def test_times_of_an_outcome() -> None:
@@ -247,7 +249,7 @@ def test_times_of_an_outcome() -> None:
     assert Outcome(start=10.0).ttft is None
 
 
-def test_a_chunk_s_moment_is_that_of_its_bytes() -> None:
+def test_the_time_of_a_chunk_is_that_of_its_bytes() -> None:
     outcome = Outcome(start=0.0)
     reader = StreamReader(outcome)
     reader.feed(b"data: " + CHUNK + b"\n", 1.0)
@@ -273,7 +275,7 @@ def test_the_server_s_first_model(script: Script, model: str | None) -> None:
     assert asyncio.run(main()) == model
 
 
-def test_sentences_of_errors() -> None:
+def test_error_messages() -> None:
     assert error_text(b'{"error": "short"}') == "short"
     assert error_text(b'{"error": {"message": "long", "type": "t"}}') == "long"
     assert error_text(b'{"object": "error", "message": "old", "code": 4}') == "old"

@@ -24,7 +24,7 @@ def test_points_lie_in_order_and_inside() -> None:
         {"decode": [(64, 8.0), (1, 0.5)], "decode, limit": [(1, 0.4), (64, 6.0)]},
     )
     measured, limit = polylines(svg)
-    # to the right, and up
+    # to the right and upwards
     assert measured[0][0] < measured[1][0] and measured[0][1] > measured[1][1]
     assert limit[0][1] > measured[0][1]  # the smaller value lies below
     assert all(0 < x < WIDTH and 0 < y < HEIGHT for line in (measured, limit) for x, y in line)

@@ -1,5 +1,5 @@
-"""The table and the JSON: what they say of failures, missing counts, interruption and a client that
-was too slow.
+"""The table and the JSON: failures, missing counts, interruption, and a client that was
+too slow.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_the_table() -> None:
     assert "WARNING" not in text and "interrupted" not in text and "chunks were counted" not in text
 
 
-def test_what_is_not_known_is_said() -> None:
+def test_unknown_values_are_marked() -> None:
     uncounted = replace(GOOD, num_prompt_tokens=None, counted_by="chunks")
     text = formatted(replace(REPORT, outcomes=[uncounted]))
     assert (
@@ -79,7 +79,7 @@ def test_what_is_not_known_is_said() -> None:
     )
 
 
-def test_an_interrupted_run_says_what_is_missing() -> None:
+def test_an_interrupted_run_lists_what_is_missing() -> None:
     text = formatted(replace(REPORT, outcomes=[GOOD, None, None], was_interrupted=True))
     assert text.startswith("interrupted: 2 requests had not ended and are not counted below\n")
 
@@ -97,13 +97,13 @@ def test_only_failures() -> None:
         ({"send_delays": [0.05] * 10}, "its event loop was up to 50 ms late"),
     ],
 )
-def test_a_client_that_was_too_slow_says_so(changes: dict, sentence: str) -> None:
+def test_a_client_that_was_too_slow_is_reported(changes: dict, sentence: str) -> None:
     assert "WARNING: this client was saturated: " + sentence in formatted(
         replace(REPORT, **changes)
     )
 
 
-def test_a_client_that_kept_up_says_nothing() -> None:
+def test_a_client_that_kept_up_is_not_reported() -> None:
     figures = client_figures(REPORT, summarize_run([GOOD], 2.0, {}))
     assert client_warning(figures) is None
     assert figures["cpu_share"] == 0.05 and figures["cpu_us_per_chunk"] == pytest.approx(1e5 / 3)

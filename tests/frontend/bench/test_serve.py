@@ -1,6 +1,4 @@
-"""`bench serve` from the first look at a server to the results, against servers with different
-manners.
-"""
+"""`bench serve` from the first request to the results, with servers that behave differently."""
 
 import asyncio
 import os
@@ -103,7 +101,7 @@ def test_the_model_that_the_user_names_needs_no_list() -> None:
     assert run.model == server.requests[-1]["body"]["model"] == "mine"
 
 
-def test_a_server_that_never_tells_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_lists_its_models(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openai_client, "MODELS_TIMEOUT_S", 0.05)
     script = {"GET": [HANG], "POST": completion_stream(["a"])}
     run, _ = bench(lambda request: script[request["method"]], model="mine")
@@ -131,13 +129,13 @@ def test_a_server_that_refuses_the_warm_up_is_not_measured() -> None:
         bench(lambda request: MODELS if request["method"] == "GET" else refusal)
 
 
-def test_a_wrong_key_is_said_at_once() -> None:
+def test_a_wrong_key_is_reported_at_once() -> None:
     refusal = [answer('{"error": {"message": "Incorrect API key"}}', "401 Unauthorized")]
     with pytest.raises(BenchmarkError, match="HTTP 401: Incorrect API key"):
         bench(lambda request: refusal)
 
 
-def test_nobody_there() -> None:
+def test_no_listener() -> None:
     with pytest.raises(
         BenchmarkError,
         match="http://127.0.0.1:9: connection refused: .*; --ready-timeout SECONDS waits",
@@ -149,7 +147,7 @@ def test_nobody_there() -> None:
         )
 
 
-def test_a_server_that_is_loading_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_loading_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "POLL_INTERVAL_S", 0.001)
     loading = [answer('{"error": {"message": "loading, 40 %"}}', "503 Service Unavailable")]
     answers = iter([loading] * 3 + [MODELS])
@@ -169,7 +167,7 @@ def test_ctrl_c_keeps_what_was_measured() -> None:
         if request["method"] == "GET":
             return MODELS
         asked.append(request)
-        # the warm-up and three are answered; at the fourth the user has had enough
+        # the warm-up and three requests are answered; at the fourth the user interrupts
         if len(asked) == 5:
             asyncio.get_running_loop().call_later(0.01, os.kill, os.getpid(), signal.SIGINT)
         return good_server(request) if len(asked) < 5 else [STREAM_HEAD, HANG]

@@ -1,4 +1,4 @@
-"""SseParser: the format's rules, whatever the cuts."""
+"""SseParser: the rules of the format, however the bytes are split."""
 
 import itertools
 
@@ -24,12 +24,12 @@ def test_line_ends_comments_fields_and_several_data_lines() -> None:
     assert parse([EVERYTHING]) == EVENTS
 
 
-def test_byte_by_byte_it_is_the_same() -> None:
+def test_byte_by_byte_gives_the_same() -> None:
     assert parse([EVERYTHING[i : i + 1] for i in range(len(EVERYTHING))]) == EVENTS
 
 
 @given(st.lists(st.integers(0, len(EVERYTHING)), max_size=8))
-def test_cuts_do_not_matter(cuts: list[int]) -> None:
+def test_splits_do_not_matter(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(EVERYTHING)]
     assert parse([EVERYTHING[a:b] for a, b in itertools.pairwise(places)]) == EVENTS
 

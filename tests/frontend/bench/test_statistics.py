@@ -1,4 +1,4 @@
-"""The statistics against numpy's, and goodput by hand."""
+"""The statistics against numpy's, and goodput against handmade figures."""
 
 import numpy
 import pytest
@@ -20,14 +20,14 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=200)
 
 
 @given(VALUES, st.floats(0, 100))
-def test_percentiles_are_numpy_s(values: list[float], p: float) -> None:
+def test_percentiles_equal_numpys(values: list[float], p: float) -> None:
     assert percentile(sorted(values), p) == pytest.approx(
         numpy.percentile(values, p), rel=1e-9, abs=1e-9
     )
 
 
 @given(VALUES)
-def test_a_summary_is_numpy_s(values: list[float]) -> None:
+def test_a_summary_equals_numpys(values: list[float]) -> None:
     summary = summarize(values)
     assert (summary.count, summary.max) == (len(values), max(values))
     assert summary.mean == pytest.approx(numpy.mean(values), rel=1e-9, abs=1e-9)
@@ -36,7 +36,7 @@ def test_a_summary_is_numpy_s(values: list[float]) -> None:
     assert list(summary.percentiles) == [50, 90, 95, 99]
 
 
-def test_nothing_has_no_summary() -> None:
+def test_an_empty_list_has_no_summary() -> None:
     assert summarize([]) is None
 
 
@@ -74,7 +74,7 @@ def test_goodput_limits_are_read() -> None:
     "word",
     ["ttft", "ttft:", "ttft:fast", "ttft:0", "ttft:-1", "ttft:nan", "ttft:inf", "speed:3", ":3"],
 )
-def test_goodput_limits_that_are_none(word: str) -> None:
+def test_invalid_goodput_limits(word: str) -> None:
     with pytest.raises(InvalidParameterError, match="--goodput: must be METRIC:MILLISECONDS"):
         parse_goodput([word])
 
@@ -92,12 +92,12 @@ def test_goodput_limits_that_are_none(word: str) -> None:
         ({"ttft": 0.2, "tpot": 0.029}, False),
     ],
 )
-def test_a_good_request_keeps_every_limit(limits: dict[str, float], good: bool) -> None:
+def test_a_good_request_stays_within_every_limit(limits: dict[str, float], good: bool) -> None:
     assert is_good(outcome(), limits) == good
     assert not is_good(outcome(failure="timeout"), limits)
 
 
-def test_a_single_token_has_no_time_per_token_to_exceed() -> None:
+def test_a_single_token_has_no_time_per_output_token() -> None:
     assert is_good(outcome(itls=()), {"tpot": 0.001, "itl": 0.001})
     assert metric_values(outcome(itls=()), "tpot") == []
 

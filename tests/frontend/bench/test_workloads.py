@@ -45,11 +45,11 @@ def test_words_without_a_tokenizer() -> None:
     assert (request.num_prompt_tokens, request.max_tokens, request.follow_ups) == (None, 7, ())
 
 
-def test_texts_have_the_tokens_that_are_wanted(tokenizer: Tokenizer) -> None:
+def test_texts_have_the_requested_number_of_tokens(tokenizer: Tokenizer) -> None:
     requests = make(tokenizer, num_prompts=20, input_len=50)
     counts = [len(tokenizer.encode(request.prompt)) for request in requests]
     assert counts == [request.num_prompt_tokens for request in requests]
-    assert sum(abs(count - 50) for count in counts) <= 20  # seldom one off
+    assert sum(abs(count - 50) for count in counts) <= 20  # rarely off by one
 
 
 def test_token_ids(tokenizer: Tokenizer) -> None:
@@ -70,7 +70,7 @@ def test_lengths_fill_their_range() -> None:
 
 
 @pytest.mark.parametrize("token_ids", [False, True])
-def test_prefixes_are_shared_in_turn(token_ids: bool, tokenizer: Tokenizer) -> None:
+def test_prefixes_are_shared_round_robin(token_ids: bool, tokenizer: Tokenizer) -> None:
     options = {
         "dataset_name": "prefix",
         "num_prompts": 9,
@@ -130,7 +130,7 @@ def test_sharegpt_s_form(tmp_path: Path) -> None:
         ("What is 2 + 3?", 5),
         ("Hi", 128),
     }
-    assert requests[:2] == requests[2:]  # again from the beginning
+    assert requests[:2] == requests[2:]  # starts over
     assert {
         request.max_tokens
         for request in make(dataset_name="sharegpt", dataset_path=str(path), output_len=9)

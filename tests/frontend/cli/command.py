@@ -1,4 +1,4 @@
-"""The `quire` command for tests: in a process of its own, in this one, and on a terminal."""
+"""The `quire` command for tests: in its own process, in this one, and on a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess:
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    """The command in this process: (exit code, stdout, stderr)."""
+    """Run the command in this process. Return (exit code, stdout, stderr)."""
     try:
         code = main(list(arguments))
     except SystemExit as leaving:  # argparse
@@ -42,7 +42,7 @@ ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")
 
 
 class Terminal:
-    """A program on a terminal of its own, 100 columns by 40 rows: what it shows, and keys."""
+    """A program on its own terminal of 100 columns by 40 rows: its output, and key presses."""
 
     def __init__(self, *arguments: str, **environment: str):
         pid, self.fd = pty.fork()
@@ -53,8 +53,8 @@ class Terminal:
         self.pid, self.shown = pid, ""
 
     def wait_for(self, text: str, timeout_s: float = 30.0) -> str:
-        """What is shown before `text`, which appears behind what was waited for before; without
-        colours and movements of the cursor.
+        """Wait for `text` after the text of the last wait. Return the output before it, without
+        colours and cursor movements.
         """
         deadline = time.monotonic() + timeout_s
         while text not in self.shown:
@@ -75,12 +75,13 @@ class Terminal:
             while os.read(self.fd, 4096):
                 pass
         except OSError:
-            # EIO: the program has closed its terminal. Closing ours first would kill it.
+            # EIO: the program has closed its terminal. Closing this end first would kill the
+            # program.
             os.close(self.fd)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 STORY = "Once upon a time"
-# on a busy machine two threads of so small a model mostly wait for each other
+# on a busy machine, two threads of such a small model mostly wait for each other
 ONE_THREAD = ("--num-threads", "1")
 LONG = ("--max-tokens", "1500", "--ignore-eos")

@@ -1,4 +1,4 @@
-"""A conversation with a tiny model in this process, and a display that remembers."""
+"""A conversation with a tiny model in this process, and a display that records its output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.frontend.cli.conversation import Conversation
 from quire.frontend.llm_engine import LLMEngine
 
 
-class Remembered:
-    """What was displayed."""
+class RecordingDisplay:
+    """Records what is displayed."""
 
     def __init__(self) -> None:
         self.answers: list[str] = [""]

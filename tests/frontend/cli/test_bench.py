@@ -1,6 +1,4 @@
-"""`quire bench`: its modes, the flags that they share, and that none costs anything before it
-runs.
-"""
+"""`quire bench`: its modes, their common flags, and that importing it is cheap."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`quire bench cpu` with the bundled model: figures, files, refusals, what a sweep asks for."""
+"""`quire bench cpu` with the bundled model: figures, files, errors, and the points of a sweep."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     return code, captured.out, captured.err
 
 
-def test_phases_beside_their_limits(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_phases_are_compared_with_their_limits(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
     path = tmp_path / "result.json"
     words = [
         "--seconds",
@@ -93,7 +95,7 @@ def test_refusals(capsys: pytest.CaptureFixture, arguments: list[str], message: 
     assert code != 0 and message in err
 
 
-def test_a_sweep_grows_one_thing_at_a_time() -> None:
+def test_a_sweep_varies_one_value_at_a_time() -> None:
     config = EngineArgs(max_model_len=600).create_engine_config()
     args = cpu_parser([]).parse(["--context", "100"])
     found = sweeps(config, args, 600, most_threads=3)
@@ -109,7 +111,7 @@ def test_a_sweep_grows_one_thing_at_a_time() -> None:
     assert [part.device_config.num_threads for _, part, _ in found[2:]] == [1, 2, 3]
 
 
-def test_an_engine_has_room_for_its_plan() -> None:
+def test_an_engine_fits_its_plan() -> None:
     config = EngineArgs(max_model_len=300).create_engine_config()
     made = fitting(config, Plan([(5, 100)], [200], 1.0), model_work(config))
     assert made.scheduler_config.max_num_seqs == 5
@@ -117,7 +119,7 @@ def test_an_engine_has_room_for_its_plan() -> None:
         fitting(config, Plan([(1, 290)], [], 1.0), model_work(config))
 
 
-def test_limits_and_drawings(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_limits_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     text = format_limits(Limits({1: 2e9, 2: 3.5e9}, {"float32": 1.5e11}))
     assert (
         "2.0 GB/s with 1 thread, 3.5 GB/s with 2 threads" in text and "float32 150 GFLOP/s" in text

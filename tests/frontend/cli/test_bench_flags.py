@@ -26,7 +26,7 @@ def parse(*argv: str) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def test_defaults_and_what_is_given_reach_the_workload() -> None:
+def test_defaults_and_flags_reach_the_workload() -> None:
     options = options_of(
         WorkloadOptions, parse("--dataset-name", "prefix", "--prefix-len", "9"), seed=3
     )
@@ -57,7 +57,7 @@ def test_the_placeholder_decides_the_type(
     assert capsys.readouterr().err == f"quire bench x: {message}\n"
 
 
-def test_settings_are_what_json_can_hold_without_the_key() -> None:
+def test_settings_are_json_without_the_key() -> None:
     args = parse("--no-ignore-eos")
     args.api_key, args.request_rate = "secret", float("inf")
     settings = settings_of(args)

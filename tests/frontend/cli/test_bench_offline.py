@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `latency` with the bundled model: figures, files, refusals."""
+"""`quire bench throughput` and `latency` with the bundled model: figures, files, errors."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_latency(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     )
 
 
-def test_rates_are_beside_the_limit() -> None:
+def test_rates_are_compared_with_the_limit() -> None:
     phases = [
         Phases(prefill_s=0.5, decode_s=2.0, num_prefill_tokens=100, num_decode_tokens=800)
     ] * 3
@@ -93,7 +93,7 @@ def test_rates_are_beside_the_limit() -> None:
     )
 
 
-def test_a_decode_of_no_time_has_no_rate() -> None:
+def test_a_decode_of_zero_duration_has_no_rate() -> None:
     text = format_phases(
         [Phases(prefill_s=0.5, decode_s=0.0, num_prefill_tokens=100, num_decode_tokens=4)],
         ReadLimit(1, 1.0),
@@ -102,7 +102,7 @@ def test_a_decode_of_no_time_has_no_rate() -> None:
     assert text == "prefill 200 tokens/s (median); all tokens were produced in one step"
 
 
-def test_steps_are_beside_the_limit() -> None:
+def test_steps_are_compared_with_the_limit() -> None:
     text = format_steps(
         Steps(9, 0.1, 0.7, 0.2, 0.02, 8.0), ReadLimit(weight_bytes=10**9, bandwidth=1e11)
     )

@@ -1,6 +1,4 @@
-"""`quire bench serve` as a user meets it, against a scripted server: results, exit codes,
-sentences.
-"""
+"""`quire bench serve` as a command against a scripted server: results, exit codes, messages."""
 
 import asyncio
 import fcntl
@@ -36,7 +34,7 @@ SMALL = ["--num-prompts", "6", "--input-len", "5", "--output-len", "3"]
 
 @contextmanager
 def serving(script: Callable[[dict[str, Any]], Script]) -> Iterator[tuple[str, ScriptedServer]]:
-    """A scripted server in a thread, since the command has an event loop of its own."""
+    """A scripted server in a thread, since the command runs its own event loop."""
     ready, loop, stop = threading.Event(), asyncio.new_event_loop(), asyncio.Event()
     found: list[Any] = []
 
@@ -130,7 +128,7 @@ def test_a_chat_of_several_turns(capsys: pytest.CaptureFixture) -> None:
     ) == [1, 1, 3, 3]
 
 
-def test_the_same_seed_asks_the_same(capsys: pytest.CaptureFixture) -> None:
+def test_the_same_seed_sends_the_same_requests(capsys: pytest.CaptureFixture) -> None:
     asked = []
     for seed in ("1", "1", "2"):
         with serving(server) as (url, scripted):
@@ -198,7 +196,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert sentence in err and err.count("\n") == 1
 
 
-def test_a_terminal_sees_the_progress() -> None:
+def test_a_terminal_shows_the_progress() -> None:
     def script(request: dict[str, Any]) -> Script:
         asked.append(request)
         return server(request) if len(asked) != 5 else [answer("no", "500 Internal Server Error")]

@@ -1,4 +1,4 @@
-"""`quire chat` as a user meets it: on a terminal, and from a pipe."""
+"""`quire chat` as a command: on a terminal, and from a pipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_chat_from_a_pipe_remembers_until_clear(address: str) -> None:
 
 @pytest.fixture
 def state(tmp_path: Path) -> dict[str, str]:
-    """Environment variables that keep the history out of the user's own."""
+    """Return environment variables that keep the history separate from the user's."""
     return {"XDG_STATE_HOME": str(tmp_path / "state"), "TERM": "xterm-256color"}
 
 
@@ -61,7 +61,7 @@ def test_turns_commands_and_history_on_a_terminal(
     terminal.type("/hepl\r")
     terminal.wait_for("quire: /hepl: there is no such command; did you mean /help?")
     terminal.wait_for("> ")
-    # a pasted block, its newlines included, is one turn: nothing is sent before Enter
+    # a pasted block with its newlines is one turn: nothing is sent before Enter
     terminal.type("\x1b[200~first line\nsecond line\n\x1b[201~third")
     terminal.wait_for("third")
     terminal.type("\x1b\r")  # Alt-Enter
@@ -88,7 +88,7 @@ def test_turns_commands_and_history_on_a_terminal(
     assert "+second line" in history.read_text()
     again = Terminal("chat", "--engine", address, *GREEDY, **state)  # another session
     again.wait_for("> ")
-    again.type("\x1b[A\x1b[A\x1b[A")  # past /save and /regenerate
+    again.type("\x1b[A\x1b[A\x1b[A")  # above /save and /regenerate in the history
     again.wait_for("fifth")
     again.type("\x03\x04")
     assert again.exit_code() == 0

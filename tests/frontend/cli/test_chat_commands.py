@@ -1,4 +1,4 @@
-"""The commands of a conversation: what each does, and what it refuses."""
+"""The commands of a conversation: their effects and errors."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from pathlib import Path
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.cli.chat_commands import COMMANDS, Commands
-from quire.tests.frontend.cli.talks import Remembered, conversation
+from quire.tests.frontend.cli.talks import RecordingDisplay, conversation
 from quire.tests.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     with conversation(save_tiny_model(tmp_path_factory.mktemp("tiny"))) as talk:
-        yield Commands(talk, Remembered())
+        yield Commands(talk, RecordingDisplay())
 
 
 @pytest.fixture(autouse=True)
 def fresh(commands: Commands) -> None:
-    commands.display = Remembered()
+    commands.display = RecordingDisplay()
     commands.conversation.clear()
     commands.conversation.system = None
 
 
-def said(commands: Commands) -> str:
+def displayed(commands: Commands) -> str:
     return "\n".join(commands.display.notices)  # type: ignore[attr-defined]
 
 
 def test_help_names_every_command(commands: Commands) -> None:
     commands.run("/help")
-    assert all(usage in said(commands) for _, usage, _ in COMMANDS.values())
+    assert all(usage in displayed(commands) for _, usage, _ in COMMANDS.values())
 
 
 def test_sampling_parameters_are_shown_and_set(commands: Commands) -> None:
@@ -42,7 +42,7 @@ def test_sampling_parameters_are_shown_and_set(commands: Commands) -> None:
     commands.run("/set")
     sampling = commands.conversation.sampling
     assert (sampling["temperature"], sampling["top_p"], sampling["stop"]) == (0.5, 0.9, ["END"])
-    assert "temperature = 0.5" in said(commands) and "max_tokens = 8" in said(commands)
+    assert "temperature = 0.5" in displayed(commands) and "max_tokens = 8" in displayed(commands)
     commands.run("/set temperature 0")
 
 
@@ -50,7 +50,7 @@ def test_system_message(commands: Commands) -> None:
     commands.run("/system  Be brief. ")
     assert commands.conversation.system == "Be brief."
     commands.run("/system")
-    assert said(commands).count("system: Be brief.") == 2
+    assert displayed(commands).count("system: Be brief.") == 2
     commands.run("/system none")
     assert commands.conversation.system is None
 
@@ -61,7 +61,7 @@ def test_save_load_regenerate_clear_and_exit(commands: Commands, tmp_path: Path)
     talk.say("one", commands.display)
     messages = list(talk.messages)
     commands.run(f"/save {path}")
-    commands.run(f"/save {path}")  # over what it wrote itself
+    commands.run(f"/save {path}")  # overwrites the file that it wrote itself
     commands.run("/clear")
     commands.run("/system none")
     commands.run(f"/load {path}")
@@ -69,7 +69,7 @@ def test_save_load_regenerate_clear_and_exit(commands: Commands, tmp_path: Path)
     commands.run("/regenerate")
     assert talk.messages == messages  # greedy
     commands.run("/stats")
-    assert "turns: " in said(commands) and "tokens/s" in said(commands)
+    assert "turns: " in displayed(commands) and "tokens/s" in displayed(commands)
     assert list(tmp_path.iterdir()) == [path]
     assert not commands.is_over
     commands.run("/exit")

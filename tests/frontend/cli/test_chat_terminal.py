@@ -1,4 +1,4 @@
-"""The line editor of `quire chat` and its Markdown: blocks, escapes, a history that is private."""
+"""The line editor of `quire chat` and its Markdown: blocks, escapes, a private history."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quire.frontend.cli.chat_terminal import (
         ("/cle\t\r", "/clear"),
     ],
 )
-def test_keys_make_a_turn(keys: str, turn: str) -> None:
+def test_key_bindings(keys: str, turn: str) -> None:
     with create_pipe_input() as typed:
         editor = make_editor(
             InMemoryHistory(), ["/clear", "/exit"], input=typed, output=DummyOutput()
@@ -47,14 +47,14 @@ def test_history_is_kept_in_a_private_file(tmp_path: Path) -> None:
     path = tmp_path / "state" / "quire" / "chat_history"
     open_history(path, notices.append).store_string("first\nturn")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    path.chmod(0o644)  # of an earlier program, say
+    path.chmod(0o644)  # for example, of an earlier program
     history = open_history(path, notices.append)
     assert list(history.load_history_strings()) == ["first\nturn"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and notices == []
     assert isinstance(history, FileHistory)
 
 
-def test_history_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+def test_an_unwritable_history_is_reported(tmp_path: Path) -> None:
     notices: list[str] = []
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file" / "chat_history", tmp_path):
@@ -83,7 +83,7 @@ def test_the_history_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch) 
         ("~~~\n```\n\nb\n~~~\n\nc", "~~~\n```\n\nb\n~~~\n\n"),
     ],
 )
-def test_blocks_are_cut_where_markdown_ends_them(text: str, complete: str) -> None:
+def test_blocks_end_where_markdown_ends_them(text: str, complete: str) -> None:
     assert split_blocks(text) == (complete, text[len(complete) :])
 
 
@@ -98,7 +98,7 @@ class Tty(io.StringIO):
         return True
 
 
-def test_markdown_is_rendered_and_escapes_do_not_reach_the_terminal() -> None:
+def test_markdown_is_rendered_and_escape_sequences_are_removed() -> None:
     out = Tty()
     display = MarkdownDisplay(out, io.StringIO())
     text = "# Title\n\nSome **bold** text\x1b]0;owned\x07\n\n```\ncode **not bold**\n```\n"

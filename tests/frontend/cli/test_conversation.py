@@ -1,4 +1,4 @@
-"""Turns, the answers to them, and what happens when the context is full."""
+"""Turns, their answers, and a full context."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from quire import InvalidParameterError
-from quire.tests.frontend.cli.talks import Remembered, conversation
+from quire.tests.frontend.cli.talks import RecordingDisplay, conversation
 from quire.tests.tiny_models import save_tiny_model
 
 
@@ -16,7 +16,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_turns_and_answers_are_remembered(model: Path) -> None:
-    display = Remembered()
+    display = RecordingDisplay()
     with conversation(model, ignore_eos=True) as talk:
         talk.say("one", display)
         first = talk.messages[1]["content"]
@@ -36,7 +36,7 @@ def test_turns_and_answers_are_remembered(model: Path) -> None:
 
 
 def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Path) -> None:
-    display = Remembered()
+    display = RecordingDisplay()
     with conversation(model) as talk:
         for i in range(12):
             talk.say(f"turn {i} " + "and words " * 3, display)
@@ -47,7 +47,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Path) -> N
         assert talk.messages[-2]["content"].startswith("turn 11")
         assert any("the oldest turn was dropped" in notice for notice in display.notices)
         assert talk.stats.num_dropped_turns == 12 - len(talk.messages) // 2
-        # a turn that does not fit by itself is refused, and drops nothing
+        # a turn that does not fit alone is refused, and drops no other turn
         before = list(talk.messages)
         with pytest.raises(InvalidParameterError, match="prompt"):
             talk.say("word " * 500, display)
@@ -56,8 +56,8 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(model: Path) -> N
         assert talk.messages[-2]["content"] == "short"
 
 
-def test_an_answer_that_was_cut_is_said(model: Path) -> None:
-    display = Remembered()
+def test_a_truncated_answer_is_reported(model: Path) -> None:
+    display = RecordingDisplay()
     with conversation(model, ignore_eos=True) as talk:
         talk.say("one", display)
     assert display.notices == ["the answer ended at max_tokens or at the end of the context"]

@@ -1,5 +1,5 @@
-"""`quire doctor` as a user meets it: lines, fixes, the exit code, JSON, and settings from where
-`quire serve` has them.
+"""`quire doctor` as a command: lines, fixes, the exit code, JSON, and settings from the same
+sources as `quire serve`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def test_one_failure_is_exit_code_1_with_its_fix(
     ] == ["port"]
 
 
-def test_a_model_that_is_not_there_is_a_finding(capsys: pytest.CaptureFixture) -> None:
+def test_a_missing_model_is_a_finding(capsys: pytest.CaptureFixture) -> None:
     code, out, err = call(capsys, "./nowhere", "--port", "0")
     assert (code, err) == (
         1,

@@ -111,7 +111,7 @@ def test_empty_prompts_are_refused_before_an_engine_is_loaded(
 # ---------------------------------------------------------------- with an engine
 
 
-def test_text_and_json_tell_the_same(address: str) -> None:
+def test_text_and_json_have_the_same_content(address: str) -> None:
     flags = ("--engine", address, "--temperature", "0", "--max-tokens", "8", "--ignore-eos")
     text = run("generate", STORY, *flags)
     assert (text.returncode, text.stderr) == (0, "")
@@ -140,7 +140,7 @@ def test_several_completions_are_all_printed(address: str) -> None:
     assert text.stdout == printed
 
 
-def test_engine_in_this_process_gives_the_daemons_tokens(
+def test_an_in_process_engine_gives_the_daemons_tokens(
     address: str, capsys: pytest.CaptureFixture
 ) -> None:
     flags = ["generate", STORY, "--json", "--seed", "7", "--max-tokens", "12", "--engine"]
@@ -149,7 +149,7 @@ def test_engine_in_this_process_gives_the_daemons_tokens(
     assert code == 0 and json.loads(out)["token_ids"] == line["token_ids"]
 
 
-def test_prompts_of_a_file_run_together_and_a_refused_one_is_alone(
+def test_prompts_of_a_file_run_together_and_a_refused_one_fails_alone(
     address: str, tmp_path: Path
 ) -> None:
     records = tmp_path / "prompts.jsonl"
@@ -216,7 +216,7 @@ def test_ctrl_c_ends_generate_with_130(address: str) -> None:
     assert b"== 8/8 ==" not in out and out.endswith(b"\n")
 
 
-def test_a_reader_who_leaves_is_no_error(address: str) -> None:
+def test_a_closed_pipe_is_not_an_error(address: str) -> None:
     with subprocess.Popen(
         [*QUIRE, "generate", STORY, *LONG, "--engine", address],
         stdout=subprocess.PIPE,
@@ -228,7 +228,7 @@ def test_a_reader_who_leaves_is_no_error(address: str) -> None:
         assert program.stderr.read() == b""
 
 
-def test_closed_streams_are_no_defect(address: str) -> None:
+def test_closed_streams_are_not_an_error(address: str) -> None:
     for redirect, code in (("<&-", 0), (">&-", 0), ("2>&-", 0), (">/dev/full", 1)):
         command = (
             f"{sys.executable} -m quire generate x --max-tokens 1 --engine {address} {redirect}"
@@ -252,7 +252,7 @@ def test_closed_streams_are_no_defect(address: str) -> None:
 
 
 def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
-    """The child must go too, and nothing be said."""
+    """The child process must end too, without any output."""
     with subprocess.Popen(
         [*QUIRE, "generate", STORY], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as program:
@@ -265,7 +265,7 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
     assert psutil.wait_procs(children, timeout=5)[1] == []
 
 
-def test_an_engine_that_dies_is_exit_code_1_and_its_cause() -> None:
+def test_the_death_of_an_engine_is_exit_code_1_with_its_cause() -> None:
     with subprocess.Popen(
         [*QUIRE, "generate", *[STORY] * 8, *LONG, *ONE_THREAD],
         stdout=subprocess.PIPE,

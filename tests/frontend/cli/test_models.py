@@ -1,4 +1,4 @@
-"""`quire models` as a user meets it: a table, JSON lines, warnings apart."""
+"""`quire models` as a command: a table, JSON lines, warnings on stderr."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`quire plan` as a user meets it: the text, the JSON, the exit code, and the plan beneath an
-engine's refusal.
+"""`quire plan` as a command: the text, the JSON, the exit code, and the plan below an engine's
+error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_the_plan_in_words(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_plan_as_text(model: str, capsys: pytest.CaptureFixture) -> None:
     code, out, err = call(capsys, "plan", model, "--memory", "24GiB", "--dtype", "bfloat16")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -96,7 +96,7 @@ def test_a_plan_for_a_gpu(model: str, capsys: pytest.CaptureFixture) -> None:
     )
 
 
-def test_without_a_gpu_its_memory_must_be_named(
+def test_without_a_gpu_its_memory_is_required(
     model: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_memory, "CUDA_LIBRARY", "libnothing.so.1")
@@ -108,7 +108,7 @@ def test_without_a_gpu_its_memory_must_be_named(
     )
 
 
-def test_the_line_to_copy_is_a_line_that_works(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_the_suggested_command_works(model: str, capsys: pytest.CaptureFixture) -> None:
     stated = json.loads(
         call(capsys, "plan", model, "--memory", "24GiB", "--dtype", "bfloat16", "--json")[1]
     )
@@ -124,7 +124,9 @@ def test_the_line_to_copy_is_a_line_that_works(model: str, capsys: pytest.Captur
     assert stated["kv_cache_bytes"] == 0 < again["kv_cache_bytes"]
 
 
-def test_what_cannot_fit_says_how_much_would(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_a_model_that_cannot_fit_reports_the_memory_that_it_needs(
+    model: str, capsys: pytest.CaptureFixture
+) -> None:
     code, out, _ = call(capsys, "plan", model, "--memory", "8GiB", "--dtype", "float32")
     assert (
         code == 1
@@ -158,7 +160,7 @@ def test_bad_input_is_one_sentence(
     assert (code, out) == (2, "") and err.startswith(sentence) and err.count("\n") == 1
 
 
-def test_where_memory_does_not_suffice_the_plan_stands_beneath_the_error(
+def test_an_out_of_memory_error_is_followed_by_the_plan(
     capsys: pytest.CaptureFixture,
 ) -> None:
     code, out, err = call(
@@ -185,7 +187,7 @@ def test_where_memory_does_not_suffice_the_plan_stands_beneath_the_error(
     )
 
 
-def test_a_server_that_cannot_start_says_so_with_the_plan() -> None:
+def test_a_server_that_cannot_start_prints_the_plan() -> None:
     command = [
         sys.executable,
         "-m",
@@ -206,7 +208,7 @@ def test_a_server_that_cannot_start_says_so_with_the_plan() -> None:
     )
 
 
-def test_a_daemon_says_beforehand_what_it_will_refuse(tmp_path: Path) -> None:
+def test_a_daemon_reports_what_it_will_refuse(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",

@@ -1,6 +1,4 @@
-"""`quire serve` as a command: help, bad flags, a port in use, a model that is not there,
-signals.
-"""
+"""`quire serve` as a command: help, bad flags, a port in use, a missing model, signals."""
 
 import signal
 import socket
@@ -51,7 +49,7 @@ def test_a_port_in_use_is_one_sentence() -> None:
     )
 
 
-def test_a_model_that_is_not_there_ends_the_server_with_its_name() -> None:
+def test_a_missing_model_ends_the_server_with_its_name() -> None:
     done = quire_serve("./no-such-model", "--port", "0")
     assert (
         done.returncode == 2
@@ -61,7 +59,7 @@ def test_a_model_that_is_not_there_ends_the_server_with_its_name() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_its_engine(number: int) -> None:
+def test_a_signal_ends_the_server_and_its_engine(number: int) -> None:
     with running_server() as client:
         client.process.send_signal(number)
         assert client.process.wait(timeout=30) in (0, 130)
@@ -71,9 +69,7 @@ def test_a_signal_ends_it_with_its_engine(number: int) -> None:
 @pytest.mark.parametrize(
     ("flag", "value"), [("--chat-template", "missing.jinja"), ("--tool-call-parser", "mine")]
 )
-def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(
-    flag: str, value: str
-) -> None:
+def test_flags_that_the_model_does_not_support_end_the_server(flag: str, value: str) -> None:
     done = quire_serve("--port", "0", flag, value)
     last = done.stderr.splitlines()[-1]
     assert (
@@ -84,6 +80,6 @@ def test_what_the_model_does_not_have_ends_the_server_with_a_sentence(
 
 
 def test_model_as_a_flag() -> None:
-    """As in vLLM's older command lines."""
+    """Like vLLM's older command line."""
     for words in (["--model", "./m"], ["--port", "1", "--model=./m"], ["./m"]):
         assert make_parser([]).parse(words).model == "./m"

@@ -1,5 +1,5 @@
-"""Flags win over the environment, the environment over a file, a file over defaults; every value
-says where it is from; nothing unknown is silent.
+"""Flags override the environment, which overrides a file, which overrides defaults. Every value has
+its source. Unknown keys raise errors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ GROUPS = {
 
 
 def parser() -> Parser:
-    """As `quire serve` makes it."""
+    """Return the parser of `quire serve`."""
     made = Parser("quire serve", "quire serve [MODEL]", "Serves.")
     made.add_model()
     for title, flags in GROUPS.items():
@@ -50,7 +50,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.Monke
 # ---------------------------------------------------------------- precedence and sources
 
 
-def test_who_wins(environment: pytest.MonkeyPatch) -> None:
+def test_precedence(environment: pytest.MonkeyPatch) -> None:
     Path("q.yaml").write_text("port: 1\nhost: a\ndtype: float32\nmax-num-seqs: 7\n")
     environment.setenv("QUIRE_PORT", "2")
     environment.setenv("QUIRE_HOST", "b")
@@ -62,7 +62,7 @@ def test_who_wins(environment: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_the_model_comes_from_everywhere(environment: pytest.MonkeyPatch) -> None:
+def test_the_model_from_every_source(environment: pytest.MonkeyPatch) -> None:
     assert "model" not in parse()
     Path("q.toml").write_text('model = "in-the-file"\n')
     assert parse("--config", "q.toml")["model"].value == "in-the-file"
@@ -100,13 +100,13 @@ def test_every_kind_of_value_in_a_file(name: str) -> None:
     assert given(args, engine_flags()) == {"kernels": {"rms_norm": "reference"}, "swap_space": 1.0}
 
 
-def test_an_empty_file_and_empty_variables_say_nothing(environment: pytest.MonkeyPatch) -> None:
+def test_an_empty_file_and_empty_variables_set_nothing(environment: pytest.MonkeyPatch) -> None:
     Path("q.yaml").write_text("# nothing\n")
     environment.setenv("QUIRE_PORT", "")
     assert parse("--config", "q.yaml") == {}
 
 
-# ---------------------------------------------------------------- what is unknown or wrong
+# ---------------------------------------------------------------- unknown or invalid settings
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_bad_file_is_named_with_its_key(text: str, sentence: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_none() -> None:
+def test_files_that_are_not_a_mapping() -> None:
     Path("q.toml").write_text("port = ")
     Path("q.json").write_text('{"port": 1, "port": 2}')
     Path("q.ini").write_text("port = 1")
@@ -167,11 +167,11 @@ def test_a_bad_variable_is_named(environment: pytest.MonkeyPatch) -> None:
         parse()
 
 
-def test_an_unknown_variable_is_warned_of_and_others_are_not(
+def test_only_an_unknown_variable_is_warned_about(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     variables = {
-        # another command's, not read by this one
+        # of another command, not read by this one
         "QUIRE_TRACEBACK": "1",
         "QUIRE_NATIVE": "0",
         "QUIRE_TEMPERATURE": "hot",
@@ -204,7 +204,7 @@ def test_an_unknown_variable_is_warned_of_and_others_are_not(
         ["serve", "--port", "0"],
     ],
 )
-def test_an_error_names_the_source_of_a_value_that_is_not_on_the_command_line(
+def test_an_error_names_the_source_of_a_value_outside_the_command_line(
     arguments: list[str], environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     Path("q.yaml").write_text("max_model_len: 999999")
@@ -241,7 +241,7 @@ def printed(capsys: pytest.CaptureFixture, *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_what_is_printed_can_be_fed_back(
+def test_printed_settings_can_be_read_back(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     environment.setenv("QUIRE_HOST", "::1")
@@ -287,7 +287,7 @@ def test_what_is_printed_can_be_fed_back(
     ) == ServerConfig(host="::1", page=False)
 
 
-def test_keys_are_never_printed_and_never_lost_silently(
+def test_keys_are_never_printed_and_their_omission_is_reported(
     environment: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     environment.setenv("QUIRE_API_KEY", '["sk-secret", "sk-other"]')
@@ -314,10 +314,9 @@ def test_keys_are_never_printed_and_never_lost_silently(
         parse("--api-key", "a", "--api-key", "")
 
 
-def test_defaults_that_are_decided_later_stay_undecided() -> None:
-    """generate's: the model recommends sampling parameters, and the seed is drawn anew.
-
-    To feed them back would fix them.
+def test_defaults_that_are_resolved_later_are_not_printed() -> None:
+    """These are generate's: the model recommends sampling parameters, and the seed is random.
+    Reading printed values back would fix them.
     """
     groups = [("sampling", request_flags(max_tokens=256)), ("engine", session_flags())]
     assert set(yaml.safe_load(render(groups, {}, "quire generate"))) == {
@@ -336,8 +335,8 @@ def test_defaults_that_are_decided_later_stay_undecided() -> None:
 
 
 def test_every_command_takes_settings_from_everywhere() -> None:
-    """The whole way once, in a process of its own: a file, a variable and a flag reach `quire
-    generate`, sampling parameters too.
+    """One end-to-end run in a separate process: a file, a variable and a flag reach `quire
+    generate`, with sampling parameters.
     """
     Path("q.yaml").write_text("dtype: float32\ntemperature: 0.25\n")
     command = [
@@ -377,7 +376,7 @@ def _path() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("command", ["plan", "doctor"])
-def test_a_servers_settings_can_be_given_to_what_looks_ahead(
+def test_a_servers_settings_work_with_plan_and_doctor(
     command: str, capsys: pytest.CaptureFixture
 ) -> None:
     for argv in (

@@ -1,5 +1,5 @@
-"""Tables: aligned plain columns for programs, rich's for people, and the text of a cell never
-changed.
+"""Tables: aligned plain columns for programs, rich's tables for people, and unchanged
+cell texts.
 """
 
 from __future__ import annotations

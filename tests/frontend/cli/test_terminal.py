@@ -1,4 +1,4 @@
-"""What a command prints: texts in the order of their prompts, JSON lines."""
+"""Output of a command: texts in the order of their prompts, JSON lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text_streams_in_the_order_of_the_prompts() -> None:
     assert out.getvalue() == "== 1/3 ==\na1 a2\n== 2/3 ==\nb1 b2\n"
 
 
-def test_text_of_one_prompt_is_the_completion_alone() -> None:
+def test_text_of_one_prompt_is_only_the_completion() -> None:
     out = io.StringIO()
     writer = TextWriter(["Once"], [1], echo=False, out=out)
     writer.write(0, news(" upon", "stop"))
@@ -37,11 +37,11 @@ def test_text_of_one_prompt_is_the_completion_alone() -> None:
     out = io.StringIO()
     writer = TextWriter(["Once"], [1], echo=True, out=out)
     writer.write(0, news(" upon"))
-    writer.end()  # an interrupt: the shell's prompt must not stand behind the text
+    writer.end()  # after an interrupt the shell's prompt must start on a new line
     assert out.getvalue() == "Once upon\n"
 
 
-def test_several_completions_of_a_prompt_come_one_after_the_other() -> None:
+def test_several_completions_of_a_prompt_are_printed_in_order() -> None:
     out = io.StringIO()
     writer = TextWriter(["A", "B"], [2, 1], echo=True, out=out)
     writer.write(0, news("two", "stop", index=1))

@@ -1,4 +1,4 @@
-"""`quire top` as a user meets it: one look as text or JSON, the live view in a terminal, and
+"""`quire top` as a command: one observation as text or JSON, the live view in a terminal, and
 servers that do not answer.
 """
 
@@ -40,7 +40,7 @@ def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     return code, captured.out, captured.err
 
 
-def test_one_look_as_text(mock: Mock, capsys: pytest.CaptureFixture) -> None:
+def test_one_observation_as_text(mock: Mock, capsys: pytest.CaptureFixture) -> None:
     mock.advance()
     mock.add(500, 64, 10_000)
     code, out, err = call(capsys, f"{mock.address}/v1")
@@ -51,7 +51,7 @@ def test_one_look_as_text(mock: Mock, capsys: pytest.CaptureFixture) -> None:
     )
 
 
-def test_one_look_as_json(mock: Mock, capsys: pytest.CaptureFixture) -> None:
+def test_one_observation_as_json(mock: Mock, capsys: pytest.CaptureFixture) -> None:
     code, out, _ = call(capsys, mock.address, "--json")
     assert code == 0 and json.loads(out)["model"] == "quire-demo"
 
@@ -81,7 +81,7 @@ def test_servers_that_refuse(
     assert caught.value.is_loading is (mode == "loading")
 
 
-def test_servers_that_are_not_there_or_not_ours(mock: Mock, capsys: pytest.CaptureFixture) -> None:
+def test_missing_and_foreign_servers(mock: Mock, capsys: pytest.CaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     code, _, err = call(capsys, f"127.0.0.1:{port}")
@@ -118,11 +118,11 @@ def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("leave", ["q", "Ctrl-C"])
-def test_the_live_view_until_one_leaves(mock: Mock, leave: str) -> None:
+def test_the_live_view_runs_until_the_user_quits(mock: Mock, leave: str) -> None:
     process, terminal = in_terminal(mock.address, "--interval", "0.1")
     try:
         read_until(terminal, b"output tokens/s")
-        mock.mode = "dead"  # it goes on looking
+        mock.mode = "dead"  # it polls again
         read_until(terminal, b"The engine has stopped")
         mock.mode = "ready"
         read_until(terminal, b"output tokens/s")
@@ -137,7 +137,7 @@ def test_the_live_view_until_one_leaves(mock: Mock, leave: str) -> None:
         os.close(terminal)
 
 
-def test_the_live_view_of_no_server_is_one_sentence() -> None:
+def test_the_live_view_without_a_server_is_one_sentence() -> None:
     process, terminal = in_terminal("http://127.0.0.1:1")
     try:
         assert (
@@ -151,7 +151,9 @@ def test_the_live_view_of_no_server_is_one_sentence() -> None:
 
 
 def in_terminal(*arguments: str) -> tuple[subprocess.Popen, int]:
-    """`quire top` with a terminal of its own: (the process, the other end of the terminal)."""
+    """Run `quire top` with its own terminal. Return (the process, the other end of the
+    terminal).
+    """
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "quire", "top", *arguments]
     process = subprocess.Popen(

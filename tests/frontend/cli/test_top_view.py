@@ -1,4 +1,4 @@
-"""What `quire top` draws of an observation."""
+"""The screen that `quire top` draws of an observation."""
 
 from typing import Any
 
@@ -79,7 +79,7 @@ def test_the_figures() -> None:
         assert words in text, words
 
 
-def test_rates_are_those_of_the_last_seconds() -> None:
+def test_rates_are_computed_over_the_last_seconds() -> None:
     def step(number: int, start: float) -> list:
         return [number, start, 0, 0, 0, 3, 7, 1, 0]
 
@@ -88,7 +88,7 @@ def test_rates_are_those_of_the_last_seconds() -> None:
     assert (
         rates(observation(steps=[step(0, 10.0)])) == rates(observation(steps=[])) == (0.0, 0.0, 0.0)
     )
-    busy = [step(i, 49.5 + i / 1000) for i in range(500)]  # the engine remembers only half a second
+    busy = [step(i, 49.5 + i / 1000) for i in range(500)]  # the engine keeps only half a second
     assert rates(observation(steps=busy)) == (7000.0, 3000.0, 1000.0)
 
 
@@ -111,7 +111,7 @@ def test_a_row(changes: dict[str, Any], words: list[str]) -> None:
     assert [word for word in words if word not in line] == [] and line.rstrip().endswith("5")
 
 
-def test_bars_show_what_comes_from_the_cache() -> None:
+def test_bars_show_cached_tokens() -> None:
     console = Console(width=110, color_system="standard", force_terminal=True)
     with console.capture() as capture:
         console.print(screen(observation(request(7)), "u", width=110))
@@ -135,7 +135,7 @@ def test_it_fits_the_terminal(width: int, height: int) -> None:
     assert "more" in text.splitlines()[-1]
 
 
-def test_an_engine_that_has_done_nothing() -> None:
+def test_an_idle_engine_without_history() -> None:
     text = drawn(
         screen(
             observation(steps=[]) | {"counters": COUNTERS | {"prefix_cache_queries": 0}},
@@ -146,7 +146,7 @@ def test_an_engine_that_has_done_nothing() -> None:
     assert "No requests." in text and "none yet" in text and "- prefix hits" in text
 
 
-def test_trouble_is_a_sentence() -> None:
+def test_an_error_is_a_sentence() -> None:
     assert "It does not answer [bold]" in drawn(trouble("u", "It does not answer [bold]"))
 
 

@@ -1,5 +1,5 @@
-"""Text and plain values become a field's value by one rule, and what does not fit is one
-sentence.
+"""Conversion of text and plain values to a field's value. Invalid values raise a one-sentence
+error.
 """
 
 import json
@@ -26,7 +26,7 @@ FLAGS = {flag.name: flag for flag in (*engine_flags(), *server_flags(), *samplin
         ("page", "1", True),
         ("swap_space", "1e-1", 0.1),
         ("max_model_len", "None", None),
-        ("tokenizer", "none", "none"),  # a directory may be called so
+        ("tokenizer", "none", "none"),  # a directory may have such a name
         ("kv_cache_memory_bytes", "1.5GiB", 3 * 2**29),
         ("max_body_bytes", "4096", 4096),
         ("hf_overrides", '{"a": [1]}', {"a": [1]}),
@@ -42,7 +42,7 @@ FLAGS = {flag.name: flag for flag in (*engine_flags(), *server_flags(), *samplin
 )
 def test_text(name: str, text: str, value: Any) -> None:
     assert from_text(FLAGS[name], text) == value
-    assert from_plain(FLAGS[name], text) == value  # what a file holds in quotes
+    assert from_plain(FLAGS[name], text) == value  # as quoted in a file
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_text(name: str, text: str, value: Any) -> None:
         ),
         ("engine", "tcp://x", "must be inproc, process or an address ipc://PATH, got 'tcp://x'"),
         ("api_key", [""], "must not hold an empty key"),
-        ("api_key", {"sk-1": 2}, "must be a list of strings"),  # and no word of the key
+        ("api_key", {"sk-1": 2}, "must be a list of strings"),  # without the value of the key
         (
             "api_key",
             '["sk-1"',
@@ -82,21 +82,21 @@ def test_text(name: str, text: str, value: Any) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_a_sentence(name: str, value: Any, sentence: str) -> None:
+def test_an_invalid_value_is_one_sentence(name: str, value: Any, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         from_plain(FLAGS[name], value)
     assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("name", sorted(FLAGS))
-def test_every_default_is_a_value_of_its_type(name: str) -> None:
+def test_every_default_is_a_valid_value(name: str) -> None:
     flag = FLAGS[name]
     assert from_plain(flag, flag.default) == flag.default
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(FLAGS)), st.text())
-def test_no_text_brings_anything_but_a_value_or_a_sentence(name: str, text: str) -> None:
+def test_any_text_gives_a_value_or_a_sentence(name: str, text: str) -> None:
     try:
         from_text(FLAGS[name], text)
     except ValueError as error:
@@ -132,7 +132,7 @@ def test_no_sizes(text: str) -> None:
         parse_bytes(text)
 
 
-def test_sizes_are_written_short() -> None:
+def test_short_forms_of_sizes() -> None:
     assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**30, 2**50)] == [
         "0 B",
         "1023 B",

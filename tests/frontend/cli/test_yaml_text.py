@@ -1,4 +1,4 @@
-"""Any plain value survives being written and read; repeated keys and objects of Python do not."""
+"""Any plain value survives a round trip. Repeated keys and Python objects are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLAIN = st.recursive(
 @example({"a": "-.5E+3", "b": [1e-7]})
 @settings(max_examples=200, deadline=None)
 @given(PLAIN)
-def test_any_value_survives_being_printed(value: Any) -> None:
+def test_any_value_round_trips(value: Any) -> None:
     assert load(f"name: {dump(value)}   # default\nnext: 1") == {"name": value, "next": 1}
 
 
@@ -41,7 +41,7 @@ def test_numbers_need_no_point(text: str, value: Any) -> None:
     assert load(text) == value
 
 
-def test_other_yaml_is_the_librarys_and_the_library_is_left_alone() -> None:
+def test_other_yaml_is_read_by_the_library_which_is_not_changed() -> None:
     text = "a: [1, 2.5, true, null, 'x']\nb: {c: d}"
     assert load(text) == yaml.safe_load(text)
     assert yaml.safe_load("1e6") == "1e6"
@@ -56,7 +56,7 @@ def test_other_yaml_is_the_librarys_and_the_library_is_left_alone() -> None:
         ("a: 2026-99-99", "month must be in 1..12"),
     ],
 )
-def test_what_is_wrong_is_a_sentence(text: str, sentence: str) -> None:
+def test_an_error_is_a_sentence(text: str, sentence: str) -> None:
     with pytest.raises(ValueError) as caught:
         load(text)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)

@@ -33,7 +33,7 @@ FORMS = [
 
 
 class Driver:
-    """One client, used the way its form is meant to be used."""
+    """One client, used in the way that its form is meant to be used."""
 
     def __init__(self, form: str, directory, **arguments):
         self.config = make_config(startup_timeout_s=30.0, **arguments)
@@ -72,9 +72,8 @@ class Driver:
             self.daemon.__exit__(None, None, None)
 
     def collect(self, num_requests: int) -> dict[str, tuple[list[int], object]]:
-        """Outputs until that many have finished: id -> (tokens, Finished).
-
-        Checks epochs, and that every row begins where its last one ended.
+        """Read outputs until `number` requests have finished: id -> (tokens, Finished). Check
+        epochs, and that every row continues where the last one ended.
         """
         tokens: dict[str, list[int]] = {}
         finished = {}
@@ -132,7 +131,7 @@ def long_requests(num_requests: int = 4, max_tokens: int = 60) -> list[EngineCor
 
 
 class Collector:
-    """Tokens and ends of this driver's requests, gathered in several goes."""
+    """The tokens and ends of this driver's requests, collected over several reads."""
 
     def __init__(self, driver: Driver):
         self.driver = driver
@@ -161,8 +160,8 @@ class Collector:
         }
 
 
-def begin(open_driver, **arguments) -> tuple[Driver, list[EngineCoreRequest], Collector]:
-    """Four requests, under way."""
+def start_requests(open_driver, **arguments) -> tuple[Driver, list[EngineCoreRequest], Collector]:
+    """Start four requests."""
     driver, requests = open_driver(hf_overrides={"delay_s": 0.005}, **arguments), long_requests()
     collector = Collector(driver)
     for request in requests:

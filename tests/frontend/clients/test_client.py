@@ -1,4 +1,4 @@
-"""The contract of EngineClient over every form of it: requests, outputs, utilities, failures."""
+"""The contract of EngineClient for every form: requests, outputs, utilities, failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.tests.frontend.clients.driver import (
 )
 
 
-def test_ready_tells_the_configuration(open_driver):
+def test_ready_contains_the_configuration(open_driver):
     driver = open_driver(max_model_len=128)
     assert driver.client.ready.config == driver.config
     assert driver.client.ready.num_blocks == 257
@@ -38,7 +38,7 @@ def test_outputs(open_driver):
 
 def test_rows_of_several_steps_may_come_together(open_driver):
     driver, requests = open_driver(hf_overrides={"delay_s": 0.002}), make_requests(40)
-    # rows in a second: even two of them wait the longest time there is
+    # rows per second: at this rate even two rows wait for the maximum delay
     driver.client.pace_outputs(20)
     for request in requests:
         driver.client.add_request(request)
@@ -59,7 +59,7 @@ def test_rows_of_several_steps_may_come_together(open_driver):
     assert num_messages < sum(len(tokens) for tokens, _ in results.values()) / 2
 
 
-def test_what_is_held_comes_before_the_engines_failure(open_driver):
+def test_deferred_rows_are_sent_before_the_engines_failure(open_driver):
     driver, told = open_driver(hf_overrides={"raise_at_step": 4}), []
     driver.client.pace_outputs(1)
     driver.client.add_request(
@@ -85,7 +85,7 @@ def test_logprobs_are_arrays(open_driver):
     assert list(memoryview(row.logprobs.data).cast("B").cast("f")) == [-0.5, -1.0, -1.5]
 
 
-def test_bad_requests_cost_nobody_else(open_driver):
+def test_bad_requests_affect_no_other_request(open_driver):
     driver, good = open_driver(), make_requests(4)
     params = SamplingParams(seed=0)
     bad = {
@@ -93,7 +93,7 @@ def test_bad_requests_cost_nobody_else(open_driver):
         "long": (EngineCoreRequest("long", [1] * 300, params), "max_model_len"),
         "empty": (EngineCoreRequest("empty", [], params), "prompt_token_ids"),
         "unresolved": (EngineCoreRequest("unresolved", [1], SamplingParams()), "seed"),
-        # no message at all: a codec refuses it before the core sees it
+        # not a valid message: the codec refuses it before the core sees it
         "words": (EngineCoreRequest("words", [1, "two"], params), ""),
         "no token": (
             EngineCoreRequest("no token", [1], SamplingParams(seed=0, allowed_token_ids=[97])),
@@ -127,7 +127,7 @@ def test_abort(open_driver):
     assert results["short"][1].reason == FinishReason.LENGTH and len(results["short"][0]) == 3
 
 
-def test_an_abort_right_behind_its_request(open_driver):
+def test_an_abort_directly_after_its_request(open_driver):
     driver = open_driver(hf_overrides={"delay_s": 0.02})
     for i in range(20):
         driver.client.add_request(

@@ -1,4 +1,4 @@
-"""The contract of EngineClient over every form of it: pause, sleep, weights, statistics."""
+"""The contract of EngineClient for every form: pause, sleep, weights, statistics."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from quire.tests.fakes import expected_output, weights_digest
 from quire.tests.frontend.clients.driver import (
     FORMS,
     assert_expected,
-    begin,
     long_requests,
+    start_requests,
 )
 
 
 def test_pause_keep_and_resume(open_driver):
-    driver, requests, collector = begin(open_driver)
+    driver, requests, collector = start_requests(open_driver)
     driver.call("pause", "keep")
     assert driver.call("is_paused") is True
     late = msgspec.structs.replace(requests[0], request_id="late")
@@ -51,7 +51,7 @@ def test_pause_keep_and_resume(open_driver):
 
 
 def test_pause_abort(open_driver):
-    driver, requests, collector = begin(open_driver)
+    driver, requests, collector = start_requests(open_driver)
     driver.call("pause", "abort")
     late = msgspec.structs.replace(requests[0], request_id="late")
     driver.client.add_request(late)
@@ -65,7 +65,7 @@ def test_pause_abort(open_driver):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped):
-    driver, requests, collector = begin(open_driver, async_scheduling=overlapped)
+    driver, requests, collector = start_requests(open_driver, async_scheduling=overlapped)
     driver.call("pause", "wait")
     state = driver.call("scheduler_state")
     assert state["running"] == state["waiting"] == [] and state["pause_mode"] == "wait"
@@ -78,11 +78,11 @@ def test_pause_wait_returns_when_everything_has_finished(open_driver, overlapped
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-def test_waiting_for_oneself(open_driver, overlapped):
-    """Blocking code that waits for outputs while its own pause or sleep keeps them from coming is
-    told so. In asyncio another task may resume, so there one waits.
+def test_waiting_while_the_caller_paused_the_engine(open_driver, overlapped):
+    """Blocking code that waits for outputs would deadlock if its own pause or sleep prevents them,
+    so it gets an error. In asyncio another task may resume, so it waits.
     """
-    driver, requests, collector = begin(open_driver, async_scheduling=overlapped)
+    driver, requests, collector = start_requests(open_driver, async_scheduling=overlapped)
     for stop, go_on, reason in (("pause", "resume", "paused"), ("sleep", "wake_up", "asleep")):
         driver.call(stop, *(["keep"] if stop == "pause" else []))
         if driver.runner is None:
@@ -108,7 +108,7 @@ def test_waiting_for_oneself(open_driver, overlapped):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_and_wake_up(open_driver, level):
-    driver, requests, collector = begin(open_driver)
+    driver, requests, collector = start_requests(open_driver)
     driver.call("sleep", level)
     assert driver.call("is_sleeping") is True
     assert driver.call("collective_rpc", "memory_usage") == [{"kv_cache_bytes": 0}]
@@ -126,7 +126,7 @@ def test_sleep_and_wake_up(open_driver, level):
 
 
 def test_new_weights(open_driver):
-    driver, requests, collector = begin(open_driver)
+    driver, requests, collector = start_requests(open_driver)
     with pytest.raises(ModelLoadError, match="/models/missing"):
         driver.call("load_weights", "/models/missing")
     assert_expected(requests, collector.until_finished(requests), driver.config)
@@ -150,8 +150,8 @@ def test_new_weights(open_driver):
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "async" in form])
-def test_a_wait_that_is_cancelled_leaves_the_pause_and_the_engine(open_driver):
-    driver, requests, collector = begin(open_driver)
+def test_a_cancelled_wait_leaves_the_pause_and_the_engine(open_driver):
+    driver, requests, collector = start_requests(open_driver)
 
     async def give_up():
         with pytest.raises(asyncio.TimeoutError):
@@ -188,8 +188,8 @@ def test_a_death_ends_a_wait(open_driver):
         driver.call("pause", "wait")
 
 
-def test_metrics_have_the_same_names_everywhere(open_driver):
-    driver, requests, collector = begin(open_driver)
+def test_metrics_have_the_same_names_in_every_form(open_driver):
+    driver, requests, collector = start_requests(open_driver)
     collector.until_finished(requests)
     metrics = driver.call("get_metrics")
     names = {

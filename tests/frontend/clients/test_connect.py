@@ -1,4 +1,4 @@
-"""What cannot be connected to is refused."""
+"""Invalid or unreachable addresses are refused."""
 
 from __future__ import annotations
 

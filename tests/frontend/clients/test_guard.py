@@ -1,5 +1,5 @@
-"""Guard, and what every form of a client does when it is called by two threads, from a fork, or
-while it is being closed.
+"""Guard, and every form of a client that is called by two threads, from a fork, or while it is
+being closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROCESSOR = "quire.tests.frontend.clients.test_guard:exits"
 
 
 def exits(params: SamplingParams):
-    """A logits processor of the user's that ends the program at the request's third token."""
+    """A user's logits processor that ends the program at the third token of the request."""
     if not params.extra_args:
         return None
 
@@ -44,7 +44,9 @@ def exits(params: SamplingParams):
 
 
 def in_fork(function: Callable[[], object], timeout_s: float = 30.0) -> str:
-    """What function() raises in a fork of this process, or "nothing"; "hangs" after timeout_s."""
+    """Return the error that function() raises in a fork of this process, or "nothing"; "hangs"
+    after timeout_s.
+    """
     read_fd, write_fd = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -88,7 +90,7 @@ def tokens(outputs) -> list[list[int]]:
 # ---------------------------------------------------------------- with the model
 
 
-def test_a_fork_gets_an_error_and_the_parent_goes_on(engine) -> None:
+def test_a_fork_gets_an_error_and_the_parent_continues(engine) -> None:
     llm = llm_over(engine)
     before = tokens(llm.generate(PROMPTS, SHORT, use_tqdm=False))
     for call in (
@@ -124,7 +126,7 @@ def test_eight_threads_on_one_llm_take_turns(engine) -> None:
     assert results == {i: [expected[i], expected[i - 1]] for i in range(8)}
 
 
-def test_sys_exit_in_a_logits_processor_ends_its_request_alone(engine) -> None:
+def test_sys_exit_in_a_logits_processor_fails_only_its_request(engine) -> None:
     llm = llm_over(engine)
     [plain] = tokens(llm.generate([PROMPTS[0]], SHORT, use_tqdm=False))
     exiting = SamplingParams(max_tokens=8, ignore_eos=True, extra_args={"exit": True})
@@ -175,7 +177,7 @@ def driver(request, tmp_path) -> Iterator[Driver]:
 
 
 def outcome_of(call: Callable[[], object]) -> tuple[threading.Thread, list[str]]:
-    """The call in a thread; the list gets what it raises."""
+    """Run the call in a thread. The list receives what it raises."""
     raised: list[str] = []
 
     def run() -> None:
@@ -193,7 +195,7 @@ def outcome_of(call: Callable[[], object]) -> tuple[threading.Thread, list[str]]
 @pytest.mark.parametrize("call", ["get_output", "pause"])
 @pytest.mark.parametrize("driver", FORMS, indirect=True)
 def test_closing_during_another_threads_call(driver, call) -> None:
-    """Also while that thread waits for an engine that has nothing to say."""
+    """Also while that thread waits for an engine that has no output."""
     client = driver.client
     for request in long_requests(max_tokens=200):
         client.add_request(request)
@@ -210,11 +212,11 @@ def test_closing_during_another_threads_call(driver, call) -> None:
 
 
 @pytest.mark.parametrize("driver", FORMS, indirect=True)
-def test_a_second_thread_is_told_so(driver) -> None:
+def test_a_second_thread_gets_an_error(driver) -> None:
     client = driver.client
     for request in make_requests(4):
         client.add_request(request)
-    client._guard.__enter__()  # as if this thread were in a call
+    client._guard.__enter__()  # as if this thread were inside a call
     try:
         for call in (client.get_output, lambda: client.call_utility("is_paused")):
             thread, raised = outcome_of(call)
@@ -227,7 +229,7 @@ def test_a_second_thread_is_told_so(driver) -> None:
 
 @pytest.mark.parametrize("driver", FORMS, indirect=True)
 def test_closing_inside_a_call_of_the_same_thread(driver) -> None:
-    """A signal handler that closes."""
+    """As a signal handler does."""
     client = driver.client
     for request in long_requests(max_tokens=200):
         client.add_request(request)
@@ -255,7 +257,7 @@ def test_calls_of_one_thread_nest_and_close_waits_for_the_outermost() -> None:
     assert closed == [True, True]
 
 
-def test_a_call_while_another_thread_closes_says_that_it_is_closed() -> None:
+def test_a_call_while_another_thread_closes_reports_the_close() -> None:
     guard, is_closing, may_end = Guard(), threading.Event(), threading.Event()
 
     def close() -> None:
@@ -271,7 +273,7 @@ def test_a_call_while_another_thread_closes_says_that_it_is_closed() -> None:
     thread.join()
 
 
-def test_a_waiting_guard_lets_threads_in_one_after_the_other() -> None:
+def test_a_waiting_guard_admits_threads_one_by_one() -> None:
     guard, inside, most = Guard(waits=True), [], []
 
     def run() -> None:
@@ -289,5 +291,5 @@ def test_a_waiting_guard_lets_threads_in_one_after_the_other() -> None:
     assert most == [1] * 8
 
 
-def test_the_errors_are_the_users_to_catch() -> None:
+def test_users_can_catch_the_errors() -> None:
     assert issubclass(EngineUsageError, RuntimeError)

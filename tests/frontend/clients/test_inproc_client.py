@@ -1,5 +1,5 @@
-"""InprocClient's own matters: its thread in asyncio, what it leaves, and the codec round trip
-(test_client.py has the contract).
+"""InprocClient alone: its thread in asyncio, cleanup, and the codec round trip. test_client.py has
+the contract.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def request(request_id: str = "a", max_tokens: int = 200) -> EngineCoreRequest:
     )
 
 
-def test_start_up_errors_are_the_engines_own():
+def test_start_up_errors_are_those_of_the_engine():
     with pytest.raises(ValueError, match="cheese"):
         open_client(hf_overrides={"at_load": "fail"})
 
 
-def test_blocking_use_has_no_thread_and_steps_when_asked():
+def test_blocking_use_has_no_thread_and_steps_on_demand():
     client, threads = open_client(), threading.active_count()
     executor = client._engine.core.executor
     client.add_request(request())
@@ -46,7 +46,7 @@ def test_blocking_use_has_no_thread_and_steps_when_asked():
     assert executor.is_shut_down
 
 
-def test_waiting_for_nothing_is_an_error():
+def test_waiting_without_requests_is_an_error():
     client = open_client()
     with pytest.raises(RuntimeError, match="nothing to wait for"):
         client.get_output()
@@ -70,7 +70,7 @@ def test_a_bad_frame_is_counted():
     client.shutdown()
 
 
-def test_the_thread_goes_with_the_client():
+def test_the_thread_ends_with_the_client():
     async def main() -> None:
         threads = threading.active_count()
         client = open_client(hf_overrides={"delay_s": 0.01})
@@ -88,7 +88,7 @@ def test_the_thread_goes_with_the_client():
     asyncio.run(main())
 
 
-def test_a_forgotten_client_is_collected():
+def test_an_unclosed_client_is_collected():
     async def main() -> tuple:
         client = open_client()
         assert await client.call_utility_async("ping") == "pong"
@@ -100,14 +100,14 @@ def test_a_forgotten_client_is_collected():
     assert client() is None and engine.core.executor.is_shut_down and not engine._thread.is_alive()
 
 
-def test_the_thread_does_not_run_far_ahead_and_goes_on():
+def test_the_thread_does_not_run_far_ahead_and_continues():
     async def main() -> None:
         client = open_client(max_model_len=2048, num_gpu_blocks_override=300)
         client.add_request(request(max_tokens=1000))
         num_tokens = len((await client.get_output_async()).token_ids)
         await asyncio.sleep(0.5)
         assert MAX_QUEUED_OUTPUTS - 1 <= len(client._engine.outputs) <= MAX_QUEUED_OUTPUTS
-        # waiting, but not deaf
+        # blocked, but still handles calls
         assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"
         while num_tokens < 1000:
             outputs = await asyncio.wait_for(client.get_output_async(), 5)

@@ -1,5 +1,5 @@
-"""MPClient when something dies, does not start, is forgotten or read late: every waiter is told,
-nothing is left behind.
+"""MPClient when a process dies or does not start, or a client is not closed or reads late: every
+waiter gets an error, nothing is leaked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def engine_pid(client: MPClient) -> int:
 
 
 def kill_later(pid: int, delay_s: float = 0.2) -> list[float]:
-    """Kills `pid` after a moment; the list then holds the time."""
+    """Kill `pid` after a moment. The list then holds the time."""
     killed_at: list[float] = []
 
     def kill() -> None:
@@ -81,7 +81,7 @@ WAITS = {
 }
 
 
-# Again and again: the first calls may be answered before the long step begins.
+# Repeated, since the first calls may be answered before the long step starts.
 @pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
 def test_death_while_blocked(wait):
     client = open_client(hf_overrides={"delay_s": 20.0})
@@ -96,7 +96,7 @@ def test_death_while_blocked(wait):
 def test_death_with_tasks_waiting():
     async def main() -> None:
         client = open_client(asyncio_mode=True)
-        # it must answer none of them, however the machine's load deals out the time
+        # long enough that no request is answered, however the machine schedules its processes
         os.kill(engine_pid(client), signal.SIGSTOP)
         client.add_request(LONG)
         tasks = [asyncio.create_task(client.get_output_async())] + [
@@ -115,7 +115,7 @@ def test_death_with_tasks_waiting():
     asyncio.run(main())
 
 
-def test_outputs_sent_before_death_are_read_first():
+def test_outputs_sent_before_the_death_are_read_first():
     client = open_client(hf_overrides={"raise_at_step": 5})
     client.add_request(LONG)
     wait_until(lambda: psutil.Process(engine_pid(client)).status() == psutil.STATUS_ZOMBIE)
@@ -163,7 +163,7 @@ def test_start_up_failures(trouble, expected, text):
     assert psutil.Process().children() == children
 
 
-def test_a_parameter_keeps_its_name():
+def test_an_invalid_parameter_keeps_its_name():
     with pytest.raises(InvalidParameterError, match="KV cache of 3 blocks") as caught:
         open_client(num_gpu_blocks_override=3)
     assert caught.value.parameter == "max_model_len"
@@ -176,12 +176,13 @@ def test_the_deadline():
     assert time.monotonic() - begin < 10
 
 
-def test_a_program_that_is_no_engine():
+def test_a_program_that_is_not_an_engine():
     with pytest.raises(EngineStartError, match="(?s)exited with code 1.*No module named"):
         open_client(command=[sys.executable, "-m", "quire.no_such_engine"])
 
 
-# ---------------------------------------------------------------- the frontend dies, or forgets
+# ---------------------------------------------------------------- the frontend dies, or is not
+# closed
 
 PROGRAM = """
 import sys, time
@@ -204,7 +205,7 @@ def run_program(delay_s: float, life_s: float) -> tuple[subprocess.Popen, int, P
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 30.0], ids=["short steps", "in a long step"])
-def test_a_killed_frontend_takes_its_engine_with_it(delay_s):
+def test_a_killed_frontend_ends_its_engine(delay_s):
     program, pid, path = run_program(delay_s, 100)
     assert psutil.pid_exists(pid) and path.exists()
     program.kill()
@@ -220,14 +221,14 @@ def test_a_killed_frontend_takes_its_engine_with_it(delay_s):
     program.communicate()
 
 
-def test_a_script_that_forgets_to_close():
+def test_a_script_that_does_not_close():
     program, pid, path = run_program(0.01, 0)
     assert program.wait(10) == 0
     assert not path.exists() and not psutil.pid_exists(pid)
     program.communicate()
 
 
-def test_a_forgotten_client_is_collected():
+def test_an_unclosed_client_is_collected():
     client = open_client()
     pid, path = engine_pid(client), client._connection.directory.path
     del client
@@ -236,7 +237,7 @@ def test_a_forgotten_client_is_collected():
 
 
 def state() -> tuple:
-    """Threads (of Python and of ZMQ), descriptors, children and socket directories of this
+    """Return threads (of Python and of ZMQ), descriptors, children and socket directories of this
     process.
     """
     directories = [
@@ -253,10 +254,10 @@ def state() -> tuple:
     )
 
 
-def test_nothing_is_left(tmp_path, monkeypatch):
+def test_nothing_is_leaked(tmp_path, monkeypatch):
     private = tmp_path / "run"
     private.mkdir()
-    # other programs' directories come and go in the common one
+    # other programs create and remove directories in the common one
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
 
     async def use_async() -> None:
@@ -284,7 +285,7 @@ def test_nothing_is_left(tmp_path, monkeypatch):
             open_client(hf_overrides={"at_load": "fail"})
 
     with daemon(tmp_path, make_config()) as (address, _):
-        use(address)  # first uses open what stays, e.g. the event loop's modules
+        use(address)  # first uses open what stays, e.g. modules of the event loop
         before = state()
         for _ in range(5):
             use(address)
@@ -295,7 +296,7 @@ def test_nothing_is_left(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- asyncio, and reading late
 
 
-def test_a_late_reader_gets_everything():
+def test_a_late_reader_gets_all_outputs():
     client = open_client(max_model_len=2048, num_gpu_blocks_override=300)
     client.add_request(
         EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
@@ -313,7 +314,7 @@ def test_a_late_reader_gets_everything():
     client.shutdown()
 
 
-def test_a_late_task_gets_everything_and_others_are_served():
+def test_a_late_task_gets_all_outputs_and_others_are_served():
     async def main() -> None:
         client = open_client(asyncio_mode=True, max_model_len=2048, num_gpu_blocks_override=300)
         await client.call_utility_async("ping")
@@ -321,7 +322,7 @@ def test_a_late_task_gets_everything_and_others_are_served():
             EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
         )
         cpu = time.process_time()
-        await asyncio.sleep(1.5)  # nobody reads; the loop must neither read on without end nor spin
+        await asyncio.sleep(1.5)  # no task reads; the loop must neither read without limit nor spin
         assert len(client._outputs) <= MAX_QUEUED_OUTPUTS and time.process_time() - cpu < 0.5
         assert await asyncio.wait_for(client.call_utility_async("ping"), 5) == "pong"
         num_tokens, finished = 0, False
@@ -336,13 +337,14 @@ def test_a_late_task_gets_everything_and_others_are_served():
 
 
 def test_no_wake_up_is_lost():
-    """ZMQ's descriptor is edge-triggered: a message that comes between the last look and the reset
-    must not wait for the next one.
+    """ZMQ's descriptor is edge-triggered: a message that arrives between the last poll and the
+    reset must not wait for the next one.
     """
 
     async def main() -> None:
         client = open_client(asyncio_mode=True)
-        for _ in range(2000):  # after each answer the engine is silent: nothing later would wake us
+        # after each answer the engine is silent: no later event would wake the loop
+        for _ in range(2000):
             assert await asyncio.wait_for(client.call_utility_async("ping"), 10) == "pong"
         for _ in range(20):
             client.add_request(LONG)
@@ -426,7 +428,7 @@ def test_engine_index_and_epoch_come_back():
     client.shutdown()
 
 
-def test_no_torch_here():
+def test_torch_is_not_imported():
     modules = (
         "quire.frontend.clients.mp_client, quire.frontend.clients.inproc_client, "
         "quire.core.engine_proc"

@@ -1,4 +1,6 @@
-"""The CPU's faster data type, by its features, the native library and the configuration."""
+"""The CPU's faster data type, determined by its features, the native library and the
+configuration.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,10 @@ def test_bfloat16(
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512} amx_bf16\n")
     monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    assert cpu.native_isas() == ["avx512", "avx2"]  # the system gives no tiles
+    assert cpu.native_isas() == ["avx512", "avx2"]  # the system does not provide tiles
 
 
-def test_the_frontend_sees_what_the_engine_finds() -> None:
+def test_the_frontend_detects_what_the_engine_does() -> None:
     from quire.kernels.cpu.native.library import library
 
     assert (cpu.are_kernels_built() and bool(cpu.native_isas())) == (library is not None)

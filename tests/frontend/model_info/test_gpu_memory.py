@@ -1,4 +1,4 @@
-"""The GPU's memory, asked of a driver that is not there, that fails, and that answers."""
+"""The GPU's memory from a driver that is missing, that fails, and that answers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from quire.ipc.errors import InvalidParameterError
 
 
 class Driver:
-    """Stands in for libcuda: 79 of 80 bytes are free.
-
-    `failing`: the function that answers with error 100.
+    """Stands in for libcuda: 79 of 80 bytes are free. `failing` is the function that returns error
+    100.
     """
 
     def __init__(self, failing: str = ""):
@@ -43,7 +42,7 @@ def test_free_and_all(monkeypatch):
     "failing",
     ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuMemGetInfo_v2"],
 )
-def test_what_the_driver_refuses_is_one_sentence(failing, monkeypatch):
+def test_an_error_of_the_driver_is_one_sentence(failing, monkeypatch):
     driver = Driver(failing)
     use(driver, monkeypatch)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Each check of the machine passes, warns and fails where it should, and says what to do."""
+"""Each check of the machine passes, warns and fails as it should, and says what to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.frontend.model_info.machine_diagnosis import GIB, Finding, check_mach
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_this_machine_can_be_looked_at() -> None:
+def test_this_machine_can_be_diagnosed() -> None:
     findings = list(check_machine("127.0.0.1", 0, 10))
     names = [finding.name for finding in findings]
     for name in (
@@ -135,7 +135,7 @@ AVX512 = "fma avx2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16"
             "pass",
             "amx (of amx, avx512, avx2)",
         ),
-        # the system gives no tiles
+        # the system does not provide tiles
         (f"{AVX512} amx_bf16", "auto", True, "pass", "avx512 (of avx512, avx2)"),
         (
             f"{AVX512} amx_tile amx_bf16 amx_int8",
@@ -198,7 +198,7 @@ def test_memory(free: int, status: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(diagnosis, "cgroup_free_memory", lambda: free)
     finding = diagnosis.check_memory()
     assert finding.status == status and f"{free / GIB:.1f} GiB left in the cgroup" in finding.detail
-    # as cgroup v1 writes "none"
+    # cgroup v1's value for "none"
     monkeypatch.setattr(diagnosis, "cgroup_free_memory", lambda: 2**63 - 4096)
     assert "no cgroup limit" in diagnosis.check_memory().detail
 
@@ -213,7 +213,7 @@ def test_swap(total: int, used: int, status: str, monkeypatch: pytest.MonkeyPatc
 
 
 class Driver:
-    """libcuda, as far as it is asked."""
+    """The functions of libcuda that the check calls."""
 
     def __init__(self, code: int = 0, names: tuple[bytes, ...] = ()):
         self.code, self.names = code, names

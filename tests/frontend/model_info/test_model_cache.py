@@ -1,6 +1,4 @@
-"""The list of models: the bundled one and a made-up cache of the hub, with snapshots that lack
-something.
-"""
+"""The list of models: the bundled one, and a fake hub cache with incomplete snapshots."""
 
 from __future__ import annotations
 
@@ -61,13 +59,13 @@ def listed(*names: str) -> dict[str, CachedModel]:
     return {f"{model.model}@{model.revision}": model for model in models[1:]}
 
 
-def test_no_cache_is_no_error(cache: Path) -> None:
+def test_a_missing_cache_is_not_an_error(cache: Path) -> None:
     assert listed() == {}
     cache.mkdir()
     assert listed() == {}
 
 
-def test_what_is_whole_is_ready(cache: Path) -> None:
+def test_complete_models_are_ready(cache: Path) -> None:
     add(cache, "somebody/small", WHOLE)
     add(cache, "somebody/small", WHOLE | {"model.safetensors": "y" * 7}, commit="b" * 40, ref=None)
     add(cache, "somebody/data", {"a.txt": "x"}, kind="datasets")
@@ -118,7 +116,7 @@ def test_what_is_whole_is_ready(cache: Path) -> None:
         ),
     ],
 )
-def test_what_is_missing_or_not_supported_is_said(
+def test_missing_files_and_unsupported_models_are_reported(
     changes: dict[str, Any], problem: str, cache: Path
 ) -> None:
     add(
@@ -147,7 +145,9 @@ def test_interrupted_downloads(cache: Path) -> None:
     ]
 
 
-def test_unknown_keys_are_no_noise_in_a_list(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_keys_are_not_logged_for_a_list(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     add(cache, "somebody/new", WHOLE | {"config.json": json.dumps({**CONFIG, "some_new_key": 1})})
     with caplog.at_level(logging.WARNING):
         listed()

@@ -1,5 +1,5 @@
-"""Each check of a model finds what it is there for: missing files, foreign tokenizers, templates
-and ends that disagree.
+"""Each check of a model finds its defect: missing files, wrong tokenizers, inconsistent templates
+and end tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def write_weights(model: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def test_a_sound_model_passes(model: Path) -> None:
+def test_a_valid_model_passes(model: Path) -> None:
     for findings in (check(model), check("bundled")):
         assert {finding.status for finding in findings.values()} == {"pass"}
         assert list(findings) == [
@@ -69,7 +69,7 @@ def test_a_sound_model_passes(model: Path) -> None:
 
 
 TEMPLATE = "tokenizer_config.json"
-# what is wrong -> (how it comes about, finding, status, words)
+# defect -> (how to create it, finding, status, words)
 CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "no config": (remove("config.json"), "model", "fail", "has no config.json"),
     "unread key": (edit("config.json", clip_qkv=8.0), "config", "warn", "ignores: clip_qkv"),
@@ -206,14 +206,14 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_found(case: str, model: Path) -> None:
+def test_defects_are_found(case: str, model: Path) -> None:
     spoil, name, status, words = CASES[case]
     spoil(model)
     finding = check(model)[name]
     assert finding.status == status and words in finding.detail, finding
 
 
-def test_the_fix_for_an_end_of_turn_is_one(model: Path) -> None:
+def test_the_suggested_fix_for_an_end_of_turn_works(model: Path) -> None:
     spoil = CASES["turn ends elsewhere"][0]
     spoil(model)
     option, value = check(model)["end of turn"].fix.split(" ", 1)
@@ -237,14 +237,14 @@ def test_the_fix_for_an_end_of_turn_is_one(model: Path) -> None:
     ],
 )
 def test_bos(template: str, status: str, words: str, model: Path) -> None:
-    """A tokenizer that puts a BOS before every prompt, as Llama's."""
+    """A tokenizer that puts a BOS before every prompt, like Llama's."""
     write_byte_fallback_tokenizer(model)
     edit(TEMPLATE, chat_template=template)(model)
     finding = check(model)["BOS"]
     assert finding.status == status and words in finding.detail
 
 
-def test_another_template_and_how_answers_are_read(model: Path) -> None:
+def test_another_template_and_the_answer_format(model: Path) -> None:
     edit(TEMPLATE, chat_template=None)(model)
     template = (
         CHAT_TEMPLATE
@@ -276,7 +276,7 @@ def test_another_template_and_how_answers_are_read(model: Path) -> None:
     )
 
 
-def test_memory_that_does_not_suffice(model: Path) -> None:
+def test_insufficient_memory(model: Path) -> None:
     finding = check(model, kv_cache_memory_bytes=10**6, dtype="float32")["fits"]
     assert (
         finding.status == "fail"
@@ -297,7 +297,7 @@ def test_without_tokenizer_and_with_random_weights(model: Path) -> None:
 def test_a_model_in_the_hubs_cache(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are links; weights that are not there yet come with the first start."""
+    """Its files are links. Weights that are missing are downloaded at the first start."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

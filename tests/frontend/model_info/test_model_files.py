@@ -1,4 +1,4 @@
-"""Where a model is found, and what its files say or fail to say."""
+"""How a model is located, and its files read or refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_bundled_and_local_directories(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     "model", ["/nowhere/model", "./model", "~/no-such-model", "a/b/c", "model/"]
 )
-def test_a_path_that_does_not_exist_never_asks_the_hub(model, monkeypatch) -> None:
+def test_a_missing_path_never_contacts_the_hub(model, monkeypatch) -> None:
     monkeypatch.setattr(model_files, "_download", lambda *_: pytest.fail("asked the hub"))
     with pytest.raises(
         ModelLoadError, match=f"model {re.escape(repr(model))}: there is no such directory"
@@ -84,7 +84,7 @@ def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypat
     ]
 
 
-def test_without_a_network_the_model_is_named_in_one_line(monkeypatch) -> None:
+def test_without_a_network_the_error_names_the_model_in_one_line(monkeypatch) -> None:
     import huggingface_hub
 
     def download(*_, **__):
@@ -156,7 +156,7 @@ def test_eos_token_ids() -> None:
         eos_token_ids({"eos_token_id": "</s>"}, {})
 
 
-def test_reading_ahead_asks_for_the_weights_alone_and_never_fails(tmp_path, monkeypatch) -> None:
+def test_prefetch_reads_only_the_weights_and_never_fails(tmp_path, monkeypatch) -> None:
     asked = []
     for name in ("b.safetensors", "a.safetensors", "config.json"):
         (tmp_path / name).write_bytes(b"x" * 10)

@@ -1,5 +1,5 @@
-"""What config.json says a model weighs is what its layers weigh, for every architecture that the
-executor runs.
+"""Sizes computed from config.json equal those of the layers, for every architecture of the
+executor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "variant"), CASES)
-def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> None:
+def test_sizes_equal_those_of_the_layers(kind: str, variant: dict[str, Any]) -> None:
     hf_config = make_tiny_config(kind, **variant).to_dict()
     hf_config["architectures"] = [
         {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}[kind]
@@ -72,7 +72,7 @@ def test_sizes_are_those_of_the_layers(kind: str, variant: dict[str, Any]) -> No
         )
 
 
-def test_bytes_of_a_type_are_torchs() -> None:
+def test_bytes_of_a_type_equal_torchs() -> None:
     assert {name: getattr(torch, name).itemsize for name in DTYPE_BYTES} == DTYPE_BYTES
 
 
@@ -106,7 +106,7 @@ def test_parameters_of_well_known_models(
     assert measure_model(hf_config).num_parameters == published
 
 
-def test_what_the_estimate_knows_of_kernels_is_true() -> None:
+def test_the_assumptions_about_kernels_hold() -> None:
     pytest.importorskip("triton")
     from quire.kernels.triton import attention_decode, cut
 

@@ -1,4 +1,4 @@
-"""The plan's figures are the engine's: bytes of weights and cache, what does not fit, and the
+"""The plan's figures equal the engine's: bytes of weights and cache, what does not fit, and the
 largest value that does.
 """
 
@@ -34,7 +34,7 @@ BIG = {
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A config.json alone: a plan needs no more."""
+    """A config.json alone, which is all that a plan needs."""
     directory = tmp_path_factory.mktemp("big")
     (directory / "config.json").write_text(json.dumps(BIG))
     return str(directory)
@@ -44,7 +44,7 @@ def plan(model: str, memory_bytes: int | None = None, **arguments: Any) -> Plan:
     return make_plan(EngineArgs(model, **arguments), memory_bytes, arguments)
 
 
-SLOW = {"pack_quantized_linear": "reference"}  # is there without the native library too
+SLOW = {"pack_quantized_linear": "reference"}  # present even without the native library
 
 
 @pytest.mark.parametrize(
@@ -64,11 +64,11 @@ SLOW = {"pack_quantized_linear": "reference"}  # is there without the native lib
             {"quantization": "int4", "dtype": "bfloat16", "kernels": SLOW},
         ),
         ("qwen3", {}, {"quantization": "int8", "kernels": SLOW}),
-        # the plan and the loader once disagreed on how far this type reaches
+        # a type for which the plan and the loader once disagreed
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
     ],
 )
-def test_the_engine_allocates_what_the_plan_says(
+def test_the_engine_allocates_what_the_plan_predicts(
     kind: str, config: dict[str, Any], arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     model = kind if kind == "bundled" else str(save_tiny_model(tmp_path, kind, **config))
@@ -117,13 +117,13 @@ def test_a_shorter_context_fits(big: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 1000, 32_768])
-def test_the_least_memory_is_the_least(big: str, length: int) -> None:
+def test_the_minimum_memory_is_exact(big: str, length: int) -> None:
     least = plan(big, GIB, dtype="bfloat16", max_model_len=length).least_memory_bytes
     assert plan(big, least, dtype="bfloat16", max_model_len=length).fits
     assert not plan(big, least - 16, dtype="bfloat16", max_model_len=length).fits
 
 
-def test_where_nothing_fits_half_the_bytes_may(big: str) -> None:
+def test_if_nothing_fits_half_the_bytes_may(big: str) -> None:
     stated = plan(big, 20 * GIB, dtype="float32")
     assert (stated.longest_context, stated.num_blocks, stated.concurrency, stated.fits_as) == (
         0,
@@ -136,7 +136,7 @@ def test_where_nothing_fits_half_the_bytes_may(big: str) -> None:
     assert (nothing.flags, nothing.fits_as, nothing.free_bytes < 0) == ([], None, True)
 
 
-def test_the_flags_hold_what_was_chosen(big: str) -> None:
+def test_the_flags_contain_the_chosen_values(big: str) -> None:
     stated = plan(
         big,
         60 * GIB,
@@ -164,7 +164,7 @@ def test_the_flags_hold_what_was_chosen(big: str) -> None:
     ]
 
 
-def test_this_machines_memory_is_what_is_free(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_defaults_to_what_is_free(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "free_memory_bytes", lambda: 16 * GIB)
     here, named = plan(big, dtype="bfloat16"), plan(big, 16 * GIB, dtype="bfloat16")
     assert not here.memory_is_named and here.longest_context == named.longest_context
@@ -180,7 +180,7 @@ def test_this_machines_memory_is_what_is_free(big: str, monkeypatch: pytest.Monk
     ("arguments", "fitting"),
     [({"kv_cache_memory_bytes": 20 * 768 * 16}, 304), ({"num_gpu_blocks_override": 9}, 128)],
 )
-def test_the_engines_refusal_gives_the_largest_value_and_it_works(
+def test_the_engines_error_suggests_the_largest_value_that_works(
     arguments: dict[str, Any], fitting: int, tmp_path: Path
 ) -> None:
     # in float32 a token takes 3 layers x 2 x 2 heads x 16 x 4 bytes
@@ -193,7 +193,7 @@ def test_the_engines_refusal_gives_the_largest_value_and_it_works(
         pass
 
 
-def test_models_that_the_engine_refuses_have_no_plan(big: str, tmp_path: Path) -> None:
+def test_refused_models_have_no_plan(big: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({**BIG, "quantization_config": {"quant_method": "gptq"}})
     )
@@ -241,7 +241,7 @@ def test_a_model_in_the_hubs_cache_needs_no_network(
     (repository / "blobs").mkdir()
     (repository / "blobs" / "b1").write_text(json.dumps(BIG))
     (snapshot / "config.json").symlink_to(repository / "blobs" / "b1")
-    monkeypatch.setattr(planning, "find_model_directory", None)  # would look at the network
+    monkeypatch.setattr(planning, "find_model_directory", None)  # would access the network
     assert plan("somebody/big", 60 * GIB, dtype="bfloat16").model == "somebody/big"
 
 
@@ -251,8 +251,8 @@ def test_a_model_in_the_hubs_cache_needs_no_network(
 def test_a_gpus_memory_is_divided_as_the_worker_does_it(
     big: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """executor/worker.py: what is free of the share once the weights are there, less the largest
-    step and the largest graph.
+    """As in executor/worker.py: the free part of the share once the weights are loaded, less the
+    largest step and the largest graph.
     """
     monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (60 * GIB, 80 * GIB))
     for share in (0.9, 0.5):
@@ -280,7 +280,7 @@ def test_a_gpus_memory_is_divided_as_the_worker_does_it(
     }
 
 
-def test_a_named_gpu_is_idle(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_named_gpu_counts_as_idle(big: str, monkeypatch: pytest.MonkeyPatch) -> None:
     named = plan(big, 24 * GIB, device="cuda")
     monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (24 * GIB - CUDA_BYTES, 24 * GIB))
     assert (
@@ -325,13 +325,13 @@ def test_a_shorter_context_fits_a_smaller_gpu(big: str) -> None:
         and stated.flags[:3] == ["--device", "cuda", "--max-model-len"]
         and 0 < int(stated.flags[3]) <= stated.longest_context
     )
-    # without a size for the cache: the engine measures
+    # without a given size of the cache the engine measures it
     assert plan(big, 18 * GIB, device="cuda", max_model_len=int(stated.flags[3])).fits
     assert plan(big, 12 * GIB, device="cuda").flags == []
 
 
 @pytest.mark.parametrize("share", [0.9, 0.37, 1.0])
-def test_the_least_gpu_is_the_least(big: str, share: float) -> None:
+def test_the_minimum_gpu_is_exact(big: str, share: float) -> None:
     arguments = {"device": "cuda", "gpu_memory_utilization": share, "max_model_len": 5000}
     least = plan(big, GIB, **arguments).least_memory_bytes
     assert plan(big, least, **arguments).fits and not plan(big, least - 16, **arguments).fits

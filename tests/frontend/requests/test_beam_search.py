@@ -1,5 +1,5 @@
-"""The search by itself: its parameters, and a few steps worked out by hand
-(tests/test_beam_search.py compares with transformers).
+"""The search alone: its parameters, and a few steps computed by hand. tests/test_beam_search.py
+compares it with transformers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def make_search(max_model_len: int = 64, **params) -> BeamSearch:
 
 
 def output(error: str | None = None, **probabilities: float) -> RequestOutput:
-    """One step of one beam: t5=0.5 is token 5 with probability 0.5."""
+    """One step of one beam; t5=0.5 means token 5 with probability 0.5."""
     position = {int(name[1:]): Logprob(math.log(p)) for name, p in probabilities.items()}
     return RequestOutput(
         "r", None, PROMPT, [CompletionOutput(0, "", [0], logprobs=[position])], True, error=error
@@ -45,14 +45,14 @@ def test_a_search_by_hand() -> None:
         search.step_prompts == [{"prompt_token_ids": PROMPT}]
         and search.step_params.logprobs == search.num_candidates == 4
     )
-    # the end is not among the best two: it is forgotten
+    # the finished beam is not among the best two and is dropped
     search.advance([output(t1=0.5, t2=0.3, t3=0.1, t302=0.05)])
     assert beams(search) == [([1], 0.5), ([2], 0.3)] and search.finished == []
     assert search.step_prompts == [
         {"prompt_token_ids": [*PROMPT, 1]},
         {"prompt_token_ids": [*PROMPT, 2]},
     ]
-    # 0.3 ends, 0.27, 0.1 and 0.015 go on
+    # 0.3 ends; 0.27, 0.1 and 0.015 continue
     search.advance([output(t302=0.6, t4=0.2), output(t5=0.9, t6=0.05)])
     assert beams(search) == [([2, 5], 0.27), ([1, 4], 0.1)] and [
         s.tokens for s in search.finished
@@ -82,12 +82,12 @@ def test_when_a_search_ends(early_stopping, length_penalty, is_done) -> None:
     )
     search.advance([output(t302=0.5, t1=0.4, t2=0.05)])
     assert not search.is_done
-    # two are finished; at its present length 0.12 is the worse one
+    # two are finished; at the present length 0.12 is worse
     search.advance([output(t302=0.5, t3=0.3), output(t4=0.01)])
     assert search.is_done == is_done
 
 
-def test_an_error_ends_the_search_and_is_told() -> None:
+def test_an_error_ends_the_search_and_is_raised() -> None:
     search = make_search()
     search.advance([output(error="NaN in the logits", t1=0.5)])
     assert search.is_done and (search.output(None).sequences, search.output(None).error) == (
@@ -96,7 +96,7 @@ def test_an_error_ends_the_search_and_is_told() -> None:
     )
 
 
-def test_the_context_cuts_max_tokens() -> None:
+def test_max_model_len_limits_max_tokens() -> None:
     assert (
         make_search(max_tokens=100).max_tokens == 62 and make_search(max_tokens=5).max_tokens == 5
     )
@@ -123,7 +123,7 @@ def test_the_context_cuts_max_tokens() -> None:
         ("early_stopping", 1),
     ],
 )
-def test_parameters_at_their_bounds(name, value) -> None:
+def test_bounds_of_parameters(name, value) -> None:
     with pytest.raises(InvalidParameterError, match=f"{name}: must be") as refusal:
         BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, name: value})
     assert refusal.value.parameter == name

@@ -1,4 +1,4 @@
-"""Every form of prompt, every refusal, and what is filled in."""
+"""Forms of a prompt, refusals, and defaults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_forms_of_a_prompt() -> None:
     assert core_request({"prompt": "hello", "cache_salt": "me"}).cache_salt == "me"
     request = core_request(ids)
     ids.append(5)
-    assert request.prompt_token_ids != ids  # the caller's list may change
+    assert request.prompt_token_ids != ids  # the caller may change its list
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_without_a_tokenizer() -> None:
         processor.process_inputs("r", [1], SamplingParams(stop="x"))
 
 
-def test_max_tokens_is_cut_to_the_context() -> None:
+def test_max_tokens_is_limited_to_the_context() -> None:
     prompt = [1] * 60
     assert core_request(prompt, SamplingParams(max_tokens=None)).sampling_params.max_tokens == 4
     assert core_request(prompt, SamplingParams(max_tokens=100)).sampling_params.max_tokens == 4
@@ -125,8 +125,8 @@ def test_end_of_sequence_ids() -> None:
 
 
 @pytest.mark.parametrize("ids", [[], [320], [-1, 10**6]])
-def test_a_structured_output_needs_a_token_to_end_with(ids) -> None:
-    """The model's fault is not reported as the request's ignore_eos."""
+def test_structured_output_needs_an_end_of_sequence_token(ids) -> None:
+    """A fault of the model is not reported as one of the request's ignore_eos."""
     processor = InputProcessor(text_config(), tiny_tokenizer(), ids)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
     with pytest.raises(InvalidParameterError, match="between 0 and 319, the model's voc") as raised:
@@ -139,7 +139,7 @@ def test_a_structured_output_needs_a_token_to_end_with(ids) -> None:
     processor.process_inputs("r", "a", msgspec.structs.replace(params, ignore_eos=False))
 
 
-def test_seeds_are_the_scripts_and_each_requests_own() -> None:
+def test_seeds_depend_on_the_scripts_seed_and_the_request() -> None:
     def seeds(base: int) -> list[int]:
         processor = make_processor(seed=base)
         return [
@@ -154,7 +154,7 @@ def test_seeds_are_the_scripts_and_each_requests_own() -> None:
         "r", "a", SamplingParams(seed=5)
     ).core_request.sampling_params.seed
     drawn = processor.process_inputs("r", "a", SamplingParams()).core_request.sampling_params.seed
-    assert (given, drawn) == (5, seeds(0)[1])  # a seed depends on the request's place alone
+    assert (given, drawn) == (5, seeds(0)[1])  # a seed depends only on the request's index
     assert derive_seed(0, 0) == 0xE220A8397B1DCDAF >> 1  # the published sequence of SplitMix64
 
 
@@ -171,7 +171,7 @@ def test_ids_are_unique_and_times_are_kept() -> None:
     assert (request.arrival_time, request.priority) == (12.5, -3)
 
 
-def test_a_refused_request_draws_no_seed() -> None:
+def test_a_refused_request_consumes_no_seed() -> None:
     processor = make_processor()
     with pytest.raises(InvalidParameterError):
         processor.process_inputs("r", "", SamplingParams())

@@ -1,5 +1,5 @@
-"""Log-probabilities as users read them: dicts by token, ranks, texts that repair characters of
-several tokens, a prompt's chunks.
+"""Log-probabilities for users: dicts by token, ranks, texts of characters that span several tokens,
+chunks of a prompt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROBOT = tiny_tokenizer().encode("🤖")  # four tokens of one byte
 
 
 def pieces(kind: str, token_ids: list[int], context: list[int] = [0], k: int = 0) -> list[str]:
-    """The decoded pieces of a sequence's own tokens, read in two parts."""
+    """Return the decoded pieces of a sequence's own tokens, read in two parts."""
     reader = LogprobsReader(TokenTexts(tiny_tokenizer(kind)), context)
     columns = TokenLogprobs(0, *arrays(token_ids, k))
     half = len(token_ids) // 2
@@ -42,13 +42,13 @@ def test_the_pieces_add_up_to_the_text(kind, text) -> None:
     assert not any("\ufffd" in piece for piece in decoded)
 
 
-def test_an_incomplete_character_shows_with_the_token_that_completes_it() -> None:
+def test_a_split_character_appears_with_the_token_that_completes_it() -> None:
     assert pieces("byte_level", [*tiny_tokenizer().encode("a"), *ROBOT]) == ["a", "", "", "", "🤖"]
     assert "".join(pieces("byte_level", tiny_tokenizer().encode("你好"))) == "你好"
-    # begun in the prompt
+    # started in the prompt
     assert pieces("byte_level", ROBOT[2:], context=[5, *ROBOT[:2]]) == ["", "🤖"]
     a = tiny_tokenizer().encode("a")
-    # broken: as in the text
+    # invalid: as in the text
     assert pieces("byte_level", [*ROBOT[:2], *a, *ROBOT]) == ["", "", "\ufffda", "", "", "", "🤖"]
     fallback = tiny_tokenizer("byte_fallback").encode("🤖", add_special_tokens=False)[1:]
     assert pieces("byte_fallback", fallback) == ["", "", "", "🤖"]
@@ -57,7 +57,7 @@ def test_an_incomplete_character_shows_with_the_token_that_completes_it() -> Non
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_tokens_give_the_text_of_the_whole(kind) -> None:
     tokenizer, rng = tiny_tokenizer(kind), random.Random(0)
-    # a broken run of bytes is all U+FFFD there, which no stream can know (see PieceDecoder)
+    # an invalid run of bytes is all U+FFFD in the text, which no stream can know (see PieceDecoder)
     if kind == "byte_fallback":
         alphabet = [260, 261, 262, *range(3 + 32, 3 + 127)]
     else:
@@ -65,11 +65,11 @@ def test_any_tokens_give_the_text_of_the_whole(kind) -> None:
     for _ in range(200):
         token_ids = rng.choices(alphabet, k=rng.randrange(1, 12))
         decoded = pieces(kind, token_ids, context=[alphabet[2]])
-        # its spaces depend on the neighbours; each piece is the token's own text
+        # its spaces depend on neighbouring tokens; each piece is the token's own text
         if kind == "word_piece":
             assert decoded == [tokenizer.decode(i) for i in token_ids]
         else:
-            # what nothing completed
+            # never completed
             incomplete = "\ufffd" * (len(tokenizer.decode(token_ids)) - len("".join(decoded)))
             assert (
                 "".join(decoded) + incomplete == tokenizer.decode(token_ids)
@@ -77,7 +77,7 @@ def test_any_tokens_give_the_text_of_the_whole(kind) -> None:
             )
 
 
-def test_candidates_show_what_they_would_have_added() -> None:
+def test_candidates_show_the_text_that_they_would_have_added() -> None:
     tokenizer = tiny_tokenizer()
     reader = LogprobsReader(TokenTexts(tokenizer), [0])
     last = ROBOT[3]
@@ -91,7 +91,7 @@ def test_candidates_show_what_they_would_have_added() -> None:
     assert (position[last].rank, position[last + 1].rank) == (7, 1)
 
 
-def test_special_tokens_show_and_without_a_tokenizer_nothing_does() -> None:
+def test_special_tokens_are_shown_and_without_a_tokenizer_no_text_is() -> None:
     assert pieces("byte_level", [302, 40]) == ["<|im_end|>", tiny_tokenizer().decode(40)]
     reader = LogprobsReader(None, [0])
     assert reader.read(TokenLogprobs(0, *arrays([40], 1)), 0, 1)[0][40].decoded_token is None
@@ -113,10 +113,10 @@ def run(processor: OutputProcessor, *rows):
     return processor.process_outputs(joined(list(rows))).request_outputs
 
 
-def test_a_prompts_log_probabilities_come_in_chunks_perhaps_twice() -> None:
+def test_a_prompts_log_probabilities_come_in_chunks_and_may_repeat() -> None:
     processor = started(prompt_logprobs=2)
     assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:3], 2))) == []
-    # preempted, and again
+    # repeated after a preemption
     assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:2], 2))) == []
     assert run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(2, PROMPT[2:5], 2))) == []
     [output] = run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(5, PROMPT[5:], 2)))
@@ -150,7 +150,7 @@ def test_deltas_carry_them_once() -> None:
     assert len(first.prompt_logprobs) == len(PROMPT)
 
 
-def test_a_hole_is_an_error() -> None:
+def test_a_gap_is_an_error() -> None:
     processor = started(prompt_logprobs=0)
     run(processor, row("e", 0, [], prompt_logprobs=prompt_logprobs(1, PROMPT[1:3], 0)))
     [output] = run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(4, PROMPT[4:], 0)))
@@ -166,7 +166,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score() -> None:
     assert run(processor, row("e", 0, [40]))[0].prompt_logprobs == [None]
 
 
-def test_who_did_not_ask_gets_none() -> None:
+def test_requests_without_log_probabilities_get_none() -> None:
     processor = started()
     assert (
         run(processor, row("e", 0, [40], prompt_logprobs=prompt_logprobs(1, PROMPT[1:], 0)))[

@@ -1,4 +1,4 @@
-"""From the engine's columns to RequestOutputs: kinds of output, ends of a request, gaps,
+"""Conversion of the engine's columns to RequestOutputs: kinds of output, ends of a request, gaps,
 duplicates, log-probabilities.
 """
 
@@ -15,12 +15,12 @@ from quire.ipc.messages import Array, FinishReason
 from quire.tests.frontend.scripted_client import joined, row
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
-HELLO = tiny_tokenizer().encode("hello")  # he l l o or the like: several tokens
+HELLO = tiny_tokenizer().encode("hello")  # spells "hello": several tokens
 EOS = 302
 
 
 def started(*request_ids: str, **params) -> tuple[OutputProcessor, list[str]]:
-    """A processor with these requests, and the engine's ids of them."""
+    """Return a processor with these requests, and the engine's ids of them."""
     processor = OutputProcessor(tiny_tokenizer())
     requests = [make_request(request_id, **params) for request_id in request_ids]
     for request in requests:
@@ -88,7 +88,7 @@ def test_a_row_without_news_gives_no_output() -> None:
     assert run(processor, row(i, 0, HELLO)).request_outputs[0].num_cached_tokens == 3
 
 
-def test_a_stop_string_ends_the_request_here_and_aborts_it_there() -> None:
+def test_a_stop_string_ends_the_request_and_aborts_it_in_the_engine() -> None:
     processor, [i, j] = started("r", "s", stop=["el"])
     processed = run(processor, row(i, 0, HELLO), row(j, 0, HELLO[:1]))
     stopped, other = processed.request_outputs
@@ -98,7 +98,7 @@ def test_a_stop_string_ends_the_request_here_and_aborts_it_there() -> None:
         stopped.outputs[0].stop_reason,
     ) == ("h", "stop", "el")
     assert processed.requests_to_abort == [i] and other.outputs[0].text == "h"
-    # what was under way when it was aborted
+    # rows in flight when it was aborted
     assert run(processor, row(i, len(HELLO), HELLO)).request_outputs == []
 
 
@@ -112,7 +112,7 @@ def test_a_stop_string_in_the_last_row_needs_no_abort() -> None:
     ) == ("hel", "lo")
 
 
-def test_tokens_behind_a_stop_string_do_not_count() -> None:
+def test_tokens_after_a_stop_string_do_not_count() -> None:
     processor, [i] = started("r", stop=["e"], logprobs=0)
     [output] = run(processor, row(i, 0, HELLO, num_logprobs=0)).request_outputs
     completion = output.outputs[0]
@@ -120,7 +120,7 @@ def test_tokens_behind_a_stop_string_do_not_count() -> None:
     assert len(completion.logprobs) == len(completion.token_ids)
 
 
-def test_an_error_ends_one_request_with_its_words() -> None:
+def test_an_error_ends_one_request_with_its_message() -> None:
     processor, [i, j] = started("r", "s")
     processed = run(processor, row(i, 0, HELLO[:1]), row(j, 0, HELLO))
     processed = run(
@@ -142,7 +142,7 @@ def test_an_error_ends_one_request_with_its_words() -> None:
     )
 
 
-def test_a_gap_is_an_error_of_that_request_alone() -> None:
+def test_a_gap_fails_only_its_request() -> None:
     processor, [i, j] = started("r", "s")
     run(processor, row(i, 0, HELLO[:2]))
     processed = run(processor, row(i, 4, [5]), row(j, 0, HELLO))
@@ -167,7 +167,7 @@ def test_duplicates_are_dropped() -> None:
     assert [next(iter(position)) for position in output.outputs[0].logprobs] == HELLO
 
 
-def test_rows_of_an_engine_since_replaced_are_dropped() -> None:
+def test_rows_of_a_replaced_engine_are_dropped() -> None:
     processor, [i] = started("r")
     run(processor, row(i, 0, HELLO[:1], epoch=1))
     assert run(processor, row(i, 1, [9], epoch=0)).request_outputs == []
@@ -186,7 +186,7 @@ def test_replicas_do_not_drop_each_others_rows() -> None:
     process(replace(row(j, 0, HELLO[:1], epoch=0), engine_index=1))
     [output] = process(replace(row(j, 1, HELLO[1:]), engine_index=1)).request_outputs
     assert output.outputs[0].token_ids == HELLO and processor.num_dropped_rows == 0
-    process(row(i, 1, [9], epoch=2))  # from an engine 0 that was replaced
+    process(row(i, 1, [9], epoch=2))  # from engine 0 before its replacement
     assert processor.num_dropped_rows == 1
 
 
@@ -211,7 +211,9 @@ def test_log_probabilities() -> None:
 
 
 def test_cumulative_logprob_does_not_depend_on_how_rows_split_the_tokens() -> None:
-    """Each of the small terms rounds away beside -1; several of them added first would not."""
+    """Each of the small terms is lost in rounding when added to -1. The sum of several of them is
+    not.
+    """
     token_ids, sums = list(range(40, 52)), set()
     values = [-1.0] + [-1e-16] * 11
     for size in (1, 2, 3, 5, 12):
@@ -240,7 +242,7 @@ def test_the_sampled_token_among_the_candidates_appears_once() -> None:
     )
 
 
-def test_aborted_requests_give_what_there_was() -> None:
+def test_aborted_requests_return_their_partial_output() -> None:
     processor, [i, j] = started("r", "s", stop="lox")
     run(processor, row(i, 0, HELLO), row(j, 0, HELLO))
     processed = processor.abort_requests(["r", "unknown"])
@@ -254,7 +256,7 @@ def test_aborted_requests_give_what_there_was() -> None:
     assert processor.unfinished_request_ids() == ["s"] and processor.num_unfinished_requests() == 1
 
 
-def test_a_running_id_cannot_be_used_again() -> None:
+def test_the_id_of_a_running_request_is_refused() -> None:
     processor, _ = started("r")
     with pytest.raises(
         InvalidParameterError, match="request_id: 'r' is already used by a running request"
@@ -264,7 +266,7 @@ def test_a_running_id_cannot_be_used_again() -> None:
     processor.add_request(make_request("r"))
 
 
-def test_the_journal_is_enough_to_go_on_elsewhere() -> None:
+def test_the_journal_is_sufficient_to_continue_on_another_engine() -> None:
     processor, [i] = started("r", temperature=0.5)
     run(processor, row(i, 0, HELLO[:2]))
     [(request, token_ids)] = processor.journal("r")
@@ -275,7 +277,7 @@ def test_the_journal_is_enough_to_go_on_elsewhere() -> None:
     )
 
 
-def test_metrics_are_times_in_order() -> None:
+def test_times_in_metrics_are_ordered() -> None:
     processor, [i] = started("r")
     run(processor, row(i, 0, HELLO[:1]))
     [output] = run(processor, row(i, 1, HELLO[1:], FinishReason.LENGTH)).request_outputs
@@ -288,7 +290,7 @@ def test_metrics_are_times_in_order() -> None:
     )
 
 
-def test_tokens_of_several_steps_have_their_own_moments() -> None:
+def test_tokens_of_several_steps_have_separate_times() -> None:
     processor, [i, j] = started("r", "s", stop=["lo"])
     processor.record_token_times = True
     outputs = joined([row(i, 0, HELLO), row(j, 0, [7])])

@@ -1,5 +1,5 @@
-"""RequestStream: outputs merge until they are read, failures come after them, and what is taken at
-once wakes nobody.
+"""RequestStream: unread outputs are merged, failures come after them, and outputs taken by a
+callback wake no reader.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_unread_outputs_become_one() -> None:
     run(scenario())
 
 
-def test_a_reader_waits_and_a_failure_comes_after_what_was_put_before() -> None:
+def test_a_reader_waits_and_a_failure_comes_after_earlier_outputs() -> None:
     async def scenario() -> None:
         stream = RequestStream()
         reader = asyncio.ensure_future(stream.get())
@@ -49,24 +49,24 @@ def test_a_reader_waits_and_a_failure_comes_after_what_was_put_before() -> None:
     run(scenario())
 
 
-def test_what_is_taken_at_once_does_not_wake_the_reader() -> None:
+def test_a_taken_output_does_not_wake_the_reader() -> None:
     async def scenario() -> None:
         taken = []
         stream = RequestStream(lambda o: taken.append(o.outputs[0].text) is None)
-        stream.put(output("a", 1))  # nobody waits: kept
+        stream.put(output("a", 1))  # no reader waits, so it is kept
         assert (await stream.get()).outputs[0].text == "a"
         reader = asyncio.ensure_future(stream.get())
         await asyncio.sleep(0)
         stream.put(output("b", 2))
         await asyncio.sleep(0)
         assert taken == ["b"] and not reader.done()
-        stream.put(output("c", 3, finished=True))  # the last one is always read
+        stream.put(output("c", 3, finished=True))  # the last output is always read
         assert (await reader).outputs[0].text == "c"
 
     run(scenario())
 
 
-def test_what_take_at_once_raises_is_its_readers() -> None:
+def test_an_error_of_the_callback_reaches_the_reader() -> None:
     def broken(output: RequestOutput) -> bool:
         raise ValueError("mine")
 

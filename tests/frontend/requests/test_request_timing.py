@@ -1,4 +1,4 @@
-"""The times of a request's completions laid together, and what RequestMetrics makes of them."""
+"""The combined times of a request's completions, and the RequestMetrics computed from them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_first_of_any_last_of_all_and_sums():
     )
 
 
-def test_what_did_not_happen_took_no_time_but_none():
+def test_a_missing_event_has_no_duration():
     metrics = RequestMetrics(0.0, **merge_timings([RequestTiming(0, 1.0)]))
     assert (
         metrics.queued_time
@@ -126,8 +126,10 @@ def test_metrics_of_a_request_that_ends_in_the_engine():
     assert metrics.e2e_latency == metrics.finished_time - 500.0 >= metrics.time_to_first_token > 0
 
 
-def test_a_wall_clock_that_is_set_changes_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour back while the request runs: latencies follow the monotonic clock."""
+def test_setting_the_wall_clock_changes_no_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wall clock goes back an hour while the request runs. Latencies use the
+    monotonic clock.
+    """
     wall, steady = [1e9], [50.0]
     monkeypatch.setattr("time.time", lambda: wall[0])
     monkeypatch.setattr("time.monotonic", lambda: steady[0])
@@ -147,13 +149,13 @@ def test_a_wall_clock_that_is_set_changes_no_latency(monkeypatch: pytest.MonkeyP
     end = replace(row(engine_id, 1, HELLO[1:], FinishReason.LENGTH), timestamp=17.0)
     processor.process_outputs(end)
     assert (metrics.arrival_time, metrics.time_to_first_token, metrics.e2e_latency) == (1e9, 2, 5)
-    assert ended == [1e9 + 5]  # a trace shows the engine's last moment at the request's end
+    assert ended == [1e9 + 5]  # a trace ends at the engine's last event of the request
     meters = Meters()
     meters.request_ended(SamplingParams(), metrics, "length")
     assert meters.histograms["e2e_request_latency_seconds"].sum == 5.0
 
 
-def test_a_stop_string_ends_the_decode_when_its_token_came():
+def test_a_stop_string_ends_the_decode_at_the_time_of_its_token():
     processor, i = started(stop="lo")
     processor.process_outputs(
         timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
@@ -164,7 +166,7 @@ def test_a_stop_string_ends_the_decode_when_its_token_came():
     assert output.finished and output.metrics.decode_time == 3.0
 
 
-def test_an_abort_ends_it_at_the_latest_word():
+def test_an_abort_ends_the_decode_at_the_last_report():
     processor, i = started()
     processor.process_outputs(
         timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
@@ -225,7 +227,7 @@ def test_chunks_of_all_completions_in_order():
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])
-def test_the_moments_of_tokens_if_wanted_and_bounded(is_wanted, monkeypatch):
+def test_token_times_are_optional_and_bounded(is_wanted, monkeypatch):
     monkeypatch.setattr(output_processor, "MAX_TOKEN_TS", 4)
     processor, i = started()
     processor.record_token_times = is_wanted
@@ -239,7 +241,7 @@ def test_the_moments_of_tokens_if_wanted_and_bounded(is_wanted, monkeypatch):
     assert output.metrics.token_ts == ([13.0, 14.0, 14.0, 15.0] if is_wanted else [])
 
 
-def test_times_of_requests_that_have_ended_here_are_ignored():
+def test_times_of_finished_requests_are_ignored():
     processor, i = started()
     processor.abort_requests(["r"])
     assert (

@@ -1,5 +1,5 @@
-"""n > 1: one request, several rows; what the reader sees of each kind of output, of an end, an
-abort and a failure of one of them.
+"""n > 1: one request, several rows. Each kind of output, and an end, abort or failure of a single
+completion.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ DELTA, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 
 
 def started(n: int = 3, **params) -> tuple[OutputProcessor, list[str]]:
-    """A processor with request "r" of n completions (the engine calls it "e"), and the engine's ids
-    of those.
+    """Return a processor with request "r" of n completions ("e" in the engine), and the engine's
+    ids of the completions.
     """
     processor = OutputProcessor(tiny_tokenizer())
     sampling_params = SamplingParams(**{"n": n, "seed": 2**63 - 2, "max_tokens": 50, **params})
@@ -63,7 +63,7 @@ def test_cumulative_outputs_hold_all_completions_in_order() -> None:
     assert not processor.has_unfinished_requests() and processor._by_engine_id == {}
 
 
-def test_deltas_hold_the_completions_with_news() -> None:
+def test_deltas_contain_only_completions_with_new_tokens() -> None:
     processor, [a, b, c] = started(output_kind=DELTA)
     [first] = run(processor, row(c, 0, HELLO[:1]), row(a, 0, HELLO)).request_outputs
     [second] = run(processor, row(c, 1, HELLO[1:], FinishReason.LENGTH)).request_outputs
@@ -101,7 +101,7 @@ def test_final_only_waits_for_all_of_them() -> None:
     )
 
 
-def test_a_stop_string_aborts_its_completion_alone() -> None:
+def test_a_stop_string_aborts_only_its_completion() -> None:
     processor, [a, b, c] = started(stop="el", output_kind=DELTA)
     processed = run(processor, row(a, 0, HELLO[:1]), row(b, 0, HELLO))
     assert processed.requests_to_abort == [b] and seen(processed.request_outputs[0]) == [
@@ -118,7 +118,7 @@ def test_a_stop_string_aborts_its_completion_alone() -> None:
     assert processed.requests_to_abort == [] and processed.request_outputs[0].finished
 
 
-def test_aborting_the_request_ends_all_that_still_run() -> None:
+def test_aborting_the_request_ends_all_running_completions() -> None:
     processor, [a, b, c] = started()
     run(processor, row(a, 0, HELLO, FinishReason.LENGTH), row(b, 0, HELLO[:1]))
     processed = processor.abort_requests(["r"])
@@ -157,7 +157,7 @@ def test_a_failure_of_one_leaves_the_others() -> None:
         None,
         False,
     )
-    # a gap, of one
+    # a gap in one completion
     processed = run(processor, row(a, 9, [5]), row(c, 0, HELLO, FinishReason.LENGTH))
     [output] = processed.request_outputs
     assert [c.finish_reason for c in output.outputs] == [
@@ -165,7 +165,7 @@ def test_a_failure_of_one_leaves_the_others() -> None:
         "error",
         "length",
     ] and output.finished
-    # the first that failed
+    # the first failure
     assert processed.requests_to_abort == [a] and output.error == "NaN in the logits"
 
 
@@ -180,7 +180,7 @@ def test_a_refusal_of_the_whole_request_ends_all() -> None:
     assert processed.requests_to_abort == [] and not processor.has_unfinished_requests()
 
 
-def test_the_journal_has_an_entry_for_each_that_runs() -> None:
+def test_the_journal_has_an_entry_for_each_running_completion() -> None:
     processor, [a, b, c] = started(temperature=0.5)
     run(processor, row(a, 0, HELLO), row(b, 0, HELLO, FinishReason.LENGTH))
     (first, first_tokens), (third, third_tokens) = processor.journal("r")
@@ -192,14 +192,15 @@ def test_the_journal_has_an_entry_for_each_that_runs() -> None:
 
 
 @pytest.mark.parametrize("kind", [DELTA, RequestOutputKind.CUMULATIVE])
-def test_stream_interval_counts_what_each_completion_has_not_shown(kind) -> None:
+def test_stream_interval_counts_the_unsent_tokens_of_each_completion(kind) -> None:
     processor, [a, b] = started(n=2, stream_interval=3, output_kind=kind)
     steps = [run(processor, row(a, 0, HELLO[:1])).request_outputs]  # the first token of a
     steps += [
         run(processor, row(a, i, [40]), row(b, i - 1, [41])).request_outputs for i in range(1, 5)
     ]
     shown = [[c.index for c in outputs[0].outputs] if outputs else None for outputs in steps]
-    # b's first token comes with a's second. A delta shows one of them, a cumulative output both.
+    # b's first token arrives with a's second. A delta contains one of them, a cumulative output
+    # both.
     assert shown == (
         [[0], [1], None, [0], [1]] if kind == DELTA else [[0, 1], [0, 1], None, None, [0, 1]]
     )

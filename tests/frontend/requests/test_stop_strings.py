@@ -1,5 +1,5 @@
-"""The matrix of stop strings, as a reader sees it: where the text and the tokens end, what a stream
-shows meanwhile, what min_tokens forbids.
+"""A table of stop strings, as seen by a reader: the ends of text and tokens, what a stream shows
+before, and the effect of min_tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 def ids(*pieces: str) -> list[int]:
-    """Tokens by their writing in the vocabulary, "Ġ" for a space."""
+    """Return ids of tokens by their spelling in the vocabulary, "Ġ" for a space."""
     found = [TOKENIZER.token_to_id(piece) for piece in pieces]
     assert None not in found, pieces
     return found
@@ -33,8 +33,8 @@ def stream(
     end: FinishReason = FinishReason.LENGTH,
     **params,
 ):
-    """Every output of a request with these output tokens, `tokens_per_row` at a time (as several
-    decoding steps give them), and what was to be aborted in the engine.
+    """Return every output of a request with these output tokens, `tokens_per_row` at a time (as
+    with several decoding steps), and the ids aborted in the engine.
     """
     processor = OutputProcessor(TOKENIZER)
     sampling_params = SamplingParams(seed=0, max_tokens=None, output_kind=kind, **params)
@@ -51,8 +51,7 @@ def stream(
     return outputs, aborted
 
 
-# Name: the tokens, the stops; then text without and with the stop, stop_reason, how many tokens
-# belong to the output.
+# Name: the tokens, the stops; text without and with the stop, stop_reason, number of output tokens.
 MATRIX = {
     "within one token": (["Ġthe", "Ġand", "Ġof"], ["an"], " the ", " the an", "an", 2),
     "across two tokens": (["h", "e", "l", "o", "Ġthe"], ["el"], "h", "hel", "el", 3),
@@ -117,7 +116,7 @@ MATRIX = {
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA, FINAL_ONLY])
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("case", MATRIX)
-def test_the_matrix(case, include, kind, tokens_per_row) -> None:
+def test_the_table(case, include, kind, tokens_per_row) -> None:
     tokens, stops, without, with_stop, stop_reason, num_tokens = MATRIX[case]
     token_ids = tokens if isinstance(tokens[0], int) else ids(*tokens)
     if num_tokens is None:
@@ -138,7 +137,7 @@ def test_the_matrix(case, include, kind, tokens_per_row) -> None:
         )
     else:
         assert last.text == expected and last.token_ids == token_ids[:num_tokens]
-        # nothing is taken back
+        # streamed text is never retracted
         assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(texts))
     assert (last.stop_reason, last.finish_reason) == (
         stop_reason,
@@ -150,10 +149,10 @@ def test_the_matrix(case, include, kind, tokens_per_row) -> None:
 
 
 @pytest.mark.parametrize("kind", [CUMULATIVE, DELTA])
-def test_a_stream_holds_back_what_may_become_a_stop(kind) -> None:
+def test_a_stream_buffers_text_that_may_become_a_stop(kind) -> None:
     token_ids = ids("a", "b", "c", "a", "b", "d")
     outputs, _ = stream(token_ids, tokens_per_row=1, kind=kind, stop=["abd", "cabe"])
-    # "ab", then "c", "ca", "cab"; with the d, "c" is text and "abd" the stop
+    # "ab", then "c", "ca", "cab"; after the d, "c" is text and "abd" the stop
     deltas = ["", "", "ab", "", "", "c"]
     shown = deltas if kind == DELTA else ["".join(deltas[: i + 1]) for i in range(len(deltas))]
     assert [output.outputs[0].text for output in outputs] == shown
@@ -163,7 +162,7 @@ def test_a_stream_holds_back_what_may_become_a_stop(kind) -> None:
     ("end", "finish_reason"),
     [(FinishReason.LENGTH, "length"), (FinishReason.ABORT, "abort"), (FinishReason.ERROR, "error")],
 )
-def test_what_was_held_back_comes_with_any_other_end(end, finish_reason) -> None:
+def test_buffered_text_is_emitted_at_any_other_end(end, finish_reason) -> None:
     outputs, _ = stream(ids("x", "a", "b"), tokens_per_row=1, kind=DELTA, end=end, stop=["abc"])
     assert [o.outputs[0].text for o in outputs] == ["x", "", "ab"] and outputs[-1].outputs[
         0
@@ -176,7 +175,7 @@ def test_what_was_held_back_comes_with_any_other_end(end, finish_reason) -> None
     ("min_tokens", "num_tokens"),
     [(0, 1), (1, 3), (2, 3), (3, 5), (4, 5), (5, None), (6, None)],
 )  # the stop "a" is complete with tokens 1, 3 and 5 of six
-def test_min_tokens_lets_a_stop_string_pass(
+def test_min_tokens_ignores_an_early_stop_string(
     min_tokens, num_tokens, tokens_per_row, include
 ) -> None:
     token_ids = ids("a", "b", "a", "b", "a", "b")
@@ -190,7 +189,7 @@ def test_min_tokens_lets_a_stop_string_pass(
         assert (last.finish_reason, len(last.token_ids)) == ("stop", num_tokens)
 
 
-def test_a_stop_that_begins_within_min_tokens_and_ends_behind_them_counts() -> None:
+def test_a_stop_that_starts_within_min_tokens_and_ends_after_them_counts() -> None:
     outputs, _ = stream(
         ids("a", "b", "c", "d"), tokens_per_row=1, kind=CUMULATIVE, stop=["bc"], min_tokens=2
     )

@@ -1,5 +1,5 @@
-"""The log line, when it comes and what it says; the counters' table, and each counter of a failure
-provoked.
+"""The statistics log line: its times and contents. The table of counters, and a test that triggers
+each error counter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def idle(prompt: int, generated: int) -> SchedulerStats:
 # ------------------------------------------------------------ the line
 
 
-def test_what_the_line_says():
+def test_contents_of_the_line():
     base = busy(100, 10, prefix_cache_queries=50, prefix_cache_hits=50)
     now = busy(
         600,
@@ -83,11 +83,11 @@ def test_one_line_per_interval_while_outputs_come(clock, lines):
     )
 
 
-def test_silent_when_idle_but_for_one_last_line(clock, lines):
+def test_silent_when_idle_after_one_last_line(clock, lines):
     log = StatsLogger(10.0)
     log.begin()
     clock.now += 2.0
-    log.record(idle(0, 20))  # the first work ends before an interval is over: it is not lost
+    log.record(idle(0, 20))  # the first work ends before the interval is over and is still logged
     assert [re.search(r"generation throughput: (\S+)", line).group(1) for line in lines()] == [
         "10.0"
     ]
@@ -106,7 +106,7 @@ def test_silent_when_idle_but_for_one_last_line(clock, lines):
     ]
 
 
-def test_short_requests_in_a_row_do_not_flood(clock, lines):
+def test_short_requests_do_not_flood_the_log(clock, lines):
     log = StatsLogger(10.0)
     for second in range(1, 31):
         log.begin()
@@ -173,7 +173,7 @@ def test_the_line_in_asyncio(lines):
     assert len(lines()) == 8
 
 
-# ------------------------------------------------------------ the table, and what it counts
+# ------------------------------------------------------------ the table of counters
 
 
 def test_the_table_lists_every_metric():
@@ -193,7 +193,7 @@ def test_the_table_lists_every_metric():
 
 
 def nonzero(engine: LLMEngine) -> dict[str, int]:
-    """The counters of things that go wrong, where they are not 0."""
+    """Return the error counters that are not 0."""
     well = {
         "num_prompt_tokens",
         "num_generation_tokens",
@@ -265,9 +265,9 @@ def of_an_old_engine(engine: LLMEngine) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_goes_wrong_is_counted(provoke, counted):
-    """The rest: refused, orphaned, ends by reason in tests/core/test_request_timing.py, bad frames
-    in test_mp_client.py and test_engine_proc.py, lost outputs and overflows in
+def test_error_counters(provoke, counted):
+    """Tested elsewhere: refused, orphaned and finish reasons in tests/core/test_request_timing.py,
+    bad frames in test_mp_client.py and test_engine_proc.py, lost outputs and overflows in
     tests/ipc/test_engine_output.py and tests/core/test_engine_proc.py.
     """
     engine = make_engine()
@@ -276,7 +276,7 @@ def test_what_goes_wrong_is_counted(provoke, counted):
     engine.shutdown()
 
 
-def test_the_counters_survive_no_dead_engine():
+def test_counters_of_a_dead_engine_are_unavailable():
     engine = make_engine(hf_overrides={"raise_at_step": 0})
     engine.add_request("a", [1, 2, 3], GREEDY)
     with pytest.raises(EngineDeadError):

@@ -1,5 +1,5 @@
-"""One span tree per request: names, parents, times, attributes, events, errors; and what tracing
-costs when it is off.
+"""One span tree per request: names, parents, times, attributes, events, errors. Also the cost of
+disabled tracing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Spans:
         self.provider.add_span_processor(SimpleSpanProcessor(self.exporter))
 
     def trees(self) -> list[dict]:
-        """Each finished request's spans by name; checks that the children lie under their root and
-        inside its time.
+        """Return each finished request's spans by name. Check that the children belong to their
+        root and lie within its time.
         """
         spans, trees = self.exporter.get_finished_spans(), []
         for root in (span for span in spans if span.name == "llm_request"):
@@ -130,7 +130,7 @@ def test_one_tree_per_request(spans):
     engine.shutdown()
 
 
-def test_names_are_those_of_the_conventions(spans):
+def test_names_follow_the_semantic_conventions(spans):
     engine = make_engine(spans)
     engine.add_request("a", [1, 2, 3], GREEDY, priority=2)
     run(engine)
@@ -142,7 +142,7 @@ def test_names_are_those_of_the_conventions(spans):
     engine.shutdown()
 
 
-def test_the_callers_trace_goes_on(spans):
+def test_the_callers_trace_is_continued(spans):
     engine = make_engine(spans)
     engine.add_request(
         "a", [1, 2, 3], GREEDY, trace_headers={"Traceparent": TRACEPARENT, "host": "x"}
@@ -264,7 +264,7 @@ def test_asyncio(spans):
     assert second["root"].status.status_code is StatusCode.ERROR
 
 
-def test_tracing_can_be_switched_off_and_on_under_way(spans):
+def test_tracing_can_be_switched_off_and_on_while_running(spans):
     engine = make_engine(spans)
     engine.add_request("a", [1, 2, 3], GREEDY)
     engine.step()
@@ -282,11 +282,10 @@ def test_tracing_can_be_switched_off_and_on_under_way(spans):
     engine.shutdown()
 
 
-# ------------------------------------------------------------ what must be installed, and what it
-# costs
+# ------------------------------------------------------------ installed packages, and cost
 
 
-def test_a_missing_exporter_is_said_before_an_engine_is_started(monkeypatch):
+def test_a_missing_exporter_is_reported_before_an_engine_starts(monkeypatch):
     monkeypatch.setitem(tracing.EXPORTERS, "grpc", "opentelemetry.exporter.no_such_thing")
     with pytest.raises(
         InvalidParameterError,
@@ -301,7 +300,7 @@ def test_a_missing_exporter_is_said_before_an_engine_is_started(monkeypatch):
         tracing.check_endpoint("http://localhost:4317")
 
 
-def test_a_missing_sdk_is_said(monkeypatch, spans):
+def test_a_missing_sdk_is_reported(monkeypatch, spans):
     monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda name: None)
     engine = make_engine(None)
     with pytest.raises(
@@ -313,7 +312,7 @@ def test_a_missing_sdk_is_said(monkeypatch, spans):
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_an_endpoint_that_does_not_answer_costs_its_spans_alone(monkeypatch, protocol):
+def test_an_unreachable_endpoint_loses_only_its_spans(monkeypatch, protocol):
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.grpc",
         reason="opentelemetry-exporter-otlp is not installed",
@@ -357,7 +356,7 @@ def test_spans_arrive_at_the_endpoint(monkeypatch):
         )
         engine.add_request("a", [1, 2, 3], GREEDY)
         run(engine)
-        engine.shutdown()  # sends what is left
+        engine.shutdown()  # sends the remaining spans
         server.shutdown()
     [resource] = [
         resource
@@ -375,7 +374,7 @@ def test_spans_arrive_at_the_endpoint(monkeypatch):
     ] == "quire"
 
 
-def test_nothing_is_imported_when_it_is_off():
+def test_nothing_is_imported_if_tracing_is_off():
     code = (
         "import sys\n"
         "from quire import LLM, SamplingParams\n"

@@ -1,4 +1,4 @@
-"""Messages as clients write them, and what becomes of them before a template sees them."""
+"""Messages from clients, and their normal form for a template."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def test_arguments(arguments, expected) -> None:
     )
 
 
-def test_no_calls_are_no_key() -> None:
+def test_an_empty_list_of_calls_is_no_key() -> None:
     for nothing in (None, []):
         assert normalize_messages(
             [{"role": "assistant", "content": "x", "tool_calls": nothing}]
         ) == [{"role": "assistant", "content": "x"}]
 
 
-def test_keys_without_a_value_are_left_out() -> None:
+def test_keys_with_null_values_are_omitted() -> None:
     message = {"role": "assistant", "content": None, "name": None, "tool_calls": None}
     assert normalize_messages([message]) == [{"role": "assistant"}]
 
@@ -145,14 +145,14 @@ def test_content(content, text) -> None:
         (with_arguments([1]), "messages[0].tool_calls[0].function.arguments", "must be JSON text"),
     ],
 )
-def test_errors_name_the_place(messages, parameter, problem) -> None:
+def test_errors_name_the_path(messages, parameter, problem) -> None:
     with pytest.raises(InvalidParameterError) as raised:
         normalize_messages(messages)
     assert raised.value.parameter == parameter
     assert problem in raised.value.problem
 
 
-def test_forms_that_some_templates_want() -> None:
+def test_forms_that_some_templates_need() -> None:
     user, assistant, tool = normalize_messages(CONVERSATION)
     assert (
         with_arguments_as_text([assistant])[0]["tool_calls"][0]["function"]["arguments"]

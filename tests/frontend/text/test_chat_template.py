@@ -1,6 +1,4 @@
-"""Chat templates against transformers' apply_chat_template, and what a hostile or broken one
-gets.
-"""
+"""Chat templates against transformers' apply_chat_template, and hostile or broken templates."""
 
 from __future__ import annotations
 
@@ -74,7 +72,7 @@ def test_same_as_transformers(oracle, template, options) -> None:
         )
 
 
-def test_tools_as_in_transformers_or_not_at_all(oracle) -> None:
+def test_tools_as_in_transformers_or_refused(oracle) -> None:
     ours = Tokenizer(tiny_tokenizer_directory())
     expected = oracle.apply_chat_template(CHAT, chat_template=TOOLS, tokenize=False, tools=[TOOL])
     assert (
@@ -104,7 +102,7 @@ def test_continued_messages_as_in_transformers(oracle, template, content) -> Non
     assert messages[-1]["content"] == content
 
 
-def test_content_in_parts_becomes_text() -> None:
+def test_content_in_parts_is_joined() -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert (
         render_chat("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "one\ntwo"
@@ -125,7 +123,7 @@ WITHOUT_CONTENT = [CHAT[1], {"role": "assistant", "content": None, "name": None}
     ],
 )
 def test_no_content_and_no_tools_are_as_in_transformers(oracle, template, tools) -> None:
-    """content=None is a missing key, not the word None; [] reaches the template as []."""
+    """content=None is a missing key, not the text None; [] reaches the template as []."""
     ours = Tokenizer(tiny_tokenizer_directory())
     options = {"chat_template": template, "tokenize": False, "tools": tools}
     expected = oracle.apply_chat_template(WITHOUT_CONTENT, **options)
@@ -182,14 +180,14 @@ def test_a_template_cannot_leave_the_sandbox(template) -> None:
         render_chat(template, [{"role": "user", "content": "x"}])
 
 
-def test_continuing_needs_a_last_message_that_is_written() -> None:
+def test_continuing_needs_a_rendered_last_message() -> None:
     with pytest.raises(InvalidParameterError, match="add_generation_prompt"):
         render_chat(CHATML, CHAT, add_generation_prompt=True, continue_final_message=True)
     with pytest.raises(InvalidParameterError, match="does not write the last message"):
         render_chat("nothing", CHAT, continue_final_message=True)
 
 
-def test_where_templates_come_from(tmp_path) -> None:
+def test_sources_of_templates(tmp_path) -> None:
     assert read_chat_templates(tmp_path, {}) == {}
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
     assert read_chat_templates(tmp_path, {}) == {"default": "from json"}
@@ -214,7 +212,7 @@ def test_where_templates_come_from(tmp_path) -> None:
         read_chat_templates(tmp_path, {})
 
 
-def test_which_template_is_chosen() -> None:
+def test_selection_of_a_template() -> None:
     templates = {"default": "a", "tool_use": "b"}
     assert choose_template(templates, None) == "a"
     assert choose_template(templates, None, with_tools=True) == "b"

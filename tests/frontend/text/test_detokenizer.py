@@ -1,5 +1,5 @@
-"""Incremental decoding against decoding everything at once, and stop strings against a plain
-oracle, over random tokens.
+"""Incremental decoding against decoding in one call, and stop strings against a simple oracle, with
+random tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def streamed(kind: str, prompt: list[int], token_ids: list[int], **params) -> st
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 302), max_size=24), st.booleans())
-def test_byte_level_deltas_are_the_decoded_text_for_any_tokens(token_ids, skip) -> None:
+def test_byte_level_deltas_equal_the_decoded_text(token_ids, skip) -> None:
     expected = tiny_tokenizer().decode(token_ids, skip_special_tokens=skip)
     assert (
         streamed(
@@ -42,8 +42,8 @@ def test_byte_level_deltas_are_the_decoded_text_for_any_tokens(token_ids, skip) 
 
 
 def _runs_are_whole_or_broken(token_ids: list[int]) -> bool:
-    """No run of byte tokens that holds complete characters and an invalid byte too: the one case
-    where streaming must differ.
+    """Whether no run of byte tokens contains both complete characters and an invalid byte. This is
+    the one case where streaming must differ.
     """
     run = b""
     for token_id in [*token_ids, 0]:
@@ -67,7 +67,7 @@ def _runs_are_whole_or_broken(token_ids: list[int]) -> bool:
     ),
     st.booleans(),
 )
-def test_byte_fallback_deltas_are_the_decoded_text(token_ids, skip) -> None:
+def test_byte_fallback_deltas_equal_the_decoded_text(token_ids, skip) -> None:
     if not _runs_are_whole_or_broken([i for i in token_ids if not (skip and i < 3)]):
         return
     tokenizer, prompt = tiny_tokenizer("byte_fallback"), [260]
@@ -89,11 +89,11 @@ def test_no_replacement_character_within_a_text(kind, text) -> None:
     assert not any("\ufffd" in delta for delta in deltas)
     assert decoder.flush() == ""
     if kind == "byte_level":
-        # incomplete characters wait
+        # incomplete characters are buffered
         assert any(delta == "" for delta in deltas) == any(ord(c) > 0x7F for c in text)
 
 
-def test_incomplete_and_invalid_bytes_appear_as_decode_gives_them() -> None:
+def test_incomplete_and_invalid_bytes_appear_as_in_decode() -> None:
     tokenizer = tiny_tokenizer()
     robot = tokenizer.encode("🤖")
     assert len(robot) == 4
@@ -104,7 +104,7 @@ def test_incomplete_and_invalid_bytes_appear_as_decode_gives_them() -> None:
     assert streamed("byte_fallback", [260], robot[:3]) == "\ufffd" * 3
 
 
-def test_what_was_shown_stays_when_a_byte_run_turns_invalid() -> None:
+def test_streamed_text_stays_when_a_byte_run_turns_invalid() -> None:
     fallback = tiny_tokenizer("byte_fallback")
     run = [3 + byte for byte in "é".encode()] + [3 + 0xE5]
     assert fallback.decode(run) == "\ufffd" * 3
@@ -115,7 +115,7 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
     robot = tiny_tokenizer().encode("🤖")
     assert streamed("byte_level", [5, *robot[:2]], robot[2:]) == "🤖"
     a = tiny_tokenizer().encode("a")
-    # broken: the replacement character is the prompt's
+    # invalid: the replacement character belongs to the prompt
     assert streamed("byte_level", [5, *robot[:2]], a) == "a"
     assert streamed("byte_level", [5, *robot[:2]], robot[:1]) == "\ufffd"
     assert streamed("byte_level", [5, *robot[:2]], []) == ""
@@ -124,9 +124,9 @@ def test_a_character_begun_in_the_prompt_is_completed() -> None:
     assert streamed("byte_fallback", [260, *robot[:2]], [260]) == " the"
 
 
-def test_the_leading_space_is_stripped_only_where_a_text_begins() -> None:
+def test_the_leading_space_is_stripped_only_at_the_start_of_a_text() -> None:
     the, space = 260, 259
-    assert streamed("byte_fallback_strip", [1], [the]) == "the"  # the prompt shows nothing
+    assert streamed("byte_fallback_strip", [1], [the]) == "the"  # the prompt emits no text
     assert (
         streamed("byte_fallback_strip", [1], [space, the])
         == tiny_tokenizer("byte_fallback_strip").decode([space, the])
@@ -138,7 +138,7 @@ def test_the_leading_space_is_stripped_only_where_a_text_begins() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.booleans())
-def test_other_decoders_go_through_the_window(token_ids, skip) -> None:
+def test_other_decoders_use_the_window(token_ids, skip) -> None:
     tokenizer = tiny_tokenizer("word_piece")
     prompt = [2, 3]
     assert isinstance(make_decoder(tokenizer, prompt, SamplingParams()), WindowDecoder)
@@ -156,12 +156,12 @@ def test_spaces_between_special_tokens() -> None:
         streamed("word_piece", [2], [1, 9, 3], spaces_between_special_tokens=False, **shown)
         == " [SEP][CLS] cat"
     )
-    # this kind has no spaces to leave out
+    # this kind has no spaces to omit
     assert streamed("byte_level", [2], [300, 301], **shown) == "<|endoftext|><|im_start|>"
 
 
 def test_each_token_is_decoded_once() -> None:
-    """O(1) per token: the work of a decoder does not depend on how much came before."""
+    """O(1) per token: the work of a decoder does not depend on the preceding text."""
     decoder = make_decoder(tiny_tokenizer(), [1], SamplingParams())
     assert isinstance(decoder, PieceDecoder)
     window = make_decoder(tiny_tokenizer("word_piece"), [2, 3], SamplingParams())
@@ -181,8 +181,8 @@ def test_each_token_is_decoded_once() -> None:
 def oracle(
     texts: list[str], stops: list[str], *, include: bool, min_tokens: int
 ) -> tuple[str, str | None]:
-    """Decode everything; the first place where a stop string ends behind the text of min_tokens
-    tokens; the first in the list that ends there.
+    """Decode everything. Return the first position after the text of min_tokens tokens where a stop
+    string ends; of several, the first in the list.
     """
     whole = "".join(texts)
     for end in range(len("".join(texts[:min_tokens])) + 1, len(whole) + 1):
@@ -194,7 +194,7 @@ def oracle(
 
 
 def undecided(text: str, stops: list[str]) -> int:
-    """Length of the longest end of the text that may become a stop string."""
+    """Return the length of the longest suffix that may become a stop string."""
     return max(
         (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
     )
@@ -211,7 +211,7 @@ PIECES = ("t", "h", "e", "i", "n", "he", "Ġthe", "Ġt", "in", "en", "er", "Ġin
     st.integers(0, 4),
     st.integers(1, 3),
 )
-def test_stop_strings_are_found_as_in_the_whole_text(
+def test_stop_strings_are_found_as_in_the_complete_text(
     pieces, stops, include, min_tokens, tokens_per_update
 ) -> None:
     tokenizer = tiny_tokenizer()
@@ -233,10 +233,10 @@ def test_stop_strings_are_found_as_in_the_whole_text(
         if stop is not None or end >= len(token_ids):
             break
         decoded = "".join(texts[:end])
-        # all that is decided, and nothing else
+        # all text that is certain, and no more
         assert shown == decoded[: len(decoded) - undecided(decoded, stops)]
     assert (shown, stop) == (expected, expected_stop)
-    if stop is not None:  # the output ends with the very token that completed the stop string
+    if stop is not None:  # the output ends with the token that completed the stop string
         assert num_used > min_tokens
         assert oracle(texts[:num_used], stops, include=include, min_tokens=min_tokens)[1] == stop
         assert (
@@ -260,7 +260,7 @@ def test_a_stop_string_across_multi_byte_tokens() -> None:
     assert tokenizer.decode(token_ids[:num_tokens]) == "你好，世界"
 
 
-def test_a_stop_string_of_what_only_the_end_gives() -> None:
+def test_a_stop_string_in_text_that_only_the_end_emits() -> None:
     robot = tiny_tokenizer().encode("🤖")
     detokenizer = IncrementalDetokenizer(tiny_tokenizer(), [1], SamplingParams(stop=["x\ufffd"]))
     assert detokenizer.update([*tiny_tokenizer().encode("ax"), robot[0]], FinishReason.LENGTH) == (
@@ -282,7 +282,7 @@ def test_the_token_that_ends_a_request_has_no_text() -> None:
         assert detokenizer.text == expected
 
 
-def test_held_back_text_appears_when_the_request_ends_otherwise() -> None:
+def test_buffered_text_appears_if_the_request_ends_otherwise() -> None:
     tokenizer = tiny_tokenizer()
     detokenizer = IncrementalDetokenizer(tokenizer, [1], SamplingParams(stop="</answer>"))
     detokenizer.update(tokenizer.encode("yes</ans"))
@@ -301,7 +301,7 @@ def test_without_detokenize_there_is_no_text() -> None:
         assert detokenizer.text == ""
 
 
-def test_long_stop_strings_cost_no_more_than_their_length() -> None:
+def test_the_cost_of_long_stop_strings_is_linear() -> None:
     stop = "a" * 20_000
     assert length_of_possible_stop("b" + "a" * 19_999, stop) == 19_999
     assert find_stop("b" + stop, [stop], 5) == (1, 20_001, stop)

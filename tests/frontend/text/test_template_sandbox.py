@@ -1,6 +1,4 @@
-"""A template that loops or grows without end ends with an error; others render as jinja2 renders
-them.
-"""
+"""A template that loops or grows without bound ends with an error. Others render as in jinja2."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from quire.frontend.text.template_sandbox import (
 
 USER = [{"role": "user", "content": "Hello"}]
 NESTED = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
-# without end in time, by: loops, loops that print, calls, recursion, filters that call
+# unbounded time: loops, loops that print, calls, recursion, filters that call
 ENDLESS = [
     NESTED,
     "{% for i in range(99999) %}{% for i in range(99999) %}x{% endfor %}{% endfor %}",
@@ -38,7 +36,7 @@ ENDLESS = [
     "{% for i in range(99999) %}{% for i in range(9999) if i > 9999 %}{% endfor %}{% endfor %}",
     "{% for i in range(99999) %}{{ range(9999) | map('string') | join | length }}{% endfor %}",
 ]
-# without end in memory
+# unbounded memory
 GROWING = [
     "{{ 'x' * 10 ** 9 }}",
     "{{ 10 ** 9 * 'x' }}",
@@ -70,14 +68,14 @@ GROWING = [
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_without_end_is_stopped(template: str) -> None:
+def test_an_endless_template_is_stopped(template: str) -> None:
     with pytest.raises(TemplateTimeError, match=r"takes more than 0\.1 s of processor time"):
         with time_limit(0.1):
             render(template, {})
 
 
 @pytest.mark.parametrize("template", GROWING)
-def test_a_template_that_grows_without_end_is_stopped(template: str) -> None:
+def test_a_template_that_grows_without_bound_is_stopped(template: str) -> None:
     with pytest.raises(TemplateLimitError, match="makes (more|an integer)"):
         render(template, {})
 
@@ -99,13 +97,13 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("template", PLAIN)
-def test_others_render_as_jinja_renders_them(template: str) -> None:
+def test_others_render_as_in_jinja(template: str) -> None:
     plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     variables: dict[str, Any] = {"messages": USER * 3}
     assert render(template, variables) == plain.from_string(template).render(variables)
 
 
-def test_the_limit_that_ends_first_applies_unless_a_fresh_one_is_asked_for() -> None:
+def test_the_earlier_limit_applies_unless_a_new_one_is_set() -> None:
     with time_limit(0.05), time_limit(100.0), pytest.raises(TemplateTimeError, match="0.05 s"):
         render(NESTED, {})
     with time_limit(0.0), time_limit(0.1, fresh=True):
@@ -127,14 +125,16 @@ def test_a_conversation_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPat
         render_chat(NESTED, USER)
     with pytest.raises(InvalidParameterError, match="makes more than 33,554,432 characters"):
         render_chat("{{ messages[0].content * 10 ** 8 }}", USER)
-    assert not template_traits(NESTED).takes_tools  # its probes end too
+    assert not template_traits(NESTED).takes_tools  # its probes are stopped too
     assert MAX_LENGTH == 33_554_432
 
 
-def test_an_event_loop_goes_on_beside_a_template_without_end(
+def test_an_event_loop_is_not_blocked_by_an_endless_template(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server renders on its loop for INLINE_S, then in a thread; the loop turns meanwhile."""
+    """The server renders on its loop for INLINE_S, then in a thread, and the loop runs in the
+    meantime.
+    """
     from quire.frontend.server import chat_run
 
     monkeypatch.setattr("quire.frontend.text.chat_template.TIME_LIMIT_S", 1.0)
@@ -157,7 +157,7 @@ def test_an_event_loop_goes_on_beside_a_template_without_end(
 
 
 def test_the_limits_cost_little() -> None:
-    """A ratio to jinja2 without them, the best of several runs."""
+    """The ratio to jinja2 without limits, the best of several runs."""
     template = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' + m.content }}{% endfor %}"
     variables: dict[str, Any] = {"messages": USER * 2000}
     plain = ImmutableSandboxedEnvironment().from_string(template)

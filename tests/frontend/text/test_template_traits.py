@@ -1,5 +1,5 @@
-"""What templates of different kinds can do, and that conversations with calls are written as each
-wants them.
+"""Capabilities of templates of different kinds, and the form of conversations with calls that each
+expects.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ CONVERSATION = [
         (template(calls=""), {"writes_calls": False}, "[user] What?[assistant] [tool] 42"),
     ],
 )
-def test_calls_are_written_as_the_template_wants_them(source, traits, written) -> None:
+def test_calls_have_the_form_that_the_template_expects(source, traits, written) -> None:
     expected = {"takes_tools": True, "writes_calls": True, "knows_developer": False, **traits}
     assert template_traits(source) == TemplateTraits(**expected)
     assert render_chat(source, CONVERSATION) == written
 
 
-def test_a_template_that_takes_one_call_in_a_turn() -> None:
+def test_a_template_with_one_call_per_turn() -> None:
     refusing = template(
         calls="{% if m.tool_calls | default([]) | length > 1 %}{{ raise_exception('one!') }}{% "
         "endif %}" + CALLS
@@ -111,7 +111,7 @@ def test_a_template_that_takes_one_call_in_a_turn() -> None:
         ("tools", False),
     ],
 )
-def test_does_the_prompt_hold_the_tools(source, takes_tools) -> None:
+def test_whether_the_prompt_contains_the_tools(source, takes_tools) -> None:
     assert template_traits(source).takes_tools is takes_tools
 
 

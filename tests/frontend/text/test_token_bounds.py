@@ -1,5 +1,5 @@
-"""The bound on a token's length, over tokenizers of several kinds and random texts; and the kinds
-that have none.
+"""The bound on a token's length, for tokenizers of several kinds and random texts, and kinds
+without a bound.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def replace_by_less(tokenizer: Backend) -> None:
     "change",
     [change_normalizer, change_split, change_unknown_part, add_greedy_token, replace_by_less],
 )
-def test_what_takes_text_away_has_no_bound(change) -> None:
+def test_normalizers_that_remove_text_have_no_bound(change) -> None:
     tokenizer = backend()
     assert max_token_length(tokenizer) is not None
     change(tokenizer)
     assert max_token_length(tokenizer) is None
 
 
-def test_words_that_are_not_known_have_no_bound() -> None:
+def test_unknown_words_have_no_bound() -> None:
     assert Tokenizer(tiny_tokenizer_directory("word_piece")).max_token_length is None

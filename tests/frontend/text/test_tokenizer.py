@@ -35,7 +35,7 @@ def directory(request) -> Path:
 
 
 def changed_copy(tmp_path: Path, kind: str = "byte_level", **config) -> Path:
-    """A copy of a tiny tokenizer with changed keys in tokenizer_config.json."""
+    """Copy a tiny tokenizer with changed keys in tokenizer_config.json."""
     shutil.copytree(tiny_tokenizer_directory(kind), tmp_path, dirs_exist_ok=True)
     path = tmp_path / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **config}))
@@ -83,7 +83,9 @@ def test_same_as_transformers(directory) -> None:
 @pytest.mark.parametrize("add_bos", [True, False, None])
 @pytest.mark.parametrize("add_eos", [True, False, None])
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback_strip"])
-def test_tokens_around_a_prompt_as_in_transformers(tmp_path, kind, add_bos, add_eos) -> None:
+def test_special_tokens_around_a_prompt_as_in_transformers(
+    tmp_path, kind, add_bos, add_eos
+) -> None:
     flags = {
         key: value
         for key, value in (("add_bos_token", add_bos), ("add_eos_token", add_eos))
@@ -94,7 +96,7 @@ def test_tokens_around_a_prompt_as_in_transformers(tmp_path, kind, add_bos, add_
     assert_equal(Tokenizer(directory), oracle(directory))
 
 
-def test_tokens_known_only_to_the_config_as_in_transformers(tmp_path) -> None:
+def test_tokens_only_in_the_config_as_in_transformers(tmp_path) -> None:
     described = {
         "303": {"content": "<tool>", "special": True, "normalized": False},
         "304": {"content": "<plain>", "special": False, "lstrip": True, "normalized": False},
@@ -115,7 +117,7 @@ def test_tokens_known_only_to_the_config_as_in_transformers(tmp_path) -> None:
         )
 
 
-def test_settings_of_the_training_do_not_cut_or_pad_prompts(tmp_path) -> None:
+def test_training_settings_do_not_truncate_or_pad_prompts(tmp_path) -> None:
     directory = changed_copy(tmp_path)
     backend = Tokenizer(directory).backend
     backend.enable_truncation(3)

@@ -1,5 +1,5 @@
 """Tokenizer: text to token ids and back, from a model directory's tokenizer.json and
-tokenizer_config.json.
+tokenizer_config.json, or from a GGUF file.
 
 Must not know: transformers, requests, how text is streamed (detokenizer.py).
 """
@@ -10,9 +10,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ...ipc.gguf import read_gguf
+from ...ipc.gguf_tokenizer import gguf_tokenizer, gguf_tokenizer_config
+from ...ipc.gguf_weights import is_gguf
 from ...ipc.json_files import check_regular_file, read_json_if_exists
 from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
@@ -30,17 +34,23 @@ SPECIAL_TOKEN_KEYS = (
 
 class Tokenizer:
     """Equivalent to transformers' AutoTokenizer for a directory with a tokenizer.json: the same
-    ids, text and chat prompts.
+    ids, text and chat prompts. A GGUF file's metadata holds the same things; files beside it, if
+    there is a tokenizer.json among them, replace them one by one.
 
     The post-processor of tokenizer.json adds special tokens such as a BOS; add_bos_token and
     add_eos_token are ignored. Raises ModelLoadError when tokenizer.json is missing or corrupt.
     """
 
     def __init__(self, directory: str | Path):
-        self.directory = Path(directory)
+        path = Path(directory)
+        self.directory = path.parent if is_gguf(path) else path
         config = read_json_if_exists(self.directory / "tokenizer_config.json")
         special = {**read_json_if_exists(self.directory / "special_tokens_map.json"), **config}
-        self.backend = _load_backend(self.directory / "tokenizer.json")
+        if is_gguf(path):
+            self.backend, stated = _load_gguf(path)
+            special, config = stated | special, stated | config
+        else:
+            self.backend = _load_backend(path / "tokenizer.json")
         try:
             self.special_tokens_map = {
                 key: text for key in SPECIAL_TOKEN_KEYS if (text := _token_text(special.get(key)))
@@ -186,6 +196,18 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     backend.no_truncation()  # some files contain the settings of their training
     backend.no_padding()
     return backend
+
+
+def _load_gguf(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer, and what tokenizer_config.json would hold."""
+    file, beside = read_gguf(path), path.with_name("tokenizer.json")
+    if beside.exists():
+        return _load_backend(beside), gguf_tokenizer_config(file)
+    text = msgspec.json.encode(gguf_tokenizer(file)).decode()
+    try:
+        return tokenizers.Tokenizer.from_str(text), gguf_tokenizer_config(file)
+    except Exception as error:  # the library raises bare Exception
+        raise ModelLoadError(f"{path}: its tokenizer cannot be built: {error!s:.300}") from error
 
 
 def _add_missing_tokens(

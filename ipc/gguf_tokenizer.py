@@ -1,0 +1,301 @@
+"""The tokenizer of a GGUF file as the contents of tokenizer.json and tokenizer_config.json.
+
+Must not know: the tokenizers library, which reads them; templates; requests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .errors import ModelLoadError
+from .gguf import GGUFFile, read_gguf
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
+KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}  # tokenizer.ggml.model
+REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
+MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_QWEN2, _LLAMA3 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+)
+_GPT4O, _TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}"
+    rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    for end, digits in ((f"{_CONTRACTIONS}?", r"\p{N}{1,3}"), ("", r"\p{N}"))
+)
+_NFC = {"type": "NFC"}
+
+
+class _PreTokenizer(msgspec.Struct, frozen=True):
+    """How a text is cut before the merges. add_bos: unless the file says otherwise."""
+
+    regexes: tuple[str, ...]
+    nfc: bool = False
+    ignore_merges: bool = False
+    add_bos: bool = False
+
+
+_LLAMA_3 = _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_DIGITS_APART = _PreTokenizer((r"\p{N}", _GPT2))
+# tokenizer.ggml.pre
+PRE_TOKENIZERS = {
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "qwen2": _PreTokenizer((_QWEN2,), nfc=True),
+    "smollm": _DIGITS_APART,
+    "starcoder": _DIGITS_APART,
+    "refact": _DIGITS_APART,
+    "gpt-4o": _PreTokenizer((_GPT4O,)),
+    "tekken": _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+}
+
+
+def tokenizer_json(path: Path) -> bytes:
+    """The tokenizer.json beside a GGUF file, or the one that its metadata amounts to.
+
+    Raises OSError, and ModelLoadError naming file and key.
+    """
+    beside = path.with_name("tokenizer.json")
+    if beside.exists():
+        return beside.read_bytes()
+    return msgspec.json.encode(gguf_tokenizer(read_gguf(path)))
+
+
+def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
+    """The contents of tokenizer.json.
+
+    Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
+    """
+    vocabulary = _Vocabulary(file)
+    if vocabulary.kind == "gpt2":
+        parts = _byte_level(vocabulary)
+    else:
+        parts = _sentence_piece(vocabulary)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": vocabulary.added_tokens(),
+    } | parts
+
+
+def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+    """The contents of tokenizer_config.json: special tokens by role, and chat templates."""
+    vocabulary, prefix = _Vocabulary(file), "tokenizer.chat_template"
+    roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    config: dict[str, Any] = {}
+    for key, role in roles.items():
+        if (token_id := vocabulary.token_id(f"{key}_token_id")) is not None:
+            config[f"{role}_token"] = vocabulary.tokens[token_id]
+    templates = {
+        key.removeprefix(prefix).removeprefix(".") or "default": value
+        for key, value in file.metadata.items()
+        if key == prefix or key.startswith(f"{prefix}.")
+    }
+    if templates:
+        config["chat_template"] = [
+            {"name": name, "template": template} for name, template in templates.items()
+        ]
+    return config
+
+
+class _Vocabulary:
+    """The checked metadata under tokenizer.ggml."""
+
+    def __init__(self, file: GGUFFile):
+        self.path, self.metadata = file.paths[0], file.metadata
+        self.kind = self.get("model", str, None)
+        if self.kind not in KINDS:
+            raise self.unsound(
+                "model",
+                f"is {self.kind!r:.100}; supported: {', '.join(KINDS)}; {REMEDY}",
+            )
+        self.tokens = self.listed("tokens", str)
+        if not self.tokens:
+            raise self.unsound("tokens", "is missing or empty")
+        self.types = self.listed("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
+        if len(set(self.tokens)) != len(self.tokens):
+            raise self.unsound("tokens", "has a token twice")
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        value = self.metadata.get(f"tokenizer.ggml.{key}", default)
+        if value is not default and type(value) is not kind:
+            raise self.unsound(key, f"must be of type {kind.__name__}, got {value!r:.100}")
+        return value
+
+    def listed(self, key: str, kind: type, length: int | None = None) -> list[Any]:
+        values = self.get(key, list, [])
+        if values and type(values[0]) is not kind:
+            raise self.unsound(key, f"must list {kind.__name__}, got {values[0]!r:.100}")
+        if values and length is not None and len(values) != length:
+            raise self.unsound(key, f"has {len(values)} entries for {length} tokens")
+        return values
+
+    def token_id(self, key: str) -> int | None:
+        token_id = self.get(key, int, None)
+        if token_id is not None and not 0 <= token_id < len(self.tokens):
+            raise self.unsound(key, f"is {token_id}, there are {len(self.tokens)} tokens")
+        return token_id
+
+    def added_tokens(self) -> list[dict[str, Any]]:
+        """Tokens that are found in a text before anything else is done with it."""
+        flags = dict(single_word=False, lstrip=False, rstrip=False)
+        return [
+            {
+                "id": token_id,
+                "content": text,
+                # SentencePiece looks for its users' tokens once spaces are replaced
+                "normalized": self.kind == "llama" and kind == USER_DEFINED and "▁" in text,
+                "special": kind != USER_DEFINED,
+            }
+            | flags
+            for token_id, (text, kind) in enumerate(zip(self.tokens, self.types))
+            if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and self.kind == "llama")
+            if text
+        ]
+
+    def post_processor(self, add_bos: bool) -> dict[str, Any] | None:
+        """Adds the tokens before and after a text that add_bos_token and add_eos_token ask for."""
+        bos = self.token_id("bos_token_id") if self.get("add_bos_token", bool, add_bos) else None
+        eos = self.token_id("eos_token_id") if self.get("add_eos_token", bool, False) else None
+        if bos is None and eos is None:
+            return None
+        single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+        pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
+        special = {}
+        for token_id, at in ((bos, 0), (eos, len(pair))):
+            if token_id is not None:
+                text = self.tokens[token_id]
+                special[text] = {"id": text, "ids": [token_id], "tokens": [text]}
+                single.insert(at, {"SpecialToken": {"id": text, "type_id": 0}})
+                pair.insert(at + 1 if at else 0, {"SpecialToken": {"id": text, "type_id": 0}})
+        return {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": pair,
+            "special_tokens": special,
+        }
+
+    def unsound(self, key: str, problem: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: tokenizer.ggml.{key} {problem}")
+
+
+def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+    name = vocabulary.get("pre", str, None)
+    if name not in PRE_TOKENIZERS:
+        raise vocabulary.unsound(
+            "pre",
+            f"is {name!r:.100}; supported: {', '.join(PRE_TOKENIZERS)}; {REMEDY}",
+        )
+    pre = PRE_TOKENIZERS[name]
+    merges = []
+    for merge in vocabulary.listed("merges", str):
+        at = merge.find(" ", 1)
+        if at < 0:
+            raise vocabulary.unsound("merges", f"has {merge!r:.100}, which is no pair")
+        merges.append((merge[:at], merge[at + 1 :]))
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in pre.regexes
+    ]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    byte_level["use_regex"] = False
+    return {
+        "normalizer": _NFC if pre.nfc else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "post_processor": vocabulary.post_processor(pre.add_bos),
+        "decoder": byte_level,
+        "model": _bpe(
+            # the conversion fills holes with unused tokens
+            {
+                text: token_id
+                for token_id, text in enumerate(vocabulary.tokens)
+                if vocabulary.types[token_id] != UNUSED
+            },
+            merges,
+            ignore_merges=pre.ignore_merges,
+        ),
+    }
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
+    if vocabulary.get("remove_extra_whitespaces", bool, False):
+        raise vocabulary.unsound("remove_extra_whitespaces", "is not supported")
+    scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
+    if not scores:
+        raise vocabulary.unsound("scores", "is missing")
+    has_prefix = vocabulary.get("add_space_prefix", bool, True)
+    vocab = {text: token_id for token_id, text in enumerate(vocabulary.tokens)}
+    unknown = vocabulary.token_id("unknown_token_id")
+    if unknown is None:
+        unknown = next((i for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prefix = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
+        "pre_tokenizer": None,
+        "post_processor": vocabulary.post_processor(True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": _bpe(
+            vocab,
+            _merges_by_score(vocabulary, scores),
+            byte_fallback=BYTE in vocabulary.types,
+            unk_token=None if unknown is None else vocabulary.tokens[unknown],
+            fuse_unk=True,
+        ),
+    }
+
+
+def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """SentencePiece merges the two neighbours whose joined piece has the highest score: every way
+    to cut a piece in two is a merge with that piece's score.
+    """
+    pieces = {
+        text: -score
+        for text, kind, score in zip(vocabulary.tokens, vocabulary.types, scores)
+        if kind in (NORMAL, UNUSED)
+    }
+    longest = max(map(len, pieces), default=0)
+    if longest > MAX_PIECE_CHARACTERS:
+        raise vocabulary.unsound("tokens", f"has a piece of {longest} characters")
+    found = [
+        (score, left, right)
+        for text, score in pieces.items()
+        for at in range(1, len(text))
+        if (left := text[:at]) in pieces and (right := text[at:]) in pieces
+    ]
+    found.sort(key=lambda merge: merge[0])  # stable: pieces in the order of their ids
+    return [(left, right) for _, left, right in found]
+
+
+def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": merges,
+    } | options

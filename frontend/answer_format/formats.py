@@ -160,8 +160,7 @@ class AnswerFormat:
     @property
     def skip_special_tokens(self) -> bool:
         """The value that SamplingParams need: False if marks that the parser must see are, or
-        may be,
-        special tokens.
+        may be, special tokens.
         """
         marks: list[str] = []
         for format_or_marks in (self.tool_format, self.reasoning_marks):
@@ -207,8 +206,7 @@ class AnswerFormat:
         compact_json: bool = False,
     ) -> StructuredOutputsParams | None:
         """The structured output that forces the tool calls `tool_choice` asks for, in the
-        model's own
-        format.
+        model's own format.
 
         `tool_choice` is "required", or {"name": ...} for one of `tools`, possibly within
         {"function": ...}; None is returned for "auto" and "none". Arguments follow the tool's

@@ -1,6 +1,5 @@
 """Reads JSON from a TextStream character by character, so that arguments stream while the model
-writes
-them.
+writes them.
 
 Must not know: what the JSON means.
 """

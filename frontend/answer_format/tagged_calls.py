@@ -61,8 +61,7 @@ class TaggedCalls(ToolFormat):
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
         """None where tags cannot follow the schema, such as text with a pattern, or an argument
-        that
-        may be text or a number.
+        that may be text or a number.
         """
         properties = plain_arguments(schema)
         if properties is None or not all(

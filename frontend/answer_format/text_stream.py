@@ -1,6 +1,5 @@
 """TextStream: text that arrives in pieces, read by generators as if it were complete, and
-passed on as
-parts.
+passed on as parts.
 
 Must not know: any model's format.
 

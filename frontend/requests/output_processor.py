@@ -114,8 +114,7 @@ class OutputProcessor:
         self._epochs: dict[int, int] = {}  # the latest epoch by engine_index
         self._requests: dict[str, RequestState] = {}  # by user id
         # By engine id: the unfinished completions. With n > 1 the request's own engine id is also a
-        # key,
-        # because the engine rejects the request under that id.
+        # key, because the engine rejects the request under that id.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
         # called with each finished request and the offset from the engine's clock to seconds since

@@ -237,11 +237,9 @@ def sampling_params(
         "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     }
     fixed |= overrides
-    structured = fixed["structured_outputs"]
+    compact = config.disable_any_whitespace
     try:
-        fixed["structured_outputs"] = with_whitespace(
-            structured, body, config.disable_any_whitespace
-        )
+        fixed["structured_outputs"] = with_whitespace(fixed["structured_outputs"], body, compact)
         return SamplingParams(**start | given | fixed)
     except InvalidParameterError as error:
         if names is None:

@@ -68,11 +68,9 @@ class Call:
             (b"x-ignored-params", self.ignored_params),
         ):
             if params:
-                shown = (
-                    params
-                    if len(params) <= MAX_NAMES
-                    else [*params[:MAX_NAMES], f"and {len(params) - MAX_NAMES} more"]
-                )
+                shown = params[:MAX_NAMES]
+                if len(params) > MAX_NAMES:
+                    shown = [*shown, f"and {len(params) - MAX_NAMES} more"]
                 # Replaces line breaks and everything else that a header must not contain.
                 headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))
         return headers
@@ -138,7 +136,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large(config)
-    decode_chunk = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
+    gunzip = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
     body = bytearray()  # not a list of chunks: a slow client may send one byte per chunk
     call, meters = call_of(request), request.scope["app"].state.meters
     try:
@@ -146,16 +144,13 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
-                    raise ApiError(
-                        400,
-                        "The client left before its request was complete.",
-                        code="client_disconnected",
-                    )
+                    problem = "The client left before its request was complete."
+                    raise ApiError(400, problem, code="client_disconnected")
                 chunk = message.get("body", b"")
-                if decode_chunk is not None and len(chunk) < SMALL_CHUNK:
-                    chunk = decode_chunk.feed(chunk)
-                elif decode_chunk is not None:
-                    chunk = await asyncio.to_thread(decode_chunk.feed, chunk)
+                if gunzip is not None and len(chunk) < SMALL_CHUNK:
+                    chunk = gunzip.feed(chunk)
+                elif gunzip is not None:
+                    chunk = await asyncio.to_thread(gunzip.feed, chunk)
                 body += chunk
                 call.num_body_bytes += len(chunk)
                 meters.num_body_bytes += len(chunk)
@@ -169,8 +164,8 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                         retry_after_s=OVERLOADED_RETRY_S,
                     )
                 if not message.get("more_body"):
-                    if decode_chunk is not None:
-                        decode_chunk.end()
+                    if gunzip is not None:
+                        gunzip.end()
                     return body
     except TimeoutError:
         message = f"The body did not arrive within {config.body_timeout_s:g} s."

@@ -78,9 +78,8 @@ class Protocol(HttpToolsProtocol):
         if num_over > SPARE_CONNECTIONS:
             transport.abort()
         elif num_over > 0:
-            message = (
-                f"The server has {self._limits.max_connections} connections open, the maximum."
-            )
+            most = self._limits.max_connections
+            message = f"The server has {most} connections open, the maximum."
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
         else:
             self._expect_head()
@@ -90,8 +89,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_watching_reader()
         self._unset_keepalive_if_required()
         if self._active is not None and not self._active.response_complete:
-            self._active.disconnected = True
-            self._active.message_event.set()
+            _cut_off(self._active)
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -144,11 +142,8 @@ class Protocol(HttpToolsProtocol):
         if self._num_head_bytes > self._limits.max_header_bytes:
             raise self._head_too_large()
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise ApiError(
-                400,
-                f"At most {MAX_PIPELINED} requests can be sent ahead of their answers.",
-                code="too_many_pipelined",
-            )
+            message = f"At most {MAX_PIPELINED} requests can be sent ahead of their answers."
+            raise ApiError(400, message, code="too_many_pipelined")
         super().on_headers_complete()
         if not self.cycle.keep_alive:
             self.cycle.transport = LastAnswer(self, self.cycle)
@@ -217,13 +212,8 @@ class Protocol(HttpToolsProtocol):
         if not self._is_in_head:  # nothing was received: no client waits for a response
             self.transport.abort()
             return
-        self._refuse(
-            ApiError(
-                408,
-                f"The headers did not arrive within {self._limits.header_timeout_s:g} s.",
-                code="request_timeout",
-            )
-        )
+        message = f"The headers did not arrive within {self._limits.header_timeout_s:g} s."
+        self._refuse(ApiError(408, message, code="request_timeout"))
 
     def pause_writing(self) -> None:
         """Called when the client reads more slowly than the server writes.
@@ -260,11 +250,8 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------ rejected requests
 
     def _head_too_large(self) -> ApiError:
-        return ApiError(
-            431,
-            f"The headers must have at most {self._limits.max_header_bytes} bytes.",
-            code="headers_too_large",
-        )
+        message = f"The headers must have at most {self._limits.max_header_bytes} bytes."
+        return ApiError(431, message, code="headers_too_large")
 
     def _refuse(self, error: ApiError) -> None:
         """Sends `error` after all earlier responses, then ends the connection."""
@@ -276,9 +263,7 @@ class Protocol(HttpToolsProtocol):
         # the error concerns the body of this request
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is active:
-                # its handler reads no further, and its output is discarded
-                cycle.disconnected = True
-                cycle.message_event.set()
+                _cut_off(cycle)
                 if cycle.response_started:
                     self.transport.abort()
                     return
@@ -359,6 +344,12 @@ class ChunkWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
+def _cut_off(cycle: RequestResponseCycle) -> None:
+    """Its handler reads no further, and its output is discarded."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[Any, Any, None]]:
     """uvicorn's `send` for HTTP/1.0, which has no chunked encoding: a response without a length
     ends with the connection.
@@ -390,9 +381,7 @@ def _without_upgrade(data: bytes) -> bytes:
 
 
 def _no_http(data: bytes) -> ApiError:
-    hint = (
-        " It looks like HTTPS; this port speaks plain HTTP."
-        if data.startswith(TLS_HANDSHAKE)
-        else ""
-    )
-    return ApiError(400, "The request is not valid HTTP." + hint, code="invalid_http")
+    message = "The request is not valid HTTP."
+    if data.startswith(TLS_HANDSHAKE):
+        message += " It looks like HTTPS; this port speaks plain HTTP."
+    return ApiError(400, message, code="invalid_http")

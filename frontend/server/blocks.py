@@ -16,6 +16,7 @@ from ..answer_format import Content, Part, Reasoning, ToolCallStart
 from .chat_run import ChatRun, Message
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
+KINDS = {Content: TEXT, Reasoning: REASONING}  # of other parts: CALL
 START, DELTA, STOP = "start", "delta", "stop"
 BlockEvent = tuple[str, "Block", str]  # event, block, new text of the block
 
@@ -60,15 +61,9 @@ class Blocks:
             if isinstance(part, ToolCallStart):
                 events += self.begin(CALL, part.name)
                 continue
-            kind = (
-                TEXT
-                if isinstance(part, Content)
-                else REASONING
-                if isinstance(part, Reasoning)
-                else CALL
-            )
             if not part.text:
                 continue
+            kind = KINDS.get(type(part), CALL)
             block = self._open
             if block is None or block.kind != kind:
                 events += self.begin(kind)

@@ -167,17 +167,13 @@ class ServerState:
     def _not_loaded(self) -> ApiError:
         loading = self.loading
         if loading.error is not None:
-            return ApiError(
-                503,
-                "The model could not be loaded; the server's log has the cause.",
-                code="model_load_failed",
-            )
+            message = "The model could not be loaded; the server's log has the cause."
+            return ApiError(503, message, code="model_load_failed")
         remaining_s = loading.remaining_s
         words = "" if remaining_s is None else f", about {max(1, round(remaining_s))} s to go"
         message = f"The model is loading: {loading.stage}, {loading.fraction:.0%}{words}."
-        return ApiError(
-            503, message, code="model_loading", retry_after_s=min(30.0, remaining_s or 2.0)
-        )
+        retry_after_s = min(30.0, remaining_s or 2.0)
+        return ApiError(503, message, code="model_loading", retry_after_s=retry_after_s)
 
     def check_model(self, name: str | None) -> str:
         """The served name for the `model` of a body. Raises ApiError 404 for an unknown model."""

@@ -6,7 +6,6 @@ Must not know: HTTP, command lines, the engine's internals.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -134,13 +133,16 @@ def run_latency(
     requests: list[Request],
     params: list[SamplingParams],
     num_iters: int,
-    on_iter: Callable[[], None],
+    use_tqdm: bool,
 ) -> tuple[list[float], list[Phases]]:
     """Runs the same batch num_iters times without prefix-cache hits; the seconds and phases of each
-    run.
+    run. `use_tqdm`: with a progress bar on stderr if that is a terminal.
     """
+    from tqdm import tqdm
+
+    disable = None if use_tqdm else True  # None: unless it is a terminal
     prompts, seconds, phases = engine_prompts(requests), [], []
-    for _ in range(num_iters):
+    for _ in tqdm(range(num_iters), "batches", leave=False, disable=disable):
         llm.reset_prefix_cache()
         start = perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -149,7 +151,6 @@ def run_latency(
             raise InvalidParameterError("batch", f"a request of it failed: {error}")
         metrics = [output.metrics for output in outputs if output.metrics]
         phases.append(batch_phases(metrics, _num_output_tokens(outputs)))
-        on_iter()
     return seconds, phases
 
 

@@ -198,13 +198,12 @@ class RequestOptions:
             "model": self.model,
             "messages" if self.endpoint == "chat" else "prompt": prompt,
             "max_tokens": max_tokens,
-        }
-        fields |= {
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True} if self.include_usage else None,
+            "ignore_eos": self.ignore_eos or None,
+            **self.extra_body,
         }
-        fields |= {"ignore_eos": self.ignore_eos or None, **self.extra_body}
         return msgspec.json.encode(
             {name: value for name, value in fields.items() if value is not None}
         )
@@ -233,11 +232,9 @@ async def stream_request(
         outcome.failure, outcome.failure_text = failure.kind, failure.text
     outcome.end = outcome.end or perf_counter()
     if reader.usage is not None and reader.usage.completion_tokens:
-        outcome.num_prompt_tokens, outcome.num_output_tokens, outcome.counted_by = (
-            reader.usage.prompt_tokens,
-            reader.usage.completion_tokens,
-            "usage",
-        )
+        outcome.num_prompt_tokens = reader.usage.prompt_tokens
+        outcome.num_output_tokens = reader.usage.completion_tokens
+        outcome.counted_by = "usage"
     else:
         outcome.num_output_tokens = len(outcome.token_times)
     return outcome

@@ -66,36 +66,22 @@ def format_results(report: LoadReport, results: Results, limits: dict[str, float
     lines = []
 
     def line(title: str, value: Any, rate: float | None = None, unit: str = "") -> None:
-        lines.append(
-            f"{title:<24}{value:>12}" + (f"   {rate:.2f} {unit}" if rate is not None else "")
-        )
+        shown_rate = f"   {rate:.2f} {unit}" if rate is not None else ""
+        lines.append(f"{title:<24}{value:>12}{shown_rate}")
+
+    def counted(title: str, count: int | None, unit: str) -> None:
+        line(title, "unknown" if count is None else count, results.per_second(count), unit)
 
     if report.was_interrupted:
         num_missing = sum(outcome is None for outcome in report.outcomes)
         lines.append(f"interrupted: {num_missing} requests had not ended and are not counted below")
-    line(
-        "successful requests",
-        results.num_successes,
-        results.per_second(results.num_successes),
-        "requests/s",
-    )
+    counted("successful requests", results.num_successes, "requests/s")
     line("failed requests", results.num_failures)
     for kind, (count, text) in results.failures.items():
         lines.append(f"  {count} {kind}; the first: {' '.join(text.split())}")
     line("duration", f"{results.duration_s:.2f} s")
-    known = results.num_input_tokens is not None
-    line(
-        "input tokens",
-        results.num_input_tokens if known else "unknown",
-        results.per_second(results.num_input_tokens),
-        "tokens/s",
-    )
-    line(
-        "output tokens",
-        results.num_output_tokens,
-        results.per_second(results.num_output_tokens),
-        "tokens/s",
-    )
+    counted("input tokens", results.num_input_tokens, "tokens/s")
+    counted("output tokens", results.num_output_tokens, "tokens/s")
     if results.counted_by == ["chunks"]:
         lines.append(
             "  (the server reports no usage: chunks were counted; --tokenizer counts tokens)"

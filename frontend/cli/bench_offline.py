@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, WorkloadOptions, make_requests, require_at_least
@@ -139,10 +139,8 @@ def latency(argv: list[str]) -> int:
         from ..bench.statistics import summarize
 
         requests, params, limit = _prepare(llm, options, args)
-        run_latency(llm, requests, params, args.num_iters_warmup, lambda: None)
-        seconds, phases = run_latency(
-            llm, requests, params, args.num_iters, _progress(args.num_iters)
-        )
+        run_latency(llm, requests, params, args.num_iters_warmup, use_tqdm=False)
+        seconds, phases = run_latency(llm, requests, params, args.num_iters, use_tqdm=True)
     rows = [
         ("the batch", summarize(seconds)),
         ("prefill, first step to first tokens", summarize(phase.prefill_s for phase in phases)),
@@ -213,17 +211,3 @@ def _prepare(
         seed=options.seed,
     )
     return requests, params, measure_read_limit(llm.llm_engine.config)
-
-
-def _progress(total: int) -> Any:
-    """A progress bar on stderr if that is a terminal. Called after each run of the batch."""
-    from tqdm import tqdm
-
-    bar = tqdm(total=total, desc="batches", disable=None, leave=False)
-
-    def on_iter() -> None:
-        bar.update(1)
-        if bar.n >= total:
-            bar.close()
-
-    return on_iter

@@ -137,12 +137,8 @@ class Conversation:
         answer, error, was_cut, is_first = "", None, False, True
         try:
             while self.engine.has_unfinished_requests():
-                outputs = (
-                    self.engine.abort_request(request_id)
-                    if interrupts.requested
-                    else self.engine.step()
-                )
-                for output in outputs:
+                is_over, engine = interrupts.requested, self.engine
+                for output in engine.abort_request(request_id) if is_over else engine.step():
                     if is_first:
                         self.stats.first_token_s = time.perf_counter() - started
                         self.stats.num_prompt_tokens = len(output.prompt_token_ids or ())

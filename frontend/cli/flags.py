@@ -164,13 +164,11 @@ def _flags_of(fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[Flag]:
 
 
 def sampling_flags() -> list[Flag]:
-    fields = [
-        field
-        for field in msgspec.structs.fields(SamplingParams)
-        if field.name not in NOT_SAMPLING_FLAGS
-    ]
+    fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
     return [
-        Flag(field.name, field.type, _default(field), SAMPLING_HELP[field.name]) for field in fields
+        replace(flag, help=SAMPLING_HELP[flag.name])
+        for flag in _flags_of(fields)
+        if flag.name not in NOT_SAMPLING_FLAGS
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -102,11 +103,7 @@ def read_stdin() -> str:
 
 def read_file(name: str) -> list[Prompt]:
     try:
-        if name == "-":
-            raw = sys.stdin.buffer.read()
-        else:
-            with open(name, "rb") as file:
-                raw = file.read()
+        raw = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
     except OSError as error:
         raise InvalidParameterError("--file", f"cannot read {name}: {error.strerror}") from None
     text = decode(raw, name)
@@ -160,16 +157,15 @@ def complete(
     A prompt that is rejected is reported and does not affect the others. The exit code is then 2.
     """
     if args.json:
-        writer, kind = JsonWriter(sys.stdout), RequestOutputKind.FINAL_ONLY
+        writer: JsonWriter | TextWriter = JsonWriter(sys.stdout)
+        kind = RequestOutputKind.FINAL_ONLY
     else:
         echo = sys.stdout.isatty() if args.echo is None else args.echo
         titles = [prompt if isinstance(prompt, str) else "" for prompt, _ in prompts]
         # larger values are rejected below
         counts = [min(overrides.get("n", base.get("n", 1)), MAX_N) for _, overrides in prompts]
-        writer, kind = (
-            TextWriter(titles, counts, echo=echo, out=sys.stdout),
-            RequestOutputKind.DELTA,
-        )
+        writer = TextWriter(titles, counts, echo=echo, out=sys.stdout)
+        kind = RequestOutputKind.DELTA
     meter, code = Meter(), 0
     with Interrupts() as interrupts:
         for index, (prompt, overrides) in enumerate(prompts):

@@ -166,14 +166,10 @@ class Parser(argparse.ArgumentParser):
         default = flag.default
         if isinstance(default, bool):
             shown = "on" if default else "off"
+        elif default in (None, [], {}) or "Default:" in flag.help:
+            shown = ""
         else:
-            shown = (
-                ""
-                if default in (None, [], {}) or "Default:" in flag.help
-                else json.dumps(default)
-                if isinstance(default, dict)
-                else str(default)
-            )
+            shown = json.dumps(default) if isinstance(default, dict) else str(default)
         marks = [shown] * bool(shown) + [flag.variable] * self.show_all
         return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 

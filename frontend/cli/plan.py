@@ -70,15 +70,10 @@ def main(argv: list[str]) -> int:
     with naming_sources(args.settings):
         plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
     if args.json:
-        derived = {
-            name: getattr(plan, name)
-            for name in ("fits", "least_memory_bytes", "least_kv_cache_bytes")
-        }
-        print(
-            msgspec.json.encode(
-                {**msgspec.structs.asdict(plan), **derived, "command": command(plan)}
-            ).decode()
-        )
+        names = ("fits", "least_memory_bytes", "least_kv_cache_bytes")
+        derived = {name: getattr(plan, name) for name in names}
+        figures = msgspec.structs.asdict(plan) | derived | {"command": command(plan)}
+        print(msgspec.json.encode(figures).decode())
     else:
         print(render(plan), end="")
     return 0 if plan.longest_context or plan.fits_as else 1
@@ -86,92 +81,33 @@ def main(argv: list[str]) -> int:
 
 def render(plan: Plan) -> str:
     """The plan as lines of text."""
-    context = (
-        f"context {plan.model_context:,} tokens"
-        if plan.model_context
-        else "no context length in config.json"
-    )
+    context = "no context length in config.json"
+    if plan.model_context:
+        context = f"context {plan.model_context:,} tokens"
     lines = [
         f"{plan.model}: {plan.architecture}, {format_count(plan.num_parameters)} parameters, "
         f"{context}",
         "",
+        *(
+            f"{name:<44} {format_bytes(size):>10}   {note}".rstrip()
+            for name, size, note in _memory(plan)
+        ),
+        "",
     ]
-    other = ", ".join(
-        f"{name}: {format_bytes(size)}"
-        for name, size in plan.weights_bytes_by_dtype.items()
-        if name != plan.weights_kind
-    )
-    room = (
-        plan.kv_cache_bytes
-        or -(-plan.longest_context // plan.block_size) * plan.block_size * plan.kv_bytes_per_token
-    )
-    rest = plan.free_bytes - room
-    weights, cache = (
-        (f"  weights, {plan.weights_kind}", plan.weights_bytes, other),
-        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
-    )
-    if plan.device == "cuda":
-        table = [
-            (
-                "the GPU's memory, as named" if plan.memory_is_named else "the GPU's memory",
-                plan.memory_bytes,
-                "",
-            ),
-            (
-                "  in use or left to others",
-                plan.withheld_bytes,
-                f"gpu_memory_utilization={plan.memory_share}",
-            ),
-            weights,
-            *(
-                [("  CUDA itself, an estimate", plan.runtime_bytes, "")]
-                if plan.runtime_bytes
-                else []
-            ),
-            (
-                "  activations and graphs, an estimate",
-                plan.step_bytes,
-                "the engine measures it when it starts",
-            ),
-            cache,
-            ("  left" if rest >= 0 else "  missing", abs(rest), ""),
-        ]
-    else:
-        table = [
-            (
-                "memory, as named" if plan.memory_is_named else "memory that is free here",
-                plan.memory_bytes,
-                "",
-            ),
-            weights,
-            ("  engine and frontend", plan.runtime_bytes, ""),
-            cache,
-            (
-                "  left for activations, swap space and others" if rest >= 0 else "  missing",
-                abs(rest),
-                "",
-            ),
-        ]
-    lines += [
-        f"{name:<44} {format_bytes(size):>10}   {note}".rstrip() for name, size, note in table
-    ] + [""]
     if not plan.longest_context:
         lines.append(
             f"It does not fit: max_model_len={plan.max_model_len:,} needs at least "
             f"{format_bytes(plan.least_memory_bytes)}."
         )
-        return "\n".join(
-            [
-                *lines,
-                *([f"As {plan.fits_as} it does:", "", command(plan)] if plan.fits_as else []),
-                "",
-            ]
-        )
+        if plan.fits_as:
+            lines += [f"As {plan.fits_as} it does:", "", command(plan)]
+        return "\n".join([*lines, ""])
     lines.append(f"{'longest context':<44} {plan.longest_context:>10,}   tokens")
     if plan.longest_context < plan.max_model_len:
-        least = format_bytes(plan.least_kv_cache_bytes), format_bytes(plan.least_memory_bytes)
-        lines[-1] += "; max_model_len={:,} needs a KV cache of {}, {} in total".format(
-            plan.max_model_len, *least
+        lines[-1] += (
+            f"; max_model_len={plan.max_model_len:,} needs a KV cache of "
+            f"{format_bytes(plan.least_kv_cache_bytes)}, "
+            f"{format_bytes(plan.least_memory_bytes)} in total"
         )
     lines += [
         f"{f'requests of {length:,} tokens at once':<44} {number:>10,}"
@@ -180,13 +116,44 @@ def render(plan: Plan) -> str:
     return "\n".join([*lines, "", command(plan), ""])
 
 
+def _memory(plan: Plan) -> list[tuple[str, int, str]]:
+    """(name, bytes, note) of the memory, of each of its uses, and of the rest."""
+    others = ", ".join(
+        f"{name}: {format_bytes(size)}"
+        for name, size in plan.weights_bytes_by_dtype.items()
+        if name != plan.weights_kind
+    )
+    num_blocks = -(-plan.longest_context // plan.block_size)
+    room = plan.kv_cache_bytes or num_blocks * plan.block_size * plan.kv_bytes_per_token
+    weights = (f"  weights, {plan.weights_kind}", plan.weights_bytes, others)
+    if plan.device == "cuda":
+        memory, free, left = "the GPU's memory", "", "  left"
+        share = f"gpu_memory_utilization={plan.memory_share}"
+        runtime = [("  CUDA itself, an estimate", plan.runtime_bytes, "")]
+        measured = "the engine measures it when it starts"
+        uses = [
+            ("  in use or left to others", plan.withheld_bytes, share),
+            weights,
+            *(runtime if plan.runtime_bytes else []),
+            ("  activations and graphs, an estimate", plan.step_bytes, measured),
+        ]
+    else:
+        memory, free = "memory", " that is free here"
+        left = "  left for activations, swap space and others"
+        uses = [weights, ("  engine and frontend", plan.runtime_bytes, "")]
+    rest = plan.free_bytes - room
+    return [
+        (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),
+        *uses,
+        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
+        (left if rest >= 0 else "  missing", abs(rest), ""),
+    ]
+
+
 def command(plan: Plan) -> str:
     """The command line that makes the model fit, or "" if there is none."""
-    return (
-        shlex.join(["quire", "serve", plan.model, *plan.flags])
-        if plan.longest_context or plan.fits_as
-        else ""
-    )
+    is_possible = plan.longest_context or plan.fits_as
+    return shlex.join(["quire", "serve", plan.model, *plan.flags]) if is_possible else ""
 
 
 @contextlib.contextmanager

@@ -42,14 +42,10 @@ def request_flags(**defaults: Any) -> list[Flag]:
     """The sampling flags without the request's seed (--seed applies to the run), with these
     defaults shown. The model may recommend other values.
     """
-    flags = [
-        dataclasses.replace(flag, decided_later=True)
+    return [
+        dataclasses.replace(flag, decided_later=True, default=defaults.get(flag.name, flag.default))
         for flag in sampling_flags()
         if flag.name != "seed"
-    ]
-    return [
-        dataclasses.replace(flag, default=defaults[flag.name]) if flag.name in defaults else flag
-        for flag in flags
     ]
 
 
@@ -87,10 +83,8 @@ def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:
     """Sampling parameters before the flags apply: the model's recommendations over the command's
     defaults.
     """
-    vllm, recommended = (
-        msgspec.structs.asdict(SamplingParams()),
-        msgspec.structs.asdict(engine.get_default_sampling_params()),
-    )
+    vllm = msgspec.structs.asdict(SamplingParams())
+    recommended = msgspec.structs.asdict(engine.get_default_sampling_params())
     return defaults | {name: value for name, value in recommended.items() if value != vllm[name]}
 
 

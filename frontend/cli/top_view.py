@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rich.console import Group, JustifyMethod, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -40,17 +40,17 @@ def screen(
     state: dict[str, Any], url: str, *, width: int, height: int | None = None
 ) -> RenderableType:
     """The whole view. `height`: available lines, None for no limit."""
-    top = [
+    # lines above, headlines, and a line that counts what is omitted
+    most = None if height is None else max(1, height - 11)
+    return Group(
         _headline(state, url),
         Text(),
         _figures(state),
         _cache(state, width),
         _steps(state, width),
         Text(),
-    ]
-    # lines above, headlines, and a line that counts what is omitted
-    most = None if height is None else max(1, height - 11)
-    return Group(*top, _requests(state, width, most))
+        _requests(state, width, most),
+    )
 
 
 def trouble(url: str, sentence: str) -> RenderableType:
@@ -88,13 +88,9 @@ def _figures(state: dict[str, Any]) -> Table:
         _figure(counters["num_preemptions"], "preemptions"),
     )
     grid.columns[0].min_width = grid.columns[1].min_width = 22
-    grid.add_row(
-        Text.assemble(
-            (f"{100 * hits / queries:.0f} %" if queries else "-", "bold"), " prefix hits"
-        ),
-        _figure(finished(counters), "finished"),
-        Text(),
-    )
+    share = f"{100 * hits / queries:.0f} %" if queries else "-"
+    prefix_hits = Text.assemble((share, "bold"), " prefix hits")
+    grid.add_row(prefix_hits, _figure(finished(counters), "finished"), Text())
     return grid
 
 
@@ -112,17 +108,14 @@ def _cache(state: dict[str, Any], width: int) -> Text:
     num_blocks = max(1, sum(counts.values()))
     used, cached = counts["used"] + counts["shared"], counts["cached"]
     counters = state["counters"]
-    usage = (
-        1 - counters["num_free_blocks"] / (counters["num_blocks"] - 1)
-        if counters["num_blocks"] > 1
-        else 0.0
-    )
+    num_usable = counters["num_blocks"] - 1
+    usage = 1 - counters["num_free_blocks"] / num_usable if num_usable > 0 else 0.0
     bar = _bar(width - 42, [(used / num_blocks, USED), (cached / num_blocks, CACHED)])
     return Text.assemble(
         "KV cache ",
         bar,
         (f" {100 * usage:.0f} %", "bold"),
-        f" of {counters['num_blocks'] - 1:,} blocks in use",
+        f" of {num_usable:,} blocks in use",
     )
 
 
@@ -136,11 +129,8 @@ def _steps(state: dict[str, Any], width: int) -> Text:
     ]
     whole = sum(parts) or 1.0
     colours = ("magenta", USED, "green")
-    bar = _bar(
-        max(10, width - 70),
-        [(part / whole, colour) for part, colour in zip(parts, colours, strict=True)],
-    )
-    line = Text.assemble("step     ", bar)
+    shares = [(part / whole, colour) for part, colour in zip(parts, colours, strict=True)]
+    line = Text.assemble("step     ", _bar(max(10, width - 70), shares))
     for part, colour, name in zip(parts, colours, ("schedule", "execute", "process"), strict=True):
         line.append_text(Text.assemble(("  ■ ", colour), f"{name} {seconds(part)}"))
     return line
@@ -152,39 +142,25 @@ def _requests(state: dict[str, Any], width: int, most: int | None) -> Renderable
     if not requests:
         return Text("No requests.", "dim")
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", expand=False)
-    columns: tuple[tuple[str, JustifyMethod], ...] = (
-        ("request", "left"),
-        ("state", "left"),
-        ("prompt", "right"),
-        ("", "left"),
-        ("output", "right"),
-        ("", "left"),
-        ("blocks", "right"),
-    )
-    for name, justify in columns:
-        table.add_column(name, justify=justify, no_wrap=True)
+    for name in ("request", "state", "prompt", "", "output", "", "blocks"):
+        is_figure = name in ("prompt", "output", "blocks")
+        table.add_column(name, justify="right" if is_figure else "left", no_wrap=True)
     bar_width = max(4, min(28, (width - 72) // 2))
     for request in requests[:most]:
-        num_prompt, limit = (
-            request["num_prompt_tokens"],
-            request["max_tokens"] or max(1, state["max_model_len"] - request["num_prompt_tokens"]),
-        )
+        num_prompt, num_output = request["num_prompt_tokens"], request["num_output_tokens"]
+        limit = request["max_tokens"] or max(1, state["max_model_len"] - num_prompt)
         computed = min(request["num_computed_tokens"], num_prompt)
         cached = min(request["num_cached_tokens"], computed)
-        prefill = _bar(
-            bar_width, [(cached / num_prompt, CACHED), ((computed - cached) / num_prompt, USED)]
-        )
-        decode = _bar(bar_width, [(request["num_output_tokens"] / limit, OUTPUT)])
-        numbers = f"{computed:,}/{num_prompt:,}", f"{request['num_output_tokens']:,}/{limit:,}"
-        row = [
-            Text(short_id(request["request_id"])),
+        prefill = [(cached / num_prompt, CACHED), ((computed - cached) / num_prompt, USED)]
+        table.add_row(
+            Text(short_id(request["request_id"])),  # as Text: it may contain rich markup
             Text(_doing(request)),
-            Text(numbers[0]),
-            prefill,
-            Text(numbers[1]),
-            decode,
-        ]
-        table.add_row(*row, f"{request['num_blocks']:,}")
+            f"{computed:,}/{num_prompt:,}",
+            _bar(bar_width, prefill),
+            f"{num_output:,}/{limit:,}",
+            _bar(bar_width, [(num_output / limit, OUTPUT)]),
+            f"{request['num_blocks']:,}",
+        )
     num_left_out = len(requests) - len(requests[:most]) + state["num_queued"]
     return Group(table, Text(f"and {num_left_out:,} more", "dim")) if num_left_out else table
 

@@ -103,26 +103,20 @@ class Connection(asyncio.Protocol):
         self._now, self.received_anything = perf_counter(), True
         try:
             self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as error:  # raised by one of the on_* methods
+            cause = error.__context__
+            is_failure = isinstance(cause, Failure)
+            self._fail(cause if is_failure else Failure(BAD_HTTP, str(cause or error)))
         except httptools.HttpParserError as error:
-            cause = (
-                error.__context__ if isinstance(error, httptools.HttpParserCallbackError) else None
-            )
-            self._fail(
-                cause if isinstance(cause, Failure) else Failure(BAD_HTTP, str(cause or error))
-            )
+            self._fail(Failure(BAD_HTTP, str(error)))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        error = exc
         self.is_reusable = False
-        if self._answer is not None and self._ends_with_connection and error is None:
+        if self._answer is not None and self._ends_with_connection and exc is None:
             self._answer.finish()
         else:
-            self._fail(
-                Failure(
-                    CONNECTION_LOST,
-                    str(error or "the server closed the connection before the answer was complete"),
-                )
-            )
+            closed = "the server closed the connection before the answer was complete"
+            self._fail(Failure(CONNECTION_LOST, str(exc or closed)))
 
     def _fail(self, failure: Exception) -> None:
         if self._answer is not None:
@@ -182,13 +176,8 @@ class HttpClient:
         self.timeout_s = timeout_s
         self._tls = ssl.create_default_context() if url.scheme == "https" else None
         host = f"[{self.host}]" if ":" in self.host else self.host
-        fixed = {
-            "host": f"{host}:{self.port}",
-            "user-agent": "quire-bench",
-            "accept": "*/*",
-            **headers,
-        }
-        self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
+        fixed = {"host": f"{host}:{self.port}", "user-agent": "quire-bench", "accept": "*/*"}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in (fixed | headers).items())
         self._idle: list[Connection] = []
 
     async def exchange(
@@ -218,13 +207,10 @@ class HttpClient:
             try:
                 await answer.done
             except Failure as failure:
-                if (
-                    failure.kind == CONNECTION_LOST
-                    and kept is not None
-                    and not connection.received_anything
-                ):
-                    continue  # the server had closed the idle connection
-                raise
+                was_idle = kept is not None and not connection.received_anything
+                if failure.kind != CONNECTION_LOST or not was_idle:
+                    raise
+                continue  # the server had closed the idle connection
             except BaseException:  # a timeout or Ctrl-C: what arrives now is unused
                 connection.close()
                 raise
@@ -250,16 +236,15 @@ class HttpClient:
             raise Failure(
                 CONNECTION_REFUSED, f"nobody listens at {self.host} port {self.port}"
             ) from None
+        except TimeoutError:
+            raise
         except ssl.SSLError as error:
             raise Failure(TLS_FAILED, str(error)) from None
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                raise
             # for several addresses (::1 and 127.0.0.1) asyncio joins the messages
-            refused = "refused" in str(error).lower()
-            raise Failure(
-                CONNECTION_REFUSED if refused else CONNECTION_FAILED, str(error)
-            ) from None
+            is_refused = "refused" in str(error).lower()
+            kind = CONNECTION_REFUSED if is_refused else CONNECTION_FAILED
+            raise Failure(kind, str(error)) from None
         return connection
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from html import escape
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 400, 70, 190, 40, 50
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b")
+MIDDLE = 'text-anchor="middle"'
 
 
 def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]) -> str:
@@ -21,44 +22,38 @@ def line_chart(title: str, x_name: str, y_name: str, lines: Mapping[str, Points]
     if not xs or min(xs) <= 0 or min(ys) <= 0:
         raise ValueError("a chart with logarithmic axes needs points, and all of them positive")
     x_of, y_of = _scale(xs, LEFT, WIDTH - RIGHT), _scale(ys, HEIGHT - BOTTOM, TOP)
+    middle_x, middle_y = (LEFT + WIDTH - RIGHT) / 2, HEIGHT / 2
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{escape(title)}</text>',
-        f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 12}" '
-        f'text-anchor="middle">{escape(x_name)}</text>',
-        f'<text x="16" y="{HEIGHT / 2}" text-anchor="middle" transform="rotate(-90 16 '
-        f'{HEIGHT / 2})">{escape(y_name)}</text>',
+        _text(LEFT, 20, title, 'font-size="14"'),
+        _text(middle_x, HEIGHT - 12, x_name, MIDDLE),
+        _text(16, middle_y, y_name, f'{MIDDLE} transform="rotate(-90 16 {middle_y})"'),
     ]
     for x in sorted(set(xs)):
-        parts.append(
-            f'<line x1="{x_of(x):.1f}" x2="{x_of(x):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}" '
-            f'stroke="#eeeeee"/>'
-        )
-        parts.append(
-            f'<text x="{x_of(x):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{x:g}</text>'
-        )
+        parts.append(_grid_line(x_of(x), x_of(x), TOP, HEIGHT - BOTTOM))
+        parts.append(_text(f"{x_of(x):.1f}", HEIGHT - BOTTOM + 16, f"{x:g}", MIDDLE))
     for y in _ticks(min(ys), max(ys)):
-        parts.append(
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y_of(y):.1f}" y2="{y_of(y):.1f}" '
-            f'stroke="#eeeeee"/>'
-        )
-        parts.append(f'<text x="{LEFT - 6}" y="{y_of(y) + 4:.1f}" text-anchor="end">{y:.3g}</text>')
+        parts.append(_grid_line(LEFT, WIDTH - RIGHT, y_of(y), y_of(y)))
+        parts.append(_text(LEFT - 6, f"{y_of(y) + 4:.1f}", f"{y:.3g}", 'text-anchor="end"'))
     for i, (name, points) in enumerate(lines.items()):
-        colour, dash = (
-            COLOURS[i % len(COLOURS)],
-            ' stroke-dasharray="5 4"' if name.endswith("limit") else "",
-        )
+        colour = COLOURS[i % len(COLOURS)]
+        dash = ' stroke-dasharray="5 4"' if name.endswith("limit") else ""
         path = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in sorted(points))
         parts.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>'
         )
-        parts.append(
-            f'<text x="{WIDTH - RIGHT + 12}" y="{TOP + 18 * i + 12}" '
-            f'fill="{colour}">{escape(name)}</text>'
-        )
+        parts.append(_text(WIDTH - RIGHT + 12, TOP + 18 * i + 12, name, f'fill="{colour}"'))
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _text(x: float | str, y: float | str, content: str, attributes: str) -> str:
+    return f'<text x="{x}" y="{y}" {attributes}>{escape(content)}</text>'
+
+
+def _grid_line(x1: float, x2: float, y1: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" x2="{x2:.1f}" y1="{y1:.1f}" y2="{y2:.1f}" stroke="#eeeeee"/>'
 
 
 def _scale(values: Sequence[float], start: float, end: float):

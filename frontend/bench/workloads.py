@@ -113,9 +113,8 @@ def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) 
         request = text.request(
             length(options.input_len, options, rng), length(options.output_len or 128, options, rng)
         )
-        turns = tuple(
-            text.text(length(options.input_len, options, rng)) for _ in range(num_follow_ups)
-        )
+        turn_lens = (length(options.input_len, options, rng) for _ in range(num_follow_ups))
+        turns = tuple(map(text.text, turn_lens))
         requests.append(replace(request, follow_ups=turns))
     return requests
 
@@ -131,20 +130,23 @@ class TextSource:
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: bool, rng: random.Random):
         self.tokenizer, self.token_ids, self.rng = tokenizer, token_ids, rng
-        self._ids = (
-            [i for i in range(tokenizer.vocab_size) if i not in tokenizer.special_ids]
-            if tokenizer
-            else []
-        )
+        self._ids: list[int] = []
+        if tokenizer is not None:
+            special = tokenizer.special_ids
+            self._ids = [i for i in range(tokenizer.vocab_size) if i not in special]
 
     def request(
         self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None
     ) -> Request:
         """`beginning`, if any, followed by num_tokens of its own."""
-        prompt: Any = self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
+        prompt = self.piece(num_tokens)
         if beginning:
             prompt = beginning + prompt if self.token_ids else f"{beginning} {prompt}"
         return self.of(prompt, max_tokens)
+
+    def piece(self, num_tokens: int) -> Any:
+        """Part of a prompt: ids or text."""
+        return self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
 
     def of(self, prompt: str | list[int], max_tokens: int) -> Request:
         if self.token_ids and self.tokenizer is not None and isinstance(prompt, str):
@@ -186,10 +188,7 @@ def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Rando
             "--prefix-len",
             f"must leave something of --input-len {options.input_len}, got {options.prefix_len}",
         )
-    prefixes = [
-        text.ids(options.prefix_len) if options.token_ids else text.text(options.prefix_len)
-        for _ in range(options.num_prefixes)
-    ]
+    prefixes = [text.piece(options.prefix_len) for _ in range(options.num_prefixes)]
     sizes = [
         (length(own, options, rng), length(options.output_len or 128, options, rng))
         for _ in range(options.num_prompts)
@@ -228,16 +227,12 @@ def _read_pairs(path: Path) -> Iterator[tuple[str, str]]:
             else [json.loads(line) for line in raw.splitlines() if line.strip()]
         )
     except OSError as error:
-        raise InvalidParameterError(
-            "--dataset-path", f"cannot read {path}: {error.strerror}"
-        ) from None
+        problem = f"cannot read {path}: {error.strerror}"
+        raise InvalidParameterError("--dataset-path", problem) from None
     except (ValueError, RecursionError) as error:
-        raise InvalidParameterError(
-            "--dataset-path", f"{path} is neither JSON nor JSON lines: {error}"
-        ) from None
-    for record in records:
-        if pair := _pair(record):
-            yield pair
+        problem = f"{path} is neither JSON nor JSON lines: {error}"
+        raise InvalidParameterError("--dataset-path", problem) from None
+    yield from filter(None, map(_pair, records))
 
 
 def _pair(record: Any) -> tuple[str, str] | None:

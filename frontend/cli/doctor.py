@@ -34,7 +34,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_flags("server", server_flags(), ("host", "port"))
     parser.add_flags(
         "engine",
-        [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE],
+        [*engine_flags(without=("model",)), ENGINE],
         ("dtype", "max_model_len", "tokenizer"),
     )
     return parser

@@ -37,9 +37,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_model()
     parser.add_flags("daemon", [LISTEN], ("listen",))
     # The programs that attach choose the seed. The model is an argument here, without --model.
-    parser.add_flags(
-        "engine", [flag for flag in engine_flags() if flag.name not in ("model", "seed")], COMMON
-    )
+    parser.add_flags("engine", engine_flags(without=("model", "seed")), COMMON)
     return parser
 
 

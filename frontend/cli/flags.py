@@ -6,7 +6,7 @@ Must not know: the effect of any flag, where its value comes from.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -120,8 +120,9 @@ LISTEN = Flag(
 )
 
 
-def engine_flags() -> list[Flag]:
-    return _flags_of({name: field for name, (_, field) in config_fields().items()})
+def engine_flags(*, without: Collection[str] = ()) -> list[Flag]:
+    fields = config_fields().items()
+    return _flags_of({name: field for name, (_, field) in fields if name not in without})
 
 
 def server_flags() -> list[Flag]:

@@ -53,9 +53,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_model(self) -> None:
         """The model as a positional argument. --model is an alias, as in vLLM."""
-        (flag,) = [
-            replace(flag, positional=True) for flag in engine_flags() if flag.name == "model"
-        ]
+        model = next(flag for flag in engine_flags() if flag.name == "model")
+        flag = replace(model, positional=True)
         self.groups.append(("model", [flag]))
         self.add_argument(
             "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag)

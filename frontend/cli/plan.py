@@ -45,7 +45,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser.add_argument(
         "--json", action="store_true", help="the figures as one JSON object, in bytes and tokens"
     )
-    parser.add_flags("engine", [flag for flag in engine_flags() if flag.name != "model"], COMMON)
+    parser.add_flags("engine", engine_flags(without=("model",)), COMMON)
     parser.add_flags(
         "server (no effect here; accepted so that its settings can be passed unchanged)",
         [*server_flags(), ENGINE],

@@ -31,11 +31,7 @@ def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire serve", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
     parser.add_flags("server", server_flags(), COMMON)
-    parser.add_flags(
-        "engine",
-        [flag for flag in engine_flags() if flag.name != "model"] + [ENGINE],
-        COMMON_ENGINE,
-    )
+    parser.add_flags("engine", [*engine_flags(without=("model",)), ENGINE], COMMON_ENGINE)
     return parser
 
 

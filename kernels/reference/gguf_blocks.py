@@ -14,7 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-PIECE = 2**20  # weights that are dequantized at a time: bounds the memory of temporary values
+# Weights that are dequantized at a time. Temporary values stay in the cache, and torch computes
+# tensors below 2**15 in the calling thread: with more, its threads mostly wait for one another.
+PIECE = 2**15 - 1
 
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

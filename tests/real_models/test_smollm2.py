@@ -59,7 +59,7 @@ def oracle(path):
         t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors
     }
     for name, parameter in model.named_parameters():
-        stored = torch.from_numpy(tensors.pop(gguf_name(name)))
+        values = torch.from_numpy(tensors.pop(gguf_name(name)).copy())
         if "q_proj" in name or "k_proj" in name:
             # GGUF interleaves the halves of a head
             stored = (

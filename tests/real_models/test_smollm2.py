@@ -55,17 +55,15 @@ def oracle(path):
 
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = {
-        t.name: gguf.dequantize(t.data, t.tensor_type) for t in gguf.GGUFReader(path).tensors
-    }
+    stored = gguf.GGUFReader(path).tensors
+    tensors = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in stored}
     for name, parameter in model.named_parameters():
         values = torch.from_numpy(tensors.pop(gguf_name(name)).copy())
         if "q_proj" in name or "k_proj" in name:
             # GGUF interleaves the halves of a head
-            stored = (
-                stored.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
-            )
-        parameter.data.copy_(stored)
+            values = values.unflatten(0, (-1, config.head_dim // 2, 2))
+            values = values.transpose(1, 2).flatten(0, 2)
+        parameter.data.copy_(values)
     assert not tensors
     return model
 

@@ -2,7 +2,7 @@
 
 Must not know: the scheduler, sockets, or what a client does with its rows.
 
-Rows leave after each step, or, for a client that asked for fewer and larger messages, the tokens of
+Rows leave after each step, or, for a client that requested fewer and larger messages, the tokens of
 several steps together:
 
     step 1: a b c ──▶ sent
@@ -134,7 +134,7 @@ class HeldRow:
 
 
 class Pace:
-    """The pace of one client that asked for about `rows_per_s` rows.
+    """The pace of one client that requested about `rows_per_s` rows.
 
     n rows leave together, not before n / rows_per_s seconds after the last ones. A row with more
     than tokens (a first token, an end) leaves at once, with the held rows of its request.
@@ -232,7 +232,7 @@ class OutputRows:
         self.epoch, self.engine_index = epoch, engine_index
         self.now = 0.0  # when the model last ran; see stamp
         self._by_client: dict[int, ClientRows] = {}  # since rows were last taken
-        self._paces: dict[int, Pace] = {}  # of the clients that asked for one
+        self._paces: dict[int, Pace] = {}  # of the clients that requested one
 
     def __bool__(self) -> bool:
         return bool(self._by_client) or self.holds_any

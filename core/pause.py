@@ -9,7 +9,7 @@ Must not know: sockets, threads, torch; who waits for a result, or how it is del
                     wake_up()
 
 Both may be active at once; the engine continues when neither is. A pause ends with the last
-connected client that asked for it: a client that dies takes its pause with it. A sleep stays until
+connected client that requested it: a client that dies takes its pause with it. A sleep stays until
 wake_up, because another program may be using the memory. A paused or sleeping engine that is asked
 to exit (SIGTERM) exits at once: frozen requests would never finish.
 """
@@ -142,7 +142,7 @@ class PauseControl:
         return "the engine is paused: resume() first"
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left: a pause that no other client asked for ends."""
+        """The client has left: a pause that no other client requested ends."""
         self._owners.discard(client_index)
         if self.mode is not None and not self._owners:
             self.resume()
@@ -269,4 +269,4 @@ class PauseControl:
         self._core.drain()
         self._core.scheduler.preempt_all()
         if not self._core.scheduler.reset_prefix_cache():
-            raise AssertionError("a block is held by nobody")
+            raise AssertionError("a block in use belongs to no request")

@@ -172,7 +172,7 @@ def resident_bytes() -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of the device that nobody uses."""
+    """Free memory of the device."""
     return free_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 

@@ -69,7 +69,7 @@ class Result(msgspec.Struct):
 
 
 class StepTimer:
-    """Plays the scheduler for an executor that nobody else uses."""
+    """Plays the scheduler for an executor without other users."""
 
     def __init__(
         self,

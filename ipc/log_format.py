@@ -61,7 +61,7 @@ class LossyFile(io.FileIO):
 def make_stderr_lossy() -> None:
     """From here on nothing that this process writes to stderr raises.
 
-    Leaves a stderr alone that somebody has put in its place.
+    Leaves a replaced stderr unchanged.
     """
     stderr = sys.stderr
     if stderr is not sys.__stderr__ or stderr is None:
@@ -91,7 +91,7 @@ def current_format() -> str:
 
 
 def announce(logger: logging.Logger, program: str, message: str, level: int = logging.INFO) -> None:
-    """Tells whoever started `program`: a line on stderr or, where the log is JSON, a record."""
+    """Reports to the user of `program`: a line on stderr or, where the log is JSON, a record."""
     if current_format() == "json":
         logger.log(level, "%s", message)
     else:

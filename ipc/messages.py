@@ -22,7 +22,7 @@ class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, 
 class FinishReason(IntEnum):
     STOP = 0  # end-of-sequence token, stop token id or stop string
     LENGTH = 1  # max_tokens or max_model_len
-    ABORT = 2  # the client asked for it
+    ABORT = 2  # the client requested it
     ERROR = 3  # an error inside the engine that affects this request only
 
     def __str__(self) -> str:
@@ -411,7 +411,7 @@ class SchedulerOutput(Message, frozen=True):
     the other; its blocks have room for them.
 
     A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
-    the previous step are computed in vain, and their samples are ignored.
+    the previous step are computed, and their samples are ignored.
     """
 
     step: int

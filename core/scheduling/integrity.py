@@ -62,7 +62,7 @@ def check_integrity(scheduler: Scheduler) -> None:
             request.slot is None and request.num_computed_tokens == 0 and not request.is_finished
             for request in (*scheduler.waiting, *scheduler.held.values())
         ),
-        "nobody computed more than there is": all(
+        "no request computed more tokens than it has": all(
             0 < r.num_computed_tokens <= r.num_tokens + r.num_pending_tokens
             for r in scheduler.running
         ),

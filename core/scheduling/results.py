@@ -59,7 +59,7 @@ def update_from_output(
                 continue
         elif is_running:  # else it was preempted while the step ran
             if num_computed > (num_known := len(request.token_ids)):
-                # tokens decoded after a stop were computed in vain, too
+                # tokens decoded after a stop are dropped, too
                 num_computed = num_known
             if num_computed // block_size > request.num_executed_tokens // block_size:
                 scheduler.kv_cache_manager.cache_blocks(request, num_computed)

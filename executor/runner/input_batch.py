@@ -62,7 +62,7 @@ class InputBatch:
         slot, count = request.slot, len(request.token_ids)
         self.num_added += 1
         self.entries[slot] = self.num_added
-        self._forget_wishes(slot)
+        self._forget_options(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
@@ -80,7 +80,7 @@ class InputBatch:
         self.seeds[slot] = params.seed or 0
         self.num_logprobs[slot] = _num_logprobs(params.logprobs)
         self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
-        wishes = (
+        options = (
             (self.prompt_logprobs_slots, params.prompt_logprobs is not None),
             (self.logprobs_slots, params.logprobs is not None),
         )
@@ -89,7 +89,7 @@ class InputBatch:
             params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
         )
         for slots, is_wanted in (
-            *wishes,
+            *options,
             (self.random_slots, is_random),
             (self.filtered_slots, is_random and is_filtered),
         ):
@@ -105,11 +105,11 @@ class InputBatch:
 
     def remove(self, slot: int) -> None:
         self.num_tokens[slot] = self.num_blocks[slot] = 0
-        self._forget_wishes(slot)
+        self._forget_options(slot)
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
 
-    def _forget_wishes(self, slot: int) -> None:
+    def _forget_options(self, slot: int) -> None:
         for slots in (
             self.prompt_logprobs_slots,
             self.logprobs_slots,

@@ -13,7 +13,7 @@ A launch increases each sampled row's number of tokens; the host learns their va
 finishes the step. In between, a slot may have been freed and given to another request: on the
 device, the step precedes the new request's on the same stream; on the host, a token is written only
 to its own request. A row whose logits are not finite is found when the step is finished; steps
-launched after it compute that row in vain, with token 0, and their results are ignored.
+launched after it compute that row with token 0, and their results are ignored.
 """
 
 from __future__ import annotations

@@ -145,9 +145,9 @@ class ModelRunner:
         computes.
         """
         batch = self.batch
-        wishes = batch.logprobs_slots, batch.prompt_logprobs_slots
+        requested = batch.logprobs_slots, batch.prompt_logprobs_slots
         return any(
-            some and not some.isdisjoint(slots) for some in wishes
+            some and not some.isdisjoint(slots) for some in requested
         ) or batch.stages.are_wanted_by(slots)
 
     def _end(

@@ -395,7 +395,7 @@ def _submit(pool: ThreadPoolExecutor | None, function: Any, *args: Any) -> Futur
         before = threading.stack_size(COMPILE_STACK_BYTES)
         try:
             if pool is None:
-                raise RuntimeError("no grammar has been asked for: its threads do not run")
+                raise RuntimeError("no grammar has been requested: its threads do not run")
             return pool.submit(function, *args)
         finally:
             threading.stack_size(before)

@@ -4,7 +4,7 @@ Must not know: what a processor does, the other stages, the model.
 
 The configuration names factories, `logits_processors=["package.module:name"]`, importable where the
 engine runs (in a child process `__main__` is the engine's, not the user's script). When a request
-enters the engine, each factory is asked for a processor:
+enters the engine, each factory is called for a processor:
 
     def name(params: SamplingParams) -> Processor | None
 

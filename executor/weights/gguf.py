@@ -94,7 +94,7 @@ def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
 
 
 def _map(path: Path) -> mmap.mmap:
-    """A private mapping, which torch takes for memory that can be written; nobody writes."""
+    """A private mapping, which torch takes for writable memory; it is never written."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -134,7 +134,7 @@ class Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._answer is None:
-            raise Failure(BAD_HTTP, "an answer that nobody asked for")
+            raise Failure(BAD_HTTP, "an answer without a request")
         self._answer.status = self._parser.get_status_code()
         self._ends_with_connection = not self._answer.headers.keys() & {
             "content-length",
@@ -234,7 +234,7 @@ class HttpClient:
             )
         except ConnectionRefusedError:
             raise Failure(
-                CONNECTION_REFUSED, f"nobody listens at {self.host} port {self.port}"
+                CONNECTION_REFUSED, f"no server listens at {self.host} port {self.port}"
             ) from None
         except TimeoutError:
             raise

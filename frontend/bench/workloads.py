@@ -162,7 +162,7 @@ class TextSource:
         return self.rng.choices(self._ids, k=num_tokens)
 
     def text(self, num_tokens: int) -> str:
-        """Decoded tokens seldom encode to the same number: returns the text of the nearest
+        """Decoded tokens rarely encode to the same number: returns the text of the nearest
         length in a
         few tries.
         """

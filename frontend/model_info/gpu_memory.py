@@ -51,6 +51,6 @@ def _check(code: int) -> None:
 def _no_gpu(reason: str) -> InvalidParameterError:
     return InvalidParameterError(
         "device",
-        f"cuda: no NVIDIA GPU can be asked for its memory ({reason}); name an amount (quire plan "
+        f"cuda: the memory of an NVIDIA GPU cannot be read ({reason}); name an amount (quire plan "
         f"--memory 80GiB)",
     )

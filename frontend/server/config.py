@@ -80,7 +80,7 @@ class ServerConfig(Section, frozen=True):
     ] = None
     ssl_cert_reqs: Annotated[
         Literal[0, 1, 2],
-        Meta(description="Client certificates. 0: not asked for; 1: optional; 2: required."),
+        Meta(description="Client certificates. 0: not requested; 1: optional; 2: required."),
     ] = 0
     page: Annotated[
         bool, Meta(description="Serve the page at / that shows the state of the engine.")

@@ -54,7 +54,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_prompt_tokens": ("Tokens of the prompt.", TOKENS),
     "request_generation_tokens": ("Tokens generated, of all completions together.", TOKENS),
     "request_max_num_generation_tokens": ("Effective max_tokens, times n.", TOKENS),
-    "request_params_n": ("Completions asked for.", COMPLETIONS),
+    "request_params_n": ("Completions requested.", COMPLETIONS),
     "request_params_max_tokens": ("max_tokens of requests that set it.", TOKENS),
 }
 

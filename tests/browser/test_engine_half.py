@@ -173,7 +173,7 @@ def test_a_colour_has_one_meaning(open_page, mock, scheme: str) -> None:
 # ---------------------------------------------------------------- one request
 
 
-def test_a_finished_request_has_a_time_line_and_a_trace(page) -> None:
+def test_a_finished_request_has_a_timeline_and_a_trace(page) -> None:
     send_and_wait(page, "short")
     page.click(".answer :text('Time line')")
     page.wait_for_selector("#life-picture svg")

@@ -1,5 +1,5 @@
-"""One real server for all tests of the server: `quire serve` in a process of its own, over the
-bundled model, spoken to over HTTP.
+"""One real server for all server tests: `quire serve` in its own process with the bundled model,
+used over HTTP.
 """
 
 import os
@@ -23,7 +23,7 @@ START_TIMEOUT_S = 90
 
 @contextmanager
 def running_server(*flags: str, wait: bool = True) -> Iterator[httpx.Client]:
-    """`quire serve` on a free port, ready to work (with `wait`): a client with two more attributes,
+    """Run `quire serve` on a free port, ready if `wait`. Yield a client with two more attributes,
     `process` (its Popen) and `log` (a function).
     """
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
@@ -70,8 +70,8 @@ def server() -> Iterator[httpx.Client]:
 
 @contextmanager
 def slow_engine(delay_s: float, **settings: Any) -> Iterator[tuple[str, subprocess.Popen]]:
-    """An engine (its address, its process) with the fake executor whose steps take `delay_s`;
-    prompts are token ids, and there is no text.
+    """An engine (its address, its process) with the fake executor, whose steps take `delay_s`.
+    Prompts are token ids, and there is no text.
     """
     defaults = {
         "max_model_len": 10_000,

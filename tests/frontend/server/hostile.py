@@ -1,8 +1,8 @@
-"""A bad client, as a program, and single bad requests as a function for the test's own process.
+"""A hostile client as a program, and single bad requests as a function for the test's own process.
 
 `python -m quire.tests.frontend.server.hostile PORT COUNT` opens COUNT connections of each slow
-kind, again when they are closed, until its standard input says a line; then it tells in JSON what
-became of them.
+kind, and reopens those that are closed, until it reads a line on standard input. Then it prints the
+results as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from collections import Counter
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-# What a slow client begins with, and what it drips then, a byte at a time; None: nothing ever.
+# What a slow client sends first, and what it then sends byte by byte; None: nothing more.
 SLOW = {
     "silent": (b"", None),
     "headers": (HEAD, b"X-Header: value\r\n"),
@@ -26,10 +26,10 @@ SLOW = {
 DRIP_S = 0.5
 
 
-async def be_slow(
+async def run_slow_client(
     port: int, kind: str, ends: Counter[str], longest: Counter[str], is_over: asyncio.Event
 ) -> None:
-    """One connection after the other."""
+    """Open one connection after the other."""
     begin, drip = SLOW[kind]
     while not is_over.is_set():
         try:
@@ -59,10 +59,10 @@ async def be_slow(
 
 async def main(port: int, count: int) -> None:
     ends: Counter[str] = Counter()
-    longest: Counter[str] = Counter()  # milliseconds that a connection stood before its answer
+    longest: Counter[str] = Counter()  # milliseconds that a connection was open before its answer
     is_over = asyncio.Event()
     tasks = [
-        asyncio.create_task(be_slow(port, kind, ends, longest, is_over))
+        asyncio.create_task(run_slow_client(port, kind, ends, longest, is_over))
         for kind in SLOW
         for _ in range(count)
     ]
@@ -75,8 +75,8 @@ async def main(port: int, count: int) -> None:
 def exchange(
     port: int, *pieces: bytes, repeat: int = 1, timeout_s: float = 60.0
 ) -> tuple[int | None, bytes]:
-    """(status, answer) of a request sent piece by piece, the last one `repeat` times; None: the
-    server closed without a word.
+    """Return (status, answer) of a request sent piece by piece, the last one `repeat` times; None
+    if the server closed without an answer.
     """
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         try:
@@ -85,7 +85,7 @@ def exchange(
             for _ in range(repeat):
                 connection.sendall(pieces[-1])
         except OSError:
-            pass  # it has heard enough; what it said can be read
+            pass  # the server stopped reading; its answer can still be read
         answer = b""
         try:
             while not (b"\r\n\r\n" in answer and answer.endswith(b"}")) and (

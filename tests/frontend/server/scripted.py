@@ -1,5 +1,5 @@
-"""The server over an engine that says what a test tells it to: every route, in this process, spoken
-to over HTTP without a socket.
+"""The server over a scripted engine: every route, in this process, called over HTTP without a
+socket.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from quire.frontend.server.state import ServerState
 from quire.frontend.session import default_sampling_params
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
-# A template as models that think and call tools have it: Hermes' calls, <think>.
+# A template of models with reasoning and tool calls: Hermes' calls, <think>.
 TOOL_TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "Calls go into <tool_call></tool_call>, thoughts into <think></think>.<|im_end|>\n{% endif %}"
@@ -40,8 +40,8 @@ WITH_THOUGHT_AND_CALL = [
 
 
 class ScriptedEngine:
-    """Says the pieces it was given, one token each; an exception among them is raised, and a number
-    is silence of so many seconds.
+    """Yields the given pieces, one token each. An exception among them is raised, and a number is a
+    pause in seconds.
     """
 
     errored = False
@@ -119,14 +119,14 @@ def a_call() -> Call:
 
 
 def scripted_app(engine: ScriptedEngine, template: str = TOOL_TEMPLATE, **config: Any) -> App:
-    """`config`: of ServerConfig."""
+    """`config` is the ServerConfig."""
     return make_app(ServerState(ServerConfig(chat_template=template, **config), "scripted", engine))
 
 
 def talk(
     app: App, speak: Callable[[httpx.AsyncClient], Coroutine[Any, Any, Any]], **headers: str
 ) -> Any:
-    """What `speak` returns when it is given a client of the app."""
+    """Return what `speak` returns, called with a client of the app."""
 
     async def run() -> Any:
         async with httpx.AsyncClient(
@@ -142,7 +142,7 @@ def post(app: App, path: str, body: Any, **headers: str) -> httpx.Response:
 
 
 def named_events(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
-    """(name, data) of every server-sent event."""
+    """Return (name, data) of every server-sent event."""
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in answer.text.removesuffix("\n\n").split("\n\n"):

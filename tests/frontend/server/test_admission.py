@@ -1,5 +1,5 @@
-"""Admission as an object with a clock of the test's own: bounds, order, fairness, cancellation, and
-what it says about waiting.
+"""Admission with a simulated clock: bounds, order, fairness, cancellation, and the estimate of the
+waiting time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def settle() -> None:
 
 @dataclass
 class World:
-    """Requests that stay inside until they are told to leave; every change is checked against the
+    """Requests that stay inside until the test releases them. Every change is checked against the
     bounds.
     """
 
@@ -142,26 +142,27 @@ def test_priorities_count_within_one_key_only() -> None:
     in_world(test, 1, 10, 10)
 
 
-def test_completions_count_each_and_nobody_overtakes_a_heavy_one() -> None:
+def test_each_completion_counts_and_no_request_overtakes_a_heavy_one() -> None:
     async def test(world: World) -> None:
         await world.arrive("a", n=3)
         await world.arrive("heavy", n=4)
         await world.arrive("light")
-        # there is room for the light one, which is not first
+        # the light request would fit, but it is not first
         assert world.entered == ["a"] and world.admission.num_running == 3
         await world.leave("a")
         assert world.entered == ["a", "heavy"]
         await world.leave("heavy")
         await world.arrive("giant", n=9)
         await world.leave("light")
-        assert world.entered == ["a", "heavy", "light", "giant"]  # alone, since it would never fit
+        # admitted alone, since it would never fit otherwise
+        assert world.entered == ["a", "heavy", "light", "giant"]
 
     in_world(test, 4, 10, 10)
 
 
 def test_bounds() -> None:
     async def test(world: World) -> None:
-        # what is let in at once needs no room in the queue
+        # a request that is admitted at once needs no room in the queue
         await world.arrive("in", num_tokens=1000)
         await world.arrive("a", num_tokens=6)
         await world.arrive("b", num_tokens=5)
@@ -170,13 +171,13 @@ def test_bounds() -> None:
         await world.arrive("d", num_tokens=1)
         assert world.refused == ["b", "d"]  # too many requests
         await world.arrive("c2", num_tokens=1, group="c")
-        assert world.refused == ["b", "d"]  # of a call that waits already
+        assert world.refused == ["b", "d"]  # of a call that already waits
         assert world.admission.num_refused == {"tokens": 1, "requests": 1}
 
     in_world(test, 1, 2, 10)
 
 
-def test_a_queue_of_none() -> None:
+def test_a_queue_of_length_zero() -> None:
     async def test(world: World) -> None:
         await world.arrive("a")
         await world.arrive("b")
@@ -185,7 +186,7 @@ def test_a_queue_of_none() -> None:
     in_world(test, 1, 0, 10)
 
 
-def test_let_in_and_cancelled_in_the_same_moment() -> None:
+def test_admitted_and_cancelled_at_the_same_time() -> None:
     async def test(world: World) -> None:
         for name in ("a", "b", "c"):
             await world.arrive(name)
@@ -195,7 +196,7 @@ def test_let_in_and_cancelled_in_the_same_moment() -> None:
         world.tasks["b"].cancel()
         await settle()
         assert world.entered == ["a", "c"] and world.admission.num_running == 1
-        # cancelled first, its turn comes before it has noticed
+        # cancelled first; its turn comes before it handles the cancellation
         await world.arrive("d")
         await world.arrive("e")
         world.tasks["d"].cancel()
@@ -228,8 +229,8 @@ EVENTS = st.lists(
 def test_any_order_of_events(
     events: list[tuple], max_running: int, max_waiting: int, max_waiting_tokens: int
 ) -> None:
-    """Bounds hold at every moment, a cancelled waiter leaves no trace, and everybody who is neither
-    refused nor cancelled gets in.
+    """Bounds hold at any time, a cancelled waiter leaves no trace, and every other request that is
+    not refused is admitted.
     """
 
     async def test(world: World) -> None:
@@ -259,7 +260,7 @@ def test_any_order_of_events(
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from("aaaaab"), min_size=1, max_size=40))
-def test_no_key_waits_for_more_than_one_of_each_other_key(keys: list[str]) -> None:
+def test_no_key_waits_for_more_than_one_request_of_each_other_key(keys: list[str]) -> None:
     async def test(world: World) -> None:
         await world.arrive("first", "x")
         for number, key in enumerate(keys):
@@ -273,14 +274,14 @@ def test_no_key_waits_for_more_than_one_of_each_other_key(keys: list[str]) -> No
     in_world(test, 1, 100, 100)
 
 
-def test_what_is_said_about_waiting_follows_the_pace() -> None:
+def test_the_estimate_follows_the_pace() -> None:
     clock = Clock()
 
     async def test(world: World) -> None:
         await world.arrive("0", num_tokens=10)
         for number in range(1, 101):
             await world.arrive(f"{number}", num_tokens=10)
-        for number in range(20):  # two in a second
+        for number in range(20):  # two per second
             clock.now += 0.5
             await world.leave(f"{number}")
         assert world.admission.num_waiting == 80
@@ -297,7 +298,7 @@ def test_what_is_said_about_waiting_follows_the_pace() -> None:
     in_world(test, 1, 200, 10_000, clock=clock)
 
 
-def test_the_refusal_says_when_to_come_again() -> None:
+def test_a_refusal_has_a_retry_after() -> None:
     clock = Clock()
 
     async def test(world: World) -> None:
@@ -313,7 +314,7 @@ def test_the_refusal_says_when_to_come_again() -> None:
             "rate_limit_error",
             "rate_limit_exceeded",
         )
-        # Two wait, and the one that runs has taken ten seconds so far.
+        # Two requests wait, and the running one has taken ten seconds so far.
         assert (
             error.headers() == {"retry-after": "30"}
             and "30 s" in error.message

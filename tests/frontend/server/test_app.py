@@ -1,4 +1,4 @@
-"""The application around the routes, over HTTP: ids, errors in shape, headers."""
+"""The application around the routes, over HTTP: ids, error formats, headers."""
 
 import asyncio
 import inspect
@@ -35,7 +35,7 @@ def test_unknown_routes_and_methods(server: httpx.Client) -> None:
     assert answer.headers["allow"] == "DELETE, GET, HEAD"
 
 
-def test_what_is_looked_up_is_what_the_router_would_find() -> None:
+def test_the_lookup_agrees_with_the_router() -> None:
     app = make_app(ServerState(ServerConfig(admin=True), "a model"))
     assert ("POST", "/v1/chat/completions") in app._endpoints and (
         "HEAD",
@@ -59,7 +59,7 @@ def test_unknown_parameters_are_named_in_a_header(server: httpx.Client) -> None:
 
 
 def access_lines(caplog: pytest.LogCaptureFixture, *paths: str, **config: Any) -> list[str]:
-    """The access log after a GET of each path, each by a client of its own address."""
+    """Return the access log after a GET of each path, each by a client with its own address."""
     caplog.clear()
     caplog.set_level(logging.INFO, "quire.access")
     app = make_app(ServerState(ServerConfig(**config), "m"))
@@ -75,7 +75,7 @@ def access_lines(caplog: pytest.LogCaptureFixture, *paths: str, **config: Any) -
     return [record.getMessage() for record in caplog.records]
 
 
-def test_the_access_log_names_the_client_and_leaves_polls_out(
+def test_the_access_log_has_the_client_and_omits_polls(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lines = access_lines(caplog, "/version", "/nowhere", "/v1/models")

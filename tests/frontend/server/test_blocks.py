@@ -1,6 +1,4 @@
-"""Blocks: which begin, grow and end as parts come, and that how the parts were cut does not
-matter.
-"""
+"""Blocks: their start, growth and end as parts arrive. How the parts are split does not matter."""
 
 import pytest
 from quire.frontend.answer_format import Content, Reasoning, ToolCallArguments, ToolCallStart
@@ -18,7 +16,7 @@ PARTS = [
 PARTS += [ToolCallStart(1, "g"), Content("b")]
 
 
-def test_each_block_begins_grows_and_ends() -> None:
+def test_each_block_starts_grows_and_ends() -> None:
     blocks = Blocks()
     events = [
         (what, block.kind, block.index, text)

@@ -1,6 +1,4 @@
-"""One turn, run: parts put together, finish reasons of the API, refusals before the engine is
-asked.
-"""
+"""One turn: joined parts, finish reasons of the API, refusals before the engine is called."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -31,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 class ScriptedEngine:
-    """Says the pieces it was given, as deltas."""
+    """Yields the given pieces as deltas."""
 
     def __init__(self, pieces: list[str], reason: str = "stop"):
         self.pieces, self.reason = pieces, reason
@@ -93,7 +91,7 @@ def run_turn(engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: obje
     return asyncio.run(run())
 
 
-def test_reasoning_content_and_a_call_are_told_apart() -> None:
+def test_reasoning_content_and_a_call_are_separated() -> None:
     pieces = [
         "<think>we",
         "ll</think>\n\nlet me see ",
@@ -116,7 +114,7 @@ def test_finish_reasons_are_the_apis(reason: str, told: str) -> None:
     assert run_turn(ScriptedEngine(["hello"], reason)).finish_reason == told
 
 
-def test_thinking_that_was_cut_short_is_all_there_is() -> None:
+def test_truncated_reasoning_is_the_whole_answer() -> None:
     assert (
         run_turn(ScriptedEngine(["<think>a", "b c", " d"], "length"), num_reasoning_tokens=3)
         .answer()
@@ -129,7 +127,7 @@ def test_without_tools_a_mark_is_text() -> None:
     assert run_turn(ScriptedEngine(["<tool_call>x"])).answer().content == "<tool_call>x"
 
 
-def test_what_does_not_fit_the_context_is_refused() -> None:
+def test_a_prompt_beyond_the_context_is_refused() -> None:
     with pytest.raises(ApiError) as caught:
         run_turn(ScriptedEngine([""]), messages=[{"role": "user", "content": "word " * 30}])
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
@@ -181,7 +179,7 @@ def test_the_shape_of_an_answer(
     asyncio.run(run())
 
 
-def test_what_strict_cannot_hold_is_told() -> None:
+def test_unsupported_strict_tools_are_reported() -> None:
     async def run() -> None:
         call, params = Call("req-1", 0.0, asyncio.current_task()), SamplingParams()
         turn = ChatTurn("r", [], params, tools=STRICT)
@@ -191,11 +189,11 @@ def test_what_strict_cannot_hold_is_told() -> None:
     asyncio.run(run())
 
 
-def test_a_model_is_not_shown_what_is_strict() -> None:
+def test_strict_is_not_rendered_for_the_model() -> None:
     assert shown_tool(STRICT[0]) == TOOLS[0]
 
 
-def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
+def test_a_running_turn_is_finished_while_the_server_drains() -> None:
     engine = ScriptedEngine(["<think>a</think>", "b"])
     state = state_over(engine)
 
@@ -218,11 +216,11 @@ def test_what_is_under_way_is_finished_though_the_server_is_to_end() -> None:
     assert (answer.reasoning, answer.content) == ("a", "b")
 
 
-def test_plain_text_written_at_once_counts_as_all_other_news_do(
+def test_the_fast_path_of_plain_text_counts_like_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thought, then content of two pieces, then the end: only plain content may take the short
-    way, and the counts know no ways.
+    """A thought, then content of two pieces, then the end. Only plain content may take the fast
+    path, and the counts do not depend on it.
     """
     texts = ("<think>a b", "</think>", "c", "d")
     said = [CompletionOutput(0, text, [7, 7]) for text in texts] + [

@@ -1,6 +1,4 @@
-"""ServerConfig: names that do not clash with the engine's, descriptions for --help, values out of
-range refused.
-"""
+"""ServerConfig: names that differ from the engine's, descriptions for --help, and ranges."""
 
 import msgspec
 import pytest
@@ -13,7 +11,7 @@ def test_names_are_unique_over_both_trees() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(server_fields()))
-def test_every_field_says_what_it_is(name: str) -> None:
+def test_every_field_has_a_description(name: str) -> None:
     descriptions = [
         meta.description for meta in server_fields()[name].type.__metadata__ if meta.description
     ]

@@ -1,8 +1,7 @@
-"""The error table: one row per way in which a request can be wrong, over all routes, against the
-session's server. The rows are in error_rows/, by API.
+"""The error table: one row per kind of invalid request, over all routes, with the session's server.
 
-Errors that need a server of their own (keys, queues, loading, draining): test_auth, test_leaving,
-test_serving. Input that is not HTTP: test_protocol.
+The rows are in error_rows/, by API. Errors that need a separate server (keys, queues, loading,
+draining): test_auth, test_leaving, test_serving. Input that is not HTTP: test_protocol.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def test_row(
         assert piece in found["error"]["message"]
 
 
-def test_a_streamed_request_that_is_wrong_is_refused_the_same_way(server: httpx.Client) -> None:
+def test_an_invalid_streamed_request_is_refused_the_same_way(server: httpx.Client) -> None:
     for method, path, body, status, *_ in ROWS:
         if (
             path in (T, C, R)
@@ -110,7 +109,7 @@ def test_a_streamed_request_that_is_wrong_is_refused_the_same_way(server: httpx.
 
 
 def test_every_route_has_a_row() -> None:
-    """Over the table of routes itself: one that is added later cannot be forgotten."""
+    """Iterates over the route table, so a new route is covered."""
     asked = [(method, path.split("?")[0]) for method, path, *_ in ROWS]
     for route in all_routes(ServerState(ServerConfig(), "m")):
         scopes = [
@@ -137,7 +136,7 @@ ODD_PATHS = (
 
 @pytest.mark.parametrize("path", ODD_PATHS, ids=lambda path: path[:20])
 @pytest.mark.parametrize("method", ["HEAD", "OPTIONS", "TRACE", "PATCH"])
-def test_odd_methods_and_paths(server: httpx.Client, method: str, path: str) -> None:
+def test_unusual_methods_and_paths(server: httpx.Client, method: str, path: str) -> None:
     answer = server.request(method, path)
     assert (
         answer.status_code in (200, 404, 405)
@@ -150,9 +149,9 @@ def test_odd_methods_and_paths(server: httpx.Client, method: str, path: str) -> 
         assert answer.json()["error"]["code"] in ("unknown_url", "method_not_allowed")
 
 
-def test_headers_that_change_nothing(server: httpx.Client) -> None:
-    """Curl says that what it posts is a form; some clients say nothing; others ask for what we do
-    not speak.
+def test_headers_without_effect(server: httpx.Client) -> None:
+    """curl declares its body as a form, some clients declare nothing, others accept types that the
+    server does not offer.
     """
     for headers in (
         {"content-type": "application/x-www-form-urlencoded"},
@@ -168,7 +167,7 @@ def test_headers_that_change_nothing(server: httpx.Client) -> None:
         assert answer.status_code == 200 and answer.json()["choices"], headers
 
 
-def test_texts_that_are_odd_but_right(server: httpx.Client) -> None:
+def test_unusual_but_valid_texts(server: httpx.Client) -> None:
     for prompt in (
         "\x00",
         "a\x00b",

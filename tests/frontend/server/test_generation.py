@@ -1,5 +1,5 @@
-"""Runs side by side: what comes, in which order of indices, and how the first failure ends them
-all.
+"""Parallel runs: their outputs, the order of indices, and how the first failure ends all
+of them.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from quire.frontend.server.http.errors import ApiError
 
 
 class Runs:
-    """Runs that say their numbers one by one; `failing` fails at its second."""
+    """Runs that yield their numbers one by one; `failing` fails at its second."""
 
     def __init__(self, num_runs: int, failing: int | None = None):
         self.failing = failing
@@ -48,7 +48,7 @@ def test_the_first_failure_ends_them_all(num_runs: int) -> None:
     assert 0 in runs.closed
 
 
-def test_merged_gives_everything_of_everyone_in_its_own_order() -> None:
+def test_merged_yields_all_outputs_in_the_order_of_each_run() -> None:
     async def run() -> dict[int, list[str]]:
         seen: dict[int, list[str]] = {}
         async with aclosing(merged(Runs(4).runs)) as outputs:
@@ -70,7 +70,7 @@ def test_leaving_early_closes_them() -> None:
     assert 0 in asyncio.run(run()).closed
 
 
-def test_a_refusal_of_the_engine_is_the_users_and_a_failure_is_ours() -> None:
+def test_a_refusal_of_the_engine_is_a_client_error_and_a_failure_a_server_error() -> None:
     refused = RequestOutput(
         "r",
         None,

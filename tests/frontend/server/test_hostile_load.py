@@ -1,5 +1,5 @@
-"""Bad clients by the hundred: they are refused within their limits, good requests hardly notice,
-and the memory comes back.
+"""Hundreds of hostile clients: they are refused within their limits, good requests are hardly
+slower, and memory is released.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT_S = 1.5  # of the server for heads and bodies
 
 
 @pytest.fixture(scope="module")
-def server_in_need() -> Iterator[httpx.Client]:
+def loaded_server() -> Iterator[httpx.Client]:
     with running_server(
         "--header-timeout-s", f"{TIMEOUT_S}", "--body-timeout-s", f"{TIMEOUT_S}", "--no-access-log"
     ) as client:
@@ -44,7 +44,7 @@ def good_latency_s(client: httpx.Client) -> float:
 
 @contextmanager
 def attack(port: int, count: int) -> Iterator[dict[str, Any]]:
-    """`count` connections of each slow kind; afterwards the dict tells what became of them."""
+    """Open `count` connections of each slow kind. Afterwards the dict contains their results."""
     command = [sys.executable, "-m", "quire.tests.frontend.server.hostile", str(port), str(count)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     report: dict[str, Any] = {}
@@ -73,7 +73,9 @@ def num_connections(client: httpx.Client) -> int:
 def interleaved(
     client: httpx.Client, count: int, num_rounds: int, num_requests: int, hold_s: float
 ) -> tuple[float, float, list[dict]]:
-    """(median latency in peace, the same under attack, what became of the attackers)."""
+    """Return (median latency without attack, the same under attack, the results of the
+    attackers).
+    """
     peace, war, reports = [], [], []
     for _ in range(num_rounds):
         peace += [good_latency_s(client) for _ in range(num_requests)]
@@ -113,19 +115,19 @@ def check_slow_clients(
     wait_until(lambda: memory_of(client) < memory + 32 * MIB, timeout_s=20)
 
 
-def test_slow_clients(server_in_need: httpx.Client) -> None:
-    """The short form: less of everything, and a looser bound, since other tests may be running
-    beside it.
+def test_slow_clients(loaded_server: httpx.Client) -> None:
+    """The short form: smaller numbers, and a looser bound, since other tests may run in
+    parallel.
     """
     check_slow_clients(
-        server_in_need, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 0.5, most_times=4.0
+        loaded_server, count=40, num_rounds=1, hold_s=2 * TIMEOUT_S + 0.5, most_times=4.0
     )
 
 
 @pytest.mark.slow
-def test_a_thousand_slow_clients(server_in_need: httpx.Client) -> None:
+def test_a_thousand_slow_clients(loaded_server: httpx.Client) -> None:
     check_slow_clients(
-        server_in_need, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 0.5, most_times=2.0
+        loaded_server, count=200, num_rounds=5, hold_s=2 * TIMEOUT_S + 0.5, most_times=2.0
     )
 
 
@@ -133,7 +135,7 @@ def with_length(body: bytes) -> tuple[bytes, bytes]:
     return HEAD + b"Content-Length: %d\r\n\r\n" % len(body), body
 
 
-# Name -> (what is sent, how often its last piece, status, a piece of the answer)
+# Name -> (what is sent, repetitions of the last piece, status, a part of the answer)
 LARGE: dict[str, tuple[Callable[[], tuple[bytes, ...]], int, int, bytes]] = {
     "10 MB header": (lambda: (HEAD + b"X: ", b"a" * 1_000_000), 10, 431, b"headers_too_large"),
     "100,000 headers": (
@@ -205,17 +207,17 @@ LARGE: dict[str, tuple[Callable[[], tuple[bytes, ...]], int, int, bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def memory_before(server_in_need: httpx.Client) -> int:
-    good_latency_s(server_in_need)
-    return memory_of(server_in_need)
+def memory_before(loaded_server: httpx.Client) -> int:
+    good_latency_s(loaded_server)
+    return memory_of(loaded_server)
 
 
 @pytest.mark.parametrize("name", LARGE)
-def test_large_requests(server_in_need: httpx.Client, memory_before: int, name: str) -> None:
+def test_large_requests(loaded_server: httpx.Client, memory_before: int, name: str) -> None:
     make, repeat, status, piece = LARGE[name]
     pieces = make()
-    got, answer = exchange(server_in_need.base_url.port, *pieces, repeat=repeat)
+    got, answer = exchange(loaded_server.base_url.port, *pieces, repeat=repeat)
     assert got == status and piece in answer, answer[-500:]
     assert b"x-request-id" in answer
-    wait_until(lambda: memory_of(server_in_need) < memory_before + 64 * MIB, timeout_s=20)
-    good_latency_s(server_in_need)
+    wait_until(lambda: memory_of(loaded_server) < memory_before + 64 * MIB, timeout_s=20)
+    good_latency_s(loaded_server)

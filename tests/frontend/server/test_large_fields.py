@@ -1,5 +1,5 @@
-"""Bodies with one field that is far too large: each is refused by the field's name, and the server
-answers others meanwhile.
+"""Bodies with one field that is far too large: each error names the field, and the server answers
+other requests in the meantime.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
 
-# of the longest gap to that of an idle server: without the limits it is 500 and more
+# ratio of the longest gap to that of an idle server; without the limits it is 500 and more
 MAX_RATIO = 100
 HI = [{"role": "user", "content": "hi"}]
 PART = {"type": "text", "text": "a"}
@@ -29,8 +29,8 @@ def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/completions", {"prompt": "a", "max_tokens": 1, **fields}
 
 
-# name -> (the field that the error names, path, body); made anew for each request, since they take
-# some hundred megabytes together
+# name -> (the field that the error names, path, body). Created for each request, since together
+# they take some hundred megabytes.
 CORPUS = {
     "bad_words, many": lambda: ("bad_words", *completion(bad_words=["ab" * 500] * 1000)),
     "bad_words, long": lambda: ("bad_words", *completion(bad_words=["x" * 10**6])),
@@ -107,8 +107,8 @@ ALLOWED = {
 
 
 @contextmanager
-def asking_health(server: httpx.Client) -> Iterator[list[float]]:
-    """The seconds that each answer of /health took, one question after the other."""
+def polling_health(server: httpx.Client) -> Iterator[list[float]]:
+    """Yield the seconds of each answer of /health, requested one after the other."""
     took, is_over = [], threading.Event()
 
     def ask() -> None:
@@ -137,8 +137,8 @@ def asking_health(server: httpx.Client) -> Iterator[list[float]]:
 
 @pytest.fixture(scope="module")
 def idle_gap_s(server: httpx.Client) -> float:
-    """The longest while nothing else happens in the server."""
-    with asking_health(server) as took:
+    """Return the longest gap while the server is otherwise idle."""
+    with polling_health(server) as took:
         wait_until(lambda: len(took) >= 300)
     return max(took)
 
@@ -147,7 +147,7 @@ def idle_gap_s(server: httpx.Client) -> float:
 def test_a_large_field_is_refused_by_name(server, idle_gap_s, name) -> None:
     param, path, body = CORPUS[name]()
     body = json.dumps(body).encode()
-    with asking_health(server) as took:
+    with polling_health(server) as took:
         answer = server.post(path, content=body)
     print(f"\n{name}: {max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
     assert answer.status_code == 400, answer.text[:300]
@@ -162,9 +162,9 @@ def test_a_large_field_is_refused_by_name(server, idle_gap_s, name) -> None:
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_what_is_within_the_limits_is_answered(server, idle_gap_s, name) -> None:
+def test_fields_within_the_limits_are_answered(server, idle_gap_s, name) -> None:
     path, body = ALLOWED[name]()
-    with asking_health(server) as took:
+    with polling_health(server) as took:
         answer = server.post(path, json=body)
     print(f"\n{name}: {max(took) / idle_gap_s:.1f} times the idle gap, {1000 * max(took):.0f} ms")
     assert answer.status_code == 200, answer.text[:300]
@@ -172,7 +172,7 @@ def test_what_is_within_the_limits_is_answered(server, idle_gap_s, name) -> None
 
 
 def abandon(port: int, text: str) -> None:
-    """Asks for the tokens of a text with the key "a", and leaves."""
+    """Request the tokens of a text with the key "a", and disconnect."""
     body = json.dumps({"prompt": text}).encode()
     head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -183,8 +183,8 @@ def abandon(port: int, text: str) -> None:
             pass  # refused before it was sent
 
 
-def test_abandoned_texts_take_neither_memory_nor_turns_nor_keep_the_server() -> None:
-    """Six texts of 30 MB, and six as long as they may be."""
+def test_abandoned_texts_take_no_memory_or_turns_and_do_not_delay_the_end() -> None:
+    """Six texts of 30 MB, and six of the maximum length."""
     with running_server("--api-key", "a", "--api-key", "b", "--no-access-log") as server:
         process = psutil.Process(server.process.pid)
 

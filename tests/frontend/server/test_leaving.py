@@ -1,5 +1,5 @@
-"""Clients that leave, and queues: over HTTP, with an engine whose steps are slow enough to be
-counted.
+"""Clients that disconnect, and queues: over HTTP, with an engine whose steps are slow enough to
+count.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ ENDLESS = {"prompt": [1, 2, 3], "max_tokens": 5000, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[tuple[httpx.Client, MPClient]]:
-    """A server that lets two completions into its engine and two calls wait, and the engine
-    itself.
-    """
+    """A server that admits two completions and queues two calls, and its engine."""
     flags = (
         "--max-concurrent-requests",
         "2",
@@ -43,8 +41,8 @@ def slow() -> Iterator[tuple[httpx.Client, MPClient]]:
         engine.shutdown()
 
 
-class Asking:
-    """A POST whose answer nobody has read yet."""
+class PendingPost:
+    """A POST whose answer has not been read."""
 
     def __init__(self, client: httpx.Client, body: dict):
         raw = json.dumps(body).encode()
@@ -67,31 +65,31 @@ def num_in_engine(engine: MPClient) -> int:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 2])
-def test_who_leaves_is_aborted_within_two_steps(
+def test_a_disconnect_aborts_within_two_steps(
     slow: tuple[httpx.Client, MPClient], stream: bool, n: int
 ) -> None:
     client, engine = slow
-    asking = Asking(client, ENDLESS | {"stream": stream, "n": n, "temperature": 1})
+    asking = PendingPost(client, ENDLESS | {"stream": stream, "n": n, "temperature": 1})
     wait_until(lambda: engine.call_utility("get_metrics")["num_running"] == n)
     before = engine.call_utility("get_metrics")["num_generation_tokens"]
     asking.leave()
     wait_until(lambda: num_in_engine(engine) == 0)
-    # the step under way when it left, the one before which the server's message came, and one that
-    # may lie between our two questions
+    # the step that ran at the disconnect, the one before the server's message arrived, and one that
+    # may lie between the two polls
     assert engine.call_utility("get_metrics")["num_generation_tokens"] - before <= 3 * n
 
 
 def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
     client, engine = slow
-    running = [Asking(client, ENDLESS) for _ in range(2)]
+    running = [PendingPost(client, ENDLESS) for _ in range(2)]
     wait_until(lambda: num_in_engine(engine) == 2)
-    waiting = [Asking(client, ENDLESS)]
+    waiting = [PendingPost(client, ENDLESS)]
     time.sleep(0.1)
     answer = client.post("/v1/completions", json=ENDLESS | {"prompt": [1] * 99})
     assert answer.status_code == 429 and "tokens" in answer.json()["error"]["message"]
-    waiting.append(Asking(client, ENDLESS))
+    waiting.append(PendingPost(client, ENDLESS))
     time.sleep(0.1)
-    for body in (ENDLESS, ENDLESS | {"stream": True}):  # a stream's refusal is a plain answer too
+    for body in (ENDLESS, ENDLESS | {"stream": True}):  # a refused stream gets a plain answer too
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 600
         assert answer.json()["error"] | {"message": ""} == {
@@ -101,7 +99,8 @@ def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
             "code": "rate_limit_exceeded",
         }
     assert num_in_engine(engine) == 2
-    # who waits and leaves makes room for another, and the engine never hears of it
+    # a waiting client that disconnects makes room for another, and its request never reaches the
+    # engine
     waiting[0].leave()
     short = threading.Thread(
         target=client.post, args=("/v1/completions",), kwargs={"json": ENDLESS | {"max_tokens": 1}}
@@ -112,14 +111,14 @@ def test_the_queue_over_http(slow: tuple[httpx.Client, MPClient]) -> None:
     running[1].leave()
     short.join(timeout=30)
     assert not short.is_alive()
-    wait_until(lambda: num_in_engine(engine) == 1)  # the other one that waited
+    wait_until(lambda: num_in_engine(engine) == 1)  # the other request in the queue
     waiting[1].leave()
     wait_until(lambda: num_in_engine(engine) == 0)
 
 
 def _is_free(client: httpx.Client) -> bool:
-    """Whether the queue takes one more, which then leaves it."""
-    asking = Asking(client, ENDLESS)
+    """Whether the queue accepts another request, which then leaves it."""
+    asking = PendingPost(client, ENDLESS)
     asking.socket.settimeout(0.1)
     try:
         return b" 429 " not in asking.socket.recv(1000)
@@ -129,7 +128,7 @@ def _is_free(client: httpx.Client) -> bool:
         asking.leave()
 
 
-def test_many_prompts_in_one_call_are_one_request_of_the_queue(
+def test_several_prompts_in_one_call_are_one_request_of_the_queue(
     slow: tuple[httpx.Client, MPClient],
 ) -> None:
     client, engine = slow
@@ -164,7 +163,7 @@ def test_the_same_id_twice_at_once(slow: tuple[httpx.Client, MPClient]) -> None:
     } == {"again"}
 
 
-def test_half_a_body_and_gone(slow: tuple[httpx.Client, MPClient]) -> None:
+def test_a_disconnect_after_half_a_body(slow: tuple[httpx.Client, MPClient]) -> None:
     client, _ = slow
     connection = http.client.HTTPConnection("127.0.0.1", client.base_url.port)
     connection.putrequest("POST", "/v1/completions")

@@ -1,4 +1,4 @@
-"""Meters: what one request adds to every histogram."""
+"""Meters: the observations that one request adds to each histogram."""
 
 import pytest
 from quire.frontend.outputs import RequestMetrics
@@ -83,9 +83,7 @@ def test_a_request() -> None:
 @pytest.mark.parametrize(
     ("n", "token_ts"), [(1, []), (2, [50.5, 50.5, 52.5, 52.5]), (1, [50.5, 51.0])]
 )
-def test_tokens_whose_moments_are_not_known_count_with_the_mean(
-    n: int, token_ts: list[float]
-) -> None:
+def test_tokens_without_times_count_with_the_mean(n: int, token_ts: list[float]) -> None:
     meters = Meters()
     meters.request_ended(SamplingParams(n=n), metrics_of(10, token_ts), "stop")
     assert sum(meters.histograms["inter_token_latency_seconds"].counts) == 10 - n
@@ -94,7 +92,7 @@ def test_tokens_whose_moments_are_not_known_count_with_the_mean(
     )
 
 
-def test_a_request_that_never_had_a_token() -> None:
+def test_a_request_without_tokens() -> None:
     meters = Meters()
     meters.request_ended(
         SamplingParams(), RequestMetrics(1000.0, finished_time=1001.0, num_prompt_tokens=3), "abort"

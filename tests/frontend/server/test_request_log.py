@@ -1,4 +1,4 @@
-"""The log of finished requests: what it keeps, and for how long."""
+"""The log of finished requests: its contents and limits."""
 
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.server.request_log import RequestLog
@@ -11,7 +11,7 @@ def filled(capacity: int, num_requests: int) -> RequestLog:
     return log
 
 
-def test_the_oldest_go_first() -> None:
+def test_the_oldest_are_dropped_first() -> None:
     log = filled(3, 5)
     assert (
         len(log) == 3
@@ -23,7 +23,7 @@ def test_the_oldest_go_first() -> None:
     assert [request.request_id for request in log.recent(1)] == ["r4"] and log.recent(0) == []
 
 
-def test_an_id_that_comes_again_replaces_the_first() -> None:
+def test_a_repeated_id_replaces_the_first() -> None:
     log = filled(3, 3)
     log.add("r0", RequestMetrics(9.0), {})
     assert [request.request_id for request in log.recent(10)] == ["r0", "r2", "r1"] and log.get(
@@ -31,7 +31,7 @@ def test_an_id_that_comes_again_replaces_the_first() -> None:
     ).metrics.arrival_time == 9.0
 
 
-def test_the_answers_header_finds_it_too() -> None:
+def test_a_request_is_also_found_by_the_id_of_the_header() -> None:
     log = RequestLog()
     for i, header in enumerate(("req-a", "req-b", "req-b")):
         log.add(f"cmpl-{i}", RequestMetrics(0.0), {"x_request_id": header})
@@ -42,7 +42,7 @@ def test_the_answers_header_finds_it_too() -> None:
     )
 
 
-def test_what_it_keeps_no_longer_changes() -> None:
+def test_logged_requests_do_not_change() -> None:
     log, metrics = RequestLog(), RequestMetrics(0.0, num_generation_tokens=2, token_ts=[1.5, 2.5])
     log.add("r", metrics, {})
     metrics.num_generation_tokens, metrics.token_ts = 3, [9.0]

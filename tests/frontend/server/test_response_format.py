@@ -1,4 +1,4 @@
-"""The three ways of asking for structured output, and what is wrong with each."""
+"""The three ways to request structured output, and their errors."""
 
 import msgspec
 import pytest
@@ -61,13 +61,13 @@ def test_response_formats() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(wanted: dict, param: str) -> None:
+def test_errors_name_the_field(wanted: dict, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         response_format(wanted)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_vllms_ways() -> None:
+def test_vllms_fields() -> None:
     assert structured_outputs_of(SamplingBody()) is None
     assert structured_outputs_of(SamplingBody(guided_choice=["a"])).choice == ["a"]
     assert (
@@ -93,13 +93,13 @@ def test_vllms_ways() -> None:
         ),
     ],
 )
-def test_too_much_or_too_little(body: SamplingBody, param: str) -> None:
+def test_conflicting_and_incomplete_formats(body: SamplingBody, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         structured_outputs_of(body)
     assert caught.value.param == param
 
 
-# Every field of OpenAI's APIs that asks for JSON.
+# Every field of OpenAI's APIs that requests JSON.
 ASKING = [
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     {"response_format": {"type": "json_object"}},
@@ -131,7 +131,7 @@ def test_whitespace_options_work_beside_every_field(asking: dict) -> None:
 
 
 @pytest.mark.parametrize("asking", ASKING, ids=str)
-def test_the_servers_default_gives_way_to_the_request(asking: dict) -> None:
+def test_the_request_overrides_the_servers_default(asking: dict) -> None:
     assert spacing_of(asking, default=True) == (True, None)
     assert spacing_of(asking | {"disable_any_whitespace": False}, default=True) == (False, None)
     stated = asking.get("structured_outputs", {})
@@ -139,7 +139,7 @@ def test_the_servers_default_gives_way_to_the_request(asking: dict) -> None:
     assert spacing_of(asking | within, default=True) == (False, None)
 
 
-def test_whitespace_options_change_nothing_but_json() -> None:
+def test_whitespace_options_affect_only_json() -> None:
     body = SamplingBody(guided_regex="a", disable_any_whitespace=True)
     params = sampling_params(body, SamplingParams(), ServerConfig(), max_tokens=9, logprobs=None)
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
@@ -192,7 +192,7 @@ def test_the_option_reaches_the_arguments_of_forced_calls(compact: bool) -> None
     assert ('"item_separator"' in engine.params[0].structured_outputs.grammar) is not compact
 
 
-def test_an_option_without_json_is_said_to_be_ignored() -> None:
+def test_an_option_without_json_is_reported_as_ignored() -> None:
     answer = post(
         scripted_app(ScriptedEngine(["hi"])),
         "/v1/chat/completions",

@@ -1,5 +1,5 @@
-"""Retry-After against the truth: how long until all that waits at a refusal has been let in, over
-eleven load patterns on a simulated clock.
+"""Retry-After against the true waiting time: how long until all requests that wait at a refusal are
+admitted, over eleven load patterns on a simulated clock.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ MAX_WAITING_TOKENS = 20_000
 @dataclass(frozen=True)
 class Arrival:
     at_s: float
-    work_s: float  # in the engine, once it is one of the `num_seqs` that compute
+    work_s: float  # seconds in the engine, once it is one of the `num_seqs` that run
     num_tokens: int = 1
     n: int = 1
 
 
 @dataclass
 class Pattern:
-    """`arrivals` in order."""
+    """`arrivals` are in order."""
 
     arrivals: Callable[[random.Random], Iterator[Arrival]]
-    num_seqs: int = 16  # that compute at once; the others that were let in wait in the engine
+    num_seqs: int = 16  # number that run at once; other admitted requests wait in the engine
 
 
 @dataclass
 class Simulation:
-    """The real Admission before an engine that is a number of servers with one queue."""
+    """The real Admission in front of an engine that is modelled as several servers with
+    one queue.
+    """
 
     num_seqs: int
     now: float = 0.0
@@ -92,7 +94,9 @@ class Simulation:
         await asyncio.gather(*tasks)
 
     def ratios(self) -> list[float]:
-        """Said over true. Retry-After is at least 1 s, so the truth counts as no less."""
+        """Return estimate / truth. Retry-After is at least 1 s, so the truth is at least
+        1 s too.
+        """
         return [
             said_s / max(1.0, max(self.entered_at[slot] for slot in waiting) - now)
             for now, said_s, waiting in self.refusals
@@ -101,13 +105,13 @@ class Simulation:
 
 
 def steady(rate: float, until_s: float, work: Callable[[float], float], begin_s: float = 0.0):
-    """Evenly spaced arrivals; `work` gives seconds in the engine from the moment of arrival."""
+    """Evenly spaced arrivals; `work` gives seconds in the engine by time of arrival."""
     count = int(rate * (until_s - begin_s))
     return (Arrival(begin_s + i / rate, work(begin_s + i / rate)) for i in range(count))
 
 
 def burst_of_equals(_: random.Random) -> Iterator[Arrival]:
-    """An idle server without a history, 400 requests at once: what is let in completes in 9 s."""
+    """An idle server without history, 400 requests at once. Admitted ones complete in 9 s."""
     return (Arrival(0.001 * i, 0.6) for i in range(400))
 
 
@@ -138,8 +142,8 @@ def short_ones_and_some_long(draw: random.Random) -> Iterator[Arrival]:
 
 
 def becomes_slow(_: random.Random) -> Iterator[Arrival]:
-    """Twice the work from 30 s on. What waits has then another length than what has ended, which
-    no rate of completion can tell.
+    """Twice the work from 30 s on. Waiting requests then differ in length from finished ones, which
+    no completion rate reflects.
     """
     return steady(24.0, 120.0, lambda at_s: 1.0 if at_s < 30 else 2.0)
 

@@ -1,5 +1,5 @@
-"""Streamed equals whole equals offline, text and log-probabilities, for the same seed: over a child
-process, in the server's own, and over a daemon.
+"""Streamed, whole and offline answers are equal, text and log-probabilities, for the same seed:
+with a child engine, in-process, and with a daemon.
 """
 
 import subprocess
@@ -18,12 +18,12 @@ from quire.tests.frontend.server.routes.test_completions import events
 PROMPTS = ["Once upon a time", "What is 7 + 8?", "The €uro and the 🙂 are characters"]
 NUM_TOKENS = 12
 SETTINGS = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 1234, "top_p": 0.9}]
-CLOSE = 2e-4  # log-probabilities: other batches and cached prefixes add up in another order
+CLOSE = 2e-4  # of log-probabilities: other batches and cached prefixes sum in another order
 
 
 @pytest.fixture(scope="module")
 def offline() -> list[dict[str, list[dict[str, Any]]]]:
-    """Per setting: completions and chats as LLM gives them, each {"text", "token_ids",
+    """Return per setting the completions and chats of LLM, each {"text", "token_ids",
     "logprobs"}.
     """
     with LLM(engine="inproc") as llm:

@@ -61,7 +61,7 @@ def responses(server: httpx.Client, stream: bool) -> Told:
 
 
 def stored_responses(server: httpx.Client, stream: bool) -> Told:
-    """The same conversation, of which the server has kept the first part."""
+    """The same conversation, with its first part stored by the server."""
     kept = server.post(
         "/v1/responses",
         json={
@@ -130,7 +130,7 @@ def ollama(server: httpx.Client, stream: bool) -> Told:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", [responses, stored_responses, anthropic, ollama])
-def test_every_api_says_what_openais_chat_says(
+def test_every_api_returns_the_text_of_openais_chat(
     server: httpx.Client, api: Callable[[httpx.Client, bool], Told], stream: bool
 ) -> None:
     assert api(server, stream) == chat(server, stream) == chat(server, False)

@@ -1,5 +1,5 @@
-"""From bodies to SamplingParams: defaults, names, what is refused by its own field, and what is
-ignored and said to be.
+"""Conversion of bodies to SamplingParams: defaults, names, refusals that name the field, and
+ignored fields that are reported.
 """
 
 import asyncio
@@ -36,24 +36,24 @@ def params(names: dict[str, str] | None = None, **fields: object) -> SamplingPar
     )
 
 
-def test_the_models_recommendation_stands_where_the_body_is_silent() -> None:
+def test_the_models_defaults_apply_if_the_body_has_none() -> None:
     assert (params().temperature, params().top_k, params().max_tokens) == (0.6, 20, 5)
     assert (params(temperature=0).temperature, params(top_k=0).top_k) == (0.0, 0)
 
 
-def test_streams_want_deltas() -> None:
+def test_streams_use_deltas() -> None:
     assert (
         params(stream=True).output_kind == RequestOutputKind.DELTA
         and params().output_kind == RequestOutputKind.FINAL_ONLY
     )
 
 
-def test_keys_of_logit_bias_become_numbers_and_empty_stops_nothing() -> None:
+def test_keys_of_logit_bias_become_numbers_and_an_empty_stop_stops_nothing() -> None:
     assert params(logit_bias={"7": -100, "8": 1.5}).logit_bias == {7: -100.0, 8: 1.5}
     assert params(stop="").stop is None and params(stop=["", "a"]).stop == ["a"]
 
 
-def test_a_negative_seed_is_one_too() -> None:
+def test_a_negative_seed_is_valid() -> None:
     assert (
         params(seed=-1).seed == 2**63 - 1
         and params(seed=-(2**63)).seed == 0
@@ -80,7 +80,7 @@ def test_the_engines_limits(fields: dict) -> None:
         params(**fields)
 
 
-def test_errors_have_the_bodys_names() -> None:
+def test_errors_use_the_names_of_the_body() -> None:
     body = SamplingBody(guided_regex="a")
     assert (
         field_names(body)["structured_outputs.regex"] == "guided_regex"
@@ -107,7 +107,7 @@ def checked(**fields: Any) -> Call:
     return asyncio.run(run())
 
 
-def test_what_is_ignored_is_said() -> None:
+def test_ignored_fields_are_reported() -> None:
     call = checked(
         user="me",
         metadata={"a": "b"},
@@ -148,7 +148,7 @@ def test_what_is_ignored_is_said() -> None:
         {"use_beam_search": True},
     ],
 )
-def test_what_the_api_knows_and_the_server_cannot_is_refused(fields: dict) -> None:
+def test_unsupported_fields_of_the_api_are_refused(fields: dict) -> None:
     with pytest.raises(ApiError) as caught:
         checked(**fields)
     assert (caught.value.status, caught.value.code, caught.value.param) == (
@@ -159,7 +159,7 @@ def test_what_the_api_knows_and_the_server_cannot_is_refused(fields: dict) -> No
     assert checked(modalities=["text"], functions=[], use_beam_search=False).ignored_params == []
 
 
-def test_every_ignored_or_refused_field_is_one_of_the_body() -> None:
+def test_every_ignored_or_refused_field_is_a_field_of_the_body() -> None:
     fields = set(ChatBody.__struct_fields__)
     assert not IGNORED.keys() & UNSUPPORTED.keys() and IGNORED.keys() | UNSUPPORTED.keys() <= fields
 

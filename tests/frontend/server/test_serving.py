@@ -1,4 +1,6 @@
-"""The server's process: its port before its model, the way out by signals and by failures."""
+"""The server's process: its port opens before the model is loaded, and it ends on signals and
+failures.
+"""
 
 import json
 import os
@@ -27,7 +29,7 @@ from quire.tests.frontend.server.conftest import running_server, slow_engine, wa
 def test_the_port_is_open_while_the_model_loads() -> None:
     with running_server(wait=False) as client:
         answer = client.get("/v1/models")
-        if answer.status_code != 200:  # on a fast machine it may be there already
+        if answer.status_code != 200:  # on a fast machine the model may be loaded already
             assert (
                 answer.status_code == 503
                 and answer.json()["error"]["code"] == "model_loading"
@@ -49,7 +51,7 @@ def test_ports() -> None:
     assert caught.value.parameter == "host"
 
 
-def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
+def test_unusable_certificates(tmp_path: Path) -> None:
     garbage = tmp_path / "cert.pem"
     garbage.write_text("no certificate")
     check_certificate(ServerConfig())
@@ -76,7 +78,7 @@ def test_certificates_that_cannot_be_used(tmp_path: Path) -> None:
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
     ],
 )
-def test_as_many_files_as_connections(
+def test_the_file_limit_allows_all_connections(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
 ) -> None:
     given = []
@@ -91,7 +93,7 @@ def test_the_session_server_is_ready(server: httpx.Client) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux only")
-def test_the_server_gives_way_to_its_engine(server: httpx.Client) -> None:
+def test_the_server_has_a_lower_priority_than_its_engine(server: httpx.Client) -> None:
     def policies(process: psutil.Process) -> set[int]:
         return {os.sched_getscheduler(thread.id) for thread in process.threads()}
 
@@ -102,7 +104,7 @@ def test_the_server_gives_way_to_its_engine(server: httpx.Client) -> None:
 
 
 class Streaming(threading.Thread):
-    """A stream read to its end, in a thread."""
+    """Reads a stream to its end in a thread."""
 
     def __init__(self, client: httpx.Client, max_tokens: int):
         super().__init__()
@@ -128,7 +130,7 @@ class Streaming(threading.Thread):
 def busy_server(
     max_tokens: int, *flags: str
 ) -> Iterator[tuple[httpx.Client, Streaming, subprocess.Popen]]:
-    """A server with one stream under way, and its engine's process."""
+    """A server with one running stream, and its engine's process."""
     with (
         slow_engine(0.05) as (address, engine),
         running_server("--engine", address, *flags) as client,
@@ -143,7 +145,7 @@ def error_of(streaming: Streaming) -> dict:
     return json.loads(streaming.events[-1])["error"]
 
 
-def test_sigterm_lets_streams_finish_and_refuses_what_is_new() -> None:
+def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
     with busy_server(30) as (client, streaming, _):
         client.process.send_signal(signal.SIGTERM)
         wait_until(lambda: client.get("/health/ready").status_code == 503)
@@ -163,7 +165,7 @@ def test_sigterm_lets_streams_finish_and_refuses_what_is_new() -> None:
         assert "Traceback" not in client.log() and "active requests may finish" in client.log()
 
 
-def test_streams_that_take_too_long_are_told_why_they_end() -> None:
+def test_streams_that_take_too_long_end_with_the_reason() -> None:
     with busy_server(5000, "--drain-timeout-s", "0.3") as (client, streaming, _):
         client.process.send_signal(signal.SIGTERM)
         assert error_of(streaming)["code"] == "shutting_down"
@@ -190,7 +192,7 @@ def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
 
 
-def test_an_engine_that_dies_while_nobody_asks() -> None:
+def test_an_engine_that_dies_while_idle() -> None:
     with slow_engine(0.0) as (address, engine), running_server("--engine", address) as client:
         engine.kill()
         assert client.process.wait(timeout=15) == 1
@@ -208,7 +210,7 @@ def test_an_engine_that_dies_while_the_server_drains() -> None:
 
 @contextmanager
 def server_writing_to(stderr: int | IO[str], path: Path) -> Iterator[tuple[httpx.Client, Any]]:
-    """A server on a Unix socket, since nobody may read its address, and its process."""
+    """A server on a Unix socket (its address is not in the log), and its process."""
     with slow_engine(0.05) as (address, _):
         command = [sys.executable, "-m", "quire", "serve", "--uds", str(path)]
         process = subprocess.Popen([*command, "--engine", address], stderr=stderr, stdout=stderr)
@@ -234,10 +236,10 @@ def test_it_serves_with_a_full_disk_behind_its_log(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_it_drains_when_the_reader_of_its_log_has_left(
+def test_it_drains_after_the_reader_of_its_log_has_ended(
     tmp_path: Path, sent: signal.Signals, code: int
 ) -> None:
-    """`quire serve 2>&1 | tee`, of which Ctrl-C ends both."""
+    """As with `quire serve 2>&1 | tee`, where Ctrl-C ends both."""
     reader, writer = os.pipe()
     with server_writing_to(writer, tmp_path / "quire.sock") as (client, process):
         os.close(writer)
@@ -259,7 +261,7 @@ def test_it_drains_when_the_reader_of_its_log_has_left(
         (["--max-model-len", "64", "--num-gpu-blocks-override", "2"], 2, "num_gpu_blocks_override"),
     ],
 )
-def test_an_engine_that_does_not_come_up(flags: list[str], code: int, sentence: str) -> None:
+def test_an_engine_that_does_not_start(flags: list[str], code: int, sentence: str) -> None:
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == code and "Traceback" not in ended.stderr
@@ -268,7 +270,7 @@ def test_an_engine_that_does_not_come_up(flags: list[str], code: int, sentence: 
     ), ended.stderr
 
 
-def test_a_port_that_is_taken(server: httpx.Client) -> None:
+def test_a_port_in_use(server: httpx.Client) -> None:
     port = server.base_url.port
     ended = subprocess.run(
         [sys.executable, "-m", "quire", "serve", "--port", str(port)],
@@ -280,7 +282,7 @@ def test_a_port_that_is_taken(server: httpx.Client) -> None:
 
 
 def test_a_log_of_json() -> None:
-    """Every line that server and engine write."""
+    """Check every line that server and engine write."""
     with running_server("--log-format", "json") as client:
         client.get("/v1/models")
         client.get("/health")
@@ -315,9 +317,9 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "quire.sock"
     listener = open_port(ServerConfig(uds=str(path)))
     with listener, pytest.raises(InvalidParameterError) as caught:
-        open_port(ServerConfig(uds=str(path)))  # somebody listens there
+        open_port(ServerConfig(uds=str(path)))  # another process listens there
     assert caught.value.parameter == "uds" and str(path) in str(caught.value)
-    assert path.exists()  # left behind, as by a server that was killed
+    assert path.exists()  # left behind, for example by a killed server
     with slow_engine(0.0) as (address, _), tempfile.TemporaryFile("w+") as log:
         command = [sys.executable, "-m", "quire", "serve", "--uds", str(path)]
         process = subprocess.Popen([*command, "--engine", address], stderr=log)
@@ -343,7 +345,7 @@ def answers_ready(client: httpx.Client) -> bool:
         return False
 
 
-def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
+def test_sighup_reloads_the_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("one\n")
     with (
@@ -368,7 +370,7 @@ def test_sighup_reads_the_keys_again(tmp_path: Path) -> None:
 
 
 def test_below_a_path_of_a_reverse_proxy() -> None:
-    """A proxy may take the prefix off or leave it."""
+    """A proxy may strip the prefix or keep it."""
     with (
         slow_engine(0.0) as (address, _),
         running_server("--engine", address, "--root-path", "/llm") as client,
@@ -385,7 +387,7 @@ def test_below_a_path_of_a_reverse_proxy() -> None:
 
 
 @pytest.mark.parametrize("root_path", ["llm", "/llm/", "/", "/a?b"])
-def test_root_paths_that_are_none(root_path: str) -> None:
+def test_invalid_root_paths(root_path: str) -> None:
     command = [sys.executable, "-m", "quire", "serve", "--root-path", root_path]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "--root-path" in ended.stderr

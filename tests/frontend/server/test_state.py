@@ -1,4 +1,4 @@
-"""ServerState: what it says while nothing is loaded, when loading failed, and while it drains."""
+"""ServerState: its errors while nothing is loaded, after loading failed, and while draining."""
 
 import pytest
 from quire.frontend.server.config import ServerConfig
@@ -13,7 +13,7 @@ def refusal(state: ServerState) -> ApiError:
     return caught.value
 
 
-def test_loading_says_how_far_it_is_and_when_to_come_again() -> None:
+def test_loading_reports_progress_and_a_retry_after() -> None:
     state = ServerState(ServerConfig(), "m")
     state.loading.began -= 10.0
     state.loading.report("load weights", 0.5)
@@ -26,7 +26,7 @@ def test_loading_says_how_far_it_is_and_when_to_come_again() -> None:
     assert 8 <= int(error.headers()["retry-after"]) <= 12
 
 
-def test_progress_never_goes_back() -> None:
+def test_progress_never_decreases() -> None:
     state = ServerState(ServerConfig(), "m")
     for stage, fraction in (
         ("import", 1.0),
@@ -39,7 +39,7 @@ def test_progress_never_goes_back() -> None:
         assert state.loading.fraction >= before
 
 
-def test_a_failure_keeps_its_words_to_the_log() -> None:
+def test_the_message_of_a_failure_is_only_logged() -> None:
     state = ServerState(ServerConfig(), "m")
     state.loading.error = "cannot read a secret path"
     error = refusal(state)

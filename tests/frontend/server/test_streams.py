@@ -1,5 +1,5 @@
-"""The streams of every API: what breaks their silence, and that a client that leaves ends the
-request.
+"""The streams of every API: keep-alive messages, and the abort of a request when its client
+disconnects.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ ENDLESS = [0.001, *["word "] * 5000, 1000.0, "end"]
         ("/api/generate", b"\n "),
     ],
 )
-def test_silence_is_broken_in_a_way_that_the_api_allows(path: str, breaker: bytes) -> None:
+def test_keep_alives_are_valid_in_each_api(path: str, breaker: bytes) -> None:
     app = scripted_app(ScriptedEngine([0.1, "a", 0.1, "b"]), sse_keep_alive_s=0.02)
     raw = post(app, path, BODIES[path] | {"stream": True}).content
     assert raw.count(breaker) >= 1 and (b"\n" + raw).startswith(breaker)
     if path.startswith("/api/"):
-        # no line is left without a value
+        # every line has a value
         assert all(msgspec.json.decode(line) for line in raw.removesuffix(b"\n").split(b"\n"))
 
 
 async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int) -> None:
-    """Speaks ASGI: sends the request, reads so many chunks (0: none, whole answers too) and goes
-    away.
+    """An ASGI client that sends the request, reads the given number of chunks (0: none, also of
+    whole answers) and disconnects.
     """
     has_read, requested = asyncio.Event(), False
     num_read = 0
@@ -74,7 +74,7 @@ async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_who_leaves_ends_the_request(path: str, stream: bool) -> None:
+def test_a_disconnect_aborts_the_request(path: str, stream: bool) -> None:
     engine = ScriptedEngine(ENDLESS)
     app = scripted_app(engine)
 

@@ -1,4 +1,4 @@
-"""Time lines and Chrome traces of finished requests, from metrics made by hand."""
+"""Timelines and Chrome traces of finished requests, from handmade metrics."""
 
 import json
 from itertools import pairwise
@@ -8,8 +8,8 @@ from quire.frontend.outputs import RequestMetrics
 from quire.frontend.server.request_log import FinishedRequest
 from quire.frontend.server.time_line import chrome_trace, events, summary_of, time_line
 
-# Queued at 100.0, two chunks of prefill, three tokens, preempted after the second and computed
-# again in one chunk.
+# Queued at 100.0, two chunks of prefill, three tokens, preempted after the second and recomputed in
+# one chunk.
 METRICS = RequestMetrics(
     arrival_time=5000.0,
     first_token_time=5000.75,
@@ -31,7 +31,7 @@ METRICS = RequestMetrics(
 REQUEST = FinishedRequest("chatcmpl-1", METRICS, {"model": "m", "finish_reason": "length"})
 
 
-def test_a_time_line_in_order() -> None:
+def test_a_timeline_in_order() -> None:
     assert [
         (e["name"], e["begin_s"], e.get("end_s"), e.get("num_tokens")) for e in events(METRICS)
     ] == [
@@ -72,7 +72,7 @@ def test_a_summary() -> None:
     }
 
 
-def test_tokens_of_one_moment_are_one_step() -> None:
+def test_tokens_at_the_same_time_are_one_step() -> None:
     metrics = RequestMetrics(
         0.0,
         queued_ts=1.0,
@@ -101,13 +101,13 @@ def test_tokens_of_one_moment_are_one_step() -> None:
     ],
     ids=["never taken", "ended in the queue", "ended before its first token"],
 )
-def test_lives_that_were_cut_short(metrics: RequestMetrics, names: list[str]) -> None:
+def test_aborted_and_failed_requests(metrics: RequestMetrics, names: list[str]) -> None:
     request = FinishedRequest("r", metrics, {"finish_reason": "abort"})
     assert [e["name"] for e in time_line(request)["events"]] == names
     assert all(e.get("dur", 0) >= 0 for e in chrome_trace(request)["traceEvents"])
 
 
-def test_the_trace_is_one_that_perfetto_opens() -> None:
+def test_perfetto_can_open_the_trace() -> None:
     trace = json.loads(json.dumps(chrome_trace(REQUEST)))
     assert trace["displayTimeUnit"] == "ms" and trace["otherData"]["finish_reason"] == "length"
     spans = [e for e in trace["traceEvents"] if e["ph"] == "X"]

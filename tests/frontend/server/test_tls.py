@@ -1,4 +1,4 @@
-"""HTTPS with certificates of our own, made by openssl: the server's, and clients'."""
+"""HTTPS with certificates of a server and of clients, created by openssl."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 
 
 def make_certificate(directory: Path, name: str) -> tuple[str, str]:
-    """A self-signed certificate for localhost: (certificate, key), files in PEM."""
+    """Create a self-signed certificate for localhost. Return (certificate, key), files in PEM."""
     certificate, key = directory / f"{name}.pem", directory / f"{name}.key"
     command = "openssl req -x509 -nodes -days 2 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1"
     names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
@@ -34,7 +34,7 @@ def make_certificate(directory: Path, name: str) -> tuple[str, str]:
 
 @contextmanager
 def https_server(*flags: str) -> Iterator[str]:
-    """The base URL of a server that has begun to listen."""
+    """Return the base URL of a server that has begun to listen."""
     with slow_engine(0.0) as (address, _), tempfile.NamedTemporaryFile("r") as log:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--engine", address]
         with open(log.name, "w") as out:
@@ -49,7 +49,7 @@ def https_server(*flags: str) -> Iterator[str]:
 
 
 def trusting(certificate: str, *own: str) -> ssl.SSLContext:
-    """A client's context; `own`: its certificate and key."""
+    """Return a client's context; `own` is its certificate and key."""
     context = ssl.create_default_context(cafile=certificate)
     if own:
         context.load_cert_chain(*own)
@@ -71,7 +71,7 @@ def test_https(tmp_path: Path) -> None:
             body = {"prompt": [1, 2], "max_tokens": 3, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as answer:
                 assert list(answer.iter_lines())[-2] == "data: [DONE]"
-        with pytest.raises(httpx.TransportError):  # a certificate that nobody vouches for
+        with pytest.raises(httpx.TransportError):  # an untrusted certificate
             httpx.get(f"{url}/health")
 
 

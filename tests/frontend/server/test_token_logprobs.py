@@ -1,4 +1,4 @@
-"""Log-probabilities written down: tokens that are no whole text, offsets, ties, zero probabilities,
+"""Output of log-probabilities: tokens that are not a whole text, offsets, ties, zero probabilities,
 prompts with a BOS.
 """
 
@@ -36,10 +36,10 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, False)
 
 
-def test_part_of_a_character_is_written_as_its_bytes(tokenizer: Tokenizer) -> None:
+def test_part_of_a_character_is_shown_as_its_bytes(tokenizer: Tokenizer) -> None:
     writer, ids = TokenWriter(tokenizer), ids_of(tokenizer, "€")
     assert len(ids) == 3
-    texts = ["", "", "€"]  # what each adds to the text
+    texts = ["", "", "€"]  # the text that each token adds
     positions = [{i: Logprob(-0.5, 1, text)} for i, text in zip(ids, texts, strict=True)]
     chat = writer.chat(positions, 0)
     assert [entry.token for entry in chat] == ["\\xe2", "\\x82", "\\xac"] and bytes(
@@ -53,7 +53,7 @@ def test_part_of_a_character_is_written_as_its_bytes(tokenizer: Tokenizer) -> No
     )
 
 
-def test_as_many_top_entries_as_asked_for_the_likeliest_first(tokenizer: Tokenizer) -> None:
+def test_as_many_top_entries_as_requested_most_likely_first(tokenizer: Tokenizer) -> None:
     a, b, c = (ids_of(tokenizer, letter)[0] for letter in "abc")
     unlikely = {c: Logprob(-3.0, 3, "c"), a: Logprob(-0.1, 1, "a"), b: Logprob(-0.2, 2, "b")}
     likely = {b: Logprob(-0.2, 2, "b"), a: Logprob(-0.1, 1, "a")}
@@ -70,7 +70,7 @@ def test_json_has_no_infinity(tokenizer: Tokenizer) -> None:
     assert msgspec.json.decode(msgspec.json.encode(chat))[0]["logprob"] == -9999.0
 
 
-def test_a_bos_takes_no_room_in_an_echo(tokenizer: Tokenizer) -> None:
+def test_a_bos_has_no_width_in_an_echo(tokenizer: Tokenizer) -> None:
     bos, (h, i) = tokenizer.token_to_id("<bos>"), ids_of(tokenizer, "hi")
     positions = [None, {h: Logprob(-1.0, 1, "h")}, {i: Logprob(-2.0, 1, "i")}]
     found = TokenWriter(tokenizer).prompt([bos, h, i], positions, "hi")
@@ -83,7 +83,7 @@ def test_a_bos_takes_no_room_in_an_echo(tokenizer: Tokenizer) -> None:
     assert written.text_offset == [0, 5, 6]
 
 
-def test_special_tokens_that_the_text_leaves_out_take_no_room(tokenizer: Tokenizer) -> None:
+def test_special_tokens_that_the_text_omits_have_no_width(tokenizer: Tokenizer) -> None:
     bos, (h, i) = tokenizer.token_to_id("<bos>"), ids_of(tokenizer, "hi")
     positions = [
         {h: Logprob(-1.0, 1, "h")},
@@ -95,7 +95,7 @@ def test_special_tokens_that_the_text_leaves_out_take_no_room(tokenizer: Tokeniz
     assert writer.completion(positions, 0, skips_special=False)[0].text_offset == [0, 1, 6]
 
 
-def test_ids_in_place_of_texts(tokenizer: Tokenizer) -> None:
+def test_ids_instead_of_texts(tokenizer: Tokenizer) -> None:
     writer = TokenWriter(tokenizer, as_ids=True)
     found, _ = writer.completion(
         [{7: Logprob(-1.0, 1, "x"), 8: Logprob(-2.0, 2, "y")}], 0, skips_special=True
@@ -106,7 +106,7 @@ def test_ids_in_place_of_texts(tokenizer: Tokenizer) -> None:
     assert joined(found, found).tokens == ["token_id:7"] * 2
 
 
-def test_prompt_log_probabilities_in_vllms_shape() -> None:
+def test_prompt_log_probabilities_in_vllms_format() -> None:
     assert prompt_logprobs(None) is None
     assert prompt_logprobs([None, {5: Logprob(-1.0, 2, "x")}]) == [
         None,

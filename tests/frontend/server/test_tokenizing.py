@@ -1,5 +1,5 @@
-"""Tokenizing beside the loop: short and long texts alike, what is refused unread, that keys take
-turns, and what becomes of texts that nobody waits for any more.
+"""Tokenizing in threads: short and long texts, refusals without tokenizing, fairness between keys,
+and abandoned texts.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def test_slices(lengths: list[int], expected: list[list[int]]) -> None:
     assert [[len(t) for t in some] for some in slices(["x" * n for n in lengths])] == expected
 
 
-def test_the_loop_goes_on_meanwhile() -> None:
+def test_the_loop_is_not_blocked() -> None:
     async def run() -> int:
         reading = asyncio.ensure_future(tokenized(state(), ["the cat sat on it. " * 50_000]))
         num_turns = 0
@@ -76,17 +76,17 @@ def test_the_loop_goes_on_meanwhile() -> None:
     assert asyncio.run(run()) > 5
 
 
-def test_what_is_far_too_long_is_refused_unread() -> None:
+def test_a_far_too_long_text_is_refused_without_tokenizing() -> None:
     longest = tiny_tokenizer().max_token_length
     with pytest.raises(ApiError) as caught:
         asyncio.run(tokenized(state(64), ["x" * 30_000_000], must_fit=True))
     error = caught.value
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", "messages")
     assert f"at least {-(-30_000_000 // longest)} tokens" in error.message
-    check_length(tiny_tokenizer(), "x" * longest * 64, "prompt", 64)  # as long as could just be
+    check_length(tiny_tokenizer(), "x" * longest * 64, "prompt", 64)  # as long as could just fit
 
 
-def test_what_need_not_fit_has_a_limit_too() -> None:
+def test_texts_that_need_not_fit_have_a_limit() -> None:
     most = max_characters(64)
     assert (most, max_characters(10**6)) == (HUGE_TEXT, 16 * 10**6)
     unbounded = SimpleNamespace(max_token_length=None)
@@ -98,7 +98,7 @@ def test_what_need_not_fit_has_a_limit_too() -> None:
         assert error.param == "messages" and f"at most {most} characters" in error.message
 
 
-def test_decomposed_text_gets_the_benefit_of_the_doubt() -> None:
+def test_decomposed_text_is_tokenized_if_it_could_fit() -> None:
     backend = SimpleNamespace(normalizer=normalizers.NFC())
     tokenizer = SimpleNamespace(max_token_length=2, backend=backend)
     check_length(tokenizer, "e\u0301" * 200, "prompt", 100)
@@ -115,7 +115,7 @@ def test_without_a_bound_or_a_tokenizer() -> None:
 
 
 def test_keys_take_turns() -> None:
-    """One key has much to do; another's work is next when a thread is free."""
+    """One key has much work. The work of another key is next when a thread is free."""
 
     async def run() -> list[str]:
         turns, order, may_go_on = Admission(1, 100, 10**9), [], threading.Event()
@@ -138,7 +138,7 @@ def test_keys_take_turns() -> None:
     assert asyncio.run(run()) == ["a0", "a1", "b", "a2", "a3", "a4"]
 
 
-def test_who_leaves_gives_up_the_turn_and_keeps_no_place() -> None:
+def test_an_abandoned_text_gives_up_its_turn() -> None:
     async def run() -> list[str]:
         turns, order, may_go_on = Admission(1, 100, 10**9), [], threading.Event()
 
@@ -154,7 +154,7 @@ def test_who_leaves_gives_up_the_turn_and_keeps_no_place() -> None:
             task.cancel()
         gone = await asyncio.gather(running, waiting, return_exceptions=True)
         assert [type(error) for error in gone] == [asyncio.CancelledError] * 2
-        # its thread works on, so the place is not free
+        # its thread still runs, so its place is not free
         assert (turns.num_running, turns.num_waiting) == (1, 0)
         last = asyncio.create_task(in_turn(turns, call_of(), lambda: order.append("last")))
         await asyncio.sleep(0)

@@ -1,5 +1,5 @@
-"""Tool calls over HTTP, from a model that was not trained to make any: the grammar makes it, and
-every API tells of the same call.
+"""Tool calls over HTTP from a model that was not trained for them: the grammar forces the call, and
+every API returns the same call.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def ask(server: httpx.Client, **fields: Any) -> dict[str, Any]:
 
 
 def streamed(server: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
-    """The deltas."""
+    """Return the deltas."""
     answer = server.post("/v1/chat/completions", json=ASKED | fields | {"stream": True})
     lines = [
         line.removeprefix("data: ")
@@ -78,7 +78,7 @@ def called(message: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_forced_call_keeps_to_the_schema(server, choice) -> None:
+def test_a_forced_call_matches_the_schema(server, choice) -> None:
     for seed in range(3):
         choice_made = ask(server, tool_choice=choice, seed=seed, parallel_tool_calls=False)
         message = choice_made["message"]
@@ -93,7 +93,7 @@ def test_a_forced_call_keeps_to_the_schema(server, choice) -> None:
         )
 
 
-def test_streamed_calls_are_the_same_and_come_in_pieces(server) -> None:
+def test_streamed_calls_are_the_same_and_arrive_in_pieces(server) -> None:
     whole = called(ask(server, tool_choice=NAMED)["message"])
     choices = streamed(server, tool_choice=NAMED)
     deltas = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
@@ -108,7 +108,7 @@ def test_streamed_calls_are_the_same_and_come_in_pieces(server) -> None:
     assert choices[-1]["finish_reason"] == "tool_calls"
 
 
-def test_the_conversation_goes_on_with_the_tool_s_answer(server) -> None:
+def test_the_conversation_continues_with_the_tools_answer(server) -> None:
     message = ask(server, tool_choice=NAMED)["message"]
     tool = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "Sunny."}
     fields = {
@@ -120,7 +120,7 @@ def test_the_conversation_goes_on_with_the_tool_s_answer(server) -> None:
     assert choice["message"]["content"] and not choice["message"].get("tool_calls")
 
 
-def test_a_structure_is_no_hindrance_to_calls(server) -> None:
+def test_structured_output_does_not_prevent_calls(server) -> None:
     wanted = {
         "type": "json_schema",
         "json_schema": {"name": "n", "schema": {"type": "integer", "maximum": 99, "minimum": 0}},
@@ -132,7 +132,7 @@ def test_a_structure_is_no_hindrance_to_calls(server) -> None:
     assert called(ask(server, response_format=wanted, tool_choice=NAMED)["message"])
 
 
-def test_strict_tools_leave_the_model_free_to_talk(server) -> None:
+def test_strict_tools_let_the_model_answer_with_text(server) -> None:
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     answer = server.post("/v1/chat/completions", json=ASKED | {"tools": strict, "max_tokens": 24})
     assert answer.status_code == 200 and "x-ignored-params" not in answer.headers, answer.text
@@ -142,7 +142,7 @@ def test_strict_tools_leave_the_model_free_to_talk(server) -> None:
     assert answer.json()["choices"][0]["message"]["content"] == plain["message"]["content"]
 
 
-def test_a_schema_that_no_grammar_can_hold_is_an_error_of_the_tools(server) -> None:
+def test_an_unsupported_schema_is_an_error_of_the_tools(server) -> None:
     odd = {
         "type": "object",
         "properties": {
@@ -209,7 +209,7 @@ def test_the_same_call_in_every_api(server) -> None:
     ] == json.loads(chat[0][1])
 
 
-def test_the_other_apis_tell_of_the_call(server) -> None:
+def test_the_other_apis_return_the_call(server) -> None:
     flat = {"name": "get_weather", "parameters": SCHEMA}
     body = {
         "input": "What is the weather?",

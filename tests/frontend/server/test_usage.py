@@ -1,4 +1,4 @@
-"""Usage: counted alike from deltas and from a last output."""
+"""Usage: counted the same from deltas and from a final output."""
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.server.usage import Usage
@@ -15,7 +15,7 @@ def output(token_ids: list[int], index: int = 0, cached: int | None = None) -> R
     )
 
 
-def test_deltas_and_a_whole_count_alike() -> None:
+def test_deltas_and_a_final_output_count_the_same() -> None:
     deltas, whole = Usage(), Usage()
     for token_ids in ([5], [6, 7], [8]):
         deltas.add(0, output(token_ids, cached=2))

@@ -1,6 +1,4 @@
-"""Anthropic's messages as templates know them: which become one, what thoughts leave behind, and
-long ones.
-"""
+"""Conversion of Anthropic's messages for templates: merged turns, thoughts, and long messages."""
 
 from typing import Any
 
@@ -28,7 +26,7 @@ def test_turns_of_one_role_become_one() -> None:
     assert found == [{"role": "user", "content": "a\nb\nc"}]
 
 
-def test_thoughts_stand_beside_what_is_said() -> None:
+def test_thoughts_are_kept_next_to_the_text() -> None:
     thoughts = [
         {"type": "thinking", "thinking": "h", "signature": "s"},
         REDACTED,
@@ -39,7 +37,7 @@ def test_thoughts_stand_beside_what_is_said() -> None:
     ]
 
 
-def test_a_message_that_says_nothing_is_a_message() -> None:
+def test_an_empty_message_is_a_message() -> None:
     for content in ("", [], [REDACTED]):
         assert plain({"role": "assistant", "content": content}) == [
             {"role": "assistant", "content": ""}
@@ -47,7 +45,7 @@ def test_a_message_that_says_nothing_is_a_message() -> None:
 
 
 def test_a_text_in_very_many_pieces() -> None:
-    """Put together at once: adding piece by piece would copy the whole each time."""
+    """The text is joined at once, since appending piece by piece would copy the whole each time."""
     pieces = [{"type": "text", "text": "x"}] * 300_000
     (message,) = plain({"role": "user", "content": pieces})
     assert len(message["content"]) == 2 * len(pieces) - 1

@@ -1,5 +1,5 @@
-"""OpenAI's chat answers out of parts: tool calls and reasoning, whole and streamed, put together by
-a client's rules.
+"""OpenAI's chat answers from parts: tool calls and reasoning, whole and streamed, accumulated like
+in a client.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ STEPS = [
 
 
 class ScriptedRun:
-    """A ChatRun that says STEPS."""
+    """A ChatRun that yields STEPS."""
 
     def __init__(self, steps: list[list[Any]]):
         self.usage, self.prompt_token_ids, self.prompt_logprobs = Usage(), [1, 2], None
@@ -55,7 +55,7 @@ class ScriptedRun:
 
 
 def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list[dict]]:
-    """(the whole answer, the chunks of the stream)"""
+    """Return (the whole answer, the chunks of the stream)."""
 
     async def run() -> tuple[dict, list[dict]]:
         call = Call("req-abc", 0.0, asyncio.current_task())
@@ -78,8 +78,8 @@ def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list
     return asyncio.run(run())
 
 
-def put_together(chunks: list[dict]) -> dict:
-    """As OpenAI's clients do it."""
+def accumulate(chunks: list[dict]) -> dict:
+    """Accumulate chunks like OpenAI's clients."""
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for chunk in chunks:
         delta = chunk["choices"][0]["delta"]
@@ -99,10 +99,10 @@ def put_together(chunks: list[dict]) -> dict:
     return message
 
 
-def test_a_stream_comes_to_the_whole_answer() -> None:
+def test_a_stream_accumulates_to_the_whole_answer() -> None:
     whole, chunks = answer_to()
     said = whole["choices"][0]["message"]
-    streamed = put_together(chunks)
+    streamed = accumulate(chunks)
     assert streamed["content"] == said["content"] == "I call"
     assert (
         streamed["reasoning_content"]
@@ -140,17 +140,17 @@ def test_reasoning_can_be_left_out() -> None:
     whole, chunks = answer_to(include_reasoning=False)
     assert (
         "reasoning_content" not in whole["choices"][0]["message"]
-        and put_together(chunks)["reasoning_content"] == ""
+        and accumulate(chunks)["reasoning_content"] == ""
     )
 
 
-def test_calls_without_words_have_no_content() -> None:
+def test_calls_without_text_have_no_content() -> None:
     whole, _ = answer_to([[ToolCallStart(0, "add")], [ToolCallArguments(0, "{}")]])
     assert whole["choices"][0]["message"]["content"] is None
     assert answer_to([[]])[0]["choices"][0]["message"]["content"] == ""
 
 
-def test_token_ids_come_even_where_no_part_does() -> None:
+def test_token_ids_are_sent_even_without_a_part() -> None:
     whole, chunks = answer_to(return_token_ids=True)
     assert (
         [i for c in chunks for i in c["choices"][0].get("token_ids", [])]

@@ -1,4 +1,4 @@
-"""OpenAI's text completions out of outputs: the n best, finish reasons, offsets behind an echo."""
+"""OpenAI's text completions from outputs: the n best, finish reasons, offsets after an echo."""
 
 import asyncio
 from types import SimpleNamespace
@@ -57,7 +57,7 @@ def test_finish_reasons_are_the_apis(engines: str | None, apis: str | None) -> N
     assert finish_reason(CompletionOutput(0, "", [], finish_reason=engines)) == apis
 
 
-def test_where_no_token_is_wanted_none_is_told_or_counted() -> None:
+def test_max_tokens_zero_returns_and_counts_no_token() -> None:
     asked = answer(gives_tokens=False, n=2, max_tokens=0)
     made = output(CompletionOutput(0, "x", [7], finish_reason="length"))
     asked._count(0, made)
@@ -68,7 +68,7 @@ def test_where_no_token_is_wanted_none_is_told_or_counted() -> None:
     assert asked._usage.counts().completion_tokens == 0 and asked._usage.counts().prompt_tokens == 2
 
 
-def test_offsets_count_from_the_echos_beginning() -> None:
+def test_offsets_count_from_the_start_of_the_echo() -> None:
     choice = CompletionChoice(
         text="cd", index=0, logprobs=CompletionLogprobs([0, 1], [-1.0, -1.0], ["c", "d"], [{}, {}])
     )

@@ -1,5 +1,5 @@
-"""From Anthropic's bodies to turns: roles, tools, thoughts, results, and what is refused under
-which name.
+"""Conversion of Anthropic's bodies to turns: roles, tools, thoughts, results, and refusals that
+name the field.
 """
 
 from typing import Any
@@ -104,7 +104,7 @@ def test_an_error_of_a_tool_reaches_the_model() -> None:
     assert turn(before, {"role": "user", "content": [result]}).messages[-1]["content"] == "Error: "
 
 
-def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+def test_a_last_message_of_the_assistant_is_continued() -> None:
     found = turn({"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"})
     assert found.continue_final_message and not found.add_generation_prompt
 
@@ -161,7 +161,7 @@ def test_thinking_is_a_switch_of_the_template(thinking: dict | None, variables: 
     assert found.template_variables == variables | {"reasoning_effort": "high"}
 
 
-def test_what_changes_nothing_is_noted() -> None:
+def test_ignored_fields_are_reported() -> None:
     call, thinking = a_call(), {"type": "enabled", "budget_tokens": 2000}
     found = turn(
         call=call,
@@ -240,6 +240,6 @@ def test_a_conversation_without_messages_is_refused() -> None:
         turn_of(STATE, a_call(), PromptBody(messages=[]), "msg_1")
 
 
-def test_a_message_of_nothing_that_can_be_written_is_an_empty_one() -> None:
+def test_a_message_without_text_is_an_empty_one() -> None:
     content = [{"type": "redacted_thinking", "data": "x"}]
     assert turn({"role": "user", "content": content}).messages == [{"role": "user", "content": ""}]

@@ -1,5 +1,5 @@
-"""From Ollama's bodies to turns: messages, options, formats, and what is refused under which
-name.
+"""Conversion of Ollama's bodies to turns: messages, options, formats, and refusals that name the
+field.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ def test_a_conversation_with_a_tool() -> None:
     assert places == sorted(places)
 
 
-def test_generate_makes_a_conversation_or_takes_the_prompt_as_it_is() -> None:
+def test_generate_makes_a_conversation_or_uses_the_raw_prompt() -> None:
     assert (
         prompt({"prompt": "hi", "system": "be brief"}) == "<|im_start|>system\nbe "
         "brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
@@ -99,7 +99,7 @@ def test_generate_makes_a_conversation_or_takes_the_prompt_as_it_is() -> None:
     assert prompt({"prompt": "hi", "system": "be brief", "raw": True}) == "hi"
 
 
-def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert prompt({"messages": [USER, {"role": "assistant", "content": "Well,"}]}).endswith(
         "assistant\nWell,"
     )
@@ -182,7 +182,7 @@ def test_refusals_name_the_field(body: dict, param: str) -> None:
     assert caught.value.param == param
 
 
-def test_a_model_that_does_not_think_is_not_asked_to() -> None:
+def test_think_is_ignored_for_a_model_without_reasoning() -> None:
     with pytest.raises(ApiError) as caught:
         prepared({"messages": [USER], "think": True}, PLAIN_STATE)
     assert caught.value.param == "think"
@@ -191,7 +191,7 @@ def test_a_model_that_does_not_think_is_not_asked_to() -> None:
     )
 
 
-def test_what_changes_nothing_is_noted() -> None:
+def test_ignored_fields_are_reported() -> None:
     call = a_call()
     prepared(
         {

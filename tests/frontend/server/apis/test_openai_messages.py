@@ -1,4 +1,4 @@
-"""Messages by role: what goes on to the template, and the path of what cannot."""
+"""Messages by role: their form for the template, and the path of invalid ones."""
 
 import asyncio
 from typing import Any
@@ -25,7 +25,7 @@ def plain(*messages: dict[str, Any]) -> tuple[list[dict[str, Any]], Call]:
     return asyncio.run(run())
 
 
-def test_a_conversation_goes_on_as_it_came() -> None:
+def test_a_conversation_is_passed_on_unchanged() -> None:
     said, _ = plain(
         {"role": "developer", "content": "Be brief.", "name": "boss"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -52,7 +52,7 @@ def test_a_conversation_goes_on_as_it_came() -> None:
     ]
 
 
-def test_a_refusal_was_the_assistants_answer() -> None:
+def test_a_refusal_counts_as_an_answer_of_the_assistant() -> None:
     assert plain({"role": "assistant", "refusal": "no"})[0] == [
         {"role": "assistant", "content": "no"}
     ]
@@ -64,7 +64,7 @@ def test_a_refusal_was_the_assistants_answer() -> None:
     )
 
 
-def test_a_cache_breakpoint_is_ignored_and_said_to_be() -> None:
+def test_a_cache_breakpoint_is_ignored_and_reported() -> None:
     part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
     assert plain({"role": "user", "content": [part]})[1].ignored_params == [
         "messages[0].content[0].prompt_cache_breakpoint"
@@ -123,7 +123,7 @@ def test_a_cache_breakpoint_is_ignored_and_said_to_be() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read_is_named_by_its_path(message: dict, param: str, code: str) -> None:
+def test_an_error_names_the_path(message: dict, param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         plain({"role": "user", "content": "x"}, message)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)

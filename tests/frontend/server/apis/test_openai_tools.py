@@ -1,4 +1,4 @@
-"""Tools and tool_choice: every form of the choice, and the path of what is wrong."""
+"""Tools and tool_choice: every form of the choice, and the path of an error."""
 
 from typing import Any
 
@@ -100,7 +100,7 @@ def test_every_form_of_the_choice(tools: Any, choice: Any, kept: Any, wanted: An
         ),
     ],
 )
-def test_what_is_wrong_is_named_by_its_path(tools: Any, choice: Any, param: str, code: str) -> None:
+def test_errors_name_the_path(tools: Any, choice: Any, param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         checked(tools, choice)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)

@@ -1,4 +1,4 @@
-"""ResponseStore: what goes when it is full, and whose answers are whose."""
+"""ResponseStore: eviction, and the owner of each response."""
 
 from quire.frontend.server.apis.response_store import ResponseStore, Stored
 
@@ -10,7 +10,7 @@ def stored(response_id: str, text: str = "") -> Stored:
     )
 
 
-def test_the_oldest_go_first() -> None:
+def test_the_oldest_are_dropped_first() -> None:
     store = ResponseStore(2)
     for response_id in "abc":
         store.put("", stored(response_id))
@@ -28,7 +28,7 @@ def test_bytes_are_bounded_too() -> None:
     assert store.get("", "fits") is not None
 
 
-def test_what_is_taken_out_frees_its_bytes() -> None:
+def test_removing_a_response_frees_its_bytes() -> None:
     store = ResponseStore(100, max_bytes=3000)
     for i in range(20):
         store.put("", stored(str(i), "x" * 1000))
@@ -38,7 +38,7 @@ def test_what_is_taken_out_frees_its_bytes() -> None:
     assert len(store) == 2
 
 
-def test_an_answer_is_found_only_by_whom_it_was_made_for() -> None:
+def test_a_response_is_found_only_by_its_owner() -> None:
     store = ResponseStore(9)
     store.put("me", stored("a"))
     assert (
@@ -51,7 +51,7 @@ def test_an_answer_is_found_only_by_whom_it_was_made_for() -> None:
     ) == {"id": "in_a"}
 
 
-def test_without_room_nothing_is_kept() -> None:
+def test_with_a_size_of_zero_nothing_is_stored() -> None:
     store = ResponseStore(0)
     store.put("", stored("a"))
     assert not store.keeps and len(store) == 0

@@ -1,4 +1,4 @@
-"""The answer of /v1/responses: OpenAI's events in their order, put together the whole answer; ends
+"""The answer of /v1/responses: OpenAI's events in order, which accumulate to the whole answer; ends
 of every kind.
 """
 
@@ -66,7 +66,7 @@ def test_a_whole_answer_with_thought_text_and_call() -> None:
     )
 
 
-def test_the_events_in_their_order_put_together_are_the_whole_answer() -> None:
+def test_the_ordered_events_accumulate_to_the_whole_answer() -> None:
     app = scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL))
     whole = post(app, URL, BODY).json()
     events = named_events(post(app, URL, BODY | {"stream": True}))
@@ -121,7 +121,7 @@ def test_the_events_in_their_order_put_together_are_the_whole_answer() -> None:
         )
 
 
-def test_an_answer_cut_short() -> None:
+def test_a_truncated_answer() -> None:
     app = scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL[:-1], "length"))
     whole = post(app, URL, BODY).json()
     assert (whole["status"], whole["incomplete_details"], whole["completed_at"]) == (
@@ -146,7 +146,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
     )
 
 
-def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_its_last_event() -> None:
+def test_a_failure_before_the_stream_is_a_plain_answer_and_inside_it_the_last_event() -> None:
     answer = post(
         scripted_app(ScriptedEngine([RuntimeError("secret")])), URL, BODY | {"stream": True}
     )
@@ -198,7 +198,7 @@ def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_its_last_ev
         ),
     ],
 )
-def test_what_was_asked_for_is_said_back(fields: dict, echoed: dict) -> None:
+def test_request_parameters_are_echoed(fields: dict, echoed: dict) -> None:
     answer: httpx.Response = post(scripted_app(ScriptedEngine(["a"])), URL, BODY | fields)
     said = answer.json()
     assert {

@@ -1,5 +1,5 @@
-"""The items of OpenAI's Responses: ids, what becomes of thoughts and calls, which item an error
-names.
+"""The items of OpenAI's Responses API: ids, thoughts and calls, and the item that an
+error names.
 """
 
 import msgspec
@@ -17,7 +17,7 @@ THOUGHT = {
 }
 
 
-def test_a_thought_before_a_call_without_words() -> None:
+def test_a_thought_before_a_call_without_text() -> None:
     (message,) = messages_of(None, [msgspec.convert(item, Item) for item in (THOUGHT, CALL)])
     assert (message["reasoning_content"], message["content"], len(message["tool_calls"])) == (
         "hm",
@@ -49,7 +49,7 @@ def test_indices_count_from_the_new_items() -> None:
     assert caught.value.param == "input[0].role"
 
 
-def test_a_broken_call_of_an_earlier_turn_is_told_of_by_that_turn() -> None:
+def test_an_error_in_a_call_of_an_earlier_turn_names_that_turn() -> None:
     items = [
         msgspec.convert(CALL | {"arguments": '{"a": '}, Item),
         Item(type="message", role="user", content="hi"),
@@ -59,7 +59,7 @@ def test_a_broken_call_of_an_earlier_turn_is_told_of_by_that_turn() -> None:
     assert caught.value.param == "previous_response_id.arguments"
 
 
-def test_leading_system_messages_are_one() -> None:
+def test_leading_system_messages_are_merged() -> None:
     items = [
         Item(type="message", role=role, content=role)
         for role in ("system", "developer", "user", "developer")

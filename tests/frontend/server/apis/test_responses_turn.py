@@ -1,5 +1,5 @@
-"""From bodies of OpenAI's Responses to turns: items of every kind, tools, formats, and what is
-refused under which name.
+"""Conversion of OpenAI's Responses bodies to turns: items of every kind, tools, formats, and
+refusals that name the field.
 """
 
 from typing import Any
@@ -183,7 +183,7 @@ def test_effort_is_a_variable_of_the_template() -> None:
     assert turn(state=state).template_variables == {}
 
 
-def test_what_changes_nothing_is_noted() -> None:
+def test_ignored_fields_are_reported() -> None:
     call = a_call()
     turn(
         call=call,

@@ -1,4 +1,4 @@
-"""Keys: who gets in, in which header, and what is never asked for one."""
+"""API keys: accepted headers, and routes that need no key."""
 
 import asyncio
 
@@ -21,7 +21,7 @@ def scope(path: str = "/v1/models", **headers: str) -> dict:
     }
 
 
-def test_without_keys_everybody_is_one_tenant() -> None:
+def test_without_keys_all_requests_have_one_tenant() -> None:
     assert Keys(ServerConfig()).check(scope()) == ""
 
 
@@ -42,7 +42,7 @@ def test_each_key_is_a_tenant_in_either_header() -> None:
         {"x_api_key": "one "[:2]},
     ],
 )
-def test_all_others_are_refused(headers: dict) -> None:
+def test_other_headers_are_refused(headers: dict) -> None:
     with pytest.raises(ApiError) as caught:
         Keys(ServerConfig(api_key=["one"])).check(scope(**headers))
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
@@ -66,7 +66,7 @@ def test_keys_from_a_file(tmp_path) -> None:
         Keys(ServerConfig(api_key_file=str(tmp_path / "none")))
 
 
-def test_a_key_in_the_url_is_not_read_and_the_answer_says_why() -> None:
+def test_a_key_in_the_url_is_ignored_and_the_error_says_why() -> None:
     keys = Keys(ServerConfig(api_key=["one"]))
     for query in (b"api_key=one", b"a=b&key=one", b"API-KEY=one", b"access_token=one"):
         with pytest.raises(ApiError, match="URL"):
@@ -100,8 +100,8 @@ def status_of(app, method: str, path: str) -> int:
     return sent[0]["status"]
 
 
-def test_every_route_but_health_asks_for_a_key() -> None:
-    """Over the table of routes itself: one that is added later cannot be forgotten."""
+def test_every_route_except_health_needs_a_key() -> None:
+    """Iterates over the route table, so a new route is covered."""
     state = ServerState(ServerConfig(api_key=["one"], access_log=False, admin=True), "m")
     app, table = make_app(state), all_routes(state)
     open_routes = {
@@ -114,12 +114,12 @@ def test_every_route_but_health_asks_for_a_key() -> None:
     assert open_routes == {(m, path) for m in ("GET", "HEAD") for path in paths} | {
         ("POST", "/ping")
     }
-    # what is not there is not told either
+    # unknown paths are not revealed either
     assert len(table) > 20 and status_of(app, "GET", "/nowhere") == 401
 
 
 def test_tenants_over_http() -> None:
-    """Their caches are apart, and no key comes to the log."""
+    """Their caches are separate, and no key is logged."""
     flags = ("--api-key", "secret-one", "--api-key", "secret-two", "--salt-per-key")
     with slow_engine(0.0) as (address, _), running_server("--engine", address, *flags) as client:
 

@@ -1,4 +1,4 @@
-"""Bodies that are wrong in every way, and fields that nobody knows wherever they stand."""
+"""Invalid bodies, and unknown fields at any depth."""
 
 from typing import Annotated, Literal
 
@@ -55,7 +55,7 @@ CIRCLE = {"kind": "circle", "radius": 1}
         ({"shapes": [CIRCLE], "mode": "c"}, "mode", "invalid_value"),
     ],
 )
-def test_the_place_and_the_kind_of_what_is_wrong(fields: dict, param: str, code: str) -> None:
+def test_the_path_and_kind_of_an_error(fields: dict, param: str, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         decode(msgspec.json.encode(fields), Body)
     assert (caught.value.status, caught.value.param, caught.value.code) == (
@@ -66,13 +66,13 @@ def test_the_place_and_the_kind_of_what_is_wrong(fields: dict, param: str, code:
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b'{"mode": "\xff"}', b"nul"])
-def test_what_is_no_json(raw: bytes) -> None:
+def test_invalid_json(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode(raw, Body)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_nesting_beyond_all_measure_is_refused() -> None:
+def test_excessive_nesting_is_refused() -> None:
     with pytest.raises(ApiError) as caught:
         decode(b'{"shapes": [], "x": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", Body)
     assert caught.value.status == 400

@@ -1,4 +1,4 @@
-"""Call: request ids, and bodies that are wrong in every way."""
+"""Call: request ids, and invalid bodies."""
 
 import asyncio
 
@@ -68,7 +68,7 @@ def test_unknown_fields_are_listed_refused_or_allowed() -> None:
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", "alpha")
 
 
-def test_a_flood_of_unknown_fields_is_cut_short_and_cannot_break_the_header() -> None:
+def test_many_unknown_fields_are_truncated_and_cannot_break_the_header() -> None:
     names = {f"x{i:03}": 1 for i in range(100)} | {"a\r\nx-evil: 1": 2}
     (value,) = [
         value
@@ -89,8 +89,8 @@ def test_request_ids() -> None:
     assert new_request_id([]) != new_request_id([])
 
 
-def test_the_bodies_of_all_requests_together_are_bounded() -> None:
-    """Each of them is small enough, and not yet complete."""
+def test_the_total_size_of_bodies_is_bounded() -> None:
+    """Each of them is small enough but not yet complete."""
     state = ServerState(ServerConfig(max_body_bytes=1000, access_log=False, page=False), "m")
     app, statuses = make_app(state), []
 
@@ -120,7 +120,7 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
     async def run() -> None:
         tasks = [asyncio.create_task(one()) for _ in range(MAX_LARGE_BODIES + 3)]
         await asyncio.sleep(0.05)
-        # the first of them left room for no other, the others went on
+        # the first body left no room for another; the others continued
         assert statuses == [(503, b"5")] * 3
         assert state.meters.num_body_bytes == 999 * MAX_LARGE_BODIES
         for task in tasks:
@@ -132,7 +132,7 @@ def test_the_bodies_of_all_requests_together_are_bounded() -> None:
 
 
 class Writer:
-    """A ChunkWriter that notes what it is given."""
+    """A ChunkWriter that records its input."""
 
     def __init__(self, ready: bool):
         self.ready, self.written = ready, []
@@ -144,7 +144,7 @@ class Writer:
         self.written.append(body)
 
 
-def test_a_piece_is_pushed_only_where_it_can_be_written_at_once() -> None:
+def test_a_chunk_is_written_directly_only_if_the_transport_is_ready() -> None:
     async def run() -> None:
         seen: list[int] = []
 
@@ -153,12 +153,12 @@ def test_a_piece_is_pushed_only_where_it_can_be_written_at_once() -> None:
             return b"" if news == 0 else b"%d" % news
 
         call = Call("req-1", 0.0, asyncio.current_task())
-        assert not call.push(write_down, 1)  # no connection of ours
+        assert not call.push(write_down, 1)  # not one of the server's connections
         call.chunk_writer = Writer(ready=False)
-        assert not call.push(write_down, 2) and seen == []  # nothing has been touched
+        assert not call.push(write_down, 2) and seen == []  # nothing has been written
         call.chunk_writer = Writer(ready=True)
         assert call.push(write_down, 3) and call.last_sent > 0
-        # an empty chunk would be the end
+        # an empty chunk would end the body
         assert call.push(write_down, 0) and call.chunk_writer.written == [b"3"] and seen == [3, 0]
 
     asyncio.run(run())

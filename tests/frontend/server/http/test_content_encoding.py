@@ -1,4 +1,4 @@
-"""Compressed bodies: every way to cut them, bombs, and what is no gzip."""
+"""Compressed bodies: split at any byte, decompression bombs, and invalid gzip."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def test_pieces_of_any_size(size: int) -> None:
     gunzip.end()
 
 
-def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
-    """64 MiB of zeros in 64 KiB: no more than the limit is ever made of it."""
+def test_a_bomb_is_refused_before_it_is_decompressed() -> None:
+    """64 MiB of zeros in 64 KiB: never more than the limit is decompressed."""
     bomb, gunzip = gzip.compress(bytes(64 * 2**20)), Gunzip(1000)
     with pytest.raises(ApiError, match="at most 1000 bytes, decompressed") as caught:
         gunzip.feed(bomb)
     assert caught.value.status == 413
-    assert len(gunzip._inflate.unconsumed_tail) > len(bomb) // 2  # it was not looked at
+    assert len(gunzip._inflate.unconsumed_tail) > len(bomb) // 2  # it was not read
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
     ],
     ids=["plain", "cut", "empty", "more", "damaged"],
 )
-def test_what_is_no_gzip(body: bytes, problem: str) -> None:
+def test_invalid_gzip(body: bytes, problem: str) -> None:
     gunzip = Gunzip(10**6)
     with pytest.raises(ApiError, match=problem) as caught:
         gunzip.feed(body)

@@ -1,5 +1,5 @@
-"""Web pages of other sites: what they can send, over loopback and elsewhere, with and without keys;
-CORS for origins that may call.
+"""Web pages of other sites: what they can send, over loopback and elsewhere, with and without keys.
+CORS for allowed origins.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def verdict(
     allowed_origins: tuple[str, ...] = (),
     has_keys: bool = False,
 ) -> str | None:
-    """The code of the refusal, None if there is none."""
+    """Return the code of the refusal, or None."""
     scope = {
         "method": method,
         "server": (server, 8000),
@@ -75,18 +75,18 @@ def test_hosts_of_this_machine(host: str) -> None:
 def test_foreign_hosts(host: str) -> None:
     assert verdict({"host": host}) == verdict({"host": host}, "GET") == "host_not_allowed"
     assert verdict({"host": host}, server="::ffff:127.0.0.1") == "host_not_allowed"
-    # Elsewhere a name is expected, and with a key the page cannot do anything.
+    # Other addresses expect a name, and with a key the page cannot do anything.
     assert verdict({"host": host}, server="192.168.1.5") is None
     assert verdict({"host": host}, has_keys=True) is None
 
 
-def test_hosts_that_are_named() -> None:
+def test_allowed_hosts() -> None:
     named = {"allowed_hosts": ("llm.example", "*.corp.example")}
     for host in ("llm.example:8000", "LLM.example", "a.corp.example", "localhost"):
         assert verdict({"host": host}, **named) is None
     for host in ("evil.example", "corp.example", "xllm.example"):
         assert verdict({"host": host}, **named) == "host_not_allowed"
-        # Given, the list holds on every address, with keys too.
+        # The list applies to every address, with keys too.
         assert verdict({"host": host}, server="10.0.0.1", has_keys=True, **named) is not None
     assert verdict({"host": "evil.example"}, allowed_hosts=("*",)) is None
 
@@ -118,7 +118,7 @@ def test_origins(headers: dict[str, str], method: str, code: str | None) -> None
     assert verdict(OWN | headers, method, has_keys=True) is None
 
 
-def test_origins_that_are_named() -> None:
+def test_allowed_origins() -> None:
     headers = OWN | {"origin": "https://app.example", "content-type": "application/json"}
     assert verdict(headers, allowed_origins=("https://app.example/",)) is None
     assert verdict(headers, allowed_origins=("*",)) is None
@@ -147,7 +147,7 @@ def test_content_types(
 
 
 def test_no_page_can_use_a_server_without_keys() -> None:
-    """What the review did: completions, the list of requests, and with --admin pause and sleep."""
+    """Completions, the list of requests, and with --admin pause and sleep."""
     with (
         slow_engine(0.0) as (address, _),
         running_server("--engine", address, "--admin") as client,
@@ -180,7 +180,7 @@ PREFLIGHT = {
 }
 
 
-def ask(method: str, headers: dict[str, str], **config: Any) -> httpx.Response:
+def send_request(method: str, headers: dict[str, str], **config: Any) -> httpx.Response:
     app = make_app(ServerState(ServerConfig(**config), "m"))
 
     async def run() -> httpx.Response:
@@ -199,25 +199,25 @@ def ask(method: str, headers: dict[str, str], **config: Any) -> httpx.Response:
         ("https://a.example/", "https://a.example"),
     ],
 )
-def test_an_origin_that_may_call(allowed: str, shown: str) -> None:
+def test_an_allowed_origin(allowed: str, shown: str) -> None:
     origin = {"origin": "https://a.example"}
-    answer = ask("GET", origin, allowed_origins=[allowed])
+    answer = send_request("GET", origin, allowed_origins=[allowed])
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == shown
     assert "Origin" in answer.headers["vary"] or shown == "*"
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
     # A preflight has no key.
-    answer = ask("OPTIONS", origin | PREFLIGHT, allowed_origins=[allowed], api_key=["k"])
+    answer = send_request("OPTIONS", origin | PREFLIGHT, allowed_origins=[allowed], api_key=["k"])
     assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == shown
     granted = answer.headers["access-control-allow-headers"]
     assert granted == PREFLIGHT["access-control-request-headers"]
     assert "POST" in answer.headers["access-control-allow-methods"]
 
 
-def test_an_origin_that_may_not_call() -> None:
+def test_another_origin() -> None:
     origin = {"origin": "https://b.example"}
-    answer = ask("OPTIONS", origin | PREFLIGHT, allowed_origins=["https://a.example"])
+    answer = send_request("OPTIONS", origin | PREFLIGHT, allowed_origins=["https://a.example"])
     assert answer.status_code == 400 and "access-control-allow-origin" not in answer.headers
-    answer = ask("GET", origin, allowed_origins=["https://a.example"])
+    answer = send_request("GET", origin, allowed_origins=["https://a.example"])
     assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
-    answer = ask("GET", origin, allowed_origins=["https://a.example"], api_key=["k"])
+    answer = send_request("GET", origin, allowed_origins=["https://a.example"], api_key=["k"])
     assert answer.status_code == 200 and "access-control-allow-origin" not in answer.headers

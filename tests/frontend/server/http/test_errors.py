@@ -1,4 +1,4 @@
-"""ApiError: the shapes of three APIs, and nothing internal in any of them."""
+"""ApiError: the error formats of three APIs, without internal details."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_shapes_of_the_others() -> None:
     assert json.loads(error.body("/api/chat")) == {"error": "No."}
 
 
-def test_a_parameter_is_named_as_the_body_names_it() -> None:
+def test_a_parameter_has_the_name_of_the_field_in_the_body() -> None:
     error = from_exception(
         InvalidParameterError("prompt", "must not be empty"), {"prompt": "messages"}
     )
@@ -53,7 +53,7 @@ def test_a_parameter_is_named_as_the_body_names_it() -> None:
         KeyError("/etc/passwd"),
     ],
 )
-def test_what_is_internal_stays_inside(secret: Exception) -> None:
+def test_internal_details_are_hidden(secret: Exception) -> None:
     error = from_exception(secret)
     assert error.status in (500, 503)
     assert not any(
@@ -61,7 +61,7 @@ def test_what_is_internal_stays_inside(secret: Exception) -> None:
     )
 
 
-def test_context_length_names_both_numbers() -> None:
+def test_context_length_error_contains_both_numbers() -> None:
     error = context_length_exceeded("messages", 4096, 4000, 200)
     assert error.code == "context_length_exceeded" and error.param == "messages"
     assert (

@@ -1,4 +1,4 @@
-"""Which fields of a body are too large, and by what name they are refused."""
+"""Size limits of fields, and the field that an error names."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_values_are_counted_outside_of_strings(value: object, count: int) -> Non
         assert count < 2 or exceeds(text.encode(), count - 1)
 
 
-def test_a_text_with_many_quotes_is_counted_without_being_taken_apart() -> None:
+def test_a_text_with_many_quotes_is_counted_without_parsing() -> None:
     assert exceeds(json.dumps(["a"] * 1000).encode(), 100)
     assert not exceeds(json.dumps('",' * 1000).encode(), 100)
 
@@ -66,7 +66,7 @@ def test_a_text_with_many_quotes_is_counted_without_being_taken_apart() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_too_large_is_named(fields: dict, param: str | None, code: str) -> None:
+def test_too_large_fields_are_named(fields: dict, param: str | None, code: str) -> None:
     raw = json.dumps({"prompt": "a"} | fields).encode()
     with pytest.raises(ApiError) as caught:
         decode(raw, Body)
@@ -74,7 +74,7 @@ def test_what_is_too_large_is_named(fields: dict, param: str | None, code: str) 
     assert param is None or f"'{param}' must have at most" in caught.value.message
 
 
-def test_a_field_that_is_given_twice_is_counted_twice() -> None:
+def test_a_duplicate_field_is_counted_twice() -> None:
     ids = ("1," * MOST)[:-1]
     raw = '{"prompt": "a"' + f', "stop_token_ids": [{ids}]' * 8 + "}"
     with pytest.raises(ApiError, match="unknown or repeated fields"):
@@ -92,7 +92,7 @@ def test_a_field_that_is_given_twice_is_counted_twice() -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_within_the_limits_is_decoded(fields: dict) -> None:
+def test_fields_within_the_limits_are_decoded(fields: dict) -> None:
     fields = {"prompt": "a"} | fields
     body, unknown = decode(json.dumps(fields).encode(), Body)
     known = {name: value for name, value in fields.items() if name != "unknown"}
@@ -104,7 +104,7 @@ def test_what_is_within_the_limits_is_decoded(fields: dict) -> None:
     "raw",
     [b"[" + b"1," * SMALL_BODY + b"1]", b'{"prompt": ' + b"[" * SMALL_BODY, b"x" * SMALL_BODY * 2],
 )
-def test_large_bodies_that_are_no_object_or_no_json(raw: bytes) -> None:
+def test_large_bodies_that_are_not_a_json_object(raw: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         decode(raw, Body)
     assert caught.value.status == 400

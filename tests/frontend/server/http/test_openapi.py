@@ -1,5 +1,5 @@
-"""The description of the server: every route is in it, every reference leads somewhere, and real
-answers are what it says.
+"""The OpenAPI description: it contains every route, every reference resolves, and real answers
+match it.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ def test_every_route_is_described_once(document: dict[str, Any]) -> None:
     )
 
 
-def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
+def test_every_reference_resolves(document: dict[str, Any]) -> None:
     schemas = document["components"]["schemas"]
     assert references(document) and all(
         reference.removeprefix("#/components/schemas/") in schemas
@@ -106,7 +106,7 @@ def test_every_reference_leads_somewhere(document: dict[str, Any]) -> None:
         ("/tokenizer_info", None),
     ],
 )
-def test_answers_are_what_it_says(
+def test_answers_match_the_description(
     server: httpx.Client, document: dict[str, Any], path: str, body: Any
 ) -> None:
     answer = server.get(path) if body is None else server.post(path, json=body)
@@ -134,7 +134,7 @@ def test_bodies_that_it_forbids_are_refused(server: httpx.Client, document: dict
         assert server.post("/v1/chat/completions", json=bad).status_code == 400
 
 
-def test_a_handler_that_says_nothing_is_listed_all_the_same() -> None:
+def test_a_handler_without_docstring_is_listed() -> None:
     async def plain(request: object) -> None:
         """What it does.
 

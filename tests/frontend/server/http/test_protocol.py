@@ -1,5 +1,5 @@
-"""The protocol over real sockets, around a small app: what does not arrive, what is too large, what
-is no HTTP, and who does not read.
+"""The protocol over real sockets around a small app: incomplete requests, size limits, invalid
+HTTP, and clients that do not read.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BIG = 16 * 2**20  # bytes, more than any buffer between two sockets
 
 
 class Served:
-    """What a test is given: the port, the codes of refusals, and what the app has seen."""
+    """What a test receives: the port, the codes of refusals, and the requests seen by the app."""
 
     def __init__(self, limits: ServerConfig):
         self.limits = limits
         self.refused: Counter[str] = Counter()
         self.disconnected = asyncio.Event()
-        self.release = asyncio.Event()  # lets /wait go on
+        self.release = asyncio.Event()  # lets /wait continue
         self.port = 0
         self.server: uvicorn.Server | None = None
 
@@ -61,19 +61,19 @@ class Served:
         )
         await send({"type": "http.response.body", "body": body})
 
-    async def say(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
-        """Everything that comes back until the server closes."""
+    async def send_and_read(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
+        """Send, and return everything that comes back until the server closes."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         answer = bytearray()
 
         async def listen() -> None:
-            with suppress(ConnectionError):  # it was cut off
+            with suppress(ConnectionError):  # the connection was cut off
                 while data := await reader.read(2**16):
                     answer.extend(data)
 
         listening = asyncio.create_task(listen())
         try:
-            # uvloop's, for a connection that has ended
+            # raised by uvloop for a connection that has ended
             with suppress(ConnectionError, RuntimeError):
                 for chunk in chunks:
                     writer.write(chunk)
@@ -86,7 +86,7 @@ class Served:
 
 
 def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
-    """Runs `test` beside a server with these limits."""
+    """Run `test` with a server that has these limits."""
 
     async def run() -> None:
         served = Served(ServerConfig(**limits))
@@ -125,7 +125,9 @@ def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
 
 
 def error_in(answer: bytes) -> tuple[int, dict[str, Any]]:
-    """(status, error object) of the last answer, which has to be whole and in the API's shape."""
+    """Return (status, error object) of the last answer, which must be complete and in the API's
+    format.
+    """
     head, _, body = answer[answer.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     headers = dict(line.split(": ", 1) for line in head.decode().lower().split("\r\n")[1:])
     assert (
@@ -172,14 +174,14 @@ REFUSED = [
 ]
 
 
-def test_what_is_refused_before_it_is_a_request() -> None:
+def test_invalid_requests_are_refused_before_the_app() -> None:
     async def test(served: Served) -> None:
-        answers = await asyncio.gather(*(served.say(*said) for said, _, _ in REFUSED))
+        answers = await asyncio.gather(*(served.send_and_read(*said) for said, _, _ in REFUSED))
         for (said, status, code), answer in zip(REFUSED, answers, strict=True):
             got, error = error_in(answer)
             assert (got, error["code"]) == (status, code), said[0][:50]
             if code == "too_many_pipelined":
-                # one at work, and those that wait behind it
+                # one running request, and those that wait behind it
                 assert answer.count(b"200 OK") == MAX_PIPELINED + 1
             elif said[0].startswith(OK):
                 assert answer.count(b"200 OK") == said[0].count(OK)
@@ -190,13 +192,17 @@ def test_what_is_refused_before_it_is_a_request() -> None:
     serving(test, header_timeout_s=1.5, max_header_bytes=8000)
 
 
-def test_who_says_nothing_is_left_without_an_answer() -> None:
+def test_a_silent_client_is_closed_without_an_answer() -> None:
     async def test(served: Served) -> None:
-        assert await served.say() == b"" and await served.say(b"\r\n") == b"" and not served.refused
+        assert (
+            await served.send_and_read() == b""
+            and await served.send_and_read(b"\r\n") == b""
+            and not served.refused
+        )
         # and after an answer: keep_alive_timeout_s
-        assert (await served.say(OK)).count(b"200 OK") == 1
-        # blank lines buy no time
-        assert (await served.say(OK, *[b"\r\n"] * 30)).count(b"200 OK") == 1
+        assert (await served.send_and_read(OK)).count(b"200 OK") == 1
+        # blank lines do not extend the deadline
+        assert (await served.send_and_read(OK, *[b"\r\n"] * 30)).count(b"200 OK") == 1
 
     serving(test, header_timeout_s=0.2, keep_alive_timeout_s=0.2)
 
@@ -205,7 +211,7 @@ def test_too_many_connections() -> None:
     async def test(served: Served) -> None:
         held = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(3)]
         await asyncio.sleep(0.05)
-        status, error = error_in(await served.say())
+        status, error = error_in(await served.send_and_read())
         assert (status, error["code"]) == (503, "too_many_connections") and served.refused[
             "too_many_connections"
         ] == 1
@@ -226,31 +232,35 @@ def test_too_many_connections() -> None:
     serving(test, max_connections=3)
 
 
-def test_an_answer_that_comes_before_the_end_of_its_request(
+def test_an_answer_before_the_end_of_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(protocol, "LINGER_S", 0.7)
 
     async def test(served: Served) -> None:
-        # the rest follows: the connection goes on
+        # the rest arrives, so the connection continues
         head = b"POST /ok HTTP/1.1\r\ncontent-length: 20\r\n\r\n"
-        assert (await served.say(head, b"x" * 20 + OK)).count(b"200 OK") == 2
-        # it does not: the connection ends, though bytes drip
+        assert (await served.send_and_read(head, b"x" * 20 + OK)).count(b"200 OK") == 2
+        # the rest does not arrive: the connection ends, though single bytes do
         assert (
-            await served.say(b"POST /ok HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n", *[b"x"] * 500)
+            await served.send_and_read(
+                b"POST /ok HTTP/1.1\r\ncontent-length: 1000000\r\n\r\n", *[b"x"] * 500
+            )
         ).endswith(b"ok")
-        # a large one: the client gets its answer nevertheless, also the last one of its connection
+        # a large body: the client still gets its answer, even the last one of its connection
         for version in (b"1.1\r\n", b"1.1\r\nconnection: close\r\n", b"1.0\r\n"):
-            assert b"200 OK" in await served.say(
+            assert b"200 OK" in await served.send_and_read(
                 b"POST /ok HTTP/" + version + b"content-length: 20000000\r\n\r\n", b"x" * 20_000_000
             )
 
     serving(test, keep_alive_timeout_s=0.3)
 
 
-def test_what_is_wrong_behind_a_request_waits_for_its_answer() -> None:
+def test_an_error_after_a_request_waits_for_its_answer() -> None:
     async def test(served: Served) -> None:
-        asking = asyncio.create_task(served.say(b"GET /wait HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n"))
+        asking = asyncio.create_task(
+            served.send_and_read(b"GET /wait HTTP/1.1\r\n\r\n", b"nonsense\r\n\r\n")
+        )
         await asyncio.sleep(0.1)
         assert served.refused["invalid_http"] == 1 and not asking.done()
         served.release.set()
@@ -263,7 +273,7 @@ def test_what_is_wrong_behind_a_request_waits_for_its_answer() -> None:
 
 
 @pytest.mark.parametrize("extra", [b"", OK])
-def test_a_disconnect_reaches_the_request_that_is_at_work(extra: bytes) -> None:
+def test_a_disconnect_reaches_the_running_request(extra: bytes) -> None:
     async def test(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"GET /gone HTTP/1.1\r\n\r\n" + extra)
@@ -274,16 +284,18 @@ def test_a_disconnect_reaches_the_request_that_is_at_work(extra: bytes) -> None:
     serving(test)
 
 
-def test_who_does_not_read_is_cut_off() -> None:
+def test_a_client_that_does_not_read_is_cut_off() -> None:
     async def test(served: Served) -> None:
         with socket.create_connection(("127.0.0.1", served.port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.sendall(b"GET /big HTTP/1.1\r\n\r\n")
             while not served.refused["write_timeout"]:
-                assert b"200 OK" in await served.say(OK)  # others are served meanwhile
+                assert b"200 OK" in await served.send_and_read(
+                    OK
+                )  # other clients are served in the meantime
             await asyncio.sleep(0.05)
             assert not served.server.server_state.connections
-        # who reads, however slowly, is not
+        # a slow reader is not cut off
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(b"GET /big HTTP/1.1\r\nconnection: close\r\n\r\n")
         num_bytes = 0
@@ -296,7 +308,7 @@ def test_who_does_not_read_is_cut_off() -> None:
 
 
 @pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
-def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> None:
+def test_an_upgrade_to_another_protocol_is_ignored(name: bytes) -> None:
     async def test(served: Served) -> None:
         head = (
             b"POST /read HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
@@ -304,7 +316,7 @@ def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> Non
             + b": h2c\r\nContent-Length: 9\r\n\r\n"
         )
         for said in ([head + b"Upgrade: "], [head, b"Upgrade: "]):
-            assert (await served.say(*said, OK)).count(b"200 OK") == 2
+            assert (await served.send_and_read(*said, OK)).count(b"200 OK") == 2
         assert not served.refused
 
     serving(test, keep_alive_timeout_s=0.1)
@@ -312,19 +324,21 @@ def test_who_asks_for_another_protocol_is_served_in_this_one(name: bytes) -> Non
 
 def test_http_1_0_gets_no_chunks() -> None:
     async def test(served: Served) -> None:
-        assert (await served.say(b"GET /parts HTTP/1.0\r\n\r\n")).endswith(b"\r\n\r\none two ")
-        assert b"chunked" not in await served.say(b"GET /parts HTTP/1.0\r\n\r\n")
-        assert (await served.say(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(
+        assert (await served.send_and_read(b"GET /parts HTTP/1.0\r\n\r\n")).endswith(
+            b"\r\n\r\none two "
+        )
+        assert b"chunked" not in await served.send_and_read(b"GET /parts HTTP/1.0\r\n\r\n")
+        assert (await served.send_and_read(b"GET /ok HTTP/1.0\r\n\r\n")).endswith(
             b"content-length: 2\r\nconnection: close\r\n\r\nok"
         )
-        assert (await served.say(b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n")).endswith(
-            b"4\r\none \r\n4\r\ntwo \r\n0\r\n\r\n"
-        )
+        assert (
+            await served.send_and_read(b"GET /parts HTTP/1.1\r\nconnection: close\r\n\r\n")
+        ).endswith(b"4\r\none \r\n4\r\ntwo \r\n0\r\n\r\n")
 
     serving(test)
 
 
-def test_small_packets_are_not_held_back() -> None:
+def test_small_packets_are_not_delayed() -> None:
     async def test(served: Served) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         await asyncio.sleep(0.05)

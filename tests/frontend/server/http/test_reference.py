@@ -1,4 +1,4 @@
-"""/docs: every route, and nothing that a browser would fetch or run."""
+"""/docs: every route, and nothing that a browser would load or run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.frontend.server.http.reference import reference_page
 
 
 class Reader(HTMLParser):
-    """Collects the tags with their attributes, and fails on one that is not closed."""
+    """Collects the tags with their attributes, and fails on an unclosed tag."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_stands_alone(server: httpx.Client) -> None:
+def test_the_page_loads_nothing(server: httpx.Client) -> None:
     answer = server.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
     reader = Reader()
@@ -36,7 +36,7 @@ def test_the_page_stands_alone(server: httpx.Client) -> None:
     assert reader.open == []
     assert {tag for tag, _ in reader.tags}.isdisjoint({"script", "link", "img", "iframe", "form"})
     links = [attributes["href"] for tag, attributes in reader.tags if tag == "a"]
-    assert links == ["openapi.json"]  # relative: also below a proxy's path
+    assert links == ["openapi.json"]  # relative, so it works behind a path prefix
     assert not re.search(r"https?://", answer.text)
     policy = answer.headers["content-security-policy"]
     [style] = re.findall("<style>(.*?)</style>", answer.text, re.DOTALL)

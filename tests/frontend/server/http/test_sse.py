@@ -1,5 +1,5 @@
-"""EventStream: order, errors before and inside a stream, comments in silence, readers that stop,
-and its end in every case.
+"""EventStream: order, errors before and inside a stream, keep-alive comments, readers that stop,
+and cleanup in every case.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from quire.frontend.server.http.sse import COMMENT, LARGE_ANSWER, EventStream, e
 
 
 class Wire:
-    """ASGI's send; `block` stops it, as a client that does not read does."""
+    """ASGI's send. `block` stops it, like a client that does not read."""
 
     def __init__(self) -> None:
         self.messages: list[dict] = []
@@ -48,7 +48,7 @@ def stream(
 
 
 class Source:
-    """Events, with a note of whether they were closed."""
+    """A source of events that records whether it was closed."""
 
     def __init__(self, *steps: bytes | float | Exception):
         self.steps = steps
@@ -100,7 +100,7 @@ def test_a_failure_inside_is_the_last_event() -> None:
     asyncio.run(run())
 
 
-def test_silence_is_broken_by_comments_and_an_event_by_none() -> None:
+def test_keep_alive_comments_are_sent_only_in_silence() -> None:
     async def run() -> None:
         wire, source = Wire(), Source(0.35, b"a", b"b")
         await stream(source(), wire, keep_alive_s=0.1)[0]
@@ -111,7 +111,7 @@ def test_silence_is_broken_by_comments_and_an_event_by_none() -> None:
     asyncio.run(run())
 
 
-def test_who_does_not_read_is_let_go() -> None:
+def test_a_client_that_does_not_read_is_closed() -> None:
     async def run() -> None:
         wire, source = Wire(), Source(b"a", 0.01, b"b", 5.0)
         task, call = stream(source(), wire, keep_alive_s=0.05, write_timeout_s=0.2)
@@ -124,7 +124,7 @@ def test_who_does_not_read_is_let_go() -> None:
     asyncio.run(run())
 
 
-def test_cancelled_it_closes_what_feeds_it() -> None:
+def test_a_cancelled_stream_closes_its_source() -> None:
     async def run() -> None:
         wire, source = Wire(), Source(b"a", 100.0)
         task, _ = stream(source(), wire)
@@ -137,7 +137,7 @@ def test_cancelled_it_closes_what_feeds_it() -> None:
     asyncio.run(run())
 
 
-def test_a_large_answer_is_made_beside_the_loop() -> None:
+def test_a_large_answer_is_encoded_in_a_thread() -> None:
     def where() -> str:
         return threading.current_thread().name
 

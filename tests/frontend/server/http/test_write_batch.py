@@ -1,5 +1,5 @@
-"""Gathered writes: order, one packet per turn, and nothing lost or late at the end of a
-connection.
+"""Batched writes: order, one packet per iteration of the loop, and no lost or late data at the end
+of a connection.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from quire.frontend.server.http.write_batch import (
 
 
 class Recorder:
-    """A transport that notes what is asked of it."""
+    """A transport that records its calls."""
 
     def __init__(self, log: list, name: str):
         self.log, self.name, self.closing = log, name, False
@@ -43,7 +43,7 @@ class Recorder:
 
 
 def in_one_turn(act: Callable[[GatheringTransport, GatheringTransport, list], None]) -> list:
-    """What two transports were asked, after `act` and the turn that follows it."""
+    """Return the calls of two transports after `act` and the following iteration of the loop."""
 
     async def run() -> list:
         log: list = []
@@ -57,7 +57,7 @@ def in_one_turn(act: Callable[[GatheringTransport, GatheringTransport, list], No
     return asyncio.run(run())
 
 
-def test_what_is_written_in_one_turn_is_one_packet_of_each() -> None:
+def test_writes_of_one_iteration_are_one_packet_per_connection() -> None:
     def act(a, b, log) -> None:
         for data in (b"1", b"2"):
             a.write(data)
@@ -68,7 +68,7 @@ def test_what_is_written_in_one_turn_is_one_packet_of_each() -> None:
 
 
 @pytest.mark.parametrize("last", ["close", "write_eof"])
-def test_the_end_comes_after_what_was_written(last: str) -> None:
+def test_the_end_comes_after_earlier_writes(last: str) -> None:
     def act(a, b, log) -> None:
         a.write(b"1")
         getattr(a, last)()
@@ -76,7 +76,7 @@ def test_the_end_comes_after_what_was_written(last: str) -> None:
     assert in_one_turn(act) == [("a", b"1"), ("a", last.removeprefix("write_")), "end of turn"]
 
 
-def test_an_abort_throws_away() -> None:
+def test_an_abort_drops_buffered_data() -> None:
     def act(a, b, log) -> None:
         a.write(b"1")
         a.abort()
@@ -84,7 +84,7 @@ def test_an_abort_throws_away() -> None:
     assert in_one_turn(act) == [("a", "abort"), "end of turn"]
 
 
-def test_much_is_written_at_once() -> None:
+def test_large_data_is_written_at_once() -> None:
     def act(a, b, log) -> None:
         a.write(b"x" * MAX_GATHERED_BYTES)
         a.write(b"y")
@@ -92,7 +92,7 @@ def test_much_is_written_at_once() -> None:
     assert in_one_turn(act) == [("a", b"x" * MAX_GATHERED_BYTES), "end of turn", ("a", b"y")]
 
 
-def test_turns_follow_each_other() -> None:
+def test_iterations_are_written_in_order() -> None:
     async def run() -> list:
         log: list = []
         transport = GatheringTransport(Recorder(log, "a"), WriteBatch())

@@ -1,4 +1,4 @@
-"""The routes behind --admin: what they do to an engine, and what they say without the flag."""
+"""The routes behind --admin: their effect on an engine, and their error without the flag."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_pause_and_resume(admin: httpx.Client) -> None:
     wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
     assert admin.post("/pause").json() == {"status": "paused"}
     running.join(timeout=10)
-    assert running.answer.json()["choices"][0]["finish_reason"] == "length"  # cut short
+    assert running.answer.json()["choices"][0]["finish_reason"] == "length"  # aborted
     assert admin.get("/is_paused").json() == {"is_paused": True}
     held = Generating(admin, 2)
     time.sleep(0.2)
@@ -59,7 +59,7 @@ def test_pause_and_resume(admin: httpx.Client) -> None:
     assert held.answer.json()["usage"]["completion_tokens"] == 2
 
 
-def test_pausing_until_what_runs_has_finished(admin: httpx.Client) -> None:
+def test_pause_with_wait_finishes_running_requests(admin: httpx.Client) -> None:
     running = Generating(admin, 20)
     wait_until(lambda: admin.get("/v1/engine/state").json()["counters"]["num_running"] == 1)
     admin.post("/pause?mode=wait")
@@ -128,8 +128,8 @@ def test_a_refused_call_changes_nothing(admin: httpx.Client, path: str, param: s
 
 
 @pytest.mark.parametrize("path", ACTIONS)
-def test_no_action_calls_the_engine_before_every_parameter_is_read(path: str) -> None:
-    """The engine of this app raises AttributeError whatever it is asked."""
+def test_actions_read_every_parameter_before_calling_the_engine(path: str) -> None:
+    """The engine of this app raises AttributeError on every call."""
     method, _, readers = ACTIONS[path]
     state = ServerState(ServerConfig(admin=True), "m")
     state.engine = SimpleNamespace(errored=False)

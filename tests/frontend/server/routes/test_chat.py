@@ -1,5 +1,5 @@
 """/v1/chat/completions over HTTP: order of chunks, log-probabilities, prefill, structured output,
-and the paths of what is wrong.
+and the paths of errors.
 """
 
 import json
@@ -47,7 +47,7 @@ def test_a_stream_and_a_whole_answer_agree(server: httpx.Client) -> None:
     assert len({(c["id"], c["created"], c["model"], c["system_fingerprint"]) for c in chunks}) == 1
 
 
-def test_usage_comes_last_and_alone(server: httpx.Client) -> None:
+def test_usage_is_in_a_separate_last_chunk(server: httpx.Client) -> None:
     chunks = streamed(server, stream_options={"include_usage": True})
     assert chunks[-1]["choices"] == [] and all(chunk["usage"] is None for chunk in chunks[:-1])
     assert chunks[-1]["usage"]["completion_tokens"] == chat(server)["usage"]["completion_tokens"]
@@ -85,7 +85,7 @@ def test_log_probabilities(server: httpx.Client) -> None:
     assert chat(server, logprobs=True)["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
 
 
-def test_several_choices_keep_apart(server: httpx.Client) -> None:
+def test_several_choices_are_separate(server: httpx.Client) -> None:
     fields = {"n": 3, "temperature": 1, "seed": 11}
     whole = chat(server, **fields)
     contents, firsts = dict.fromkeys(range(3), ""), {}
@@ -97,7 +97,7 @@ def test_several_choices_keep_apart(server: httpx.Client) -> None:
     assert all(first["role"] == "assistant" for first in firsts.values()) and len(firsts) == 3
 
 
-def test_prefill_goes_on_with_the_last_message(server: httpx.Client) -> None:
+def test_prefill_continues_the_last_message(server: httpx.Client) -> None:
     messages = [*QUESTION, {"role": "assistant", "content": "2 + 3"}]
     assert (
         chat(server, messages=messages, continue_final_message=True)["choices"][0]["message"][
@@ -113,7 +113,7 @@ def test_parts_of_text_and_a_developer_are_read(server: httpx.Client) -> None:
     assert chat(server, messages=[{"role": "system", "content": "Be brief."}, *QUESTION])["choices"]
 
 
-def test_max_completion_tokens_wins_over_max_tokens(server: httpx.Client) -> None:
+def test_max_completion_tokens_overrides_max_tokens(server: httpx.Client) -> None:
     answer = chat(server, max_completion_tokens=2)
     assert (
         answer["usage"]["completion_tokens"] == 2
@@ -153,7 +153,7 @@ def test_structured_output(server: httpx.Client) -> None:
     )
 
 
-def test_the_tier_is_told_when_asked_for(server: httpx.Client) -> None:
+def test_the_service_tier_is_returned_if_requested(server: httpx.Client) -> None:
     assert chat(server, service_tier="auto")[
         "service_tier"
     ] == "default" and "service_tier" not in chat(server)
@@ -218,7 +218,7 @@ def test_the_tier_is_told_when_asked_for(server: httpx.Client) -> None:
         ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "integer_above_max_value"),
         ({"tool_choice": "required"}, "tool_choice", "invalid_value"),
-        # this model's template has no place for them
+        # this model's template does not support them
         ({"tools": [TOOL]}, "tools", "invalid_value"),
         (
             {"tools": [{"type": "custom", "custom": {"name": "x"}}]},
@@ -250,13 +250,13 @@ def test_the_tier_is_told_when_asked_for(server: httpx.Client) -> None:
         ({"stream": "yes"}, "stream", "invalid_type"),
     ],
 )
-def test_what_is_wrong_is_named(server: httpx.Client, fields: dict, param: str, code: str) -> None:
+def test_errors_name_the_field(server: httpx.Client, fields: dict, param: str, code: str) -> None:
     answer = server.post("/v1/chat/completions", json=BODY | fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code), error
 
 
-def test_what_changes_nothing_is_listed(server: httpx.Client) -> None:
+def test_ignored_fields_are_listed(server: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hi", "mood": "good"}]
     answer = server.post(
         "/v1/chat/completions",
@@ -273,7 +273,7 @@ def test_what_changes_nothing_is_listed(server: httpx.Client) -> None:
 
 @pytest.fixture(scope="module")
 def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A server whose template has a place for tools and thoughts."""
+    """A server whose template supports tools and reasoning."""
     path = tmp_path_factory.mktemp("templates") / "tools.jinja"
     path.write_text(TOOL_TEMPLATE)
     with running_server("--chat-template", str(path), "--reasoning-parser", "none") as client:
@@ -299,9 +299,7 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
-def test_a_call_that_is_demanded_keeps_to_the_tools_schema(
-    tool_server: httpx.Client, choice: Any
-) -> None:
+def test_a_required_call_matches_the_tools_schema(tool_server: httpx.Client, choice: Any) -> None:
     fields = {
         "tools": [TOOL, WEATHER] if choice is NAMED else [WEATHER],
         "tool_choice": choice,
@@ -329,7 +327,7 @@ def test_a_call_that_is_demanded_keeps_to_the_tools_schema(
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
 
-def test_a_conversation_with_a_call_goes_on(tool_server: httpx.Client) -> None:
+def test_a_conversation_with_a_call_continues(tool_server: httpx.Client) -> None:
     call = {
         "id": "call_1",
         "type": "function",
@@ -350,7 +348,7 @@ def test_a_conversation_with_a_call_goes_on(tool_server: httpx.Client) -> None:
     )
 
 
-def test_a_schema_that_makes_no_sense_is_the_tools(tool_server: httpx.Client) -> None:
+def test_an_invalid_schema_is_an_error_of_the_tools(tool_server: httpx.Client) -> None:
     bad = {
         "type": "function",
         "function": {

@@ -13,7 +13,7 @@ BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 
 
 def events(answer: httpx.Response) -> list[dict]:
-    """The stream's events without [DONE], which must be the last."""
+    """Return the stream's events without [DONE], which must be the last."""
     lines = [line for line in answer.text.split("\n\n") if line]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]", (
         answer.text
@@ -55,7 +55,7 @@ def test_a_stream_and_a_whole_answer_agree(server: httpx.Client) -> None:
     assert len({tuple(c) for c in chunks[:-1]}) == 1
 
 
-def test_without_stream_options_no_chunk_speaks_of_usage(server: httpx.Client) -> None:
+def test_without_stream_options_no_chunk_has_usage(server: httpx.Client) -> None:
     assert not any(
         "usage" in chunk
         for chunk in events(server.post("/v1/completions", json=BODY | {"stream": True}))
@@ -93,7 +93,7 @@ def test_log_probabilities_with_text_offsets(server: httpx.Client) -> None:
     for token, logprob, top in zip(
         found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
     ):
-        # greedy: the sampled one is the likeliest
+        # greedy: the sampled token is the most likely
         assert top[token] == logprob == max(top.values()) and 2 <= len(top) <= 3
 
 
@@ -130,7 +130,7 @@ def test_a_long_echo(server: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_alone_scores_a_text(server: httpx.Client, stream: bool) -> None:
-    """What evaluations ask for: no new token, the prompt's log-probabilities."""
+    """As in evaluations: no new token, only the prompt's log-probabilities."""
     body = BODY | {"max_tokens": 0, "echo": True, "logprobs": 1, "prompt": [PROMPT, "The cat"]}
     if stream:
         chunks = [
@@ -149,7 +149,7 @@ def test_echo_alone_scores_a_text(server: httpx.Client, stream: bool) -> None:
     assert all("".join(choice["logprobs"]["tokens"]) == choice["text"] for choice in choices)
 
 
-def test_a_streamed_echo_comes_first_and_says_the_same(server: httpx.Client) -> None:
+def test_a_streamed_echo_comes_first_with_the_same_content(server: httpx.Client) -> None:
     fields = {"logprobs": 1, "echo": True, "return_token_ids": True}
     whole = complete(server, **fields)["choices"][0]
     chunks = [
@@ -254,7 +254,7 @@ def test_guided_output(server: httpx.Client, fields: dict, text: str | None) -> 
         ({"model": "gpt-4"}, "model", "model_not_found"),
     ],
 )
-def test_what_is_wrong_is_named(server: httpx.Client, fields: dict, param: str, code: str) -> None:
+def test_errors_name_the_field(server: httpx.Client, fields: dict, param: str, code: str) -> None:
     answer = server.post("/v1/completions", json=BODY | fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (

@@ -1,4 +1,4 @@
-"""The engine's state and the requests' time lines, over HTTP from a real server."""
+"""The engine's state and the timings of requests, over HTTP from a real server."""
 
 import http.client
 import json
@@ -12,14 +12,14 @@ from quire.tests.frontend.server.conftest import running_server, slow_engine
 
 @pytest.fixture(scope="module")
 def slow() -> Iterator[httpx.Client]:
-    """A request of some hundred tokens takes seconds."""
+    """A request of some hundred tokens, which takes seconds."""
     with slow_engine(0.01) as (address, _), running_server("--engine", address) as client:
         yield client
 
 
-def leave_in_the_middle(client: httpx.Client, name: str, **body: object) -> dict:
-    """Sends a request, closes the connection when the engine has given some of its tokens, and
-    returns what the engine said of it then.
+def disconnect_while_running(client: httpx.Client, name: str, **body: object) -> dict:
+    """Send a request and close the connection after some of its tokens. Return what the engine
+    reported of the request at that time.
     """
     connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
     headers = {"content-type": "application/json", "x-request-id": name}
@@ -75,11 +75,11 @@ def test_the_state_of_the_engine(server: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_left(
+def test_a_request_is_visible_while_it_runs_and_as_an_abort_after_its_client_left(
     slow: httpx.Client, streams: bool
 ) -> None:
     name = f"left-{streams}"
-    seen = leave_in_the_middle(slow, name, stream=streams)
+    seen = disconnect_while_running(slow, name, stream=streams)
     assert slow.get("/v1/engine/state").json()["has_chat_template"] is False
     assert (
         seen["state"] == "running"
@@ -96,7 +96,7 @@ def test_a_request_is_seen_while_it_runs_and_as_an_abort_when_its_client_has_lef
     assert 0 < line["completion_tokens"] < 5000
 
 
-def test_a_finished_request_has_a_time_line_and_a_trace(server: httpx.Client) -> None:
+def test_a_finished_request_has_a_timeline_and_a_trace(server: httpx.Client) -> None:
     answer = complete(server)
     listed = server.get("/v1/requests", params={"limit": 1}).json()["data"]
     assert (

@@ -14,7 +14,7 @@ def test_live_ready_version(server: httpx.Client) -> None:
     assert set(server.get("/version").json()) == {"version"}
 
 
-def test_a_step_is_no_reason_to_be_taken_out_but_one_without_an_end_is() -> None:
+def test_a_long_step_is_healthy_but_an_endless_one_is_not() -> None:
     flags = ("--step-timeout-s", "1.5", "--drain-timeout-s", "0.1")
     with (
         slow_engine(30.0) as (address, engine),
@@ -25,7 +25,7 @@ def test_a_step_is_no_reason_to_be_taken_out_but_one_without_an_end_is() -> None
                 b'POST /v1/completions HTTP/1.1\r\ncontent-length: 15\r\n\r\n{"prompt": [1]}'
             )
             began = time.monotonic()
-            assert client.get("/health/ready").status_code == 200  # not yet at work, or busy
+            assert client.get("/health/ready").status_code == 200  # not yet running, or busy
             wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=20)
             error = client.get("/health/ready").json()["error"]
             assert (
@@ -33,7 +33,7 @@ def test_a_step_is_no_reason_to_be_taken_out_but_one_without_an_end_is() -> None
                 and time.monotonic() - began > 1
                 and client.get("/health").status_code == 200
             )
-            engine.kill()  # it would take its time
+            engine.kill()  # it would wait for the step
 
 
 def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
@@ -41,7 +41,7 @@ def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
     assert server.get("/load").json() == {"server_load": 0}
     body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "stream": True}
     with server.stream("POST", "/v1/completions", json=body) as answer:
-        lines = answer.iter_lines()  # kept: an iterator that is collected closes the stream
+        lines = answer.iter_lines()  # keep a reference: a collected iterator closes the stream
         next(lines)
         assert server.get("/load").json() == {"server_load": 1}
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})

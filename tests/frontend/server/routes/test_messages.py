@@ -1,4 +1,4 @@
-"""/v1/messages over HTTP: the order and shape of Anthropic's events, stop reasons, errors, and the
+"""/v1/messages over HTTP: the order and format of Anthropic's events, stop reasons, errors, and the
 same text as OpenAI's chat.
 """
 
@@ -50,7 +50,7 @@ def test_a_whole_answer_with_thought_text_and_call() -> None:
     )
 
 
-def test_the_events_of_a_stream_put_together_are_the_whole_answer() -> None:
+def test_the_events_of_a_stream_accumulate_to_the_whole_answer() -> None:
     app = scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL))
     whole = post(app, URL, BODY | {"tools": TOOLS}).json()
     events = named_events(post(app, URL, BODY | {"tools": TOOLS, "stream": True}))
@@ -103,7 +103,7 @@ def test_stop_reasons(reason: str, stop_reason: str | None, told: tuple) -> None
     assert (said["stop_reason"], said["stop_sequence"]) == told
 
 
-def test_a_call_that_was_cut_short() -> None:
+def test_a_truncated_call() -> None:
     said = post(
         scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL[:-1], "length")),
         URL,
@@ -112,7 +112,7 @@ def test_a_call_that_was_cut_short() -> None:
     assert said["stop_reason"] == "max_tokens" and said["content"][-1]["input"] == {}
 
 
-def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_an_event() -> None:
+def test_a_failure_before_the_stream_is_a_plain_answer_and_inside_it_an_event() -> None:
     answer = post(
         scripted_app(ScriptedEngine([RuntimeError("secret")])), URL, BODY | {"stream": True}
     )
@@ -161,7 +161,7 @@ def test_a_failure_before_the_stream_is_a_plain_answer_and_within_it_an_event() 
         ),
     ],
 )
-def test_errors_have_anthropics_shape(change: dict, status: int, kind: str, word: str) -> None:
+def test_errors_have_anthropics_format(change: dict, status: int, kind: str, word: str) -> None:
     answer = post(scripted_app(ScriptedEngine(["a"])), URL, BODY | change)
     error = answer.json()
     assert answer.status_code == status and answer.headers["request-id"]
@@ -172,7 +172,7 @@ def test_errors_have_anthropics_shape(change: dict, status: int, kind: str, word
     )
 
 
-def test_keys_come_in_anthropics_header() -> None:
+def test_keys_in_anthropics_header() -> None:
     app = scripted_app(ScriptedEngine(["a"]), api_key=["k"])
     assert (
         post(app, URL, BODY, **{"x-api-key": "k", "anthropic-version": "2023-06-01"}).status_code
@@ -182,7 +182,7 @@ def test_keys_come_in_anthropics_header() -> None:
     assert refusal.status_code == 401 and refusal.json()["error"]["type"] == "authentication_error"
 
 
-def test_tokens_are_counted_however_many(server: httpx.Client) -> None:
+def test_any_number_of_tokens_is_counted(server: httpx.Client) -> None:
     counted = server.post(f"{URL}/count_tokens", json={"messages": BODY["messages"]}).json()
     assert counted == {"input_tokens": 16}
     many = server.post(

@@ -1,4 +1,4 @@
-"""/metrics: read by Prometheus' own parsers, against vLLM's published names."""
+"""/metrics, read by Prometheus' own parsers and compared with vLLM's published names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quire.frontend.server.state import ServerState
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
-# What vLLM's documentation and its Grafana dashboards ask for, of what a server without
-# speculation, LoRA and images has.
+# Metrics that vLLM's documentation and Grafana dashboards use, except those of speculation, LoRA
+# and images.
 OF_VLLM = {
     "num_requests_running": "gauge",
     "num_requests_waiting": "gauge",
@@ -46,7 +46,7 @@ OF_VLLM = {
 
 
 def samples(client: httpx.Client) -> dict[str, float]:
-    """Every sample without labels but those that tell samples of a name apart."""
+    """Return every sample without labels, except labels that distinguish samples of one name."""
     found = {}
     for family in parse(client.get("/metrics").text):
         for sample in family.samples:
@@ -75,26 +75,26 @@ def test_a_request_is_counted(server: httpx.Client) -> None:
     ).json()
     after = samples(server)
 
-    def grown(name: str) -> float:
+    def increases(name: str) -> float:
         return after[name] - before.get(name, 0)
 
     usage = answer["usage"]
-    assert grown("quire:generation_tokens_total") == 10 == usage["completion_tokens"]
+    assert increases("quire:generation_tokens_total") == 10 == usage["completion_tokens"]
     assert (
-        grown("quire:request_success_total;finished_reason=length") == 1
-        and grown("quire:request_success_total;finished_reason=abort") == 0
+        increases("quire:request_success_total;finished_reason=length") == 1
+        and increases("quire:request_success_total;finished_reason=abort") == 0
     )
     assert (
-        grown("quire:request_prompt_tokens_sum") == usage["prompt_tokens"]
-        and grown("quire:request_params_n_sum") == 2
+        increases("quire:request_prompt_tokens_sum") == usage["prompt_tokens"]
+        and increases("quire:request_params_n_sum") == 2
     )
     for name, kind in OF_VLLM.items():
         if kind == "histogram":
-            assert grown(f"quire:{name}_count") == (
+            assert increases(f"quire:{name}_count") == (
                 8 if name == "inter_token_latency_seconds" else 1
             ), name
-    assert grown("quire:http_requests_total;route=/v1/completions;status=200") == 1
-    assert grown("quire:http_requests_total;route=/metrics;status=200") == 1
+    assert increases("quire:http_requests_total;route=/v1/completions;status=200") == 1
+    assert increases("quire:http_requests_total;route=/metrics;status=200") == 1
     server.get("/no/such/route")
     assert samples(server)["quire:http_requests_total;route=other;status=404"] >= 1
     assert after["quire:engine_up"] == 1 and after["quire:http_requests_in_flight"] == 1
@@ -104,7 +104,7 @@ def test_a_request_is_counted(server: httpx.Client) -> None:
     assert not any(name.startswith("vllm:") for name in after)
 
 
-# What the dashboards in vLLM's examples/observability query: prometheus_grafana/grafana.json,
+# Queries of the dashboards in vLLM's examples/observability: prometheus_grafana/grafana.json,
 # vllm_overview, vllm_service_status, performance_statistics, query_statistics, and the process and
 # sleep panels of vllm_instances. Series -> values of the labels that a query selects or groups by.
 DASHBOARDS = {
@@ -160,7 +160,7 @@ DASHBOARDS = {
     "process_max_fds": {},
     "process_start_time_seconds": {},
 }
-# Queried by a panel that stays empty: this engine has no such feature.
+# Queried by a panel that stays empty, since this engine lacks the feature.
 ABSENT = (
     "vllm:external_prefix_cache_queries_total",  # KV connectors
     "vllm:mm_cache_queries_total",  # images
@@ -233,7 +233,7 @@ def value_of(client: httpx.Client, series: str, **labels: str) -> float:
 
 
 def test_tokens_per_step_add_up(vllm_server: httpx.Client) -> None:
-    """Every prompt token that was computed and every generated one belongs to one step."""
+    """Every computed prompt token and every generated token belongs to one step."""
     computed = value_of(vllm_server, "vllm:prompt_tokens_by_source_total", source="local_compute")
     generated = value_of(vllm_server, "vllm:generation_tokens_total")
     assert value_of(vllm_server, "vllm:iteration_tokens_total_sum") == computed + generated
@@ -264,7 +264,7 @@ def test_the_sleep_state_and_why_requests_wait(vllm_server: httpx.Client) -> Non
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_an_engine_that_does_not_answer_does_not_hold_up_the_scrape(
+def test_an_engine_that_does_not_answer_does_not_block_the_scrape(
     monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     monkeypatch.setattr(metrics, "ENGINE_TIMEOUT_S", 0.05)

@@ -1,5 +1,5 @@
-"""/api/chat and /api/generate over HTTP: Ollama's lines, durations, ends, errors, and the same text
-as OpenAI's chat.
+"""/api/chat and /api/generate over HTTP: Ollama's lines, durations, finish reasons, errors, and the
+same text as OpenAI's chat.
 """
 
 from datetime import datetime
@@ -63,7 +63,7 @@ def test_a_whole_answer_with_thought_text_and_call() -> None:
     assert datetime.fromisoformat(said["created_at"]).tzinfo is not None
 
 
-def test_the_lines_of_a_stream_put_together_are_the_whole_answer() -> None:
+def test_the_lines_of_a_stream_accumulate_to_the_whole_answer() -> None:
     app = scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL))
     whole = post(app, "/api/chat", CHAT | TOOLS | {"stream": False}).json()
     *said, end = lines(post(app, "/api/chat", CHAT | TOOLS))
@@ -80,7 +80,7 @@ def test_the_lines_of_a_stream_put_together_are_the_whole_answer() -> None:
     }
 
 
-def test_generate_says_the_same_in_its_own_shape() -> None:
+def test_generate_returns_the_same_in_its_own_format() -> None:
     app = scripted_app(ScriptedEngine(["<think>We", "ll.</think>", "five"], "length"))
     whole = post(app, "/api/generate", GENERATE | {"stream": False}).json()
     assert (whole["response"], whole["thinking"], whole["done_reason"], whole["model"]) == (
@@ -98,7 +98,7 @@ def test_generate_says_the_same_in_its_own_shape() -> None:
     assert raw["response"] == "<think>Well.</think>five" and "thinking" not in raw
 
 
-def test_a_call_that_was_cut_short_is_no_call() -> None:
+def test_a_truncated_call_is_not_a_call() -> None:
     said = post(
         scripted_app(ScriptedEngine(WITH_THOUGHT_AND_CALL[:-1], "length")),
         "/api/chat",
@@ -114,7 +114,7 @@ def test_a_call_that_was_cut_short_is_no_call() -> None:
         ("generate", GENERATE | {"prompt": ""}, "response"),
     ],
 )
-def test_nothing_to_say_loads_the_model(path: str, body: dict, empty: str) -> None:
+def test_an_empty_prompt_loads_the_model(path: str, body: dict, empty: str) -> None:
     app = scripted_app(ScriptedEngine(["a"]))
     said = post(app, f"/api/{path}", body).json()
     assert (said["done"], said["done_reason"]) == (True, "load") and empty in said
@@ -122,7 +122,7 @@ def test_nothing_to_say_loads_the_model(path: str, body: dict, empty: str) -> No
     assert refusal.status_code == 400 and "stays loaded" in refusal.json()["error"]
 
 
-def test_errors_have_ollamas_shape_also_within_a_stream() -> None:
+def test_errors_have_ollamas_format_also_inside_a_stream() -> None:
     answer = post(scripted_app(ScriptedEngine([RuntimeError("secret")])), "/api/chat", CHAT)
     assert answer.status_code == 500 and answer.json().keys() == {"error"}
     *_, last = lines(

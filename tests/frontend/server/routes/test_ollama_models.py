@@ -1,5 +1,5 @@
-"""/api/tags, /api/show, /api/ps, /api/version: what Ollama's clients learn of the model, and what
-is refused.
+"""/api/tags, /api/show, /api/ps, /api/version: model information for Ollama's clients, and
+refusals.
 """
 
 from datetime import datetime
@@ -38,7 +38,7 @@ def test_the_model_in_the_lists() -> None:
     )
 
 
-def test_what_a_model_can() -> None:
+def test_the_capabilities_of_a_model() -> None:
     shown = post(APP, "/api/show", {"model": "bundled:latest"}).json()
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     family = shown["model_info"]["general.architecture"]
@@ -59,11 +59,11 @@ def test_what_a_model_can() -> None:
     )
 
 
-def test_the_version_is_one_that_clients_can_compare() -> None:
+def test_the_version_can_be_compared_by_clients() -> None:
     assert [int(part) for part in get("/api/version")["version"].split(".")] >= [0, 6, 4]
 
 
 @pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api/embed"])
-def test_what_cannot_be_done_is_said_in_a_sentence(path: str) -> None:
+def test_unsupported_actions_are_refused_with_a_sentence(path: str) -> None:
     answer = post(APP, path, {"model": "bundled"})
     assert answer.status_code == 400 and answer.json()["error"].endswith(".")

@@ -1,4 +1,4 @@
-"""The page's files and how they are served. What the page does is tested in tests/browser.
+"""The files of the page, and how they are served. tests/browser tests the page itself.
 
 Must not know: a browser.
 """
@@ -35,8 +35,8 @@ def test_every_file_is_in_the_document_once() -> None:
     assert re.findall(r"<link(?! rel=\"icon\"|\s+rel=\"icon\")|<script[^>]", HTML) == []
 
 
-def test_the_libraries_are_those_that_were_vetted() -> None:
-    """The text of a release, unchanged, with its licence beside it."""
+def test_the_libraries_are_unchanged_releases() -> None:
+    """Each is the text of a release, unchanged, with its licence next to it."""
     assert (
         {path.name for path in VENDOR.glob("*.js")} == set(LIBRARIES) == {"marked.js", "purify.js"}
     )
@@ -48,7 +48,7 @@ def test_the_libraries_are_those_that_were_vetted() -> None:
         assert record["license"] in ("MIT", "MPL-2.0 OR Apache-2.0")
 
 
-def test_nothing_ends_a_script_early() -> None:
+def test_no_text_ends_a_script_early() -> None:
     """An inlined `</script` would, and so would `<script` after an `<!--`."""
     for text in elements("script"):
         assert re.search(r"</?script|</?style", text, re.IGNORECASE) is None
@@ -60,7 +60,7 @@ def test_it_is_small() -> None:
     assert {name: n for name, text in OWN.items() if (n := text.count("\n")) > 500} == {}
 
 
-def test_it_names_nothing_outside() -> None:
+def test_it_refers_to_no_other_origin() -> None:
     own = "".join(OWN.values()).replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"(?:https?:)?//[\w-]+\.\w+\S*|@import|url\(", own) == []
     links = re.findall(r"""(?:src|href)=["']([^"']*)""", OWN["page.html"])
@@ -69,7 +69,7 @@ def test_it_names_nothing_outside() -> None:
 
 
 def test_its_requests_are_relative() -> None:
-    """All go through call(), which puts the page's own address before them."""
+    """All go through call(), which prepends the page's own address."""
     scripts = "".join(SCRIPTS.values())
     assert scripts.count("fetch(") == 1 and "fetch(ROOT + path" in scripts
     paths = re.findall(r"""(?:call|post)\(\s*["'`]([^"'`$?]+)""", scripts)
@@ -85,21 +85,21 @@ def test_its_requests_are_relative() -> None:
     ],
 )  # fmt: skip
 def test_text_cannot_become_markup_or_code(way: str) -> None:
-    """In the page's own scripts; DOMPurify alone makes nodes of a string."""
+    """In the page's own scripts, only DOMPurify makes nodes from a string."""
     assert [name for name, text in SCRIPTS.items() if way in text] == []
 
 
-def test_nothing_in_it_breaks_its_own_policy() -> None:
-    """Inline handlers and style attributes would be refused by the browser, silently."""
+def test_it_complies_with_its_own_policy() -> None:
+    """The browser would silently refuse inline handlers and style attributes."""
     assert re.findall(r"\s(?:on\w+|style)\s*=", OWN["page.html"]) == []
     assert [name for name, text in SCRIPTS.items() if 'setAttribute("style"' in text] == []
 
 
-def test_it_asks_for_as_many_requests_as_the_server_keeps() -> None:
+def test_it_requests_as_many_requests_as_the_server_keeps() -> None:
     assert f"const KEPT = {MAX_REQUESTS};" in SCRIPTS["requests.js"]
 
 
-def test_it_is_served_with_a_policy_that_fits(server: httpx.Client) -> None:
+def test_it_is_served_with_a_matching_policy(server: httpx.Client) -> None:
     answer = server.get("/")
     assert answer.status_code == 200 and answer.text == HTML
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -128,12 +128,12 @@ def test_it_is_compressed_and_not_sent_twice(server: httpx.Client) -> None:
     assert server.get("/", headers={"if-none-match": '"another"'}).status_code == 200
 
 
-def test_the_policy_is_that_of_the_text() -> None:
+def test_the_policy_matches_the_text() -> None:
     policies = {content_security_policy(f"<script>{a}</script><style>b</style>") for a in "aA"}
     assert len(policies) == 2
 
 
-def test_a_package_contains_it() -> None:
+def test_the_package_contains_it() -> None:
     root = Path(__file__).parents[4]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
     patterns = settings["package-data"]["quire.frontend.server.page"]
@@ -142,5 +142,5 @@ def test_a_package_contains_it() -> None:
     assert {path for path in FOLDER.rglob("*") if path.is_file()} - code == packed
 
 
-def test_it_can_be_left_out() -> None:
+def test_it_can_be_disabled() -> None:
     assert routes(SimpleNamespace(server_config=SimpleNamespace(page=False))) == []

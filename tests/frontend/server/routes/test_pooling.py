@@ -1,4 +1,4 @@
-"""/v1/embeddings, /score and /rerank: checked, then refused in a sentence."""
+"""/v1/embeddings, /score and /rerank: bodies are validated, then refused with a sentence."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(("path", "body"), GOOD.items())
-def test_a_good_body_is_refused_in_a_sentence(
+def test_a_valid_body_is_refused_with_a_sentence(
     server: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:
     answer = server.post(path, json=body)
@@ -44,7 +44,7 @@ def test_a_good_body_is_refused_in_a_sentence(
         ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n"),
     ],
 )
-def test_a_bad_body_is_told_what_is_wrong_with_it(
+def test_an_invalid_body_gets_its_own_error(
     server: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = server.post(path, json=body)

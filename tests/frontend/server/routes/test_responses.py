@@ -1,5 +1,5 @@
-"""/v1/responses over HTTP: conversations that are kept, for whom, and the same text as OpenAI's
-chat.
+"""/v1/responses over HTTP: stored conversations, their owners, and the same text as
+OpenAI's chat.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ TOOLS = {"tools": [{"type": "function", "name": "add", "parameters": {"type": "o
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_conversation_goes_on_from_what_is_kept(stream: bool) -> None:
+def test_a_conversation_continues_from_a_stored_response(stream: bool) -> None:
     engine = ScriptedEngine(WITH_THOUGHT_AND_CALL)
 
     async def speak(client: httpx.AsyncClient) -> None:
@@ -58,7 +58,7 @@ def test_a_conversation_goes_on_from_what_is_kept(stream: bool) -> None:
     assert order == sorted(order)
 
 
-def test_lists_come_in_pages() -> None:
+def test_lists_are_paginated() -> None:
     items = [{"role": "user", "content": f"number {i}"} for i in range(5)]
 
     async def speak(client: httpx.AsyncClient) -> list[Any]:
@@ -85,7 +85,7 @@ def test_lists_come_in_pages() -> None:
     assert talk(scripted_app(ScriptedEngine(["a"])), speak) == [["4", "3"], ["2", "1"], ["0"]]
 
 
-def test_what_is_deleted_or_not_kept_is_not_found() -> None:
+def test_deleted_or_unstored_responses_are_not_found() -> None:
     async def speak(client: httpx.AsyncClient) -> None:
         kept = (await client.post(URL, json=BODY)).json()
         refusal = await client.post(f"{URL}/{kept['id']}/cancel")
@@ -117,7 +117,7 @@ def test_what_is_deleted_or_not_kept_is_not_found() -> None:
     talk(scripted_app(ScriptedEngine(["a"])), speak)
 
 
-def test_another_key_finds_nothing() -> None:
+def test_another_key_does_not_find_a_response() -> None:
     app = scripted_app(ScriptedEngine(["a"]), api_key=["mine", "theirs"])
     response_id = post(app, URL, BODY, authorization="Bearer mine").json()["id"]
 
@@ -133,7 +133,7 @@ def test_another_key_finds_nothing() -> None:
     assert refusal.json()["error"]["code"] == "previous_response_not_found"
 
 
-def test_a_server_that_keeps_nothing() -> None:
+def test_a_server_that_stores_nothing() -> None:
     app = scripted_app(ScriptedEngine(["a"]), max_stored_responses=0)
     assert post(app, URL, BODY).json()["store"] is False
     refusal = post(app, URL, BODY | {"store": True})
@@ -174,7 +174,7 @@ def test_truncation_leaves_out_the_oldest() -> None:
     )
     first = next(i for i in range(6) if f"user {i}" in engine.prompts[-1])
     longer = [{"role": "system", "content": "be brief"}, *items[2 * (first - 1) :]]
-    # one turn more would not have fitted
+    # another turn would not have fitted
     assert post(app, URL, {"input": longer, "max_output_tokens": 20}).status_code == 400
     assert (
         post(app, URL, {"input": "word " * 600, "truncation": "auto"}).json()["error"]["param"]
@@ -223,7 +223,7 @@ def test_the_same_log_probabilities_as_openais_chat(server: httpx.Client) -> Non
     assert events[2][1]["item"]["content"] == [] and events[3][1]["part"]["logprobs"] == []
 
 
-def test_errors_have_openais_shape() -> None:
+def test_errors_have_openais_format() -> None:
     app = scripted_app(ScriptedEngine(["a"]))
     for change, param in (
         ({"background": True}, "background"),

@@ -8,7 +8,7 @@ import pytest
 MESSAGES = [{"role": "user", "content": "What is 2 + 3?"}]
 
 
-def test_there_and_back(server: httpx.Client) -> None:
+def test_round_trip(server: httpx.Client) -> None:
     found = server.post(
         "/tokenize", json={"prompt": "Once upon a time", "return_token_strs": True}
     ).json()
@@ -22,7 +22,7 @@ def test_there_and_back(server: httpx.Client) -> None:
     assert server.post("/tokenize", json={"prompt": "a"}).json()["token_strs"] is None
 
 
-def test_a_conversation_is_what_chat_reads(server: httpx.Client) -> None:
+def test_a_conversation_has_the_tokens_of_chat(server: httpx.Client) -> None:
     found = server.post("/tokenize", json={"messages": MESSAGES}).json()
     answer = server.post(
         "/v1/chat/completions",
@@ -65,7 +65,7 @@ def test_tokenizer_info(server: httpx.Client) -> None:
         ("/detokenize", {"tokens": [2048]}, "tokens"),
     ],
 )
-def test_what_is_wrong_is_named(
+def test_errors_name_the_field(
     server: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
     answer = server.post(path, json=body)

@@ -29,10 +29,10 @@ Message = dict[str, Any]
 class LLM(BlockingCalls):
     """A loaded model.
 
-    model: "bundled", a directory, or a name on the hub. engine: "process" (a child of this
-    process), "inproc" (this process), or the address of a running daemon ("ipc://..."). arguments:
-    those of EngineArgs, such as tokenizer, dtype, max_model_len, max_num_seqs,
-    enable_prefix_caching, seed.
+    model: "bundled", a directory, a GGUF file, or a name on the hub (also "org/name:Q4_K_M" and
+    "org/name/file.gguf"). engine: "process" (a child of this process), "inproc" (this process), or
+    the address of a running daemon ("ipc://..."). arguments: those of EngineArgs, such as
+    tokenizer, dtype, max_model_len, max_num_seqs, enable_prefix_caching, seed.
 
     Threads may share one instance: their calls run one after the other. A fork of the process
     cannot use it and gets EngineUsageError.

@@ -37,7 +37,8 @@ class ModelConfig(Section, frozen=True):
     model: Annotated[
         str,
         Meta(
-            description="Directory of the model, or its name on the hub. Default: the model "
+            description="Directory or GGUF file of the model, or its name on the hub (org/name, "
+            "org/name:Q4_K_M, org/name/file.gguf). Default: the model "
             "bundled with Quire."
         ),
     ] = "bundled"

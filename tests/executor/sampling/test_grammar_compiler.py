@@ -19,6 +19,7 @@ from quire.executor.sampling.grammar_compiler import (
 )
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
+from quire.tests.gguf_files import write_gguf
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
 
 
@@ -242,3 +243,19 @@ def test_text_that_looks_like_an_added_token_is_written_as_text(params, text):
         written.append(int(allowed[-1]))
         assert matcher.consume_token(written[-1])
     assert compiler.tokenizer.decode_str(written) == text
+
+
+def test_the_tokenizer_of_a_gguf_file(tmp_path):
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["</s>", *"abc"],
+        "tokenizer.ggml.token_type": [3, 1, 1, 1],
+        "tokenizer.ggml.merges": [],
+    }
+    path = write_gguf(tmp_path / "m.gguf", metadata)
+    compiler = GrammarCompiler(str(path), 4, 0)
+    assert accepts(compiler, "ab", regex="a[bc]") and not accepts(compiler, "aa", regex="a[bc]")
+    path.write_bytes(b"GGUF")
+    with pytest.raises(InvalidParameterError, match="not possible with this model's tokenizer"):
+        GrammarCompiler(str(path), 4, 0).tokenizer

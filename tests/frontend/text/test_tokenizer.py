@@ -14,6 +14,7 @@ from quire import InvalidParameterError, ModelLoadError
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.frontend.tiny_tokenizers import TEXTS, tiny_tokenizer, tiny_tokenizer_directory
+from quire.tests.gguf_files import write_gguf
 
 BUNDLED = find_model_directory("bundled")
 SPECIAL = "<|im_start|>user\nhi<|im_end|></s><s>"
@@ -184,3 +185,39 @@ def test_the_frontend_imports_neither_torch_nor_transformers() -> None:
         ).stdout.strip()
         == "[]"
     )
+
+
+def test_a_gguf_file_is_a_tokenizer(tmp_path: Path) -> None:
+    """Ids are compared in tests/ipc/test_gguf_tokenizer.py. Files beside it replace its parts."""
+    tokens = ["<s>", "</s>", "a", "b", "ab"]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3, 3, 1, 1, 1],
+        "tokenizer.ggml.merges": ["a b"],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.chat_template": "{{ messages[0].content }}{{ eos_token }}",
+    }
+    tokenizer = Tokenizer(path := write_gguf(tmp_path / "m.gguf", metadata))
+    assert tokenizer.encode("ab</s>") == [0, 4, 1]
+    assert tokenizer.decode([0, 4, 1], skip_special_tokens=True) == "ab"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}]) == [4, 1]
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "b"}')
+    assert Tokenizer(path).apply_chat_template([{"role": "user", "content": "ab"}]) == [3]
+    shutil.copy(BUNDLED / "tokenizer.json", tmp_path)
+    assert Tokenizer(path).encode("ab") == Tokenizer(BUNDLED).encode("ab")
+
+
+def test_a_gguf_tokenizer_that_cannot_be_built_is_named(tmp_path: Path) -> None:
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": ["a"],
+        "tokenizer.ggml.merges": ["a b"],
+    }
+    with pytest.raises(ModelLoadError, match="m.gguf: its tokenizer cannot be built: "):
+        Tokenizer(write_gguf(tmp_path / "m.gguf", metadata))

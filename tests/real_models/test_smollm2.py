@@ -13,6 +13,7 @@ import gguf
 import msgspec
 import pytest
 import torch
+from quire import LLM, SamplingParams
 from quire.executor.single_process import SingleProcessExecutor
 from quire.tests.executor.driver import generate, make_config
 from quire.tests.gguf_checkpoints import gguf_name
@@ -105,8 +106,12 @@ def test_greedy_tokens_are_those_of_transformers(executor, oracle, tokenizer, re
     assert num_equal > 0.9 * len(rows) * NUM_TOKENS
 
 
-def test_a_chat_answer_is_sensible(executor, tokenizer):
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_chat_answer_is_sensible(path, quantization):
+    """The file is all that is named: configuration, tokenizer and template are in it."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
-    ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
-    (row,) = generate(executor, [ids], 12)
-    assert "Paris" in tokenizer.decode(row.output).split("<|im_end|>")[0]
+    greedy = SamplingParams(temperature=0, max_tokens=32)
+    settings = {"engine": "inproc", "max_model_len": 512, "quantization": quantization}
+    with LLM(str(path), **settings) as llm:
+        (answer,) = llm.chat([question], greedy)
+    assert "Paris" in answer.outputs[0].text and answer.outputs[0].finish_reason == "stop"

@@ -105,11 +105,11 @@ class EngineCoreProc:
             pass
         except Exception as error:
             if self.core is None:
-                self._tell_all(pack_exception(error))
+                self._send_to_all(pack_exception(error))
                 raise
             logger.error("the engine failed\n%s", traceback.format_exc())
             self._hand_out(self.core.take_rows())
-            self._tell_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
+            self._send_to_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
             return 1
         finally:
             self.input.close()
@@ -145,13 +145,13 @@ class EngineCoreProc:
             gc.freeze()
             gc.enable()
         self.core = core
-        self._tell_all(core.ready)
+        self._send_to_all(core.ready)
         self.on_ready(core.ready)
 
     def _report(self, stage: str, fraction: float) -> None:
         self._take_events(block=False)
         self._check_early()
-        self._tell_all(Progress(stage, fraction))
+        self._send_to_all(Progress(stage, fraction))
 
     def _check_early(self) -> None:
         if self.must_leave or self.is_draining:
@@ -167,7 +167,7 @@ class EngineCoreProc:
             if self._can_step(core):
                 self._step(core)
         if not self.must_leave:
-            self._tell_all(EngineDead("the engine was asked to leave"))
+            self._send_to_all(EngineDead("the engine was asked to leave"))
 
     def _can_step(self, core: EngineCore) -> bool:
         return core.has_work() and not self.output.is_full and not self.must_leave
@@ -273,7 +273,7 @@ class EngineCoreProc:
             )
         self.output.send(client_index, answer)
 
-    def _tell_all(self, message: EngineMessage) -> None:
+    def _send_to_all(self, message: EngineMessage) -> None:
         for client_index in self.clients:
             self.output.send(client_index, message)
 

@@ -79,10 +79,10 @@ class PendingStep:
             values = self._wait()
             for one in self._passes:
                 self._batch.fill_in(one.slots, one.positions, one.entries, values[one.place])
-            self._result = self._told(values)
+            self._result = self._make_output(values)
         return self._result
 
-    def _told(self, values: np.ndarray) -> ModelRunnerOutput:
+    def _make_output(self, values: np.ndarray) -> ModelRunnerOutput:
         """Each row's tokens up to its failure, in the order of the SchedulerOutput."""
         num_rows = len(self._slots)
         if self._is_plain and (values[:num_rows] >= 0).all():  # most steps

@@ -111,7 +111,7 @@ class Slot:
         if admission.num_waiting or not admission.has_room(self):
             await admission.wait(self)
         else:
-            admission.let_in(self)
+            admission.admit(self)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -173,11 +173,11 @@ class Admission:
                 self._take(slot.key, bisect_left(self._lines[slot.key], entry))
             elif not slot.waiter.cancelled():  # admitted and cancelled at the same time
                 self._let_out(slot)
-            self._let_in()  # it may have blocked others
+            self._admit_waiting()  # it may have blocked others
             raise
         slot.queued_s = self._clock() - began
 
-    def let_in(self, slot: Slot) -> None:
+    def admit(self, slot: Slot) -> None:
         slot.entered = self._clock()
         self.num_running += slot.num_completions
         slot.share = min(1.0, self.max_computing / self.num_running)
@@ -195,7 +195,7 @@ class Admission:
         now = self._clock()
         self._rate.add(now, slot.num_completions, (now - slot.entered) * slot.share)
         if self.num_waiting:
-            self._let_in()
+            self._admit_waiting()
 
     def _take(self, key: str, index: int) -> Slot:
         """Removes a slot from its queue."""
@@ -216,7 +216,7 @@ class Admission:
         if not self._groups[slot.group]:
             del self._groups[slot.group]
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admits the first of the queue whose turn it is, while there is capacity. Its queue then
         moves behind the others.
         """
@@ -229,7 +229,7 @@ class Admission:
                 self._lines[key] = line
             assert slot.waiter is not None
             if not slot.waiter.done():  # else it is being cancelled
-                self.let_in(slot)
+                self.admit(slot)
                 slot.waiter.set_result(None)
 
     # ------------------------------------------------------------ rejected requests

@@ -113,7 +113,7 @@ class App:
         self._router = router
         config = state.server_config
         self._cross_site = CrossSite(
-            config.allowed_hosts, config.allowed_origins, has_keys=state.keys.are_asked_for
+            config.allowed_hosts, config.allowed_origins, has_keys=state.keys.are_required
         )
         self._routes = [route for route in router.routes if isinstance(route, Route)]
         self._paths = {route.endpoint: route.path for route in self._routes}

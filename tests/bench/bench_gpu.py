@@ -59,7 +59,7 @@ class Bench:
         self._begin = time.perf_counter()
 
     def run(self) -> None:
-        self.tell("machine", **machine(self.is_gpu))
+        self.record("machine", **machine(self.is_gpu))
         self.attempt("ceilings", self.ceilings)
         for part in PARTS:
             for model in self.args.models if part not in self.args.skip else ():
@@ -69,7 +69,7 @@ class Bench:
         try:
             function(*arguments)
         except Exception as error:
-            self.tell(
+            self.record(
                 name,
                 failed=f"{type(error).__name__}: {error}"[:300],
                 where=traceback.format_exc()[-800:],
@@ -78,7 +78,7 @@ class Bench:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
-    def tell(self, name: str, **numbers: Any) -> None:
+    def record(self, name: str, **numbers: Any) -> None:
         self.found[name] = numbers
         print(
             json.dumps({"t": round(time.perf_counter() - self._begin, 1), "name": name, **numbers}),
@@ -107,7 +107,7 @@ class Bench:
             "bytes": max(read, copied),
             "flops": 2 * n**3 / self.seconds_of(lambda: a @ b),
         }
-        self.tell(
+        self.record(
             "ceilings",
             copy_gb_per_s=copied / 1e9,
             read_gb_per_s=read / 1e9,
@@ -172,7 +172,7 @@ class Bench:
         for batch in batches:
             # captures a graph of this size, or compiles kernels
             timer.decode(batch, context, 0.0)
-            self.tell_times(
+            self.record_times(
                 f"decode {model} b={batch} ctx={context}",
                 model,
                 batch,
@@ -181,7 +181,7 @@ class Bench:
             )
         for length in prompts:
             timer.prefill(length, 0.0)
-            self.tell_times(
+            self.record_times(
                 f"prefill {model} {length}",
                 model,
                 length,
@@ -190,12 +190,12 @@ class Bench:
             )
         executor.shutdown()
 
-    def tell_times(
+    def record_times(
         self, name: str, model: str, tokens: int, times: Times, *, is_prefill: bool
     ) -> None:
         floor = self.floor_s(model, tokens, times.context, is_prefill)
         median, fastest = statistics.median(times.seconds), min(times.seconds)
-        self.tell(
+        self.record(
             name,
             ms=1e3 * median,
             fastest_ms=1e3 * fastest,
@@ -243,7 +243,7 @@ class Bench:
             name = f"attention {model} " + (
                 f"decode b={batch} ctx={context}" if query_len == 1 else f"prefill {context}"
             )
-            self.tell(
+            self.record(
                 name,
                 ms=1e3 * seconds,
                 **{f"{limit}_per_s": amount / seconds},
@@ -274,7 +274,7 @@ class Bench:
         ):
             seconds = self.seconds_of(kernel.call)
             rate = kernel.amount / seconds
-            self.tell(
+            self.record(
                 f"kernel {model} {kernel.name}",
                 us=1e6 * seconds,
                 **{f"{kernel.limit}_per_s": rate},
@@ -314,7 +314,7 @@ class Bench:
                         else []
                     )
         best = {engine: max(found) for engine, found in rates.items()}
-        self.tell(
+        self.record(
             f"workload {model}",
             **{f"{engine}_tokens_per_s": rate for engine, rate in best.items()},
             process_of_inproc=best["process"] / best["inproc"],

@@ -35,7 +35,7 @@ def compare(bench: Bench, model: str) -> None:
             torch.cuda.empty_cache()
         mine, my_rate = quire(bench, model, prompts, new, directory)
     differences = (theirs - mine).abs()
-    bench.tell(
+    bench.record(
         f"beside transformers {model}",
         times_continuous_batching=my_rate / rate,
         greatest_logprob_difference=differences.max().item(),
@@ -81,7 +81,7 @@ def transformers(
         logprobs = hf(ids[:COMPARED]).logits[:, -1].float().log_softmax(-1).cpu()
     hf.generate(ids[:1], generation_config=generation)
     seconds = host_seconds(lambda: hf.generate(ids[:1], generation_config=generation).tolist())
-    bench.tell(f"transformers generate {model} b=1", ms_per_token=1e3 * seconds / new)
+    bench.record(f"transformers generate {model} b=1", ms_per_token=1e3 * seconds / new)
     sizes = (
         {"max_memory_percent": 0.5}
         if bench.is_gpu
@@ -98,7 +98,7 @@ def transformers(
     rate = sum(len(output.generated_tokens) for output in outputs.values()) / (
         time.perf_counter() - begin
     )
-    bench.tell(
+    bench.record(
         f"transformers continuous batching {model} n={len(prompts)}",
         tokens_per_s=rate,
         attention=hf.config._attn_implementation,
@@ -137,5 +137,5 @@ def quire(
         [[row[token].logprob for token in range(SHAPES[model]["vocab_size"])] for row in rows]
     )
     rate = len(prompts) * new / seconds
-    bench.tell(f"quire {model} n={len(prompts)}", tokens_per_s=rate)
+    bench.record(f"quire {model} n={len(prompts)}", tokens_per_s=rate)
     return logprobs, rate

@@ -69,7 +69,7 @@ def test_a_failing_part_does_not_end_the_others(capsys) -> None:
         raise ZeroDivisionError("a bug")
 
     dry = bench(skip=["workload"])
-    dry.steps, dry.peers = broken, lambda model: dry.tell("peers")
+    dry.steps, dry.peers = broken, lambda model: dry.record("peers")
     dry.run()
     assert (
         '"failed": "ZeroDivisionError: a bug"' in capsys.readouterr().out and "peers" in dry.found

@@ -33,7 +33,7 @@ def model(tmp_path_factory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("gpu") / "qwen3", "qwen3", seed=3)
 
 
-def params(**wishes) -> list[SamplingParams]:
+def params(**options) -> list[SamplingParams]:
     """Greedy and random parameters with outputs of several lengths."""
     return [
         SamplingParams(
@@ -43,15 +43,15 @@ def params(**wishes) -> list[SamplingParams]:
             seed=i,
             max_tokens=20 + i % 7,
             ignore_eos=True,
-            **wishes,
+            **options,
         )
         for i in range(len(MANY_PROMPTS))
     ]
 
 
-def run(llm: LLM, **wishes) -> list[list[int]]:
+def run(llm: LLM, **options) -> list[list[int]]:
     outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in MANY_PROMPTS], params(**wishes), use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in MANY_PROMPTS], params(**options), use_tqdm=False
     )
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -109,9 +109,9 @@ def test_a_launch_does_not_synchronise(model, settings, enforce_eager, monkeypat
 
 
 @pytest.mark.parametrize(
-    "wishes", [Params(temperature=0.0, seed=0), DRAWN], ids=["greedy", "drawn"]
+    "options", [Params(temperature=0.0, seed=0), DRAWN], ids=["greedy", "drawn"]
 )
-def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> None:
+def test_later_steps_are_launched_while_an_earlier_one_runs(model, options) -> None:
     executor = start_executor(model, device="cuda", max_num_seqs=5)
     told = []
     for num_cycles in (1, SLEEP_CYCLES):  # the first round captures and compiles
@@ -121,7 +121,7 @@ def test_later_steps_are_launched_while_an_earlier_one_runs(model, wishes) -> No
         started.record()
         rows, new = (
             {slot: (0, len(prompt)) for slot, prompt in enumerate(PROMPTS)},
-            {slot: (prompt, wishes) for slot, prompt in enumerate(PROMPTS)},
+            {slot: (prompt, options) for slot, prompt in enumerate(PROMPTS)},
         )
         steps.submit(rows, new, freed=tuple(range(len(PROMPTS))) if told else ())
         for step in range(5):

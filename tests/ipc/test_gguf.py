@@ -1,5 +1,5 @@
-"""GGUF headers: what the gguf package and an own writer wrote is read, and whatever is unsound is
-refused in one sentence.
+"""GGUF headers: files of the gguf package and of a test writer are read, and invalid ones are
+refused with one sentence.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ def _one_tensor(dims: list[int], kind: int = 0, offset: int = 0, copies: int = 1
         (_one_tensor([4], copies=2), "tensor t is there twice"),
     ],
 )
-def test_an_unsound_file_is_refused(content: bytes, problem: str, tmp_path: Path) -> None:
+def test_an_invalid_file_is_refused_in_one_sentence(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     with pytest.raises(ModelLoadError, match=problem if "[" in problem else re.escape(problem)):
@@ -239,8 +241,8 @@ def test_5000_mutated_headers(tmp_path: Path) -> None:
 
 
 def test_a_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
-    """Work, not time: a quarter of a million strings cost at most a few times what decoding them
-    costs.
+    """Measured as work, not time: a quarter of a million strings cost at most a few times as much
+    as decoding them.
     """
     words = [f"token{i}" for i in range(250_000)]
     path = write_gguf(tmp_path / "a.gguf", {"tokenizer.ggml.tokens": words})

@@ -1,5 +1,5 @@
-"""Configurations from GGUF metadata: the same as config.json's, and what cannot be expressed is
-refused by name.
+"""Configurations from GGUF metadata: they equal config.json's, and unsupported metadata raises an
+error that names it.
 """
 
 from __future__ import annotations
@@ -152,17 +152,17 @@ def test_gemma3_is_refused_by_its_name(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.x": 1}, "rope.scaling.x is not"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused(
+def test_unsupported_metadata_is_refused(
     changes: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ModelLoadError, match=problem):
         gguf_config(_file(tmp_path, LLAMA | changes))
 
 
-def test_everything_that_ends_an_answer(tmp_path: Path) -> None:
+def test_every_end_token(tmp_path: Path) -> None:
     metadata = LLAMA | {
         "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "<|eot_id|>", "<|im_end|>"],
-        "tokenizer.ggml.token_type": [2, 3, 3, 3, 1],  # the last one is a word like any other
+        "tokenizer.ggml.token_type": [2, 3, 3, 3, 1],  # the last one is an ordinary word
         "general.sampling.temp": 0.1,
         "general.sampling.top_k": 64,
     }

@@ -1,5 +1,5 @@
-"""Tensors of GGUF files under the names of models; what is refused is tested with the loader, in
-tests/executor/weights/test_gguf.py.
+"""Tensors of GGUF files under the models' names. tests/executor/weights/test_gguf.py tests what is
+refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_types_are_those_that_are_dequantized():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_name_of_a_model_is_found(name):
-    """In the order of the file, here the last first."""
+    """In the order of the file, here with the last name first."""
     table = ARCHITECTURES[name]
     shapes = table.weight_shapes(table.parse(TINY | {"attention_bias": name[0] == "L"}))
     assert list(check_gguf_tensors(make_file(shapes), shapes)) == list(shapes)[::-1]

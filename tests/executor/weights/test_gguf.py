@@ -1,5 +1,5 @@
-"""Weights from GGUF files: greedy tokens of transformers with the weights that the file stands for;
-every defect refused by name.
+"""Weights from GGUF files: greedy tokens equal transformers' with the weights in the file; every
+defect raises an error that names it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def checkpoint(tiny):
 
 
 def rope_overrides(directory: Path) -> dict:
-    """What the configuration of the GGUF file says of the rotary embedding."""
+    """Return what the configuration of the GGUF file says of the rotary embedding."""
     config = json.loads((directory / "config.json").read_text())
     factors = frequency_factors(config)
     if factors is None:
@@ -69,7 +69,7 @@ def rope_overrides(directory: Path) -> dict:
 
 
 def start(path: Path, directory: Path, **arguments) -> SingleProcessExecutor:
-    """An executor of the model with the config of `directory` and the weights of `path`."""
+    """Start an executor of the model with the config of `directory` and the weights of `path`."""
     config = make_config(directory, rope_overrides(directory), **arguments)
     model_config = msgspec.structs.replace(config.model_config, model=str(path))
     executor = SingleProcessExecutor(msgspec.structs.replace(config, model_config=model_config))
@@ -79,7 +79,9 @@ def start(path: Path, directory: Path, **arguments) -> SingleProcessExecutor:
 
 
 def load(path: Path, directory: Path, **overrides) -> dict[str, torch.Tensor]:
-    """The tensors of a model with the config of `directory`, filled from the file at `path`."""
+    """Return the tensors of a model with the config of `directory`, loaded from the file
+    at `path`.
+    """
     config = json.loads((directory / "config.json").read_text())
     config |= rope_overrides(directory) | overrides
     model_class = find_model_class(config)

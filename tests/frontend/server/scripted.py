@@ -68,12 +68,12 @@ class ScriptedEngine:
         self.params.append(params)
         self.num_running += 1
         try:
-            async for output in self._say(prompt, params, request_id):
+            async for output in self._yield_pieces(prompt, params, request_id):
                 yield output
         finally:
             self.num_running -= 1
 
-    async def _say(
+    async def _yield_pieces(
         self, prompt: dict[str, Any], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
         metrics = RequestMetrics(

@@ -283,10 +283,9 @@ WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
 # Durations are differences of time.monotonic() or of an event loop's clock.
 READS_THE_DATE = {
     "frontend/requests/input_processor.py",
-    "frontend/server/apis/chat_answer.py",
-    "frontend/server/apis/completion_answer.py",
+    "frontend/server/apis/ollama_answer.py",
+    "frontend/server/apis/openai_answer.py",
     "frontend/server/apis/responses_answer.py",
-    "frontend/server/routes/ollama.py",
     "frontend/server/state.py",
     "frontend/text/template_sandbox.py",
 }

@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 
 from ..answer_format import Content, Part, Reasoning, ToolCallStart
-from .chat_run import ChatRun, Message
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 KINDS = {Content: TEXT, Reasoning: REASONING}  # of other parts: CALL
@@ -83,11 +82,3 @@ class Blocks:
         """Closes the open block, if there is one."""
         block, self._open = self._open, None
         return [] if block is None else [(STOP, block, "")]
-
-
-async def read_blocks(chat: ChatRun) -> tuple[list[Block], Message]:
-    """The whole response and why it ended."""
-    (message,) = await chat.messages()
-    blocks = Blocks()
-    blocks.feed(message.parts)
-    return blocks.blocks, message

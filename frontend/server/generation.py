@@ -145,15 +145,6 @@ def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
     return refused(output.error_parameter, problem, names)
 
 
-async def all_of(runs: list[AsyncGenerator[RequestOutput, None]]) -> list[RequestOutput]:
-    """The last outputs of several concurrent runs; the first failure ends all of them."""
-    last: dict[int, RequestOutput] = {}
-    async with aclosing(merged(runs)) as outputs:
-        async for index, output in outputs:
-            last[index] = output
-    return [last[index] for index in range(len(runs))]
-
-
 async def merged(
     runs: list[AsyncGenerator[RequestOutput, None]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:

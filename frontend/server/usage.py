@@ -5,8 +5,6 @@ Must not know: text, routes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from ..outputs import RequestOutput
@@ -31,23 +29,18 @@ class UsageCounts(msgspec.Struct):
 
 
 class Usage:
-    """Counts over the outputs of one call, deltas or final ones; prompts are identified by their
-    index.
-    """
+    """Counts over the outputs of one call; prompts are identified by their index."""
 
     def __init__(self) -> None:
         self._num_prompt_tokens: dict[int, int] = {}
-        self._num_cached_tokens: dict[int, int] = {}
+        self.num_cached_tokens: dict[int, int] = {}  # of the prompts of which it is known
         self.completion_tokens = 0
         self.reasoning_tokens = 0
 
-    def add(self, prompt_index: int, output: RequestOutput) -> None:
-        if prompt_index not in self._num_cached_tokens:  # neither changes once it is known
-            self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
-            if output.num_cached_tokens is not None:
-                self._num_cached_tokens[prompt_index] = output.num_cached_tokens
-        for completion in output.outputs:
-            self.completion_tokens += len(completion.token_ids)
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens[prompt_index] = output.num_cached_tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,17 +48,17 @@ class Usage:
 
     @property
     def cached_tokens(self) -> int:
-        return sum(self._num_cached_tokens.values())
+        return sum(self.num_cached_tokens.values())
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
 
     def counts(self) -> UsageCounts:
-        prompt_tokens, completion_tokens = self.prompt_tokens, self.completion_tokens
-        cached, reasoning = (
+        return UsageCounts(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.total_tokens,
             PromptTokensDetails(self.cached_tokens),
             CompletionTokensDetails(self.reasoning_tokens),
         )
-        return UsageCounts(
-            prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached, reasoning
-        )
-
-    def as_openai(self) -> dict[str, Any]:
-        return msgspec.to_builtins(self.counts())

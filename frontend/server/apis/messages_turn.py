@@ -184,9 +184,9 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
         names.add(name)
     choice = body.tool_choice
     if choice is None or choice.type == "auto":
-        return tools or None, "auto"
+        return None if body.tools is None else tools, "auto"
     if choice.type == "none":
-        return tools or None, "none"
+        return None if body.tools is None else tools, "none"
     if choice.type not in ("any", "tool"):
         raise unsupported(
             "tool_choice.type",

@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
-from ..chat_run import ChatRun, ChatTurn, prepare_chat, thinking_variables
+from ..answer_run import AnswerRun
+from ..chat_run import ChatTurn, prepare_chat, thinking_variables
 from ..generation import Job, check_context
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
@@ -218,16 +219,14 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
 
 async def prepare_ollama_chat(
     state: ServerState, call: Call, body: OllamaChatBody, request_id: str
-) -> ChatRun:
+) -> AnswerRun:
     messages = [
         _message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
     ]
-    tools = [
-        {"type": "function", "function": msgspec.to_builtins(tool.function)}
-        for tool in body.tools or []
-    ]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
-    turn.tools = tools or None
+    turn.tools = body.tools and [
+        {"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools
+    ]
     return await prepare_chat(state, call, turn)
 
 
@@ -286,7 +285,7 @@ def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
 
 async def prepare_generate(
     state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str
-) -> ChatRun:
+) -> AnswerRun:
     if body.images:
         raise unsupported("images", "'images': this model reads text only.")
     if body.suffix:
@@ -320,15 +319,11 @@ async def prepare_generate(
 
 async def _prepare_raw(
     state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str
-) -> ChatRun:
+) -> AnswerRun:
     """Without a template: the prompt and the output are used unmodified."""
     [token_ids] = await tokenize_all(
         state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
     )
     check_context(state, token_ids, params, GENERATE_NAMES)
-    return ChatRun(
-        state,
-        call,
-        Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES),
-        [detect(None).parser()],
-    )
+    job = Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES)
+    return AnswerRun(state, call, [job], detect(None).parser)

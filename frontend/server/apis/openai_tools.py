@@ -75,7 +75,7 @@ def checked_tools(
     if isinstance(choice, ToolChoice) and choice.allowed_tools is not None:
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
         functions = [function for function in functions if function["function"]["name"] in allowed]
-    return functions or None, wanted
+    return None if tools is None else functions, wanted
 
 
 def _function(tool: Tool, where: str) -> dict[str, Any]:

@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from starlette.responses import Response
 
 from ...outputs import PositionLogprobs
-from ..blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent, Blocks
-from ..chat_run import ChatRun, ChoiceNews
+from ..answer_run import AnswerRun, ChoiceNews
+from ..blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
-from ..http.sse import EventStream, Json, named_event
+from ..http.sse import named_event
 from ..state import ServerState
-from ..token_logprobs import TokenLogprob, TokenWriter
+from ..token_logprobs import TokenLogprob
+from .block_answer import BlockAnswer
 from .responses_turn import ResponsesBody
 
 PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
@@ -34,7 +33,7 @@ def new_response_id() -> str:
     return f"resp_{secrets.token_hex(24)}"
 
 
-class ResponsesAnswer:
+class ResponsesAnswer(BlockAnswer):
     """The response to one checked body.
 
     `keep` is called with the complete response before it is sent.
@@ -46,33 +45,18 @@ class ResponsesAnswer:
         call: Call,
         body: ResponsesBody,
         model: str,
-        chat: ChatRun,
+        run: AnswerRun,
         keep: Callable[[dict[str, Any]], None],
     ):
-        self._state = state
-        self._call = call
-        self._chat = chat
+        super().__init__(state, call, run)
         self._keep = keep
-        self._blocks = Blocks()
         self._statuses: list[str] = []  # of the blocks that have ended
         self._num_events = 0
-        self._writer = TokenWriter(state.ready_engine().tokenizer)
         self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not arrived yet
         self._new_logprobs: list[TokenLogprob] = []  # of the next text delta
         self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each text block
-        self._head = _head(body, model, chat)
+        self._head = _head(body, model, run)
         self._suffix = self._head["id"].removeprefix("resp_")
-
-    async def whole(self) -> Response:
-        last = None
-        async with aclosing(self._chat.news()) as steps:
-            async for (last,) in steps:
-                self._take(last)
-        assert last is not None
-        return Json(self._end(last))
-
-    def stream(self) -> EventStream:
-        return self._state.event_stream(self._events(), self._call, error_event=self._failed)
 
     # ------------------------------------------------------------ outputs of the engine
 
@@ -83,7 +67,7 @@ class ResponsesAnswer:
                 # clients expect a message, even an empty one
                 events += self._blocks.begin(TEXT)
             events += self._blocks.close()
-        if self._chat.params.logprobs is not None:
+        if self._run.params.logprobs is not None:
             self._take_logprobs(news, events)
         ended = [block for what, block, _ in events if what == STOP]
         self._statuses += ["completed"] * len(ended)
@@ -109,26 +93,26 @@ class ResponsesAnswer:
             block = self._blocks.blocks[-1]
             events.insert(-1, (DELTA, block, ""))
         if block is not None:
-            self._new_logprobs = self._writer.chat(self._unsaid, self._chat.params.logprobs or 0)
+            self._new_logprobs = self._writer.chat(self._unsaid, self._run.params.logprobs or 0)
             self._logprobs.setdefault(block.index, []).extend(self._new_logprobs)
         if events:
             self._unsaid = []
 
-    def _end(self, news: ChoiceNews) -> dict[str, Any]:
+    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
         """The final response object."""
         output = [
             self._item(block, status)
             for block, status in zip(self._blocks.blocks, self._statuses, strict=True)
         ]
         end: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
-        if news.finish_reason == "length":
+        if last.finish_reason == "length":
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         response = self._head | end | {"output": output, "usage": self._usage()}
         self._keep(response)
         return response
 
     def _usage(self) -> dict[str, Any]:
-        usage = self._chat.usage
+        usage = self._run.usage
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
@@ -177,29 +161,26 @@ class ResponsesAnswer:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._chat.news()) as steps:
-            async for (news,) in steps:
-                chunks = []
-                if not self._num_events:
-                    chunks = [
-                        self._event(f"response.{kind}", response=self._head)
-                        for kind in ("created", "in_progress")
-                    ]
-                num_ended = len(self._statuses)
-                for what, block, text in self._take(news):
-                    if what == STOP:
-                        chunks.append(self._stopped(block, self._statuses[num_ended]))
-                        num_ended += 1
-                    else:
-                        chunks.append(
-                            self._started(block) if what == START else self._delta(block, text)
-                        )
-                if news.finish_reason is not None:
-                    response = self._end(news)
-                    chunks.append(self._event(f"response.{response['status']}", response=response))
-                if chunks:
-                    yield b"".join(chunks)
+    def _write(self, news: ChoiceNews) -> bytes:
+        chunks = []
+        if not self._num_events:
+            chunks = [
+                self._event(f"response.{kind}", response=self._head)
+                for kind in ("created", "in_progress")
+            ]
+        num_ended = len(self._statuses)
+        for what, block, text in self._take(news):
+            if what == START:
+                chunks.append(self._started(block))
+            elif what == DELTA:
+                chunks.append(self._delta(block, text))
+            else:
+                chunks.append(self._stopped(block, self._statuses[num_ended]))
+                num_ended += 1
+        if news.finish_reason is not None:
+            response = self._whole(news)
+            chunks.append(self._event(f"response.{response['status']}", response=response))
+        return b"".join(chunks)
 
     def _started(self, block: Block) -> bytes:
         empty = Block(block.kind, block.index, block.name)
@@ -248,7 +229,7 @@ class ResponsesAnswer:
     def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
 
-    def _failed(self, error: ApiError) -> bytes:
+    def _error_event(self, error: ApiError) -> bytes:
         """The last event of a stream that fails."""
         code = "server_error" if error.status >= 500 else "invalid_prompt"
         output = [self._item(block, "incomplete") for block in self._blocks.blocks]
@@ -260,11 +241,11 @@ class ResponsesAnswer:
         return self._event("response.failed", response=response)
 
 
-def _head(body: ResponsesBody, model: str, chat: ChatRun) -> dict[str, Any]:
+def _head(body: ResponsesBody, model: str, run: AnswerRun) -> dict[str, Any]:
     """The initial response object: the request's parameters as the server applies them."""
-    params, text = chat.params, body.text
+    params, text = run.params, body.text
     return {
-        "id": chat.request_id,
+        "id": run.jobs[0].request_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",

@@ -296,7 +296,7 @@ def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
         )
     if choice == "required" and not tools:
         raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
-    return list(tools.values()) or None, choice or "auto"
+    return None if body.tools is None else list(tools.values()), choice or "auto"
 
 
 def _chosen(

@@ -77,12 +77,8 @@ def routes(state: ServerState) -> list[Route]:
         """OpenAI's chat completions"""
         body = await read_body(request, state.server_config, ChatBody)
         call, model = call_of(request), state.check_model(body.model)
-        answer = ChatAnswer(
-            state, call, body, model, await prepare_chat(state, call, chat_turn(state, call, body))
-        )
-        if body.stream:
-            return answer.stream()
-        return await answer.whole()
+        run = await prepare_chat(state, call, chat_turn(state, call, body))
+        return await ChatAnswer(state, call, body, model, run).respond()
 
     return [Route("/v1/chat/completions", create, methods=["POST"])]
 

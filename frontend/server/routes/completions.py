@@ -13,6 +13,8 @@ from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
+from ...answer_format import detect
+from ..answer_run import AnswerRun
 from ..apis.completion_answer import Completion, CompletionAnswer
 from ..generation import Job, check_context, check_room
 from ..http.call import Call, call_of, read_body
@@ -49,10 +51,7 @@ def routes(state: ServerState) -> list[Route]:
     async def create(request: Request) -> Any:
         """OpenAI's text completions"""
         body = await read_body(request, state.server_config, CompletionBody)
-        answer = await prepare(state, call_of(request), body)
-        if body.stream:
-            return answer.stream()
-        return await answer.whole()
+        return await (await prepare(state, call_of(request), body)).respond()
 
     return [Route("/v1/completions", create, methods=["POST"])]
 
@@ -110,7 +109,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
                 names,
             )
         )
-    return CompletionAnswer(state, call, body, model, jobs, gives_tokens=max_tokens > 0)
+    run = AnswerRun(state, call, jobs, detect(None).parser)
+    return CompletionAnswer(state, call, body, model, run, gives_tokens=max_tokens > 0)
 
 
 def _num_completions(body: CompletionBody, most: int) -> int:

@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ..answer_run import AnswerRun
 from ..apis.response_store import ResponseStore, Stored
 from ..apis.responses_answer import ResponsesAnswer, new_response_id
 from ..apis.responses_items import Item, items_of
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
-from ..chat_run import ChatRun, ChatTurn, prepare_chat, render_turn
+from ..chat_run import ChatTurn, prepare_chat, render_turn
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described
@@ -72,7 +73,7 @@ class ResponsesApi:
                 self._store.put(call.tenant, Stored(response, stored_items))
 
         answer = ResponsesAnswer(state, call, body, model, chat, keep)
-        return answer.stream() if body.stream else await answer.whole()
+        return await answer.respond(streams=body.stream)
 
     @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
@@ -183,7 +184,7 @@ class ResponsesApi:
         return Json({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
 
 
-async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> ChatRun:
+async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:
     """Like prepare_chat, after leaving out as few of the oldest messages as necessary to make the
     rest fit; system messages stay. Cuts only before a user message, so no answer or tool result is
     kept without its question.

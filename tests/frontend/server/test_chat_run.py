@@ -1,130 +1,15 @@
-"""One turn: joined parts, finish reasons of the API, refusals before the engine is called."""
+"""A turn that is prepared: refusals before the engine is asked, tools as the model sees them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
 
 import pytest
-from quire.frontend.answer_format import ToolCall, detect
-from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.frontend.server import chat_run
-from quire.frontend.server.admission import Admission
-from quire.frontend.server.chat_run import (
-    ChatRun,
-    ChatTurn,
-    Message,
-    prepare_chat,
-    shape_answer,
-    shown_tool,
-)
-from quire.frontend.server.generation import Job
+from quire.frontend.answer_format import detect
+from quire.frontend.server.chat_run import ChatTurn, prepare_chat, shape_answer
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.meters import Meters
-from quire.frontend.server.request_log import RequestLog
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-class ScriptedEngine:
-    """Yields the given pieces as deltas."""
-
-    def __init__(self, pieces: list[str], reason: str = "stop"):
-        self.pieces, self.reason = pieces, reason
-        self.tokenizer = SimpleNamespace(
-            apply_chat_template=lambda messages, **_: str(messages),
-            encode=lambda text, special: [1] * len(text.split()),
-        )
-
-    async def generate(
-        self, prompt: dict, params: SamplingParams, request_id: str, **_: object
-    ) -> AsyncIterator[RequestOutput]:
-        for i, piece in enumerate(self.pieces):
-            is_last = i == len(self.pieces) - 1
-            completion = CompletionOutput(
-                0, piece, [i], finish_reason=self.reason if is_last else None
-            )
-            yield RequestOutput(
-                request_id,
-                None,
-                prompt["prompt_token_ids"],
-                [completion],
-                is_last,
-                RequestMetrics(0.0),
-            )
-
-
-def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") -> SimpleNamespace:
-    config = SimpleNamespace(salt_per_key=False, chat_template_kwargs={})
-    return SimpleNamespace(
-        ready_engine=lambda: engine,
-        server_config=config,
-        max_model_len=20,
-        model_name="m",
-        answer_format=detect(template),
-        chat_template=None,
-        ready_admission=lambda admission=Admission(8, 8, 100): admission,
-        request_log=RequestLog(),
-        meters=Meters(),
-        running_ids=set(),
-    )
-
-
-def run_turn(engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: object) -> Message:
-    async def run() -> Message:
-        call = Call("req-1", 0.0, asyncio.current_task())
-        fields = {
-            "request_id": "r",
-            "messages": [{"role": "user", "content": "hi"}],
-            "params": SamplingParams(),
-        } | turn
-        chat: ChatRun = await prepare_chat(state_over(engine), call, ChatTurn(**fields))
-        (message,) = await chat.messages()
-        assert (
-            chat.usage.completion_tokens == len(engine.pieces)
-            and chat.usage.reasoning_tokens == num_reasoning_tokens
-        )
-        return message
-
-    return asyncio.run(run())
-
-
-def test_reasoning_content_and_a_call_are_separated() -> None:
-    pieces = [
-        "<think>we",
-        "ll</think>\n\nlet me see ",
-        '<tool_call>\n{"name": "add", "argu',
-        'ments": {"a": 1}}\n</tool_call>',
-    ]
-    message = run_turn(ScriptedEngine(pieces), num_reasoning_tokens=1, tools=TOOLS)
-    answer = message.answer()
-    assert answer.reasoning.strip() == "well" and answer.content.strip() == "let me see"
-    assert [(c.name, c.arguments) for c in answer.tool_calls] == [
-        ("add", '{"a": 1}')
-    ] and isinstance(answer.tool_calls[0], ToolCall)
-    assert message.finish_reason == "tool_calls" and message.token_ids == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("reason", "told"), [("stop", "stop"), ("length", "length"), ("abort", "length")]
-)
-def test_finish_reasons_are_the_apis(reason: str, told: str) -> None:
-    assert run_turn(ScriptedEngine(["hello"], reason)).finish_reason == told
-
-
-def test_truncated_reasoning_is_the_whole_answer() -> None:
-    assert (
-        run_turn(ScriptedEngine(["<think>a", "b c", " d"], "length"), num_reasoning_tokens=3)
-        .answer()
-        .content
-        == ""
-    )
-
-
-def test_without_tools_a_mark_is_text() -> None:
-    assert run_turn(ScriptedEngine(["<tool_call>x"])).answer().content == "<tool_call>x"
+from quire.tests.frontend.server.test_answer_run import TOOLS, ScriptedEngine, run_turn, state_over
 
 
 def test_a_prompt_beyond_the_context_is_refused() -> None:
@@ -189,85 +74,12 @@ def test_unsupported_strict_tools_are_reported() -> None:
     asyncio.run(run())
 
 
-def test_strict_is_not_rendered_for_the_model() -> None:
-    assert shown_tool(STRICT[0]) == TOOLS[0]
-
-
-def test_a_running_turn_is_finished_while_the_server_drains() -> None:
-    engine = ScriptedEngine(["<think>a</think>", "b"])
-    state = state_over(engine)
-
-    def refuse() -> None:
-        raise ApiError(503, "The server is shutting down.")
-
-    async def run() -> Message:
-        turn = ChatTurn(
-            request_id="r", messages=[{"role": "user", "content": "hi"}], params=SamplingParams()
-        )
-        chat = await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
-        steps = chat.news()
-        message = Message()
-        async for (news,) in steps:
-            state.ready_engine = refuse  # from the first token on
-            message.add(news)
-        return message
-
-    answer = asyncio.run(run()).answer()
-    assert (answer.reasoning, answer.content) == ("a", "b")
-
-
-def test_the_fast_path_of_plain_text_counts_like_the_others(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("tools", "choice", "shown"),
+    [(STRICT, "auto", TOOLS), (STRICT, "none", None), ([], "none", []), (None, "auto", None)],
+)
+def test_a_model_is_shown_neither_strict_nor_tools_that_it_may_not_use(
+    tools: list | None, choice: str, shown: list | None
 ) -> None:
-    """A thought, then content of two pieces, then the end. Only plain content may take the fast
-    path, and the counts do not depend on it.
-    """
-    texts = ("<think>a b", "</think>", "c", "d")
-    said = [CompletionOutput(0, text, [7, 7]) for text in texts] + [
-        CompletionOutput(0, "", [9], finish_reason="stop")
-    ]
-    outputs = [
-        RequestOutput(
-            "r",
-            None,
-            [1, 2],
-            [completion],
-            completion.finish_reason is not None,
-            RequestMetrics(0.0),
-        )
-        for completion in said
-    ]
-
-    async def run(
-        state: object,
-        call: object,
-        job: object,
-        at_once: Callable[[RequestOutput], bool] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        for i, output in enumerate(outputs):
-            if at_once is None or i == 0 or output.finished or not at_once(output):
-                yield output
-
-    async def counts(is_short: bool) -> tuple[list[str], int, int]:
-        pieces: list[str] = []
-        call = SimpleNamespace(push=lambda write, output: pieces.append(write(output)) or True)
-        state = state_over(ScriptedEngine([]))
-        chat = ChatRun(
-            state,
-            call,
-            Job("r", [1, 2], SamplingParams()),
-            [state.answer_format.parser(None, prompt_text="")],
-        )
-        short = (lambda text: f"short {text}") if is_short else None
-        async for news in chat.news(
-            lambda step: "".join(part.text for news in step for part in news.parts), short
-        ):
-            pieces.append("".join(part.text for one in news for part in one.parts))
-        return pieces, chat.usage.completion_tokens, chat.usage.reasoning_tokens
-
-    monkeypatch.setattr(chat_run, "run", run)
-    pieces, *short = asyncio.run(counts(True))
-    assert pieces[-3:] == ["c", "short d", ""] and "short" not in "".join(pieces[:-3])
-    long_pieces, *long = asyncio.run(counts(False))
-    assert short == long and short[0] == 9 and 0 < short[1] < 9
-    assert [piece.removeprefix("short ") for piece in pieces] == long_pieces
+    turn = ChatTurn("r", [], SamplingParams(), tools=tools, tool_choice=choice)
+    assert turn.shown_tools() == shown

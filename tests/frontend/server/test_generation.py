@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import pytest
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.server.generation import all_of, failure, merged
+from quire.frontend.server.generation import failure, merged
 from quire.frontend.server.http.errors import ApiError
 
 
@@ -31,12 +31,16 @@ class Runs:
             self.closed.append(i)
 
 
+async def all_of(runs: Runs) -> list[tuple[int, str]]:
+    async with aclosing(merged(runs.runs)) as outputs:
+        return [(i, output.request_id) async for i, output in outputs]
+
+
 @pytest.mark.parametrize("num_runs", [1, 5])
-def test_all_of_gives_the_last_outputs_in_order(num_runs: int) -> None:
+def test_all_runs_are_read_to_their_end(num_runs: int) -> None:
     runs = Runs(num_runs)
-    assert [output.request_id for output in asyncio.run(all_of(runs.runs))] == [
-        f"{i}-2" for i in range(num_runs)
-    ]
+    found = asyncio.run(all_of(runs))
+    assert sorted(found) == [(i, f"{i}-{step}") for i in range(num_runs) for step in range(3)]
     assert sorted(runs.closed) == list(range(num_runs))
 
 
@@ -44,7 +48,7 @@ def test_all_of_gives_the_last_outputs_in_order(num_runs: int) -> None:
 def test_the_first_failure_ends_them_all(num_runs: int) -> None:
     runs = Runs(num_runs, failing=0)
     with pytest.raises(ApiError, match="no"):
-        asyncio.run(all_of(runs.runs))
+        asyncio.run(all_of(runs))
     assert 0 in runs.closed
 
 

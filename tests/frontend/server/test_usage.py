@@ -1,4 +1,4 @@
-"""Usage: counted the same from deltas and from a final output."""
+"""Usage: what counts once per prompt, and what is not known yet."""
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
 from quire.frontend.server.usage import Usage
@@ -15,20 +15,17 @@ def output(token_ids: list[int], index: int = 0, cached: int | None = None) -> R
     )
 
 
-def test_deltas_and_a_final_output_count_the_same() -> None:
-    deltas, whole = Usage(), Usage()
-    for token_ids in ([5], [6, 7], [8]):
-        deltas.add(0, output(token_ids, cached=2))
-    whole.add(0, output([5, 6, 7, 8], cached=2))
-    assert deltas.as_openai() == whole.as_openai()
-    assert whole.as_openai()["total_tokens"] == 7 and whole.as_openai()[
-        "prompt_tokens_details"
-    ] == {"cached_tokens": 2}
-
-
-def test_each_prompt_counts_once_whatever_n() -> None:
+def test_a_prompt_counts_once_however_often_it_is_added() -> None:
     usage = Usage()
-    for prompt_index in (0, 1):
-        for index in (0, 1):
-            usage.add(prompt_index, output([5], index))
-    assert usage.prompt_tokens == 6 and usage.completion_tokens == 4
+    for prompt_index in (0, 0, 1):
+        usage.add_prompt(prompt_index, output([5], cached=2))
+    usage.completion_tokens += 4
+    counts = usage.counts()
+    assert (counts.prompt_tokens, counts.completion_tokens, counts.total_tokens) == (6, 4, 10)
+    assert counts.prompt_tokens_details.cached_tokens == 4
+
+
+def test_cached_tokens_that_are_not_known_yet_do_not_count() -> None:
+    usage = Usage()
+    usage.add_prompt(0, output([5]))
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.num_cached_tokens) == (3, 0, {})

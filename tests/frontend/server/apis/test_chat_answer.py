@@ -4,16 +4,23 @@ in a client.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
-from quire.frontend.answer_format import Content, Reasoning, ToolCallArguments, ToolCallStart
+from quire.frontend.answer_format import (
+    Content,
+    Reasoning,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
+from quire.frontend.server.answer_run import AnswerRun, ChoiceNews
 from quire.frontend.server.apis.chat_answer import ChatAnswer
-from quire.frontend.server.chat_run import ChoiceNews, Message
+from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.routes.chat import ChatBody
-from quire.frontend.server.usage import Usage
+from quire.ipc.params import SamplingParams
 
 STEPS = [
     [Reasoning("let ")],
@@ -26,32 +33,24 @@ STEPS = [
 ]
 
 
-class ScriptedRun:
-    """A ChatRun that yields STEPS."""
+class ScriptedRun(AnswerRun):
+    """Says STEPS."""
 
-    def __init__(self, steps: list[list[Any]]):
-        self.usage, self.prompt_token_ids, self.prompt_logprobs = Usage(), [1, 2], None
+    def __init__(self, state: Any, call: Call, steps: list[list[Any]]):
+        super().__init__(state, call, [Job("r", [1, 2], SamplingParams())], detect(None).parser)
         self._steps = steps
 
-    async def news(
-        self, write_down: object = None, write_text: object = None
-    ) -> AsyncIterator[list[ChoiceNews]]:
+    async def news(self) -> AsyncIterator[ChoiceNews]:
         for i, parts in enumerate(self._steps):
             self.usage.completion_tokens += 1
-            yield [
-                ChoiceNews(
-                    0,
-                    list(parts),
-                    [i],
-                    finish_reason="tool_calls" if i == len(self._steps) - 1 else None,
-                )
-            ]
+            reason = "tool_calls" if i == len(self._steps) - 1 else None
+            yield ChoiceNews(0, list(parts), [i], finish_reason=reason)
 
-    async def messages(self) -> list[Message]:
-        message = Message()
-        async for (news,) in self.news():
-            message.add(news)
-        return [message]
+    async def written(
+        self, write: Callable[[ChoiceNews], bytes], around_text: object = None
+    ) -> AsyncIterator[bytes]:
+        async for news in self.news():
+            yield write(news)
 
 
 def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list[dict]]:
@@ -62,12 +61,10 @@ def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list
         state = SimpleNamespace(
             ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
         )
-        whole = await ChatAnswer(
-            state, call, ChatBody(messages=[], **fields), "m", ScriptedRun(steps)
-        ).whole()
-        stream = ChatAnswer(
-            state, call, ChatBody(messages=[], stream=True, **fields), "m", ScriptedRun(steps)
-        )
+        run = ScriptedRun(state, call, steps)
+        whole = await ChatAnswer(state, call, ChatBody(messages=[], **fields), "m", run).whole()
+        body = ChatBody(messages=[], stream=True, **fields)
+        stream = ChatAnswer(state, call, body, "m", run)
         raw = b"".join([event async for event in stream._events()]).decode()
         lines = raw.split("\n\n")
         assert lines[-2:] == ["data: [DONE]", ""]

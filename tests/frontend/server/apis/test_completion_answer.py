@@ -1,85 +1,75 @@
-"""OpenAI's text completions from outputs: the n best, finish reasons, offsets after an echo."""
+"""OpenAI's text completions out of messages: the n best, no token, offsets behind an echo."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.server.apis.completion_answer import (
-    CompletionAnswer,
-    CompletionChoice,
-    finish_reason,
-)
+from quire.frontend.answer_format import Content, detect
+from quire.frontend.outputs import Logprob, RequestOutput
+from quire.frontend.server.answer_run import AnswerRun, ChoiceNews, Message
+from quire.frontend.server.apis.completion_answer import CompletionAnswer
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.routes.completions import CompletionBody
-from quire.frontend.server.token_logprobs import CompletionLogprobs
 from quire.ipc.params import SamplingParams
 
 
-def answer(gives_tokens: bool = True, **fields: Any) -> CompletionAnswer:
+def answer(num_runs: int = 1, gives_tokens: bool = True, **fields: Any) -> CompletionAnswer:
     async def run() -> CompletionAnswer:
         call = Call("req-abc", 0.0, asyncio.current_task())
         state = SimpleNamespace(
             ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
         )
-        return CompletionAnswer(
-            state,
-            call,
-            CompletionBody(prompt="x", **fields),
-            "m",
-            [Job("r", [1, 2], SamplingParams())],
-            gives_tokens=gives_tokens,
-        )
+        jobs = [Job("r", [1, 2], SamplingParams(n=num_runs), "ab")]
+        body = CompletionBody(prompt="x", **fields)
+        made = AnswerRun(state, call, jobs, detect(None).parser)
+        return CompletionAnswer(state, call, body, "m", made, gives_tokens=gives_tokens)
 
     return asyncio.run(run())
 
 
-def output(*completions: CompletionOutput) -> RequestOutput:
-    return RequestOutput("r", None, [1, 2], list(completions), True)
+def message(index: int, text: str, *logprobs: float) -> Message:
+    positions = [{7: Logprob(logprob, 1, "c")} for logprob in logprobs]
+    return Message(index, [Content(text)], [7] * len(logprobs), positions, "stop")
 
 
 def test_the_best_by_mean_log_probability_not_by_their_sum() -> None:
-    made = [
-        CompletionOutput(0, "long", [1] * 10, -5.0, finish_reason="stop"),
-        CompletionOutput(1, "bad", [1], -3.0, finish_reason="stop"),
-        CompletionOutput(2, "short", [1], -0.4, finish_reason="stop"),
-    ]
-    chosen = answer(n=2, best_of=3)._chosen(output(*made))
-    assert [(c.index, c.text) for c in chosen] == [(0, "short"), (1, "long")]
-
-
-@pytest.mark.parametrize(
-    ("engines", "apis"), [("stop", "stop"), ("length", "length"), ("abort", "length"), (None, None)]
-)
-def test_finish_reasons_are_the_apis(engines: str | None, apis: str | None) -> None:
-    assert finish_reason(CompletionOutput(0, "", [], finish_reason=engines)) == apis
+    made = [message(0, "long", *[-0.5] * 10), message(1, "bad", -3.0), message(2, "short", -0.4)]
+    chosen = answer(3, n=2, best_of=3)._chosen(0, made)
+    assert [(m.index, m.answer().content) for m in chosen] == [(0, "short"), (1, "long")]
 
 
 def test_max_tokens_zero_returns_and_counts_no_token() -> None:
     asked = answer(gives_tokens=False, n=2, max_tokens=0)
-    made = output(CompletionOutput(0, "x", [7], finish_reason="length"))
-    asked._count(0, made)
-    assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in asked._chosen(made)] == [
-        (0, "", [], "length"),
-        (1, "", [], "length"),
-    ]
-    assert asked._usage.counts().completion_tokens == 0 and asked._usage.counts().prompt_tokens == 2
+    asked._run.usage.completion_tokens = 1
+    streamed = asked._choices(ChoiceNews(0, [Content("x")], [7], finish_reason="length"))
+    for choices in (streamed, [asked._choice(m) for m in asked._chosen(0, [message(0, "x")])]):
+        assert [(c.index, c.text, c.finish_reason) for c in choices] == [
+            (0, "", "length"),
+            (1, "", "length"),
+        ]
+    assert asked._usage().completion_tokens == 0
 
 
 def test_offsets_count_from_the_start_of_the_echo() -> None:
-    choice = CompletionChoice(
-        text="cd", index=0, logprobs=CompletionLogprobs([0, 1], [-1.0, -1.0], ["c", "d"], [{}, {}])
-    )
-    echo = CompletionChoice(
-        text="ab",
-        index=0,
-        logprobs=CompletionLogprobs([0, 1], [None, -1.0], ["a", "b"], [None, {}]),
-    )
-    answer()._put_before(choice, echo)
-    assert (
-        choice.text == "abcd"
-        and choice.logprobs.text_offset == [0, 1, 2, 3]
-        and choice.logprobs.tokens == list("abcd")
-    )
+    asked = answer(echo=True, logprobs=0)
+    prompt = [None, {2: Logprob(-1.0, 1, "b")}]
+    asked._run.outputs[0] = RequestOutput("r", None, [1, 2], [], True, prompt_logprobs=prompt)
+    (choice,) = asked._whole_choices([message(0, "cc", -1.0, -1.0)])
+    assert choice.text == "abcc"
+    assert choice.logprobs.text_offset == [0, 0, 2, 3]
+    assert choice.logprobs.token_logprobs == [None, -1.0, -1.0, -1.0]
+
+
+def test_each_prompt_is_echoed_once_for_each_of_its_choices() -> None:
+    """Also where no token is wanted: the engine then generates for one choice only."""
+    asked = answer(gives_tokens=False, n=2, max_tokens=0, echo=True, stream=True)
+    asked._run.jobs *= 2
+    for prompt_index in (0, 1):
+        asked._run.outputs[prompt_index] = RequestOutput("r", None, [1, 2], [], True)
+        chunks = asked._beginning(prompt_index).split(b"\n\n")[:-1]
+        assert [chunk.split(b'"index":')[1][:1] for chunk in chunks] == [
+            b"%d" % (2 * prompt_index),
+            b"%d" % (2 * prompt_index + 1),
+        ]
+        assert asked._beginning(prompt_index) == b""

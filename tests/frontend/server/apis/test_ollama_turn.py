@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from quire.frontend.server.answer_run import AnswerRun
 from quire.frontend.server.apis.ollama_turn import (
     CHAT_NAMES,
     GENERATE_NAMES,
@@ -17,7 +18,6 @@ from quire.frontend.server.apis.ollama_turn import (
     prepare_ollama_chat,
     sampling,
 )
-from quire.frontend.server.chat_run import ChatRun
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
@@ -31,10 +31,12 @@ PLAIN_STATE = ServerState(ServerConfig(), "scripted", ScriptedEngine([""]))
 USER = {"role": "user", "content": "hi"}
 
 
-def prepared(body: dict[str, Any], state: ServerState = STATE, call: Call | None = None) -> ChatRun:
+def prepared(
+    body: dict[str, Any], state: ServerState = STATE, call: Call | None = None
+) -> AnswerRun:
     is_chat = "messages" in body
 
-    async def run() -> ChatRun:
+    async def run() -> AnswerRun:
         given = decode(
             msgspec.json.encode({"model": "bundled"} | body),
             OllamaChatBody if is_chat else OllamaGenerateBody,
@@ -49,7 +51,7 @@ def prepared(body: dict[str, Any], state: ServerState = STATE, call: Call | None
 
 
 def prompt(body: dict[str, Any]) -> str:
-    return prepared(body)._job.text
+    return prepared(body).jobs[0].text
 
 
 def test_a_conversation_with_a_tool() -> None:

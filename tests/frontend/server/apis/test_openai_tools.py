@@ -34,7 +34,7 @@ def allowed(mode: str, *names: str) -> dict:
     ("tools", "choice", "kept", "wanted"),
     [
         (None, None, None, "none"),
-        ([], "auto", None, "auto"),
+        ([], "auto", [], "auto"),
         ([ADD, SUB], None, [ADD, SUB], "auto"),
         ([ADD], "none", [ADD], "none"),
         ([ADD], "required", [ADD], "required"),

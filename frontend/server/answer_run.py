@@ -1,0 +1,215 @@
+"""A checked request that runs once: the engine's outputs as events of each choice, the same for
+every API, streamed or whole.
+
+Must not know: the API of the request. Its answer only encodes these events.
+
+    [Job, ...] ──▶ AnswerRun ──news()──▶ ChoiceNews, ...      each choice's new output
+                             ──written()──▶ bytes, ...        the same, encoded by the API
+                             ──messages()──▶ [Message, ...]   the same, put together
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+
+from ...ipc.params import SamplingParams
+from ..answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from .generation import Job, merged, run
+from .http.call import Call
+from .http.sse import encode
+from .state import ServerState
+from .usage import Usage
+
+
+@dataclass(slots=True)
+class ChoiceNews:
+    """New output of one choice.
+
+    `finish_reason`: "stop", "length", "tool_calls", or None while the choice is unfinished.
+    """
+
+    index: int
+    parts: list[Part]
+    token_ids: list[int]
+    logprobs: list[PositionLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class Message(ChoiceNews):
+    """A whole choice, assembled from its news."""
+
+    index: int = 0
+    parts: list[Part] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+
+    def add(self, news: ChoiceNews) -> None:
+        self.parts += news.parts
+        self.token_ids += news.token_ids
+        if news.logprobs is not None:
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += news.logprobs
+        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+
+    def answer(self) -> Answer:
+        return collect(self.parts)
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has been read of one choice. `has_begun`: content or a call has followed reasoning."""
+
+    parser: AnswerParser
+    reasonings: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    has_begun: bool = False
+    has_calls: bool = False
+
+
+class AnswerRun:
+    """Runs one request of the engine per prompt.
+
+    Choice `i` of prompt `p` has the index p * n + i. `usage` is updated while events are read.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        call: Call,
+        jobs: list[Job],
+        make_parser: Callable[[], AnswerParser],
+    ):
+        self._state = state
+        self._call = call
+        self.jobs = jobs
+        self._n = jobs[0].params.n
+        self._choices = [Choice(make_parser()) for _ in range(len(jobs) * self._n)]
+        # Kept here, since active requests are completed even while the server shuts down.
+        self.tokenizer = state.ready_engine().tokenizer
+        self.usage = Usage()
+        self.outputs: dict[int, RequestOutput] = {}  # the first output of each prompt
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.jobs[0].params
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.jobs[0].token_ids
+
+    @property
+    def metrics(self) -> RequestMetrics | None:
+        return self.outputs[0].metrics
+
+    def _outputs(
+        self, at_once: Callable[[RequestOutput], bool] | None = None
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        return merged([run(self._state, self._call, job, at_once) for job in self.jobs])
+
+    async def news(self) -> AsyncGenerator[ChoiceNews, None]:
+        """The new output of each choice."""
+        async with aclosing(self._outputs()) as outputs:
+            async for prompt_index, output in outputs:
+                self._begin(output, prompt_index)
+                for completion in output.outputs:
+                    yield self._read(prompt_index * self._n + completion.index, completion)
+
+    async def messages(self) -> list[Message]:
+        """The whole choices."""
+        found = [Message(index) for index in range(len(self._choices))]
+        async with aclosing(self.news()) as all_news:
+            async for news in all_news:
+                found[news.index].add(news)
+        return found
+
+    async def written(
+        self,
+        write: Callable[[ChoiceNews], bytes],
+        around_text: dict[int, tuple[bytes, bytes]] | None = None,
+    ) -> AsyncGenerator[bytes, None]:
+        """The pieces of a stream, as `write` encodes them.
+
+        With a single prompt, a piece that can be sent at once is sent and not yielded. Several
+        prompts are interleaved by the stream's task.
+
+        around_text: for choices that have begun, what is sent before and after the JSON of a text
+        if it is all that is new. This most common case has less overhead.
+        """
+        around_text = {} if around_text is None else around_text
+
+        def piece(output: RequestOutput, prompt_index: int = 0) -> bytes:
+            if prompt_index not in self.usage.num_cached_tokens:
+                self._begin(output, prompt_index)
+            first = prompt_index * self._n
+            found: list[bytes | ChoiceNews] = []
+            for completion in output.outputs:
+                index = first + completion.index
+                choice, text = self._choices[index], completion.text
+                if (
+                    (around := around_text.get(index)) is not None
+                    and text
+                    and completion.finish_reason is None
+                    and choice.parser.is_plain
+                ):
+                    num_tokens = len(completion.token_ids)
+                    choice.has_begun = True
+                    choice.num_tokens += num_tokens
+                    self.usage.completion_tokens += num_tokens
+                    found.append(around[0] + encode(text) + around[1])
+                else:
+                    found.append(self._read(index, completion))
+            # only now, so that the usage in a chunk counts the step's tokens of all choices
+            return b"".join([one if isinstance(one, bytes) else write(one) for one in found])
+
+        at_once = partial(self._call.push, piece) if len(self.jobs) == 1 else None
+        async with aclosing(self._outputs(at_once)) as outputs:
+            async for prompt_index, output in outputs:
+                if chunk := piece(output, prompt_index):
+                    yield chunk
+
+    def _begin(self, output: RequestOutput, prompt_index: int) -> None:
+        """Counts a prompt, which can be done more than once."""
+        self.usage.add_prompt(prompt_index, output)
+        self.outputs.setdefault(prompt_index, output)
+
+    def _read(self, index: int, completion: CompletionOutput) -> ChoiceNews:
+        choice, reason = self._choices[index], completion.finish_reason
+        parts = choice.parser.feed(completion.text) if completion.text else []
+        if reason is not None:
+            parts = [*parts, *choice.parser.finish()]
+        for part in parts:
+            if isinstance(part, Content):
+                choice.has_begun = True
+            elif isinstance(part, Reasoning):
+                choice.reasonings.append(part.text)
+            elif isinstance(part, ToolCallStart):
+                choice.has_begun = choice.has_calls = True
+        choice.num_tokens += len(completion.token_ids)
+        self.usage.completion_tokens += len(completion.token_ids)
+        if reason is not None:
+            self._count_reasoning(choice)
+            if reason == "stop" and choice.has_calls:
+                reason = "tool_calls"
+            elif reason == "abort":  # by a pause, for example: the output is truncated
+                reason = "length"
+        return ChoiceNews(
+            index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason
+        )
+
+    def _count_reasoning(self, choice: Choice) -> None:
+        """Counts the tokens of the reasoning text as the tokenizer encodes it, so that the count is
+        the same for whole and streamed responses.
+        """
+        if not choice.reasonings:
+            return
+        num_tokens = choice.num_tokens
+        if choice.has_begun:
+            assert self.tokenizer is not None
+            token_ids = self.tokenizer.encode("".join(choice.reasonings), False)
+            num_tokens = min(len(token_ids), num_tokens)
+        self.usage.reasoning_tokens += num_tokens

@@ -1,0 +1,69 @@
+"""The response of an API that answers with blocks: Anthropic's messages, OpenAI's Responses and
+Ollama's chat.
+
+Must not know: an API's names for blocks, how the body was checked, the engine.
+"""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+from ..answer_run import AnswerRun, ChoiceNews
+from ..blocks import BlockEvent, Blocks
+from ..http.call import Call
+from ..http.errors import ApiError
+from ..http.sse import COMMENT, EVENT_STREAM, EventStream, Json
+from ..state import ServerState
+from ..token_logprobs import TokenWriter
+
+
+class BlockAnswer:
+    """The response to one checked body.
+
+    Whole and streamed responses read the same events. A subclass encodes them as they arrive, and
+    shows the blocks at the end.
+    """
+
+    comment: ClassVar[bytes] = COMMENT
+    media_type: ClassVar[bytes] = EVENT_STREAM
+
+    def __init__(self, state: ServerState, call: Call, run: AnswerRun):
+        self._state = state
+        self._call = call
+        self._run = run
+        self._blocks = Blocks()
+        self._writer = TokenWriter(run.tokenizer)
+
+    async def respond(self, *, streams: bool | None) -> EventStream | Json:
+        if streams:
+            return self._state.event_stream(
+                self._run.written(self._write),
+                self._call,
+                error_event=self._error_event,
+                comment=self.comment,
+                media_type=self.media_type,
+            )
+        last = None
+        async with aclosing(self._run.news()) as all_news:
+            async for last in all_news:
+                self._take(last)
+        assert last is not None
+        return Json(self._whole(last))
+
+    def _take(self, news: ChoiceNews) -> list[BlockEvent]:
+        """Adds the news to the blocks."""
+        events = self._blocks.feed(news.parts)
+        return events if news.finish_reason is None else events + self._blocks.close()
+
+    def _write(self, news: ChoiceNews) -> bytes:
+        """The piece of a stream."""
+        raise NotImplementedError
+
+    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+        """The whole response, after the last news."""
+        raise NotImplementedError
+
+    def _error_event(self, error: ApiError) -> bytes:
+        """The last piece of a stream that fails."""
+        raise NotImplementedError

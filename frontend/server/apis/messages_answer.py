@@ -1,0 +1,138 @@
+"""The response of /v1/messages, whole or as Anthropic's events.
+
+Must not know: how the body was checked, templates, the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from hashlib import blake2b
+from typing import Any
+
+from ..answer_run import AnswerRun, ChoiceNews
+from ..blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
+from ..http.call import Call
+from ..http.errors import ApiError
+from ..http.sse import named_event
+from ..state import ServerState
+from .block_answer import BlockAnswer
+
+STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+DELTAS = {
+    TEXT: ("text_delta", "text"),
+    REASONING: ("thinking_delta", "thinking"),
+    CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessagesAnswer(BlockAnswer):
+    """The response to one checked body, whole or streamed."""
+
+    comment = named_event("ping", {"type": "ping"})
+
+    def __init__(self, state: ServerState, call: Call, model: str, run: AnswerRun):
+        super().__init__(state, call, run)
+        self._has_begun = False
+        self._head = {
+            "id": f"msg_{call.suffix}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+        content = [_content(block) for block in self._blocks.blocks]
+        return self._head | {"content": content} | _stop(last) | {"usage": self._usage()}
+
+    def _usage(self) -> dict[str, int]:
+        """In this API, cached tokens do not count as input tokens."""
+        usage = self._run.usage
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+        }
+
+    def _write(self, news: ChoiceNews) -> bytes:
+        chunks = []
+        if not self._has_begun:
+            self._has_begun = True
+            chunks.append(self._start())
+        chunks += [_event(event) for event in self._take(news)]
+        if news.finish_reason is not None:
+            chunks.append(named("message_delta", delta=_stop(news), usage=self._usage()))
+            chunks.append(named("message_stop"))
+        return b"".join(chunks)
+
+    def _start(self) -> bytes:
+        nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
+        return named("message_start", message=self._head | nothing | {"usage": self._usage()})
+
+    def _error_event(self, error: ApiError) -> bytes:
+        return b"event: error\ndata: " + error.body("/v1/messages") + b"\n\n"
+
+
+def named(kind: str, **fields: Any) -> bytes:
+    """An event whose type is its name."""
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _stop(end: ChoiceNews) -> dict[str, Any]:
+    """The stop reason. A stop sequence is distinguished from the model's own end."""
+    if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}
+    assert end.finish_reason is not None
+    return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    """A content block of a whole response.
+
+    The arguments of a truncated call are not a JSON object; the response's stop_reason is then
+    max_tokens.
+    """
+    if block.kind == TEXT:
+        return {"type": "text", "text": block.text}
+    if block.kind == REASONING:
+        return {"type": "thinking", "thinking": block.text, "signature": _signature(block)}
+    return _tool_use(block) | {"input": block.arguments() or {}}
+
+
+def _tool_use(block: Block) -> dict[str, Any]:
+    return {
+        "type": "tool_use",
+        "id": f"toolu_{secrets.token_hex(12)}",
+        "name": block.name,
+        "input": {},
+    }
+
+
+def _signature(block: Block) -> str:
+    """Clients send the signature back, and some require one.
+
+    It is never checked: reasoning is accepted as sent.
+    """
+    return blake2b(block.text.encode(), digest_size=16).hexdigest()
+
+
+def _event(event: BlockEvent) -> bytes:
+    what, block, text = event
+    if what == DELTA:
+        kind, name = DELTAS[block.kind]
+        return _delta(block, kind, name, text)
+    if what == START:
+        empty = {
+            TEXT: {"type": "text", "text": ""},
+            REASONING: {"type": "thinking", "thinking": "", "signature": ""},
+        }
+        content = _tool_use(block) if block.kind == CALL else empty[block.kind]
+        return named("content_block_start", index=block.index, content_block=content)
+    stop = named("content_block_stop", index=block.index)
+    if block.kind != REASONING:
+        return stop
+    return _delta(block, "signature_delta", "signature", _signature(block)) + stop
+
+
+def _delta(block: Block, kind: str, name: str, text: str) -> bytes:
+    return named("content_block_delta", index=block.index, delta={"type": kind, name: text})

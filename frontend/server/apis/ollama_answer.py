@@ -1,0 +1,122 @@
+"""The response of Ollama's /api/chat and /api/generate: one JSON object, or one per line.
+
+Must not know: how the body was checked, templates, the engine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import UTC, datetime
+from typing import Any
+
+from ...outputs import PositionLogprobs
+from ..answer_run import AnswerRun, ChoiceNews
+from ..blocks import CALL, DELTA, REASONING, STOP, TEXT, Block, BlockEvent
+from ..http.call import Call
+from ..http.errors import ApiError
+from ..http.sse import encode
+from ..state import ServerState
+from .block_answer import BlockAnswer
+
+NDJSON = b"application/x-ndjson"
+
+
+class OllamaAnswer(BlockAnswer):
+    """The response to one checked body, whole or streamed, in the format of chat or of generate."""
+
+    # Keeps a silent stream alive: JSON allows whitespace before a value, while an empty line would
+    # be invalid JSON to a client that reads line by line.
+    comment = b" "
+    media_type = NDJSON
+
+    def __init__(
+        self, state: ServerState, call: Call, model: str, run: AnswerRun, *, is_chat: bool
+    ):
+        super().__init__(state, call, run)
+        self._model = model
+        self._is_chat = is_chat
+        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not been sent yet
+
+    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+        blocks = self._blocks.blocks
+        said: dict[str, Any] = {"content": _text(blocks, TEXT)}
+        if thinking := _text(blocks, REASONING):
+            said["thinking"] = thinking
+        if calls := [call for block in blocks if (call := _call(block)) is not None]:
+            said["tool_calls"] = calls
+        return self._object(**said) | self._logprobs() | self._end(last.finish_reason)
+
+    def _take(self, news: ChoiceNews) -> list[BlockEvent]:
+        self._unsaid += news.logprobs or []
+        return super()._take(news)
+
+    def _write(self, news: ChoiceNews) -> bytes:
+        objects = []
+        for what, block, text in self._take(news):
+            if what == DELTA and block.kind == TEXT:
+                objects.append(self._object(content=text))
+            elif what == DELTA and block.kind == REASONING:
+                objects.append(self._object(thinking=text))
+            elif what == STOP and (call := _call(block)) is not None:
+                objects.append(self._object(tool_calls=[call]))  # a call is sent whole
+        if news.finish_reason is not None:
+            objects.append(self._object() | self._end(news.finish_reason))
+        if objects:
+            objects[0] |= self._logprobs()
+        return b"".join([encode(one) + b"\n" for one in objects])
+
+    def _object(self, content: str = "", **more: Any) -> dict[str, Any]:
+        said = (
+            {"message": {"role": "assistant", "content": content, **more}}
+            if self._is_chat
+            else {"response": content, **more}
+        )
+        return {"model": self._model, "created_at": now(), **said, "done": False}
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Of the unsaid tokens, in the format of OpenAI's chat API, which Ollama uses too."""
+        positions, self._unsaid = self._unsaid, []
+        num_top = self._run.params.logprobs or 0
+        return {"logprobs": self._writer.chat(positions, num_top)} if positions else {}
+
+    def _end(self, finish_reason: str | None) -> dict[str, Any]:
+        """Durations are in nanoseconds. load_duration is 0: the model is already loaded."""
+        usage, metrics = self._run.usage, self._run.metrics
+        return {
+            "done": True,
+            "done_reason": "length" if finish_reason == "length" else "stop",
+            "total_duration": _nanoseconds(metrics and metrics.e2e_latency),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(metrics and metrics.prefill_time),
+            "eval_count": usage.completion_tokens,
+            "eval_duration": _nanoseconds(metrics and metrics.decode_time),
+        }
+
+    def _error_event(self, error: ApiError) -> bytes:
+        return error.body("/api/") + b"\n"
+
+
+def _text(blocks: list[Block], kind: str) -> str:
+    return "".join(block.text for block in blocks if block.kind == kind)
+
+
+def _call(block: Block) -> dict[str, Any] | None:
+    """None if the block is not a call, or if the call is truncated: its arguments are not a JSON
+    object, and the response's done_reason is length.
+    """
+    arguments = block.arguments() if block.kind == CALL else None
+    if arguments is None:
+        return None
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "function": {"name": block.name, "arguments": arguments},
+    }
+
+
+def _nanoseconds(seconds: float | None) -> int:
+    return round((seconds or 0.0) * 1e9)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")

@@ -1,0 +1,141 @@
+"""The response of OpenAI's completions and chat: what both have in common, whole and streamed.
+
+Must not know: how the body was checked, the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any, ClassVar
+
+import msgspec
+from starlette.responses import Response
+
+from ..answer_run import AnswerRun, ChoiceNews, Message
+from ..http.call import Call
+from ..http.sse import DONE, EventStream, encode, event, json_of
+from ..state import ServerState
+from ..token_logprobs import TokenWriter
+from ..usage import UsageCounts
+
+MARK = "the text of a chunk"
+
+
+class OpenAIAnswer:
+    """The response to one checked body.
+
+    A subclass makes the choices: of a whole response, and of each chunk of a stream.
+    """
+
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    object_of_chunk: ClassVar[str]
+    type: ClassVar[type[msgspec.Struct]]
+    type_of_chunk: ClassVar[type[msgspec.Struct]]
+
+    def __init__(self, state: ServerState, call: Call, body: Any, model: str, run: AnswerRun):
+        self._state = state
+        self._call = call
+        self._body = body
+        self._run = run
+        self._writer = TokenWriter(run.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._head = {
+            "id": f"{self.id_prefix}-{call.suffix}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._tail: dict[str, Any] = {"system_fingerprint": state.system_fingerprint}
+        options = body.stream_options
+        self._wants_usage = bool(options and options.include_usage)
+        self._counts_always = self._wants_usage and bool(options.continuous_usage_stats)
+        # whether a chunk of new text has nothing but that text
+        self._is_plain = (
+            run.params.logprobs is None and not body.return_token_ids and not self._counts_always
+        )
+
+    def _whole_choices(self, messages: list[Message]) -> list[Any]:
+        raise NotImplementedError
+
+    def _usage(self) -> UsageCounts:
+        return self._run.usage.counts()
+
+    def _beginning(self, index: int) -> bytes:
+        """The chunks before a choice's first token."""
+        raise NotImplementedError
+
+    def _choices(self, news: ChoiceNews) -> list[Any]:
+        """What is sent of a choice's new output, one chunk each."""
+        raise NotImplementedError
+
+    def _text_choice(self, index: int, text: str) -> Any:
+        """What is sent of a choice of which only text is new."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------ whole
+
+    async def respond(self) -> EventStream | Response:
+        return self.stream() if self._body.stream else await self.whole()
+
+    async def whole(self) -> Response:
+        messages = await self._run.messages()
+        num_positions = sum(len(message.logprobs or []) for message in messages) + sum(
+            len(output.prompt_logprobs or []) for output in self._run.outputs.values()
+        )
+        num_candidates = 1 + max(0, self._run.params.logprobs or 0)
+        return await json_of(lambda: self._completion(messages), num_positions * num_candidates)
+
+    def _completion(self, messages: list[Message]) -> Any:
+        return self.type(
+            **self._head,
+            object=self.object,
+            choices=self._whole_choices(messages),
+            usage=self._usage(),
+            **self._tail,
+        )
+
+    # ------------------------------------------------------------ streamed
+
+    def stream(self) -> EventStream:
+        return self._state.event_stream(self._events(), self._call)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        begun: set[int] = set()
+        around_text: dict[int, tuple[bytes, bytes]] = {}
+
+        def write(news: ChoiceNews) -> bytes:
+            beginning = b""
+            if news.index not in begun:
+                begun.add(news.index)
+                beginning = self._beginning(news.index)
+                if self._is_plain:
+                    around_text[news.index] = self._around_text(news.index)
+            return beginning + b"".join([self._chunk([choice]) for choice in self._choices(news)])
+
+        async with aclosing(self._run.written(write, around_text)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+        if self._wants_usage:
+            yield self._chunk([], usage=self._usage())
+        yield DONE
+
+    def _chunk(self, choices: list[Any], **fields: Any) -> bytes:
+        if self._counts_always:
+            fields["usage"] = self._usage()
+        elif self._wants_usage:
+            fields.setdefault("usage", None)
+        return event(
+            self.type_of_chunk(
+                **self._head,
+                object=self.object_of_chunk,
+                choices=choices,
+                **self._tail,
+                **fields,
+            )
+        )
+
+    def _around_text(self, index: int) -> tuple[bytes, bytes]:
+        """A chunk of plain text is its text between two constants."""
+        before, after = self._chunk([self._text_choice(index, MARK)]).split(encode(MARK))
+        return before, after

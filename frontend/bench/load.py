@@ -1,6 +1,5 @@
 """Sends requests: arrival times, the concurrency limit, conversations turn by turn, and whether
-this
-client kept up.
+this client kept up.
 
 Must not know: HTTP, what a request holds, statistics, terminals.
 
@@ -122,8 +121,7 @@ class LoadRunner:
 
     async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:
         """Sends a request, then each of its follow-ups after the conversation so far. A failure
-        ends
-        it.
+        ends the conversation.
         """
         self._num_under_way += 1
         self._report.peak_concurrency = max(self._report.peak_concurrency, self._num_under_way)

@@ -163,8 +163,7 @@ class TextSource:
 
     def text(self, num_tokens: int) -> str:
         """Decoded tokens rarely encode to the same number: returns the text of the nearest
-        length in a
-        few tries.
+        length in a few tries.
         """
         if self.tokenizer is None:
             return " ".join(self.rng.choices(WORDS, k=num_tokens))

@@ -103,7 +103,7 @@ def test_without_a_gpu_its_memory_is_required(
     code, out, err = call(capsys, "plan", model, "--device", "cuda")
     assert (
         (code, out) == (2, "")
-        and err.startswith("quire: device: cuda: no NVIDIA GPU can be asked")
+        and err.startswith("quire: device: cuda: the memory of an NVIDIA GPU cannot be read")
         and "--memory 80GiB" in err
     )
 

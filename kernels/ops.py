@@ -95,6 +95,21 @@ def pack_quantized_linear(
 
 
 @operation
+def pack_gguf_linear(
+    parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
+) -> Callable[[Tensor], Tensor]:
+    """As pack_linear, with a weight whose rows are GGUF's blocks: parts [n, bytes] uint8, stacked,
+    each of the type at its place in `types`; bias [N] and results have the dtype.
+
+    The types are Q8_0, Q4_0, Q4_1, Q4_K, Q5_K and Q6_K. x is quantized in groups of 256 as in
+    pack_quantized_linear; blocks are used as they are stored, and their sums of products are exact.
+    reference/gguf_linear.py states the order in which scales and minima are applied. A row of x
+    that is not finite gives NaN. The returned function has `logits`, and for a weight of one type
+    `embedding`, whose rows are the dequantized blocks.
+    """
+
+
+@operation
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H], weight [H] -> [..., H]: x / sqrt(mean(x**2) + eps) over the last dimension, times
     weight.

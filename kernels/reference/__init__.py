@@ -3,4 +3,15 @@
 Must not know: speed. Loops are fine here.
 """
 
-from . import activation, attention, grammar, linear, norm, quantized, rotary, sampling, slots
+from . import (
+    activation,
+    attention,
+    gguf_linear,
+    grammar,
+    linear,
+    norm,
+    quantized,
+    rotary,
+    sampling,
+    slots,
+)

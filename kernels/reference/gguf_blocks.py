@@ -65,16 +65,16 @@ def dequantize(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) ->
     return out
 
 
-def _split(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
+def split(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
     return blocks.split(sizes, dim=1)
 
 
-def _half(x: Tensor) -> Tensor:
+def half(x: Tensor) -> Tensor:
     """[blocks, 2] bytes -> [blocks, 1] f32"""
     return x.contiguous().view(torch.float16).float()
 
 
-def _bits(x: Tensor, width: int, run: int) -> Tensor:
+def unpack_bits(x: Tensor, width: int, run: int) -> Tensor:
     """[blocks, bytes] -> [blocks, weights] of `width` bits.
 
     `run` bytes hold the lowest bits of `run` weights, then the next bits of the next `run`.
@@ -97,54 +97,54 @@ def _bf16(blocks: Tensor) -> Tensor:
 
 
 def _q4_0(blocks: Tensor) -> Tensor:
-    scale, numbers = _split(blocks, 2, 16)
-    return _half(scale) * (_bits(numbers, 4, 16).float() - 8)
+    scale, numbers = split(blocks, 2, 16)
+    return half(scale) * (unpack_bits(numbers, 4, 16).float() - 8)
 
 
 def _q4_1(blocks: Tensor) -> Tensor:
-    scale, least, numbers = _split(blocks, 2, 2, 16)
-    return _half(scale) * _bits(numbers, 4, 16).float() + _half(least)
+    scale, least, numbers = split(blocks, 2, 2, 16)
+    return half(scale) * unpack_bits(numbers, 4, 16).float() + half(least)
 
 
 def _fifth_bits(high: Tensor) -> Tensor:
     """[blocks, 4] -> [blocks, 32]: bit i of the little-endian word, times 16"""
-    return _bits(high, 1, 1) << 4
+    return unpack_bits(high, 1, 1) << 4
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
-    scale, high, numbers = _split(blocks, 2, 4, 16)
-    return _half(scale) * ((_bits(numbers, 4, 16) | _fifth_bits(high)).float() - 16)
+    scale, high, numbers = split(blocks, 2, 4, 16)
+    return half(scale) * ((unpack_bits(numbers, 4, 16) | _fifth_bits(high)).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
-    scale, least, high, numbers = _split(blocks, 2, 2, 4, 16)
-    return _half(scale) * (_bits(numbers, 4, 16) | _fifth_bits(high)).float() + _half(least)
+    scale, least, high, numbers = split(blocks, 2, 2, 4, 16)
+    return half(scale) * (unpack_bits(numbers, 4, 16) | _fifth_bits(high)).float() + half(least)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
-    scale, numbers = _split(blocks, 2, 32)
-    return _half(scale) * numbers.view(torch.int8).float()
+    scale, numbers = split(blocks, 2, 32)
+    return half(scale) * numbers.view(torch.int8).float()
 
 
 def _q2_k(blocks: Tensor) -> Tensor:
-    both, numbers, scale, least = _split(blocks, 16, 64, 2, 2)
-    scales, leasts = _half(scale) * (both & 15).float(), _half(least) * (both >> 4).float()
-    x = _in_groups(_bits(numbers, 2, 32), scales)
+    both, numbers, scale, least = split(blocks, 16, 64, 2, 2)
+    scales, leasts = half(scale) * (both & 15).float(), half(least) * (both >> 4).float()
+    x = _in_groups(unpack_bits(numbers, 2, 32), scales)
     return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    high, numbers, low_scales, high_scales, scale = _split(blocks, 32, 64, 8, 4, 2)
-    scales = _bits(low_scales, 4, 8) | _bits(high_scales, 2, 4) << 4
-    scales = _half(scale) * (scales.float() - 32)
+    high, numbers, low_scales, high_scales, scale = split(blocks, 32, 64, 8, 4, 2)
+    scales = unpack_bits(low_scales, 4, 8) | unpack_bits(high_scales, 2, 4) << 4
+    scales = half(scale) * (scales.float() - 32)
     # the third bit is stored for x + 4
-    x = _in_groups(_bits(numbers, 2, 32) | _bits(high, 1, 32) << 2, scales) - 4
+    x = _in_groups(unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2, scales) - 4
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
-def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
+def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
     """[blocks, 12] -> eight scales and eight minima of 6 bits, [blocks, 8] each"""
-    scales, leasts, rest = _split(packed, 4, 4, 4)
+    scales, leasts, rest = split(packed, 4, 4, 4)
     return (
         torch.cat((scales & 63, rest & 15 | scales >> 2 & 48), 1).float(),
         torch.cat((leasts & 63, rest >> 4 | leasts >> 2 & 48), 1).float(),
@@ -152,26 +152,28 @@ def _scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> Tensor:
-    scales, leasts = _scales_and_leasts(packed)
-    scales, leasts = _half(scale) * scales, _half(least) * leasts
+    scales, leasts = scales_and_leasts(packed)
+    scales, leasts = half(scale) * scales, half(least) * leasts
     x = _in_groups(numbers, scales)
     return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
 
 
 def _q4_k(blocks: Tensor) -> Tensor:
-    scale, least, packed, numbers = _split(blocks, 2, 2, 12, 128)
-    return _with_leasts(scale, least, packed, _bits(numbers, 4, 32))
+    scale, least, packed, numbers = split(blocks, 2, 2, 12, 128)
+    return _with_leasts(scale, least, packed, unpack_bits(numbers, 4, 32))
 
 
 def _q5_k(blocks: Tensor) -> Tensor:
-    scale, least, packed, high, numbers = _split(blocks, 2, 2, 12, 32, 128)
-    return _with_leasts(scale, least, packed, _bits(numbers, 4, 32) | _bits(high, 1, 32) << 4)
+    scale, least, packed, high, numbers = split(blocks, 2, 2, 12, 32, 128)
+    return _with_leasts(
+        scale, least, packed, unpack_bits(numbers, 4, 32) | unpack_bits(high, 1, 32) << 4
+    )
 
 
 def _q6_k(blocks: Tensor) -> Tensor:
-    low, high, scales, scale = _split(blocks, 128, 64, 16, 2)
-    scales = _half(scale) * scales.contiguous().view(torch.int8).float()
-    x = _in_groups(_bits(low, 4, 64) | _bits(high, 2, 32) << 4, scales) - 32
+    low, high, scales, scale = split(blocks, 128, 64, 16, 2)
+    scales = half(scale) * scales.contiguous().view(torch.int8).float()
+    x = _in_groups(unpack_bits(low, 4, 64) | unpack_bits(high, 2, 32) << 4, scales) - 32
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
@@ -180,23 +182,23 @@ def _look_up(values: Sequence[int], numbers: Tensor) -> Tensor:
 
 
 def _iq4_nl(blocks: Tensor) -> Tensor:
-    scale, numbers = _split(blocks, 2, 16)
-    return _half(scale) * _look_up(_IQ4, _bits(numbers, 4, 16))
+    scale, numbers = split(blocks, 2, 16)
+    return half(scale) * _look_up(_IQ4, unpack_bits(numbers, 4, 16))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    scale, high, low, numbers = _split(blocks, 2, 2, 4, 128)
-    scales = _half(scale) * ((_bits(low, 4, 1) | _bits(high, 2, 1) << 4).float() - 32)
-    x = _in_groups(_look_up(_IQ4, _bits(numbers, 4, 16)), scales)
+    scale, high, low, numbers = split(blocks, 2, 2, 4, 128)
+    scales = half(scale) * ((unpack_bits(low, 4, 1) | unpack_bits(high, 2, 1) << 4).float() - 32)
+    x = _in_groups(_look_up(_IQ4, unpack_bits(numbers, 4, 16)), scales)
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
 def _mxfp4(blocks: Tensor) -> Tensor:
     """The scale is a power of two, 2**(exponent - 128); the least two are subnormal numbers."""
-    exponent, numbers = _split(blocks, 1, 16)
+    exponent, numbers = split(blocks, 1, 16)
     exponent = exponent.int()
     bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
-    return bits.view(torch.float32) * _look_up(_FP4, _bits(numbers, 4, 16))
+    return bits.view(torch.float32) * _look_up(_FP4, unpack_bits(numbers, 4, 16))
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
@@ -209,17 +211,17 @@ def _tq1_0(blocks: Tensor) -> Tensor:
         powers = torch.tensor((1, 3, 9, 27, 81)[:num_digits], dtype=torch.uint8).view(-1, 1)
         shifted = run.unsqueeze(1) * powers  # modulo 256: the digits before are gone
         numbers.append((shifted.int() * 3 >> 8).flatten(1))
-    return _half(scale) * (torch.cat(numbers, 1).float() - 1)
+    return half(scale) * (torch.cat(numbers, 1).float() - 1)
 
 
 def _tq2_0(blocks: Tensor) -> Tensor:
-    numbers, scale = _split(blocks, 64, 2)
-    return _half(scale) * (_bits(numbers, 2, 32).float() - 1)
+    numbers, scale = split(blocks, 64, 2)
+    return half(scale) * (unpack_bits(numbers, 2, 32).float() - 1)
 
 
 TYPES = {
     "F32": BlockType(1, 4, _f32),
-    "F16": BlockType(1, 2, _half),
+    "F16": BlockType(1, 2, half),
     "BF16": BlockType(1, 2, _bf16),
     "Q4_0": BlockType(32, 18, _q4_0),
     "Q4_1": BlockType(32, 20, _q4_1),

@@ -50,6 +50,7 @@ NOT_TIMED = {
     # at load time; the function that pack_linear returns is timed
     "pack_linear",
     "pack_quantized_linear",
+    "pack_gguf_linear",
     "random_gumbel",  # within sample_tokens
     "write_runs",
     "gather_sampling_parameters",  # when requests enter

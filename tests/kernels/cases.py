@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from quire.kernels.reference import quantized
+from quire.kernels.reference import gguf_linear, quantized
+from quire.kernels.reference.gguf_blocks import block_type, dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand
 from torch import Tensor
@@ -119,6 +120,61 @@ def pack_quantized_linear(dtype: torch.dtype) -> list[Case]:
     return [
         case(*shape, bits, bias) for shape in shapes for bits in (8, 4) for bias in (False, True)
     ]
+
+
+def pack_gguf_linear(dtype: torch.dtype) -> list[Case]:
+    """Multiplies the dequantized blocks and the quantized x in another precision."""
+
+    class Packed(Case):
+        def call(self, function: Callable, args: list[Any]) -> Tensor:
+            with torch.inference_mode():
+                return function(*args[1:])(args[0])
+
+    def own(
+        x: Tensor, parts: list[Tensor], types: list[str], bias: Tensor | None, _: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        numbers, scales = quantized.quantize_activations(
+            quantized.in_groups(x.float(), gguf_linear.GROUP)
+        )
+        values = (numbers.double() * scales.double().unsqueeze(-1)).flatten(1)[:, : x.shape[1]]
+        weights = torch.cat([dequantize(*part) for part in zip(parts, types, strict=True)]).double()
+        return ((values @ weights.T + (0 if bias is None else bias.double())).to(x.dtype),)
+
+    def case(num_tokens: int, in_features: int, rows: dict[str, int], bias: bool) -> Case:
+        parts = [random_blocks(n, in_features, type) for type, n in rows.items()]
+        args = (
+            rand(num_tokens, in_features, dtype=dtype),
+            parts,
+            list(rows),
+            rand(sum(rows.values()), dtype=dtype) if bias else None,
+            dtype,
+        )
+        return Packed(f"{num_tokens} x {in_features} x {rows}{' + bias' * bias}", args, own)
+
+    return [
+        *(
+            case(tokens, in_features, {type: out}, bias)
+            for type in gguf_linear.TYPES
+            for tokens, in_features, out, bias in ((1, 256, 96, False), (19, 768, 33, True))
+        ),
+        case(7, 512, {"Q4_K": 32, "Q6_K": 17, "Q8_0": 16}, True),
+        case(0, 256, {"Q8_0": 32}, False),
+    ]
+
+
+def random_blocks(rows: int, columns: int, type: str) -> Tensor:
+    """Blocks of any bytes, whose scales are such that weights are about 1 / columns**0.5."""
+    blocks = torch.randint(
+        256, (rows, columns // block_type(type).columns, block_type(type).num_bytes)
+    ).byte()
+    largest = {"Q8_0": 128, "Q4_0": 8, "Q4_1": 16, "Q4_K": 1000, "Q5_K": 2000, "Q6_K": 4000}[type]
+    halves = 2 if type in ("Q4_1", "Q4_K", "Q5_K") else 1
+    scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
+    if halves == 2:  # minima are as large as the numbers times their scales
+        scales[..., 1] *= {"Q4_1": 8, "Q4_K": 8, "Q5_K": 16}[type]
+    at = blocks.shape[2] - 2 if type == "Q6_K" else 0
+    blocks[..., at : at + 2 * halves] = scales.half().view(torch.uint8)
+    return blocks.flatten(1)
 
 
 def rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -358,6 +414,7 @@ MODEL_OPS = {
         gather_rows,
         pack_linear,
         pack_quantized_linear,
+        pack_gguf_linear,
         rms_norm,
         fused_add_rms_norm,
         silu_and_mul,

@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -33,6 +33,18 @@ class Op(IntEnum):
     EMBEDDING_PACKED = 17
     GATHER_LOGPROBS = 18
     NEXT_TOKENS = 19
+    LINEAR_Q8_0 = 20
+    LINEAR_Q4_0 = 21
+    LINEAR_Q4_1 = 22
+    LINEAR_Q4_K = 23
+    LINEAR_Q5_K = 24
+    LINEAR_Q6_K = 25
+    EMBEDDING_Q8_0 = 26
+    EMBEDDING_Q4_0 = 27
+    EMBEDDING_Q4_1 = 28
+    EMBEDDING_Q4_K = 29
+    EMBEDDING_Q5_K = 30
+    EMBEDDING_Q6_K = 31
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

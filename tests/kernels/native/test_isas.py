@@ -36,6 +36,7 @@ PER_TOKEN = {
     "rotary_embedding": (0, 1, 2),
     "embedding": (0,),
     "pack_quantized_linear": (0,),
+    "pack_gguf_linear": (0,),
 }
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 

@@ -8,7 +8,7 @@ import torch
 from quire.kernels import registry
 
 # Operations without a kernel of Quire's on a GPU: torch's kernels run, as the reference calls them.
-NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear"}
+NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear", "pack_gguf_linear"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

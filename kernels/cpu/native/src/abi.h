@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 5
+#define QUIRE_ABI_VERSION 6
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -32,6 +32,18 @@ enum Op : int32_t {
     OP_EMBEDDING_PACKED,
     OP_GATHER_LOGPROBS,
     OP_NEXT_TOKENS,
+    OP_LINEAR_Q8_0,
+    OP_LINEAR_Q4_0,
+    OP_LINEAR_Q4_1,
+    OP_LINEAR_Q4_K,
+    OP_LINEAR_Q5_K,
+    OP_LINEAR_Q6_K,
+    OP_EMBEDDING_Q8_0,
+    OP_EMBEDDING_Q4_0,
+    OP_EMBEDDING_Q4_1,
+    OP_EMBEDDING_Q4_K,
+    OP_EMBEDDING_Q5_K,
+    OP_EMBEDDING_Q6_K,
     NUM_OPS,
 };
 
@@ -192,8 +204,8 @@ struct Sample : Call {
     int64_t logits_row, vocab_size;
 };
 
-// As Linear, with an int8 or int4 weight and scales as written by Quantize. x is quantized, and the
-// results are scaled and added in fp32.
+// As Linear, with an int8 or int4 weight and scales as written by Quantize, or with those of GGUF's
+// blocks as laid out in gguf_dot.inl. x is quantized, and the results are scaled and added in fp32.
 struct QuantizedLinear : Linear {
     const void* scales;
 };
@@ -208,7 +220,7 @@ struct Quantize : Call {
     int64_t in_features, out_features;
 };
 
-// As Embedding, from an int8 table written by Quantize.
+// As Embedding, from an int8 table written by Quantize or from GGUF's blocks.
 struct EmbeddingInt8 : Embedding {
     const void* scales;
 };

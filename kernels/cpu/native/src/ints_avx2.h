@@ -39,6 +39,38 @@ struct Ints {
     static Ints add_halves(Ints sum, Ints halves, Ints factors) {
         return add_pairs(sum.v, halves.v, factors.v);
     }
+    // A sum of add_nibbles, in 32 bits
+    Ints whole() const { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
+
+    // For GGUF's scales: bytes as numbers of 16 bits, of which add_halves takes one as factor and
+    // add_products both.
+    Ints even_bytes() const { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
+    Ints odd_bytes() const { return _mm256_srli_epi16(v, 8); }
+    Ints even_signed_bytes() const { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
+    Ints odd_signed_bytes() const { return _mm256_srai_epi16(v, 8); }
+    Ints low_factors() const {
+        return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32(0xffff)),
+                               _mm256_slli_epi32(v, 16));
+    }
+    Ints high_factors() const {
+        return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)),
+                               _mm256_srli_epi32(v, 16));
+    }
+    static Ints add_products(Ints sum, Ints a, Ints b) { return add_pairs(sum.v, a.v, b.v); }
+    // Bits 0 to 5 of each byte; four bits with the upper two of another byte above them
+    Ints low_six() const { return _mm256_and_si256(v, _mm256_set1_epi8(63)); }
+    static Ints joined_six(Ints nibbles, Ints top) {
+        return _mm256_or_si256(
+            nibbles.v, _mm256_and_si256(_mm256_srli_epi16(top.v, 2), _mm256_set1_epi8(48)));
+    }
+    // nibbles | (high >> shift & mask) << 4, in bytes
+    static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {
+        __m256i bits = _mm256_and_si256(_mm256_srl_epi16(high.v, _mm_cvtsi32_si128(shift)),
+                                        _mm256_set1_epi8((char)mask));
+        return _mm256_or_si256(nibbles.v, _mm256_slli_epi16(bits, 4));
+    }
+    Ints times(int32_t x) const { return _mm256_mullo_epi32(v, _mm256_set1_epi32(x)); }
+
     static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }
 

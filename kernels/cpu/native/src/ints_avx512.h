@@ -32,6 +32,29 @@ struct Ints {
     static Ints add_halves(Ints sum, Ints halves, Ints factors) {
         return _mm512_dpwssd_epi32(sum.v, halves.v, factors.v);
     }
+    Ints whole() const { return v; }
+
+    Ints even_bytes() const { return _mm512_and_si512(v, _mm512_set1_epi16(255)); }
+    Ints odd_bytes() const { return _mm512_srli_epi16(v, 8); }
+    Ints even_signed_bytes() const { return _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8); }
+    Ints odd_signed_bytes() const { return _mm512_srai_epi16(v, 8); }
+    Ints low_factors() const { return _mm512_and_si512(v, _mm512_set1_epi32(0xffff)); }
+    Ints high_factors() const { return _mm512_srli_epi32(v, 16); }
+    static Ints add_products(Ints sum, Ints a, Ints b) {
+        return _mm512_dpwssd_epi32(sum.v, a.v, b.v);
+    }
+    Ints low_six() const { return _mm512_and_si512(v, _mm512_set1_epi8(63)); }
+    static Ints joined_six(Ints nibbles, Ints top) {
+        return _mm512_or_si512(
+            nibbles.v, _mm512_and_si512(_mm512_srli_epi16(top.v, 2), _mm512_set1_epi8(48)));
+    }
+    static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {
+        __m512i bits = _mm512_and_si512(_mm512_srl_epi16(high.v, _mm_cvtsi32_si128(shift)),
+                                        _mm512_set1_epi8((char)mask));
+        return _mm512_or_si512(nibbles.v, _mm512_slli_epi16(bits, 4));
+    }
+    Ints times(int32_t x) const { return _mm512_mullo_epi32(v, _mm512_set1_epi32(x)); }
+
     static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }
 };

@@ -1,4 +1,5 @@
-// Linear layers over int8 and int4 weights (abi.h: QuantizedLinear; layout: quantize.inl).
+// Linear layers over int8 and int4 weights (abi.h: QuantizedLinear; layout: quantize.inl) and over
+// GGUF's blocks (gguf_dot.inl).
 //
 //   rows of x are quantized in the same groups as weights: integers in +-127, and a scale
 //   item = a few panels, computed by one thread
@@ -36,6 +37,15 @@ inline ALWAYS_INLINE void written_out(F f) {
 #include "quantized_rows.inl"
 
 #include "quantized_dot.inl"
+
+// Bytes of a panel's scales: SCALES per complete group, a part of them per SCALED numbers of k
+template <typename Dot>
+inline int64_t scales_of_panel(int64_t in_features) {
+    return ceil_div(in_features, Dot::SCALED) * (Dot::SCALES * Dot::SCALED / Dot::GROUP);
+}
+
+#include "gguf_dot.inl"
+#include "gguf_super_dot.inl"
 
 constexpr int MAX_PANELS = 4;
 using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up half
@@ -109,8 +119,9 @@ private:
     void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up,
                          const QuantizedRows<Dot>& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
-        const int64_t depth = depth_of(call.in_features), panel_bytes = depth * Dot::LINE_OF_K,
-                      panel_scales = x.groups * Dot::SCALES;
+        const int64_t depth = round_up(call.in_features, Dot::DEPTH),
+                      panel_bytes = depth * Dot::LINE_OF_K,
+                      panel_scales = scales_of_panel<Dot>(call.in_features);
         const int64_t ahead = ahead_of(panel_bytes, AHEAD_BYTES / PANELS, Dot::BLOCK);
         const char *weights = (const char*)call.weight,
                    *scales = (const char*)call.scales + first * panel_scales;
@@ -139,28 +150,44 @@ private:
             for (int64_t i = 0; i < share; i += 64)
                 there.ask_for<PANELS>((x.groups * next.share + group) * share + i);
             written_out<PANELS>([&](int panel) ALWAYS_INLINE {
-                __builtin_prefetch(soon_scales + panel * soon_scales_apart);
+                for (int64_t i = 0; i < Dot::SCALES; i += 64)
+                    __builtin_prefetch(soon_scales + panel * soon_scales_apart + i);
             });
-            Ints exact[ROWS * VECTORS];
             const int64_t size = std::min(Dot::GROUP, depth - group * Dot::GROUP);
-            Dot::template dot<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group, size,
-                                            soon, exact);
-            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                Vec scale =
-                    Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) +
-                                                Dot::SCALES_AT));
-                written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    auto& sum = total[row * VECTORS + i];
-                    sum = Vec::fma(exact[row * VECTORS + i].to_floats(),
-                                   scale * Vec(x.scales[row * x.groups + group]), sum)
-                              .v;
-                });
-            });
+            if constexpr (Dot::OWN_SCALES)
+                Dot::template add<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group,
+                                                size, soon, total);
+            else
+                add_group<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group, size,
+                                        soon, total);
         }
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                 Vec(total[row * VECTORS + i])
                     .store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
+            });
+        });
+    }
+
+    // A group of int8 or int4: one scale in bf16
+    template <int ROWS, int PANELS>
+    static ALWAYS_INLINE void add_group(const char* block, int64_t apart, const char* scales,
+                                        int64_t scales_apart, const QuantizedRows<Dot>& x,
+                                        int64_t group, int64_t size, const Blocks& soon,
+                                        decltype(Vec::v)* total) {
+        constexpr int VECTORS = PANELS * PARTS;
+        Ints exact[ROWS * VECTORS];
+        Dot::template dot<ROWS, PANELS>(block, apart, scales, scales_apart, x, group, size, soon,
+                                        exact);
+        written_out<VECTORS>([&](int i) ALWAYS_INLINE {
+            Vec scale =
+                Vec::load((const uint16_t*)(vector_at(scales, scales_apart, i, Vec::LANES * 2) +
+                                            Dot::SCALES_AT));
+            written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                auto& sum = total[row * VECTORS + i];
+                sum = Vec::fma(exact[row * VECTORS + i].to_floats(),
+                               scale * Vec(x.scales[row * x.groups + group]), sum)
+                          .v;
             });
         });
     }
@@ -292,8 +319,8 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
                 x.quantize(row, from + row * a.x_row, a.in_features);
             worker.barrier();
         }
-        multiply_quantized<T>(form, a, first, count, x, depth_of(a.in_features) * Dot::LINE_OF_K,
-                              worker);
+        multiply_quantized<T>(form, a, first, count, x,
+                              round_up(a.in_features, Dot::DEPTH) * Dot::LINE_OF_K, worker);
         if (first + most < rows) worker.barrier();
     }
 }
@@ -303,10 +330,11 @@ void quantized_linear(const Call& call, const Step& step, const Worker& worker) 
     const QuantizedLinear& a = (const QuantizedLinear&)call;
     const int64_t rows = rows_of(call, step);
 #ifdef QUIRE_AMX
-    if (rows >= TILES_FROM_ROWS) {
-        FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, TileForm<Dot>>(a, rows, worker)));
-        return;
-    }
+    if constexpr (!Dot::OWN_SCALES)
+        if (rows >= TILES_FROM_ROWS) {
+            FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, TileForm<Dot>>(a, rows, worker)));
+            return;
+        }
 #endif
     FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
 }

@@ -29,10 +29,12 @@ inline const char* vector_at(const char* data, int64_t apart, int i, int64_t byt
 // A group's exact sums for ROWS rows and PANELS panels, whose blocks are `apart` bytes apart; the
 // group has `size` numbers.
 struct Int8Dot {
-    static constexpr int64_t GROUP = GROUP_INT8, LINE_OF_K = PANEL, BLOCK = GROUP * LINE_OF_K,
-                             SCALES = SCALES_INT8, SCALES_AT = 0, OFFSETS = 1;
+    static constexpr bool OWN_SCALES = false;
+    static constexpr int64_t GROUP = GROUP_INT8, DEPTH = 64, SCALED = GROUP, LINE_OF_K = PANEL,
+                             BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8, SCALES_AT = 0,
+                             TERMS = 1;
     static constexpr int ONE_STREAM = ROWS_OF_ONE_STREAM;  // rows
-    static int32_t offset(int32_t sum) { return -128 * sum; }
+    static void terms(const int8_t* numbers, int32_t* to) { *to = -128 * sum_of(numbers, GROUP); }
 
     // In 16 bits a pair's products are within 2 * 127 * 127.
     template <int ROWS, int PANELS>
@@ -46,7 +48,7 @@ struct Int8Dot {
         const int8_t* numbers = x.numbers + group * GROUP;
         Ints sum[SHARES][SUMS];
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
-            Ints start = Ints::start_of_fours(x.offset(row, group, 0));
+            Ints start = Ints::start_of_fours(x.term(row, group, 0));
             written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[0][row * VECTORS + i] = start; });
         });
 #pragma GCC unroll 1
@@ -74,10 +76,15 @@ struct Int8Dot {
 
 // One half of a group after the other if the sums of both do not fit the registers.
 struct Int4Dot {
-    static constexpr int64_t GROUP = GROUP_INT4, LINE_OF_K = PANEL / 2, BLOCK = GROUP * LINE_OF_K,
-                             SCALES = SCALES_INT4, SCALES_AT = FACTORS, OFFSETS = 2;
+    static constexpr bool OWN_SCALES = false;
+    static constexpr int64_t GROUP = GROUP_INT4, DEPTH = 64, SCALED = GROUP, LINE_OF_K = PANEL / 2,
+                             BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4, SCALES_AT = FACTORS,
+                             TERMS = 2;
     static constexpr int ONE_STREAM = 0;  // measured: one row is a tenth slower as one stream
-    static int32_t offset(int32_t sum) { return -8 * sum & 0xffff; }
+    static void terms(const int8_t* numbers, int32_t* to) {
+        for (int half = 0; half < 2; half++)
+            to[half] = -8 * sum_of(numbers + half * HALF_GROUP, HALF_GROUP) & 0xffff;
+    }
 
     // In 16 bits a pair's products are within 2 * 15 * 127; sums over half a group plus the
     // complete offset are within 32 * 8 * 127.
@@ -94,7 +101,7 @@ struct Int4Dot {
             Ints sum[HALVES][SHARES][SUMS];
             written_out<HALVES>([&](int half) ALWAYS_INLINE {
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Ints offset = Ints::repeat32(x.offset(row, group, pass + half));
+                    Ints offset = Ints::repeat32(x.term(row, group, pass + half));
                     written_out<VECTORS>(
                         [&](int i) ALWAYS_INLINE { sum[half][0][row * VECTORS + i] = offset; });
                 });

@@ -57,35 +57,34 @@ inline int32_t sum_of(const int8_t* numbers, int64_t size) {
 }
 
 // x in the layout of a Dot: rows [groups][GROUP] padded with zeros, their scales, and the terms
-// that remove the offsets of the weights' numbers from sums.
+// that its numbers' sums give: they remove the offsets of the weights' numbers.
 template <typename Dot>
 struct QuantizedRows {
-    // OFFSETS: terms per group, one for each of as many parts
-    static constexpr int64_t GROUP = Dot::GROUP, OFFSETS = Dot::OFFSETS;
+    static constexpr int64_t GROUP = Dot::GROUP, TERMS = Dot::TERMS;  // per group
 
     int64_t groups;
     int8_t* numbers;
     float* scales;
-    int32_t* offsets;
+    int32_t* all_terms;
 
     QuantizedRows(void* memory, int64_t rows, int64_t groups)
         : groups(groups),
           numbers((int8_t*)memory),
           scales((float*)(numbers + rows * groups * GROUP)),
-          offsets((int32_t*)(scales + rows * groups)) {}
+          all_terms((int32_t*)(scales + rows * groups)) {}
     static int64_t bytes(int64_t rows, int64_t groups) {
-        return rows * groups * (GROUP + sizeof(float) + OFFSETS * sizeof(int32_t));
+        return rows * groups * (GROUP + sizeof(float) + TERMS * sizeof(int32_t));
     }
 
     QuantizedRows from(int64_t row) const {
         QuantizedRows rest = *this;
         rest.numbers += row * groups * GROUP, rest.scales += row * groups,
-            rest.offsets += row * groups * OFFSETS;
+            rest.all_terms += row * groups * TERMS;
         return rest;
     }
 
-    int32_t offset(int64_t row, int64_t group, int part) const {
-        return offsets[(row * groups + group) * OFFSETS + part];
+    int32_t term(int64_t row, int64_t group, int64_t i) const {
+        return all_terms[(row * groups + group) * TERMS + i];
     }
 
     template <typename T>
@@ -101,8 +100,8 @@ struct QuantizedRows {
             }
         }
         // after all stores: a load of data just written by smaller stores waits for them
-        for (int64_t i = begin * OFFSETS; i < end * OFFSETS; i++)
-            offsets[i] = Dot::offset(sum_of(numbers + i * GROUP / OFFSETS, GROUP / OFFSETS));
+        for (int64_t group = begin; group < end; group++)
+            Dot::terms(numbers + group * GROUP, all_terms + group * TERMS);
     }
 
 private:

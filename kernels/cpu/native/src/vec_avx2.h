@@ -17,6 +17,9 @@ struct Vec {
         return _mm256_castsi256_ps(
             _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
     }
+    static Vec load_halves(const void* p) {  // fp16
+        return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+    }
     void store(uint16_t* p) const {
         __m256i rounded = _mm256_srli_epi32(rounded_bits(), 16);
         __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);

@@ -16,6 +16,9 @@ struct Vec {
         return _mm512_castsi512_ps(
             _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
     }
+    static Vec load_halves(const void* p) {
+        return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+    }
     void store(uint16_t* p) const {
         _mm256_storeu_si256((__m256i*)p,
                             _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded_bits(), 16)));

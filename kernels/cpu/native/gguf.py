@@ -1,0 +1,190 @@
+"""Linear layers on GGUF's blocks, and embedding look-ups in them.
+
+Must not know: files, models, requests.
+
+kernels/reference/gguf_linear.py specifies the arithmetic, src/gguf_dot.inl the layout: panels of 16
+outputs hold the file's bytes in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...registry import register
+from .calls import EmbeddingInt8, Epilogue, Op, QuantizedLinear, Step
+from .program import empty, num_rows, submit
+from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+from .weights import empty_weight
+
+_PANEL = 16
+_ROWS_AT_ONCE = 4096  # that are laid out at a time
+
+
+class Layout(NamedTuple):
+    """Where a block's parts are in the file, in bytes; `scales` in the order that kernels read
+    them, each as (begin, end, bytes that an output has in sequence).
+    """
+
+    num_bytes: int
+    columns: int
+    numbers: tuple[int, int]
+    scales: tuple[tuple[int, int, int], ...]
+
+
+LAYOUTS = {
+    "Q8_0": Layout(34, 32, (2, 34), ((0, 2, 2),)),
+    "Q4_0": Layout(18, 32, (2, 18), ((0, 2, 2),)),
+    "Q4_1": Layout(20, 32, (4, 20), ((0, 2, 2), (2, 4, 2))),
+    "Q4_K": Layout(144, 256, (16, 144), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
+    "Q5_K": Layout(176, 256, (16, 176), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
+    "Q6_K": Layout(210, 256, (0, 192), ((192, 208, 4), (208, 210, 2))),
+}
+
+
+class PackedBlocks:
+    """The blocks of one type, [rows, bytes], in panels."""
+
+    def __init__(self, blocks: Tensor, type: str):
+        self.type, layout = type, LAYOUTS[type]
+        self.rows, self.in_features = (
+            len(blocks),
+            blocks.shape[1] // layout.num_bytes * layout.columns,
+        )
+        panels, num_blocks = -(-self.rows // _PANEL), self.in_features // layout.columns
+        begin, end = layout.numbers
+        scale_bytes = layout.num_bytes - (end - begin)
+        self.numbers, self.scales = (
+            empty_weight(panels, num_blocks, _PANEL * size, dtype=torch.uint8)
+            for size in (end - begin, scale_bytes)
+        )
+        for first in range(0, self.rows, _ROWS_AT_ONCE):
+            piece = blocks[first : first + _ROWS_AT_ONCE].unflatten(1, (num_blocks, -1))
+            if len(piece) % _PANEL:
+                padding = piece.new_zeros(-len(piece) % _PANEL, *piece.shape[1:])
+                piece = torch.cat([piece, padding])
+            to = slice(first // _PANEL, first // _PANEL + len(piece) // _PANEL)
+            _lay_out(piece[..., begin:end], 4, self.numbers[to])
+            at = 0
+            for begin_scale, end_scale, width in layout.scales:
+                size = _PANEL * (end_scale - begin_scale)
+                _lay_out(
+                    piece[..., begin_scale:end_scale], width, self.scales[to, :, at : at + size]
+                )
+                at += size
+
+
+class PackedGgufLinear:
+    """y = x W^T + b for a weight whose rows are blocks, in parts of several types.
+
+    The bits of a row do not depend on the rows beside it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        types: Sequence[str],
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ):
+        """parts [n, bytes] uint8, stacked, are the weight's rows; each has a type."""
+        self.dtype, self.bias = dtype, None if bias is None else bias.contiguous()
+        self.parts = [PackedBlocks(*part) for part in _joined(parts, types)]
+        self.in_features = self.parts[0].in_features
+        self.out_features = sum(part.rows for part in self.parts)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        return self._multiply(x, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32, without rounding to dtype"""
+        return self._multiply(x, torch.float32)
+
+    @property
+    def can_gate(self) -> bool:
+        return len(self.parts) == 1 and self.out_features % (2 * _PANEL) == 0
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: `silu_and_mul` of a plain call's result, bit for bit.
+
+        Requires `can_gate`.
+        """
+        return self._multiply(x, self.dtype, Epilogue.GATED)
+
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, in]: rows of the weight, rounded to dtype. For a weight of one type."""
+        [part] = self.parts
+        if token_ids.dtype != torch.int32:
+            token_ids = token_ids.int()
+        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
+        call = EmbeddingInt8(
+            Op[f"EMBEDDING_{part.type}"],
+            DTYPES[self.dtype],
+            num_rows(token_ids),
+            part.numbers.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            part.rows,
+            self.in_features,
+            part.scales.data_ptr(),
+        )
+        submit(call, Step(token_ids=token_ids.data_ptr()))
+        return out
+
+    def _multiply(
+        self, x: Tensor, out_dtype: torch.dtype, epilogue: Epilogue = Epilogue.PLAIN
+    ) -> Tensor:
+        x = as_matrix(x)
+        columns = self.out_features // (2 if epilogue == Epilogue.GATED else 1)
+        out, first = empty(len(x), columns, dtype=out_dtype), 0
+        for part in self.parts:
+            bias = None if self.bias is None else self.bias[first:].data_ptr()
+            call = QuantizedLinear(
+                Op[f"LINEAR_{part.type}"],
+                DTYPES[x.dtype],
+                num_rows(x),
+                x.data_ptr(),
+                part.numbers.data_ptr(),
+                bias,
+                out.data_ptr() + first * out_dtype.itemsize,
+                x.stride(0),
+                columns,
+                self.in_features,
+                part.rows,
+                epilogue,
+                DTYPES[out_dtype],
+                part.scales.data_ptr(),
+            )
+            submit(call)
+            first += part.rows
+        return out
+
+
+@register("pack_gguf_linear", name="native", predicate=is_native, priority=PRIORITY)
+def pack_gguf_linear(
+    parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
+) -> PackedGgufLinear:
+    return PackedGgufLinear(parts, types, bias, dtype)
+
+
+def _joined(parts: Sequence[Tensor], types: Sequence[str]) -> list[tuple[Tensor, str]]:
+    """Joins neighbours of one type."""
+    joined: list[tuple[list[Tensor], str]] = []
+    for part, type in zip(parts, types, strict=True):
+        if joined and joined[-1][1] == type:
+            joined[-1][0].append(part)
+        else:
+            joined.append(([part], type))
+    return [(same[0] if len(same) == 1 else torch.cat(same), type) for same, type in joined]
+
+
+def _lay_out(source: Tensor, width: int, to: Tensor) -> None:
+    """[rows, blocks, bytes] -> [panels, blocks, bytes * 16]: pieces of `width` bytes of 16 rows
+    side by side.
+    """
+    panels = source.unflatten(0, (-1, _PANEL)).unflatten(3, (-1, width))
+    to.unflatten(2, (-1, _PANEL, width)).copy_(panels.permute(0, 2, 3, 1, 4))

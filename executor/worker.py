@@ -159,6 +159,7 @@ class Worker:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
             load_weights(model, directory, report, make.fill)
+        self._weights_bytes = make.weights_bytes  # less where blocks of a GGUF file are kept
         return model
 
     @property

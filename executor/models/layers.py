@@ -6,6 +6,7 @@ the factory, never to branches in a model.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +17,12 @@ from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import NotEnoughMemoryError
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...kernels.ops import AttentionMetadata
+from ...kernels.reference.gguf_linear import TYPES as GGUF_TYPES
 from ..device import copy_mapped, free_bytes, release_mapped
+from ..weights.packed_rows import PackedRows, copy_weights
 from .rope import make_cos_sin_cache
+
+logger = logging.getLogger(__name__)
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -59,6 +64,10 @@ class Linear:
         self._pack, self._pack_parts = packer
         # shards kept unpacked until all are there, by the address of their rows in `weight`
         self._stored: dict[int, torch.Tensor] = {}
+        self._blocks: dict[int, PackedRows] = {}  # the same for blocks of a GGUF file
+        # ops.pack_gguf_linear, if blocks of these types are to be multiplied as they are
+        self.pack_blocks: Callable[..., Multiply] | None = None
+        self.saved_bytes = 0  # by blocks that are kept
         self._multiply: Multiply = _not_packed
 
     @property
@@ -77,13 +86,15 @@ class Linear:
         multiply = getattr(self._multiply, "logits", None)
         return self._multiply(x).float() if multiply is None else multiply(x)
 
-    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills one tensor of `weights`; call it once for each. See LayerFactory.fill.
 
         The last call packs the weight.
         """
         is_shard = tensor.dim() == 2
-        if (
+        if isinstance(values, PackedRows):
+            self._blocks[tensor.data_ptr()] = values
+        elif (
             is_shard
             and self._pack_parts is not None
             and (values.dtype, values.device) == (tensor.dtype, tensor.device)
@@ -99,8 +110,22 @@ class Linear:
         """Packs the weight into the layout that the device multiplies best. Call it once, when all
         values are there.
         """
+        shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
+        if self.pack_blocks is not None and len(self._blocks) == len(shards):
+            parts = [self._blocks[rows.data_ptr()] for rows in shards]
+            self._multiply = self.pack_blocks(
+                [part.rows for part in parts],
+                [part.type for part in parts],
+                self.bias,
+                self.weight.dtype,
+            )
+            self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
+            self._weight, self._blocks = None, {}
+            return
+        for rows in shards:  # the other shards are no blocks
+            if (blocks := self._blocks.pop(rows.data_ptr(), None)) is not None:
+                rows.copy_(blocks.dequantized(rows.dtype))
         if self._stored and self._pack_parts is not None:
-            shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
             self._multiply = self._pack_parts(
                 [self._stored.get(rows.data_ptr(), rows) for rows in shards],
                 self.bias,
@@ -214,21 +239,42 @@ class LayerFactory:
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
+        self._dequantized: set[str] = set()  # types of blocks that no kernel multiplies
         self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that they wait for
 
-    def fill(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
-        """Fills a tensor of the model's weight-name table, from values of any float dtype.
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+        """Fills a tensor of the model's weight-name table, from values of any float dtype or from
+        blocks of a GGUF file.
 
-        Call it for every tensor before the model runs. `values` may lie in a private mapping of a
-        file and are not used afterwards. A complete linear layer is packed, directly from the
+        Call it for every tensor before the model runs. Linear layers multiply blocks as they are
+        where `keeps_blocks` says so; others are dequantized. `values` may lie in a private mapping
+        of a file and are not used afterwards. A complete linear layer is packed, directly from the
         mapping where possible, and its source is released, so that at most one layer is in memory
         twice.
         """
         linear = self._unpacked.pop(tensor.data_ptr(), None)
         if linear is None:
-            copy_mapped(tensor, values)
-        else:
-            linear.fill(tensor, values)
+            copy_weights(tensor, values)
+            return
+        if isinstance(values, PackedRows) and not self.keeps_blocks(values.type):
+            if values.type not in self._dequantized:
+                logger.info("weights of type %s are unpacked to %s", values.type, self.dtype)
+            self._dequantized.add(values.type)
+            values = values.dequantized(tensor.dtype)
+        linear.fill(tensor, values)
+        self.weights_bytes -= linear.saved_bytes
+
+    def keeps_blocks(self, type: str) -> bool:
+        """Whether linear layers multiply blocks of this type of a GGUF file as they are.
+
+        In float32 they do not: their activations would be quantized.
+        """
+        return (
+            self._bits is None
+            and self.dtype == torch.bfloat16
+            and self.ops.chosen["pack_gguf_linear"] != "reference"
+            and type in GGUF_TYPES
+        )
 
     def parameter(self, *shape: int) -> torch.Tensor:
         try:
@@ -320,6 +366,7 @@ class LayerFactory:
         )
 
     def _register(self, linear: Linear) -> Linear:
+        linear.pack_blocks = self.ops.pack_gguf_linear
         self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}
         return linear
 

@@ -1,5 +1,4 @@
-"""Fills the parameters of a model from a GGUF file, whose packed blocks are dequantized one tensor
-at a time.
+"""Fills the parameters of a model from a GGUF file, with its blocks as they lie in the file.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -11,32 +10,21 @@ import mmap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.gguf import GGUFTensor, read_gguf
 from ...ipc.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
-from ...kernels.reference.gguf_blocks import dequantize
 from ..device import release_mapped
+from .packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
 # as in loader.py
 Report = Callable[[str, float], None]
-Fill = Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class PackedRows(NamedTuple):
-    """Rows of blocks as they lie in the file."""
-
-    rows: torch.Tensor  # [rows, bytes] uint8
-    type: str
-
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, columns]"""
-        return dequantize(self.rows, self.type, dtype)
+Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
 def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> None:
@@ -56,14 +44,12 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> Non
             if factors
             else f"{path}: it has no rope_freqs.weight, which the configuration names"
         )
-    dtype = next(iter(missing.values())).dtype
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}
     kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) == 2)
     logger.info(
-        "%s: matrices in %s; their weights are unpacked to %s as they are loaded",
+        "%s: matrices in %s",
         path.name,
         ", ".join(f"{kind} ({count})" for kind, count in kinds.most_common()),
-        str(dtype).removeprefix("torch."),
     )
     heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
     num_loaded, num_expected = 0, sum(num_elements.values())
@@ -76,9 +62,11 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> Non
         if is_permuted(file, name):
             packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
         target = missing.pop(name)
-        fill(target, packed.dequantized(target.dtype).view(target.shape))
+        is_matrix = target.dim() == 2
+        fill(target, packed if is_matrix else packed.dequantized(target.dtype).view(target.shape))
         del target
-        release_mapped(rows)
+        # of all tensors so far: a layer's blocks are read when the last of them is there
+        release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
         num_loaded += num_elements[name]
         report("load weights", num_loaded / num_expected)
 
@@ -101,6 +89,8 @@ def _map(path: Path) -> mmap.mmap:
 
 def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
     """[rows, bytes] uint8: of a vector, the bytes of one element each"""
-    return torch.frombuffer(
-        mapped, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset
-    ).view(tensor.shape[0], -1)
+    return _bytes(mapped, tensor.num_bytes, tensor.offset).view(tensor.shape[0], -1)
+
+
+def _bytes(mapped: mmap.mmap, count: int, offset: int = 0) -> torch.Tensor:
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=count, offset=offset)

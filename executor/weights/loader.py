@@ -16,17 +16,17 @@ from safetensors import SafetensorError, safe_open
 from ...ipc.checkpoint import check_checkpoint
 from ...ipc.errors import ModelLoadError
 from ...ipc.gguf_weights import is_gguf
-from ..device import copy_mapped
 from .gguf import load_gguf_weights
+from .packed_rows import PackedRows, copy_weights
 
 _STAGE = "load weights"
 
 Report = Callable[[str, float], None]
 # a tensor of the weight-name table, and its values
-Fill = Callable[[torch.Tensor, torch.Tensor], None]
+Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
-def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_mapped) -> None:
+def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_weights) -> None:
     """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
     to the parameter's dtype.
 

@@ -22,6 +22,7 @@ from quire.ipc.errors import ModelLoadError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, make_config, start_executor
 from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
+from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -45,6 +46,10 @@ KINDS = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": True}),
 }
+needs_native = pytest.mark.skipif(
+    registry.select(CPU, torch.bfloat16).chosen["pack_gguf_linear"] != "native",
+    reason=NEEDS_LIBRARY,
+)
 PROMPTS = [[1, 2, 3], list(range(5, 100))]
 
 
@@ -212,10 +217,72 @@ def test_factors_that_the_configuration_expects(checkpoint, tmp_path):
 
 def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
     directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
-    write_gguf(path, directory, "Q4_K")
+    write_gguf(path, directory, "Q5_1")
     with caplog.at_level(logging.INFO, logger="quire"):
-        load(path, directory)
-    assert "model.gguf: matrices in Q4_K (16); their weights are unpacked to float32" in caplog.text
+        build(path, directory, torch.bfloat16)
+    assert "model.gguf: matrices in Q5_1 (16)" in caplog.text
+    assert caplog.text.count("weights of type Q5_1 are unpacked to torch.bfloat16") == 1
+
+
+# ---------------------------------------------------------------- blocks that are kept
+
+
+def build(path: Path, directory: Path, dtype: torch.dtype, quantization: str | None = None):
+    """A model as the executor builds it, and its factory."""
+    config = json.loads((directory / "config.json").read_text()) | rope_overrides(directory)
+    model_class = find_model_class(config)
+    make = LayerFactory(registry.select(CPU, dtype), dtype, CPU, quantization)
+    model = model_class(model_class.parse_config(config), make, 64)
+    load_weights(model, path, lambda stage, fraction: None, make.fill)
+    return model, make
+
+
+@needs_native
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q4_1", "Q4_K"])
+def test_layers_multiply_blocks_as_they_are(type, checkpoint, tmp_path):
+    """Also where the rows of q and k are permuted in the file, and the head is tied."""
+    directory, path = checkpoint("llama, tied"), tmp_path / "model.gguf"
+    stored = write_gguf(path, directory, type)
+    model, make = build(path, directory, torch.bfloat16)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    qkv = model.model.layers[0].self_attn.qkv_proj
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    for layer, parts in ((qkv, names), (model.lm_head, ["model.embed_tokens.weight"])):
+        weight = torch.cat([stored[name] for name in parts])
+        exact = x.double() @ weight.double().T
+        error = (layer.logits(x).double() - exact).square().mean().sqrt()
+        assert 0 < error < 0.01 * exact.square().mean().sqrt()  # of x in 8 bits
+    ids = torch.tensor([5, 0, 9])
+    embedded = model.model.embed_tokens(ids)
+    assert torch.equal(embedded, stored["model.embed_tokens.weight"][ids].bfloat16())
+    vectors = sum(2 * t.numel() for t in stored.values() if t.dim() == 1)
+    packed = sum(t.numel() for t in stored.values() if t.dim() == 2)
+    bits = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.5}[type]
+    assert make.weights_bytes == vectors + packed * bits / 8
+
+
+@needs_native
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
+def test_a_recorded_step_has_the_tokens_of_single_operations(type, checkpoint, tmp_path):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory, type)
+    arguments = {"dtype": "bfloat16"}
+    outputs = [
+        [row.output for row in generate(executor, PROMPTS, 16)]
+        for executor in (
+            start(path, directory, **arguments),
+            start(path, directory, **arguments, kernels={"rms_norm": "cpu"}),
+        )
+    ]
+    assert outputs[0] == outputs[1]
+
+
+def test_other_types_and_float32_are_unpacked(checkpoint, tmp_path):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory, "Q8_0")
+    for dtype, quantization in ((torch.float32, None), (torch.bfloat16, "int4")):
+        assert not build(path, directory, dtype, quantization)[1].keeps_blocks("Q8_0")
+    assert not build(path, directory, torch.bfloat16)[1].keeps_blocks("Q5_1")
 
 
 def test_packed_rows_are_put_in_order():

@@ -303,6 +303,14 @@ HALVES_SHIFT(_mm512_srli_epi32, _mm256_srli_epi32)
 HALVES_SHIFT(_mm512_srai_epi32, _mm256_srai_epi32)
 HALVES_SHIFT(_mm512_slli_epi64, _mm256_slli_epi64)
 HALVES_SHIFT(_mm512_srli_epi64, _mm256_srli_epi64)
+inline __m512i _mm512_srl_epi16(__m512i a, __m128i count) {
+    return _mm512_srli_epi16(a, (unsigned)_mm_cvtsi128_si32(count));
+}
+inline __m512 _mm512_cvtph_ps(__m256i v) {
+    __m256 x[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(v)),
+                   _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
+    return unaligned<__m512>(x);
+}
 MASKED(float, __m512, _mm512_add_ps, _mm512_mask_add_ps, _mm512_maskz_add_ps)
 MASKED(float, __m512, _mm512_sub_ps, _mm512_mask_sub_ps, _mm512_maskz_sub_ps)
 MASKED(float, __m512, _mm512_mul_ps, _mm512_mask_mul_ps, _mm512_maskz_mul_ps)

@@ -68,9 +68,8 @@ struct SmallBlocks {
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
                     auto& of_group = part[row * VECTORS + i];
-                    of_group = combine(sum[row * VECTORS + i], scales, i, row, block,
-                                       Vec(of_group))
-                                   .v;
+                    of_group =
+                        combine(sum[row * VECTORS + i], scales, i, row, block, Vec(of_group)).v;
                 });
             });
         }
@@ -116,8 +115,8 @@ struct Q8_0 : SmallBlocks<32, 2 * PANEL> {
             });
             block += BLOCK_SIZE * LINE_OF_K, numbers += BLOCK_SIZE;
         };
-        auto combine = [&](Ints sum, const char* scales, int i, int, int64_t, Vec of_group)
-                           ALWAYS_INLINE {
+        auto combine = [&](Ints sum, const char* scales, int i, int, int64_t,
+                           Vec of_group) ALWAYS_INLINE {
             return Vec::fma(sum.to_floats(), half_scales(scales, scales_apart, i, 0), of_group);
         };
         add_blocks<ROWS, PANELS>(scales, x, group, size, total, exact, combine);
@@ -179,8 +178,7 @@ struct Q4 : SmallBlocks<16, (LEAST_WEIGHT ? 4 : 2) * PANEL> {
         };
         auto combine = [&](Ints sum, const char* scales, int i, int row, int64_t index,
                            Vec of_group) ALWAYS_INLINE {
-            of_group =
-                Vec::fma(sum.to_floats(), half_scales(scales, scales_apart, i, 0), of_group);
+            of_group = Vec::fma(sum.to_floats(), half_scales(scales, scales_apart, i, 0), of_group);
             if (!LEAST_WEIGHT) return of_group;
             return Vec::fma(Vec((float)x.term(row, group, index)),
                             half_scales(scales, scales_apart, i, 2 * PANEL), of_group);

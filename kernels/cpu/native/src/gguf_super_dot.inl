@@ -33,8 +33,8 @@ inline ALWAYS_INLINE void sum_super_block(const QuantizedRows<F>& x, int64_t gro
                 Ints sum[ROWS * VECTORS];
                 written_out<ROWS>([&](int row) ALWAYS_INLINE {
                     Ints start = Ints::repeat32(x.term(row, group, sub * RUNS + run));
-                    written_out<VECTORS>(
-                        [&](int v) ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
+                    written_out<VECTORS>([&](int v)
+                                             ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
                 });
                 written_out<RUN>([&](int place) ALWAYS_INLINE {
                     const int line = run * RUN + place;
@@ -75,8 +75,8 @@ struct Q45K : SuperBlocks {
             to[i] = -BIAS * (FIVE_BITS ? sums.of_16(i) : sums.of_32(i)) & 0xffff;
         for (int64_t i = 0; i < 4; i++) {
             const int64_t first = i / 2 * 4 + i % 2;
-            to[PAIRS + i] = (sums.of_32(first) & 0xffff) |
-                            (int32_t)((uint32_t)sums.of_32(first + 2) << 16);
+            to[PAIRS + i] =
+                (sums.of_32(first) & 0xffff) | (int32_t)((uint32_t)sums.of_32(first + 2) << 16);
         }
     }
 
@@ -197,10 +197,12 @@ struct Q6_K : SuperBlocks {
     static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
         numbers += k / GROUP * BLOCK + 4 * lane, scales += k / GROUP * SCALES, k %= GROUP;
         const int64_t part = k % 128, i = part % 64;
-        const int low = (uint8_t)numbers[(k / 128 * 16 + i / 4) * WORDS + i % 4] >>
-                            (part / 64 * 4) & 15,
+        const int low =
+                      (uint8_t)numbers[(k / 128 * 16 + i / 4) * WORDS + i % 4] >> (part / 64 * 4) &
+                      15,
                   high = (uint8_t)numbers[HIGH + (k / 128 * 8 + k % 32 / 4) * WORDS + k % 4] >>
-                             (part / 32 * 2) & 3;
+                             (part / 32 * 2) &
+                         3;
         const float scale = (float)(int8_t)scales[k / 64 * WORDS + 4 * lane + k / 16 % 4];
         return half_at(scales + 4 * WORDS + 2 * lane) * scale * (float)((low | high << 4) - 32);
     }

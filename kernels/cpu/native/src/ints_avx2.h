@@ -60,8 +60,8 @@ struct Ints {
     // Bits 0 to 5 of each byte; four bits with the upper two of another byte above them
     Ints low_six() const { return _mm256_and_si256(v, _mm256_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {
-        return _mm256_or_si256(
-            nibbles.v, _mm256_and_si256(_mm256_srli_epi16(top.v, 2), _mm256_set1_epi8(48)));
+        return _mm256_or_si256(nibbles.v,
+                               _mm256_and_si256(_mm256_srli_epi16(top.v, 2), _mm256_set1_epi8(48)));
     }
     // nibbles | (high >> shift & mask) << 4, in bytes
     static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {

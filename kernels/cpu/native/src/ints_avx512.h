@@ -45,8 +45,8 @@ struct Ints {
     }
     Ints low_six() const { return _mm512_and_si512(v, _mm512_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {
-        return _mm512_or_si512(
-            nibbles.v, _mm512_and_si512(_mm512_srli_epi16(top.v, 2), _mm512_set1_epi8(48)));
+        return _mm512_or_si512(nibbles.v,
+                               _mm512_and_si512(_mm512_srli_epi16(top.v, 2), _mm512_set1_epi8(48)));
     }
     static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {
         __m512i bits = _mm512_and_si512(_mm512_srl_epi16(high.v, _mm_cvtsi32_si128(shift)),

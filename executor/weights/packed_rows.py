@@ -1,0 +1,30 @@
+"""Rows of blocks as they lie in a GGUF file.
+
+Must not know: files, models.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.reference.gguf_blocks import dequantize
+from ..device import copy_mapped
+
+
+class PackedRows(NamedTuple):
+    rows: torch.Tensor  # [rows, bytes] uint8
+    type: str
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, columns]"""
+        return dequantize(self.rows, self.type, dtype)
+
+
+def copy_weights(tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+    """tensor = values, as copy_mapped; blocks are dequantized."""
+    if isinstance(values, PackedRows):
+        tensor.copy_(values.dequantized(tensor.dtype).view(tensor.shape))
+    else:
+        copy_mapped(tensor, values)

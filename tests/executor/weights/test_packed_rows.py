@@ -1,0 +1,20 @@
+"""Blocks that fill a tensor stand for the weights that they dequantize to."""
+
+from __future__ import annotations
+
+import torch
+from quire.executor.weights.packed_rows import PackedRows, copy_weights
+
+
+def test_blocks_are_dequantized_into_a_tensor_of_any_shape():
+    one = torch.tensor([0.5]).half().view(torch.uint8)
+    block = torch.cat([one, torch.arange(32, dtype=torch.uint8)])
+    packed, tensor = PackedRows(block.repeat(3, 1), "Q8_0"), torch.zeros(96, dtype=torch.bfloat16)
+    copy_weights(tensor, packed)
+    assert torch.equal(tensor.view(3, 32), (torch.arange(32) / 2).bfloat16().expand(3, 32))
+
+
+def test_other_values_are_copied():
+    tensor = torch.zeros(5, dtype=torch.bfloat16)
+    copy_weights(tensor, torch.arange(5.0))
+    assert tensor.tolist() == [0, 1, 2, 3, 4]

@@ -12,47 +12,44 @@ struct SuperBlocks {
     static constexpr int SUBS = GROUP_BLOCKS / BLOCK_SIZE, LINES = BLOCK_SIZE / 4;
 };
 
-// A super-block's exact sums: for each sub-block of 32, of 8 / RUN runs. `weights(i, half, line,
-// vector)` are numbers of sub-block F::sub(i, half); `factors[sub][run * F::FACTORS / runs]`.
+// A super-block's exact sums. weights(sub, line, vector) are 4 numbers of sub-block `sub` of each
+// output; factors[sub * F::FACTORS + i] are the scales of its parts.
 template <typename F, int ROWS, int PANELS, typename Weights>
 inline ALWAYS_INLINE void sum_super_block(const QuantizedRows<F>& x, int64_t group,
                                           const Blocks& soon,
                                           const Ints (&factors)[8 * F::FACTORS][PANELS * PARTS],
                                           Ints* exact, Weights weights) {
     constexpr int VECTORS = PANELS * PARTS, RUN = 256 / F::BIAS / 4, RUNS = F::LINES / RUN;
-    const int64_t stride = x.groups * F::GROUP, shown = F::BLOCK / 64;
+    const int64_t stride = x.groups * F::GROUP;
     written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE { exact[i] = Ints(); });
 #pragma GCC unroll 1
-    for (int i = 0; i < F::SUBS / 2; i++) {
-        for (int64_t line = i * shown / 4; line < (i + 1) * shown / 4; line++)
-            soon.ask_for<PANELS>(64 * line);
-        written_out<2>([&](int half) ALWAYS_INLINE {
-            const int sub = F::sub(i, half);
-            const int8_t* numbers = x.numbers + group * F::GROUP + sub * BLOCK_SIZE;
-            written_out<RUNS>([&](int run) ALWAYS_INLINE {
-                Ints sum[ROWS * VECTORS];
-                written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Ints start = Ints::repeat32(x.term(row, group, sub * RUNS + run));
-                    written_out<VECTORS>([&](int v)
-                                             ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
-                });
-                written_out<RUN>([&](int place) ALWAYS_INLINE {
-                    const int line = run * RUN + place;
-                    written_out<VECTORS>([&](int v) ALWAYS_INLINE {
-                        const Ints w = weights(i, half, line, v);
-                        written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                            Ints& s = sum[row * VECTORS + v];
-                            s = settled(Ints::add_nibbles(
-                                s, w, Ints::repeat32(four_at(numbers + row * stride + 4 * line))));
-                        });
-                    });
-                });
+    for (int sub = 0; sub < F::SUBS; sub++) {
+        constexpr int64_t SHOWN = F::BLOCK / F::SUBS;
+        written_out<SHOWN / 64>(
+            [&](int line) ALWAYS_INLINE { soon.ask_for<PANELS>(sub * SHOWN + 64 * line); });
+        const int8_t* numbers = x.numbers + group * F::GROUP + sub * BLOCK_SIZE;
+        written_out<RUNS>([&](int run) ALWAYS_INLINE {
+            Ints sum[ROWS * VECTORS];
+            written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                Ints start = Ints::repeat32(x.term(row, group, sub * RUNS + run));
+                written_out<VECTORS>([&](int v) ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
+            });
+            written_out<RUN>([&](int place) ALWAYS_INLINE {
+                const int line = run * RUN + place;
                 written_out<VECTORS>([&](int v) ALWAYS_INLINE {
-                    const Ints factor = factors[sub * F::FACTORS + run * F::FACTORS / RUNS][v];
+                    const Ints w = weights(sub, line, v);
                     written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                        Ints& s = exact[row * VECTORS + v];
-                        s = Ints::add_halves(s, sum[row * VECTORS + v], factor);
+                        Ints& s = sum[row * VECTORS + v];
+                        s = settled(Ints::add_nibbles(
+                            s, w, Ints::repeat32(four_at(numbers + row * stride + 4 * line))));
                     });
+                });
+            });
+            written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+                const Ints factor = factors[sub * F::FACTORS + run * F::FACTORS / RUNS][v];
+                written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                    Ints& s = exact[row * VECTORS + v];
+                    s = Ints::add_halves(s, sum[row * VECTORS + v], factor);
                 });
             });
         });
@@ -66,7 +63,6 @@ struct Q45K : SuperBlocks {
     static constexpr int64_t NIBBLES = FIVE_BITS ? 8 * 4 * PANEL : 0,  // after the high bits
         LINE_OF_K = FIVE_BITS ? 10 : 8, BLOCK = GROUP * LINE_OF_K, WORDS = 4 * PANEL,
                              SCALES = 4 * WORDS, PAIRS = 8 * RUNS, TERMS = PAIRS + 4;
-    static constexpr int sub(int i, int half) { return 2 * i + half; }
 
     // For each run its offset; then pairs of sums of 32, as the scales are paired
     static void terms(const int8_t* numbers, int32_t* to) {
@@ -102,12 +98,12 @@ struct Q45K : SuperBlocks {
                 factors[i / 2 * 4 + i % 2 + 2][v] = pairs[i][v].high_factors();
             });
         });
-        auto weights = [&](int i, int half, int line, int v) ALWAYS_INLINE {
+        auto weights = [&](int sub, int line, int v) ALWAYS_INLINE {
             const char* words = vector_at(block, apart, v, Ints::BYTES) + line * WORDS;
-            const Ints both = Ints::load(words + NIBBLES + i * 8 * WORDS),
-                       nibbles = half ? both.high_nibbles() : both.low_nibbles();
+            const Ints nibbles =
+                Ints::load(words + NIBBLES + sub / 2 * 8 * WORDS).nibbles(sub % 2 * 4);
             if constexpr (!FIVE_BITS) return nibbles;
-            else return Ints::with_bits_above(nibbles, Ints::load(words), 2 * i + half, 1);
+            else return Ints::with_bits_above(nibbles, Ints::load(words), sub, 1);
         };
         sum_super_block<Q45K, ROWS, PANELS>(x, group, soon, factors, exact, weights);
         written_out<VECTORS>([&](int v) ALWAYS_INLINE {
@@ -152,7 +148,6 @@ struct Q6_K : SuperBlocks {
     static constexpr int BIAS = 32, FACTORS = 2;
     static constexpr int64_t WORDS = 4 * PANEL, LINE_OF_K = 12, BLOCK = GROUP * LINE_OF_K,
                              HIGH = 32 * WORDS, SCALES = 4 * WORDS + 2 * PANEL, TERMS = GROUP / 8;
-    static constexpr int sub(int i, int half) { return i / 2 * 4 + i % 2 + 2 * half; }
 
     static void terms(const int8_t* numbers, int32_t* to) {
         const SumsOf8 sums(numbers);
@@ -175,12 +170,12 @@ struct Q6_K : SuperBlocks {
                 factors[4 * word + 3][v] = odd.high_factors();
             });
         });
-        auto weights = [&](int i, int half, int line, int v) ALWAYS_INLINE {
+        auto weights = [&](int sub, int line, int v) ALWAYS_INLINE {
             const char* words = vector_at(block, apart, v, Ints::BYTES) + line * WORDS;
-            const Ints both = Ints::load(words + (i / 2 * 16 + i % 2 * 8) * WORDS);
-            return Ints::with_bits_above(half ? both.high_nibbles() : both.low_nibbles(),
-                                         Ints::load(words + HIGH + i / 2 * 8 * WORDS),
-                                         i % 2 * 2 + half * 4, 3);
+            const int half = sub / 4, part = sub % 4;
+            return Ints::with_bits_above(
+                Ints::load(words + (half * 16 + part % 2 * 8) * WORDS).nibbles(part / 2 * 4),
+                Ints::load(words + HIGH + half * 8 * WORDS), part * 2, 3);
         };
         sum_super_block<Q6_K, ROWS, PANELS>(x, group, soon, factors, exact, weights);
         written_out<VECTORS>([&](int v) ALWAYS_INLINE {

@@ -57,6 +57,11 @@ struct Ints {
                                _mm256_srli_epi32(v, 16));
     }
     static Ints add_products(Ints sum, Ints a, Ints b) { return add_pairs(sum.v, a.v, b.v); }
+    // The low nibbles after a shift to the right
+    Ints nibbles(int shift) const {
+        return _mm256_and_si256(_mm256_srl_epi16(v, _mm_cvtsi32_si128(shift)),
+                                _mm256_set1_epi8(15));
+    }
     // Bits 0 to 5 of each byte; four bits with the upper two of another byte above them
     Ints low_six() const { return _mm256_and_si256(v, _mm256_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {

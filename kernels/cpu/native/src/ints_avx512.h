@@ -43,6 +43,10 @@ struct Ints {
     static Ints add_products(Ints sum, Ints a, Ints b) {
         return _mm512_dpwssd_epi32(sum.v, a.v, b.v);
     }
+    Ints nibbles(int shift) const {
+        return _mm512_and_si512(_mm512_srl_epi16(v, _mm_cvtsi32_si128(shift)),
+                                _mm512_set1_epi8(15));
+    }
     Ints low_six() const { return _mm512_and_si512(v, _mm512_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {
         return _mm512_or_si512(nibbles.v,

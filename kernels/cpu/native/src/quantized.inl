@@ -93,15 +93,24 @@ struct VectorForm {
 
     void multiply(int64_t rows, const Panels& panels, const Next& next, int up,
                   const QuantizedRows<Dot>& x, Sums* sums) const {
-        multiply_exactly<MAX_ROWS>(rows, panels, next, up, x, sums);
+        for (int64_t row = 0, count; row < rows; row += count) {
+            count = Dot::OWN_SCALES ? at_once(rows - row) : rows;
+            multiply_exactly<MAX_ROWS>(count, panels, next, up, x.from(row), sums + row);
+        }
     }
 
 private:
+    // Blocks of GGUF are compiled for few numbers of rows: their code is long.
+    static constexpr int64_t at_once(int64_t rows) {
+        return rows >= MAX_ROWS ? MAX_ROWS : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
+    }
+
     template <int ROWS>
     void multiply_exactly(int64_t rows, const Panels& panels, const Next& next, int up,
                           const QuantizedRows<Dot>& x, Sums* sums) const {
+        constexpr int LESS = Dot::OWN_SCALES ? (int)at_once(ROWS - 1) : ROWS - 1;
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, next, up, x, sums);
+            if (rows != ROWS) return multiply_exactly<LESS>(rows, panels, next, up, x, sums);
         constexpr int AT_ONCE = panels_at_once(ROWS);
         if constexpr (!one_stream(ROWS))
             if (panels.count == AT_ONCE)

@@ -1,5 +1,6 @@
-// Linear layers directly on GGUF's blocks. Included by quantized.inl; kernels/reference/gguf_linear.py
-// specifies the arithmetic, kernels/cpu/native/gguf.py lays out panels of 16 outputs:
+// Linear layers directly on GGUF's blocks. Included by quantized.inl.
+// kernels/reference/gguf_linear.py specifies the arithmetic, kernels/cpu/native/gguf.py lays out
+// panels of 16 outputs:
 //
 //   numbers  a block's bytes of numbers as 4-byte words, [word][16 outputs][4], in the file's order
 //            (Q5_K: the high bits first)
@@ -8,7 +9,8 @@
 //            scales. Q6_K: four words [16][4] of scales, then d.
 //
 // x is quantized in groups of 256. A block's sum of products is an exact integer. Within a group,
-// blocks are added in ascending order, times their scales; then the group is added, times x's scale.
+// blocks are added in ascending order, times their scales; then the group is added, times
+// x's scale.
 
 constexpr int64_t GROUP_BLOCKS = 256, BLOCK_SIZE = 32, BLOCKS = GROUP_BLOCKS / BLOCK_SIZE;
 
@@ -128,8 +130,8 @@ struct Q8_0 : SmallBlocks<32, 2 * PANEL> {
     }
 };
 
-// Byte i of a block has number i in its low nibble and number i + 16 in its high one. Q4_0's numbers
-// are stored plus 8; Q4_1's block has a least weight m.
+// Byte i of a block has number i in its low nibble and number i + 16 in its high one. Q4_0's
+// numbers are stored plus 8; Q4_1's block has a least weight m.
 template <bool LEAST_WEIGHT>
 struct Q4 : SmallBlocks<16, (LEAST_WEIGHT ? 4 : 2) * PANEL> {
     using Base = SmallBlocks<16, (LEAST_WEIGHT ? 4 : 2) * PANEL>;

@@ -1,4 +1,5 @@
-// Linear layers on GGUF's super-blocks of 256 (layout: gguf_dot.inl), with whole scales for parts of
+// Linear layers on GGUF's super-blocks of 256 (layout: gguf_dot.inl), with whole scales for
+// parts of
 // 32 or 16. All products of a super-block, times these scales, are one exact sum.
 //
 // Numbers are unsigned. Those that Ints::add_halves takes must fit 16 bits, so a run of 256 / BIAS
@@ -142,7 +143,8 @@ struct Q45K : SuperBlocks {
 using Q4_K = Q45K<false>;
 using Q5_K = Q45K<true>;
 
-// Two scales of 8 bits per 32 numbers. A byte of low bits has numbers i and i + 64 of 128, a byte of
+// Two scales of 8 bits per 32 numbers. A byte of low bits has numbers i and i + 64 of 128, a
+// byte of
 // high ones i, i + 32, i + 64 and i + 96.
 struct Q6_K : SuperBlocks {
     static constexpr int BIAS = 32, FACTORS = 2;

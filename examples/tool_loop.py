@@ -1,19 +1,17 @@
 """A tool loop over OpenAI's API: the model calls tools until it answers.
 
 It talks plain HTTP, so that it needs no client library; OpenAI's client sends and receives the
-same. The first turn is held to a call (`tool_choice="required"`), so arguments follow the tool's
-schema whatever the model; the last turn may not call (`"none"`).
+same. The model decides when to call (`tool_choice="auto"`); the last turn may not call (`"none"`).
+With `"required"` a turn is held to a call whose arguments follow the tool's schema.
 """
 
 import json
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 TOOLS = [
     {
@@ -36,20 +34,6 @@ TOOLS = [
 FUNCTIONS = {"add": lambda a, b: a + b}
 MAX_TURNS = 3
 
-# Hermes' form of tools, for models whose own template does not write them, like the bundled one
-TEMPLATE = """\
-{%- if tools %}<|im_start|>system
-Tools: {% for tool in tools %}{{ tool | tojson }}
-{% endfor %}Write calls as <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
-{% endif %}
-{%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or '' }}
-{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
 
 def post(address: str, body: dict) -> dict:
     headers = {"content-type": "application/json"}
@@ -63,7 +47,7 @@ def post(address: str, body: dict) -> dict:
 def run_tools(address: str, question: str) -> str:
     messages = [{"role": "user", "content": question}]
     for turn in range(MAX_TURNS):
-        choice = "required" if turn == 0 else "none" if turn == MAX_TURNS - 1 else "auto"
+        choice = "none" if turn == MAX_TURNS - 1 else "auto"
         body = {"messages": messages, "tools": TOOLS, "tool_choice": choice}
         answer = post(address, body | {"temperature": 0, "max_tokens": 96})
         message = answer["choices"][0]["message"]
@@ -79,24 +63,21 @@ def run_tools(address: str, question: str) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        template = Path(folder) / "template.jinja"
-        template.write_text(TEMPLATE)
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        options = ["--port", str(port), "--chat-template", str(template), "--no-access-log"]
-        server = subprocess.Popen([sys.executable, "-m", "quire", "serve", *options])
-        address = f"http://127.0.0.1:{port}"
-        try:
-            while not is_ready(address):
-                if server.poll() is not None:
-                    raise SystemExit(f"the server ended with exit code {server.returncode}")
-                time.sleep(0.2)
-            print("answer:", run_tools(address, "What is 12 + 30?"))
-        finally:
-            server.terminate()
-            server.wait(timeout=60)
+    options = ["--port", str(port), "--no-access-log"]
+    server = subprocess.Popen([sys.executable, "-m", "quire", "serve", *options])
+    address = f"http://127.0.0.1:{port}"
+    try:
+        while not is_ready(address):
+            if server.poll() is not None:
+                raise SystemExit(f"the server ended with exit code {server.returncode}")
+            time.sleep(0.2)
+        print("answer:", run_tools(address, "What is 12 plus 30?"))
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
 
 
 def is_ready(address: str) -> bool:

@@ -33,7 +33,7 @@ PROMISES = {
         r"JSON: {'name': '.*', 'age': \d+, 'city': '.*', 'job': '.*'}\nsum: \d+ \+ \d+ = \d+\n"
         r"choice: (yes|no)"
     ),
-    "tool_loop.py": r"add\({\"a\": ?\d+, ?\"b\": ?\d+}\) = \d+\nanswer: ",
+    "tool_loop.py": r"add\({\"a\": ?12, ?\"b\": ?30}\) = 42\nanswer: The result is 42\.",
     "logits_processor.py": r"True: '.*', 0 immediate repeats",
     "custom_kernel.py": r"the kernel ran [1-9]\d* times\nsame tokens as the reference: True",
     "live_observation.py": (

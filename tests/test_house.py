@@ -19,9 +19,6 @@ SKIPPED = {"build", "dist", "__pycache__", "venv", "node_modules"}  # also every
 
 MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
-TO_SPLIT = {  # files that are still too long and must be split
-    "tests/bundled_model/data.py",
-}
 
 # Folder -> folders of quire that it may import. Each exception names one file, which may import
 # lazily (inside a function).
@@ -208,11 +205,7 @@ def test_module_docstring_says_what_it_is(path: Path) -> None:
 @per_file(EVERYTHING)
 def test_sizes(path: Path) -> None:
     num_lines = len(path.read_text().splitlines())
-    is_model = name_of(path) in MODELS
-    if name_of(path) in TO_SPLIT:
-        assert num_lines > MAX_FILE_LINES, "split: take it out of TO_SPLIT"
-    else:
-        assert num_lines <= (MAX_MODEL_LINES if is_model else MAX_FILE_LINES)
+    assert num_lines <= (MAX_MODEL_LINES if name_of(path) in MODELS else MAX_FILE_LINES)
     functions = [
         node
         for node in ast.walk(tree_of(path))

@@ -1,9 +1,8 @@
-"""The bundled model's text: a generator of checkable prompts, and of the training documents made of
-the same pieces.
+"""The bundled model's text: a generator of checkable prompts.
 
 Public: `recall_prompt addition_prompt subtraction_prompt copy_prompt json_prompt translation_prompt
-chat_prompt story_prompt` return a `Sample`; `chat_text` renders ChatML; `training_document` and
-`story` feed train.py.
+story_prompt` return a `Sample`; the `*_exchange` functions return a turn and its reply;
+`chat_text` renders ChatML. documents.py makes training text of them.
 """
 
 import json
@@ -17,6 +16,9 @@ from typing import NamedTuple
 
 WORDS = SimpleNamespace(
     **json.loads(Path(__file__).with_name("grammar.json").read_text(encoding="utf-8"))
+)
+OPENINGS = SimpleNamespace(
+    **json.loads(Path(__file__).with_name("openings.json").read_text(encoding="utf-8"))
 )
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SYSTEM_MESSAGES = [
@@ -63,7 +65,7 @@ def chat_text(messages: list[dict[str, str]], add_generation_prompt: bool = True
     return "".join(turns) + (f"{TURN_START}assistant\n" if add_generation_prompt else "")
 
 
-def _chat_sample(exchange: Exchange) -> Sample:
+def chat_sample(exchange: Exchange) -> Sample:
     prompt = chat_text([{"role": "user", "content": exchange.question}])
     return Sample(prompt, exchange.answer, exchange.reply)
 
@@ -133,7 +135,7 @@ def chinese_story(rng: Random) -> str:
     return "".join(rng.choice(step) for step in WORDS.zh_story).format(**slots)
 
 
-def _translation_exchange(rng: Random) -> Exchange:
+def translation_exchange(rng: Random) -> Exchange:
     animal, animal_zh = rng.choice(list(WORDS.zh_animals.items()))
     colour, colour_zh = rng.choice(list(WORDS.zh_colours.items()))
     food, food_zh = rng.choice(list(WORDS.zh_foods.items()))
@@ -154,7 +156,7 @@ def _translation_exchange(rng: Random) -> Exchange:
 
 
 def translation_prompt(rng: Random) -> Sample:
-    return _chat_sample(_translation_exchange(rng))
+    return chat_sample(translation_exchange(rng))
 
 
 def story_prompt(rng: Random, chat: bool = False) -> Sample:
@@ -163,15 +165,15 @@ def story_prompt(rng: Random, chat: bool = False) -> Sample:
     """
     if chat:
         kind = rng.choice(WORDS.animals)
-        return _chat_sample(
-            Exchange(f"Tell me a story about {_with_article(kind)}.", story(rng, kind), kind)
+        return chat_sample(
+            Exchange(f"Tell me a story about {with_article(kind)}.", story(rng, kind), kind)
         )
     text = story(rng)
     start = " ".join(text.split(" ")[:4])
     return Sample(start, "", text.removeprefix(start))
 
 
-def _with_article(noun: str) -> str:
+def with_article(noun: str) -> str:
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
@@ -196,7 +198,7 @@ def _operands(rng: Random, operator: str, num_digits: int, held_out: bool) -> tu
             return first, second
 
 
-def _sum(
+def sum_text(
     rng: Random, operator: str, num_digits: int = 2, held_out: bool = False
 ) -> tuple[str, int]:
     first, second = _operands(rng, operator, num_digits, held_out)
@@ -204,8 +206,8 @@ def _sum(
     return f"{first} {operator} {second}", result
 
 
-def _arithmetic_exchange(rng: Random, operator: str, held_out: bool = False) -> Exchange:
-    expression, result = _sum(
+def sum_exchange(rng: Random, operator: str, held_out: bool = False) -> Exchange:
+    expression, result = sum_text(
         rng,
         operator,
         1 if operator == "*" or (not held_out and rng.random() < 0.15) else 2,
@@ -220,8 +222,8 @@ def addition_prompt(rng: Random, chat: bool = False, operator: str = "+") -> Sam
     = 46`.
     """
     if chat:
-        return _chat_sample(_arithmetic_exchange(rng, operator, held_out=True))
-    expression, result = _sum(rng, operator, 2, held_out=True)
+        return chat_sample(sum_exchange(rng, operator, held_out=True))
+    expression, result = sum_text(rng, operator, 2, held_out=True)
     return Sample(f"{expression} =", str(result), f" {result}")
 
 
@@ -230,6 +232,16 @@ def subtraction_prompt(rng: Random, chat: bool = False) -> Sample:
 
 
 # Copying and JSON
+
+
+def invented_word(rng: Random) -> str:
+    """An invented word of two to four syllables."""
+    consonants, vowels = ("bcdfghjklmnprstvwz", "aeiou")
+    word = "".join(
+        rng.choice(consonants) + rng.choice(vowels) + rng.choice(["", "", rng.choice(consonants)])
+        for _ in range(rng.randint(1, 3))
+    )
+    return word.capitalize() if rng.random() < 0.6 else word
 
 
 def _copy_text(rng: Random, max_words: int = 24) -> str:
@@ -257,7 +269,7 @@ def _copy_text(rng: Random, max_words: int = 24) -> str:
     return " ".join(words)
 
 
-def _copy_exchange(rng: Random, max_words: int = 24) -> Exchange:
+def copy_exchange(rng: Random, max_words: int = 24) -> Exchange:
     text = _copy_text(rng, max_words)
     return Exchange(
         rng.choice(["Repeat after me: ", "Repeat this: ", "Copy this text: "]) + text, text, text
@@ -267,7 +279,7 @@ def _copy_exchange(rng: Random, max_words: int = 24) -> Exchange:
 def copy_prompt(rng: Random, chat: bool = False, max_words: int = 24) -> Sample:
     """`Text: plum 7 kz` newline `Copy:` -> ` plum 7 kz`, or in a chat turn."""
     if chat:
-        return _chat_sample(_copy_exchange(rng, max_words))
+        return chat_sample(copy_exchange(rng, max_words))
     text = _copy_text(rng, max_words)
     return Sample(f"Text: {text}\nCopy:", text, f" {text}")
 
@@ -317,7 +329,7 @@ def _record(rng: Random) -> tuple[str, dict[str, str | int]]:
     )
 
 
-def _json_exchange(rng: Random) -> Exchange:
+def json_exchange(rng: Random) -> Exchange:
     description, record = _record(rng)
     request = rng.choice(
         ["Write this as JSON: ", "Write a JSON object for this record: ", "Describe as JSON: "]
@@ -328,7 +340,7 @@ def _json_exchange(rng: Random) -> Exchange:
 def json_prompt(rng: Random, chat: bool = False) -> Sample:
     """`Record: Anna is 34 ...` newline `JSON:` -> ` {"name": "Anna", ...}`, or in a chat turn."""
     if chat:
-        return _chat_sample(_json_exchange(rng))
+        return chat_sample(json_exchange(rng))
     description, record = _record(rng)
     return Sample(f"Record: {description}\nJSON:", json.dumps(record), " " + json.dumps(record))
 
@@ -366,7 +378,7 @@ class Fact(NamedTuple):
         return Exchange(question, "The {0} of the {1} is {2}.".format(*self), self.code)
 
 
-def _facts(rng: Random) -> Iterator[Fact]:
+def draw_facts(rng: Random) -> Iterator[Fact]:
     """Facts about different keys, about three quarters of them four-digit codes."""
     keys = [f"{colour} {item}" for colour in WORDS.colours for item in WORDS.objects]
     while True:
@@ -379,7 +391,7 @@ def _facts(rng: Random) -> Iterator[Fact]:
         )
 
 
-def _filler(rng: Random) -> Iterator[str]:
+def filler_sentences(rng: Random) -> Iterator[str]:
     """Sentences to stand between a fact and its question: stories, with a few numbers that are no
     codes.
     """
@@ -401,11 +413,11 @@ def recall_prompt(
     """A fact, filler with other facts in it (`num_tokens_between` in all), and the question; the
     answer is the four-digit code.
     """
-    facts = _facts(rng)
+    facts = draw_facts(rng)
     target = Fact("code", next(facts).key, f"{rng.randint(0, 9999):04d}")
     others = [next(facts).sentence(rng) for _ in range(num_distractors)]
     num_tokens, filler = sum(map(count_tokens, others)), []
-    for sentence in _filler(rng):
+    for sentence in filler_sentences(rng):
         num_tokens += count_tokens(" " + sentence)
         if num_tokens >= num_tokens_between:
             break
@@ -418,221 +430,5 @@ def recall_prompt(
         "The {0} of the {1} is {2}.".format(*target),
     )
     if chat:
-        return _chat_sample(Exchange(f"{text} {question}", reply, target.code))
+        return chat_sample(Exchange(f"{text} {question}", reply, target.code))
     return Sample(f"{text}\n\nQuestion: {question}\nAnswer:", target.code, f" {reply}")
-
-
-# Chat
-
-
-def _small_talk_exchange(rng: Random) -> Exchange:
-    questions, replies = rng.choice(WORDS.small_talk)
-    reply = rng.choice(replies)
-    return Exchange(rng.choice(questions), reply, reply)
-
-
-def _short_recall_exchange(rng: Random) -> Exchange:
-    facts = [fact for fact, _ in zip(_facts(rng), range(rng.randint(1, 4)))]
-    question, reply, answer = rng.choice(facts).exchange(rng, may_be_short=True)
-    return Exchange(" ".join([fact.sentence(rng) for fact in facts] + [question]), reply, answer)
-
-
-def _story_exchange(rng: Random) -> Exchange:
-    if rng.random() < 0.4:
-        text = story(rng)
-        return Exchange(
-            rng.choice(["Tell me a story.", "Please tell me a story.", "Write a short story."]),
-            text,
-            "",
-        )
-    kind = rng.choice(WORDS.animals)
-    form = rng.choice(
-        [
-            "Tell me a story about {}.",
-            "Write a short story about {}.",
-            "Please tell me a story about {}.",
-        ]
-    )
-    return Exchange(form.format(_with_article(kind)), story(rng, kind), "")
-
-
-def _arithmetic_any(rng: Random) -> Exchange:
-    return _arithmetic_exchange(rng, rng.choice("+++--*"))
-
-
-CHAT_SKILLS = [
-    (_small_talk_exchange, 4),
-    (_arithmetic_any, 5),
-    (_short_recall_exchange, 3),
-    (_json_exchange, 3),
-    (_copy_exchange, 2),
-    (_translation_exchange, 3),
-    (_story_exchange, 1),
-]
-
-
-def chat_prompt(rng: Random) -> Sample:
-    """A greeting or a question about the model itself; the answer is the whole reply."""
-    return _chat_sample(_small_talk_exchange(rng))
-
-
-# Training documents
-
-
-def _reply_segments(reply: str, answer: str) -> list[Segment]:
-    """The reply with its checkable part weighted up, cut where the tokenizer cuts anyway (before a
-    space).
-    """
-    if not answer or answer not in reply:
-        return [(reply, TEXT)]
-    before, _, after = reply.rpartition(answer)
-    space = " " if before.endswith(" ") else ""
-    before = before[: len(before) - len(space)]
-    return [part for part in [(before, TEXT), (space + answer, ANSWER), (after, TEXT)] if part[0]]
-
-
-def _chat_segments(exchanges: list[Exchange], system: str = "") -> list[Segment]:
-    segments: list[Segment] = (
-        [(chat_text([{"role": "system", "content": system}], False), CONTEXT)] if system else []
-    )
-    for question, reply, answer in exchanges:
-        segments.append((chat_text([{"role": "user", "content": question}]), CONTEXT))
-        segments += [*_reply_segments(reply, answer), (TURN_END, TEXT), ("\n", CONTEXT)]
-    return segments
-
-
-def _chat_document(rng: Random, max_tokens: int) -> list[Segment]:
-    makers, weights = zip(*CHAT_SKILLS)
-    exchanges = [maker(rng) for maker in rng.choices(makers, weights, k=rng.randint(1, 5))]
-    if rng.random() < 0.2:  # something to remember from turn to turn
-        name = rng.choice(WORDS.girls + WORDS.boys)
-        exchanges.insert(0, Exchange(f"My name is {name}.", f"Nice to meet you, {name}!", name))
-        exchanges.append(Exchange("What is my name?", f"Your name is {name}.", name))
-    return _chat_segments(exchanges, rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.3 else "")
-
-
-def _lines_document(
-    rng: Random, sample: Callable[[Random], Sample], max_lines: int, separator: str
-) -> list[Segment]:
-    segments: list[Segment] = []
-    for _ in range(rng.randint(1, max_lines)):
-        prompt, answer, completion = sample(rng)
-        segments += [(prompt, CONTEXT), (completion, ANSWER), (separator, CONTEXT)]
-    return segments[:-1]
-
-
-def _sum_line(rng: Random) -> Sample:
-    operator = rng.choice("++++--*")
-    expression, result = _sum(rng, operator, 1 if operator == "*" or rng.random() < 0.1 else 2)
-    return Sample(f"{expression} =", str(result), f" {result}")
-
-
-def _recall_document(rng: Random, max_tokens: int) -> list[Segment]:
-    """Facts, filler and questions in turn; any fact so far may be asked for, so distances reach
-    from none to the whole text.
-    """
-    in_chat = rng.random() < 0.4
-    facts, filler, known = _facts(rng), _filler(rng), []
-    fact_rate, ask_rate = rng.uniform(0.1, 0.5), rng.uniform(0.15, 0.4)
-    segments: list[Segment] = []
-    pending: list[str] = []
-    num_chars = 0
-    while num_chars < max_tokens * CHARS_PER_TOKEN:
-        if not known or rng.random() < fact_rate:
-            known.append(next(facts))
-            pending.append(known[-1].sentence(rng))
-        else:
-            pending += [next(filler) for _ in range(rng.randint(1, 4))]
-        num_questions = rng.randint(1, 3) if rng.random() < ask_rate else 0
-        for _ in range(num_questions):
-            question = _question_segments(rng, pending, rng.choice(known), in_chat, not segments)
-            num_chars += sum(len(text) for text, _ in question)
-            segments += question
-            pending.clear()
-    for fact in rng.sample(known, min(len(known), 6)):
-        segments += _question_segments(rng, pending, fact, in_chat, not segments)
-        pending.clear()
-    return segments
-
-
-def _question_segments(
-    rng: Random, pending: list[str], fact: Fact, in_chat: bool, is_first: bool
-) -> list[Segment]:
-    """The text since the last question, then a question about `fact` and its answer; no whitespace
-    at the end.
-    """
-    exchange = fact.exchange(rng, may_be_short=True)
-    if in_chat:
-        return _chat_segments([exchange._replace(question=" ".join([*pending, exchange.question]))])
-    start = "" if is_first else "\n\n"
-    if rng.random() < 0.75:
-        context = "\n\n".join(
-            [" ".join(pending)] * bool(pending) + [f"Question: {exchange.question}\nAnswer:"]
-        )
-    else:
-        context = " ".join([*pending, exchange.question])
-    return [(start + context, CONTEXT), *_reply_segments(" " + exchange.reply, exchange.answer)]
-
-
-def _drill_document(rng: Random, max_tokens: int) -> list[Segment]:
-    """Recall and copying with nothing between: every second token can be looked up, so looking up
-    is learned first.
-    """
-    if rng.random() < 0.4:
-        if rng.random() < 0.5:
-            return _chat_segments([_copy_exchange(rng, 12) for _ in range(rng.randint(1, 4))])
-        return _lines_document(rng, lambda rng: copy_prompt(rng, max_words=12), 4, "\n\n")
-    facts = [fact for fact, _ in zip(_facts(rng), range(rng.randint(1, 6)))]
-    in_chat = rng.random() < 0.3
-    segments: list[Segment] = []
-    pending = [fact.sentence(rng) for fact in facts]
-    for fact in rng.sample(facts, len(facts)):
-        segments += _question_segments(rng, pending, fact, in_chat, not segments)
-        pending.clear()
-    return segments
-
-
-def _story_document(rng: Random, max_tokens: int) -> list[Segment]:
-    return [(story(rng), TEXT)]
-
-
-def _chinese_document(rng: Random, max_tokens: int) -> list[Segment]:
-    return [(chinese_story(rng), TEXT)]
-
-
-def _sums_document(rng: Random, max_tokens: int) -> list[Segment]:
-    return _lines_document(rng, _sum_line, 24, "\n")
-
-
-def _copies_document(rng: Random, max_tokens: int) -> list[Segment]:
-    max_words = rng.choice([8, 24, 60])
-    return _lines_document(rng, lambda rng: copy_prompt(rng, max_words=max_words), 3, "\n\n")
-
-
-def _json_document(rng: Random, max_tokens: int) -> list[Segment]:
-    return _lines_document(rng, json_prompt, 4, "\n\n")
-
-
-DOCUMENT_KINDS = [
-    (_story_document, 5),
-    (_chinese_document, 1),
-    (_sums_document, 5),
-    (_copies_document, 2),
-    (_json_document, 2),
-    (_chat_document, 6),
-    (_recall_document, 3),
-]
-
-
-def training_document(rng: Random, max_tokens: int, kind: str = "any") -> list[Segment]:
-    """One document as weighted segments, its end marked: a `recall` of about `max_tokens`, a short
-    `drill`, `sums`, or `any`.
-    """
-    if kind == "any":
-        makers, weights = zip(*DOCUMENT_KINDS)
-        segments = rng.choices(makers, weights)[0](rng, rng.randint(40, 250))
-    else:
-        segments = {"recall": _recall_document, "drill": _drill_document, "sums": _sums_document}[
-            kind
-        ](rng, max_tokens)
-    return [*segments, (END_OF_TEXT, TEXT)]

@@ -3,24 +3,26 @@ Face's layout.
 """
 
 import json
+import re
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
 import data
+import documents
+import tool_data
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-VOCAB_SIZE = 2048
+NUM_BASE_TOKENS, NUM_TOOL_TOKENS = 2048, 96
+VOCAB_SIZE = NUM_BASE_TOKENS + NUM_TOOL_TOKENS
 SPECIAL_TOKENS = [data.END_OF_TEXT, data.TURN_START, data.TURN_END]  # ids 0, 1, 2
 # single digits; no token crosses a line
 WORD_PATTERN = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] "
-    "+ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8").strip()
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -77,8 +79,9 @@ TOKENIZER_CONFIG = {
 
 
 def train_tokenizer(seed: int, num_documents: int = 12000) -> Tokenizer:
-    """Byte-level BPE over the generator's own text; every byte has a token, so any text goes in and
-    comes out.
+    """Byte-level BPE over the generator's own text, extended by the words of the tools.
+
+    Every byte has a token, so any text goes in and comes out.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +92,7 @@ def train_tokenizer(seed: int, num_documents: int = 12000) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=NUM_BASE_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
         special_tokens=[
@@ -97,14 +100,22 @@ def train_tokenizer(seed: int, num_documents: int = 12000) -> Tokenizer:
         ],
     )
     rng = Random(seed)
-    documents = (
-        data.training_document(rng, 300, "any" if index % 4 else "recall")
+    texts = (
+        documents.training_document(rng, 300, "any" if index % 4 else "recall")
         for index in range(num_documents)
     )
     tokenizer.train_from_iterator(
-        ("".join(text for text, _ in document) for document in documents), trainer
+        ("".join(text for text, _ in document) for document in texts), trainer
     )
-    return tokenizer
+    return extend_tokenizer(tokenizer, _tool_texts(), NUM_TOOL_TOKENS)
+
+
+def _tool_texts(num_texts: int = 3000) -> list[str]:
+    rngs = [Random(f"tokenizer {index}") for index in range(num_texts)]
+    tools = [tool_data.tool_document(Random(f"tool {index}"), 0) for index in range(num_texts)]
+    rngs = [Random(f"opening {index}") for index in range(num_texts)]
+    questions = [documents.opening_exchange(rng).question for rng in rngs]
+    return ["".join(text for text, _ in document) for document in tools] + questions
 
 
 def build_model() -> Qwen2ForCausalLM:
@@ -132,3 +143,61 @@ def export_model(model: Qwen2ForCausalLM, tokenizer: Tokenizer, folder: Path) ->
     _write_json(folder / "config.json", CONFIG)
     _write_json(folder / "generation_config.json", GENERATION_CONFIG)
     _write_json(folder / "tokenizer_config.json", TOKENIZER_CONFIG)
+
+
+def extend_tokenizer(tokenizer: Tokenizer, texts: list[str], num_merges: int) -> Tokenizer:
+    """Go on with BPE: merge the most frequent pair of tokens in `texts`, `num_merges` times.
+
+    Ids and merges that exist stay as they are; each merge appends one id.
+    """
+    content = json.loads(tokenizer.to_str())
+    vocabulary, merges = content["model"]["vocab"], content["model"]["merges"]
+    specials = "|".join(map(re.escape, SPECIAL_TOKENS))
+    words: Counter[str] = Counter()
+    for text in texts:
+        for part in re.split(specials, text):
+            words.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(part))
+    split = {word: tuple(token.value for token in tokenizer.model.tokenize(word)) for word in words}
+    for _ in range(num_merges):
+        pairs: Counter[tuple[str, str]] = Counter()
+        for word, tokens in split.items():
+            for pair in pairwise(tokens):
+                pairs[pair] += words[word]
+        left, right = max(pairs, key=lambda pair: (pairs[pair], pair))
+        vocabulary[left + right] = len(vocabulary)
+        merges.append([left, right])
+        for word, tokens in split.items():
+            split[word] = _merged(tokens, left, right)
+    return Tokenizer.from_str(json.dumps(content, ensure_ascii=False))
+
+
+def load_extended(folder: Path) -> tuple[Tokenizer, Qwen2ForCausalLM]:
+    """A checkpoint's tokenizer and model; the words of the tools are added if it lacks them.
+
+    A new token's embedding is the mean of the two that it merges.
+    """
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    stored = load_file(folder / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"].float()
+    if len(embedding) < VOCAB_SIZE:
+        tokenizer = extend_tokenizer(tokenizer, _tool_texts(), VOCAB_SIZE - len(embedding))
+        merges = json.loads(tokenizer.to_str())["model"]["merges"][len(embedding) - VOCAB_SIZE :]
+        for left, right in merges:
+            parts = embedding[[tokenizer.token_to_id(left), tokenizer.token_to_id(right)]]
+            embedding = torch.cat([embedding, parts.mean(0, keepdim=True)])
+    stored["model.embed_tokens.weight"] = stored["lm_head.weight"] = embedding
+    model = build_model()
+    model.load_state_dict(stored)
+    return tokenizer, model
+
+
+def _merged(tokens: tuple[str, ...], left: str, right: str) -> tuple[str, ...]:
+    result, index = [], 0
+    while index < len(tokens):
+        if tokens[index : index + 2] == (left, right):
+            result.append(left + right)
+            index += 2
+        else:
+            result.append(tokens[index])
+            index += 1
+    return tuple(result)

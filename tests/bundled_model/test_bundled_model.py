@@ -2,7 +2,6 @@
 and a sample of its skills.
 """
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -14,14 +13,14 @@ HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parents[1] / "frontend" / "bundled_model"
 
 
-def _load_data():
-    spec = importlib.util.spec_from_file_location("quire_bundled_model_data", HERE / "data.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+# the scripts of this folder import each other by their plain names
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(HERE))
+    import data
+    import documents
+    import evaluate_chat
+    import tool_data
 
-
-data = _load_data()
 PROMPT_MAKERS = [
     data.recall_prompt,
     data.addition_prompt,
@@ -29,7 +28,7 @@ PROMPT_MAKERS = [
     data.copy_prompt,
     data.json_prompt,
     data.translation_prompt,
-    data.chat_prompt,
+    documents.chat_prompt,
     data.story_prompt,
 ]
 
@@ -138,7 +137,7 @@ def test_auto_tokenizer_gives_the_same_ids(tokenizer):
     for seed in range(30):
         text = "".join(
             text
-            for text, _ in data.training_document(
+            for text, _ in documents.training_document(
                 Random(seed), 200, "recall" if seed % 2 else "any"
             )
         )
@@ -164,11 +163,57 @@ def test_chat_template_is_the_generators(tokenizer):
         assert rendered == data.chat_text(messages, add_generation_prompt)
 
 
+def test_chat_template_writes_tools_as_the_generator_does(tokenizer):
+    for seed in range(40):
+        item = tool_data.tool_question(Random(seed), num_tools=1 + seed % 3)
+        question = {"role": "user", "content": tool_data.question_turn(item.question, item.tools)}
+        call = {"type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        messages = [
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": item.question},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": item.result},
+        ]
+        rendered = tokenizer.apply_chat_template(
+            messages,
+            tools=[tool.as_openai() for tool in item.tools],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        assert rendered == data.chat_text(
+            [
+                messages[0],
+                question,
+                {"role": "assistant", "content": item.call()},
+                {"role": "user", "content": tool_data.result_turn(item.result)},
+            ]
+        )
+
+
+def test_tool_documents_tokenize_as_one_text(tokenizer):
+    for seed in range(200):
+        parts = [text for text, _ in tool_data.tool_document(Random(seed), 0)]
+        whole = tokenizer("".join(parts)).input_ids
+        assert whole == [token for part in parts for token in tokenizer(part).input_ids]
+
+
+def test_training_text_holds_no_held_out_question():
+    held_out = tool_data.tool_question(Random(1), held_out=True)
+    assert held_out == tool_data.tool_question(Random(1), held_out=True)
+    questions = {tool_data.tool_question(Random(seed)).question for seed in range(500)}
+    held_out = {
+        tool_data.tool_question(Random(seed), held_out=True).question for seed in range(500)
+    }
+    assert len(questions) > 300 and len(held_out) > 300
+    plain = {question for kind in tool_data.TOOLS["plain_calls"] for question in kind["questions"]}
+    assert not (questions - plain) & held_out
+
+
 @pytest.mark.parametrize("make", PROMPT_MAKERS, ids=lambda make: make.__name__)
 def test_generator_is_a_function_of_its_seed(make):
     assert make(Random(5)) == make(Random(5))
     assert len({make(Random(seed)).prompt for seed in range(40)}) > 5
-    assert data.training_document(Random(5), 300, "recall") == data.training_document(
+    assert documents.training_document(Random(5), 300, "recall") == documents.training_document(
         Random(5), 300, "recall"
     )
 
@@ -190,7 +235,7 @@ def test_generated_answers_are_true():
 
 def test_training_text_holds_no_held_out_sum():
     text = "\n".join(
-        "".join(text for text, _ in data.training_document(Random(seed), 200))
+        "".join(text for text, _ in documents.training_document(Random(seed), 200))
         for seed in range(800)
     )
     sums = re.findall(r"\b(\d\d) ([+-]) (\d\d) =", text)
@@ -217,11 +262,45 @@ def test_adds_two_digit_numbers(model, tokenizer):
     )
 
 
+def test_calls_tools_and_answers_from_their_results(model, tokenizer):
+    items = [
+        tool_data.tool_question(Random(f"test {seed}"), invented=0.0, held_out=True)
+        for seed in range(20)
+    ]
+    questions = [
+        {"role": "user", "content": tool_data.question_turn(item.question, item.tools)}
+        for item in items
+    ]
+    calls = _greedy(model, tokenizer, [data.chat_text([question]) for question in questions], 80)
+    assert sum(text == item.call() + data.TURN_END for text, item in zip(calls, items)) >= 17
+    prompts = [
+        data.chat_text(
+            [
+                question,
+                {"role": "assistant", "content": item.call()},
+                {"role": "user", "content": tool_data.result_turn(item.result)},
+            ]
+        )
+        for question, item in zip(questions, items)
+    ]
+    replies = _greedy(model, tokenizer, prompts, 60)
+    assert sum(text == item.reply + data.TURN_END for text, item in zip(replies, items)) >= 17
+
+
+def test_answers_short_openings_cleanly(model, tokenizer):
+    openings = evaluate_chat.OPENINGS[::8]
+    prompts = [data.chat_text([{"role": "user", "content": text}]) for text in openings]
+    replies = [text.split(data.TURN_END) for text in _greedy(model, tokenizer, prompts, 150)]
+    assert all(len(parts) > 1 for parts in replies)
+    unclean = [parts[0] for parts in replies if not evaluate_chat.is_clean(parts[0])]
+    assert len(unclean) <= 1, unclean
+
+
 def test_tells_a_story_and_ends_it(model, tokenizer):
     [text] = _greedy(model, tokenizer, ["Once upon a time"], 250)
     assert text.endswith("<|endoftext|>") and text.count(".") >= 4
 
 
 def test_ends_its_turn_in_a_chat(model, tokenizer):
-    sample = data.chat_prompt(Random(1))
+    sample = documents.chat_prompt(Random(1))
     assert _greedy(model, tokenizer, [sample.prompt], 60) == [sample.completion + "<|im_end|>"]

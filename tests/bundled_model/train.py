@@ -7,9 +7,12 @@ import json
 import time
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import data
+import documents
 import export
+import tool_data
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -52,6 +55,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=DEFAULT_FOLDER)
     parser.add_argument("--checkpoint", type=Path, default=Path("bundled_model_checkpoint.pt"))
+    parser.add_argument(
+        "--init-from",
+        type=Path,
+        help="tune the model of this folder for tools, for --tuning-steps steps",
+    )
+    parser.add_argument("--tuning-steps", type=int, default=3000)
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint")
     parser.add_argument("--save-every", type=int, default=200)
     parser.add_argument(
@@ -61,18 +70,38 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def stage_steps(stages: str) -> list[tuple[int, int]]:
-    """For each step its context length and number of rows."""
-    parsed = [tuple(map(int, stage.split("x"))) for stage in stages.split(",")]
-    return [(context, rows) for context, rows, steps in parsed for _ in range(steps)]
+class Step(NamedTuple):
+    """What a step trains on: rows of `context` tokens, the shares of drills and of tools."""
+
+    context: int
+    rows: int
+    drill: float
+    tools: float = 0.0
+
+
+# tools in short rows, everything else in long ones
+TUNING_CYCLE = (Step(512, 8, 0.15, 0.75),) * 3 + (Step(2048, 2, 0.15, 0.15),)
+
+
+def planned_steps(arguments: argparse.Namespace) -> list[Step]:
+    if arguments.init_from:
+        return [TUNING_CYCLE[step % len(TUNING_CYCLE)] for step in range(arguments.tuning_steps)]
+    stages = [tuple(map(int, stage.split("x"))) for stage in arguments.stages.split(",")]
+    sizes = [(context, rows) for context, rows, steps in stages for _ in range(steps)]
+    return [
+        Step(*size, 1.0 if step < arguments.drill_steps else arguments.drill_share)
+        for step, size in enumerate(sizes)
+    ]
 
 
 def pack_row(
-    rng: Random, tokenizer: Tokenizer, context: int, drill: float, extra_text: str
+    rng: Random, tokenizer: Tokenizer, step: Step, extra_text: str
 ) -> tuple[list[int], list[float]]:
     """Documents end to end, cut at `context` + 1 tokens; every other row opens with one long recall
-    document. `drill` is the share of rows that hold drills only.
+    document. `drill` is the share of rows that hold drills only, `tools` the share of documents
+    about tools.
     """
+    context, _, drill, tools = step
     token_ids: list[int] = []
     weights: list[float] = []
     is_drill = rng.random() < drill
@@ -80,10 +109,13 @@ def pack_row(
         if extra_text and rng.random() < 0.05:
             start = rng.randrange(len(extra_text))
             segments = [(extra_text[start : start + 600], data.CONTEXT)]
+        elif rng.random() < tools and (token_ids or rng.random() < 0.5):
+            make = tool_data.word_drill if rng.random() < 0.15 else tool_data.tool_document
+            segments = [*make(rng, context), (data.END_OF_TEXT, data.TEXT)]
         else:
             is_recall, is_sums = not token_ids and rng.random() < 0.5, rng.random() < SUMS_SHARE
             kind = "drill" if is_drill else "recall" if is_recall else "sums" if is_sums else "any"
-            segments = data.training_document(rng, int(context * rng.uniform(0.5, 0.95)), kind)
+            segments = documents.training_document(rng, int(context * rng.uniform(0.5, 0.95)), kind)
         for encoding, (_, weight) in zip(
             tokenizer.encode_batch([text for text, _ in segments]), segments
         ):
@@ -93,10 +125,10 @@ def pack_row(
 
 
 def make_batch(
-    rng: Random, tokenizer: Tokenizer, context: int, num_rows: int, drill: float, extra_text: str
+    rng: Random, tokenizer: Tokenizer, step: Step, extra_text: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Inputs, targets and loss weights, each [num_rows, context]."""
-    rows = [pack_row(rng, tokenizer, context, drill, extra_text) for _ in range(num_rows)]
+    """Inputs, targets and loss weights, each [rows, context]."""
+    rows = [pack_row(rng, tokenizer, step, extra_text) for _ in range(step.rows)]
     token_ids = torch.tensor([ids for ids, _ in rows])
     weights = torch.tensor([weights for _, weights in rows])[:, 1:]
     given = weights == data.CONTEXT
@@ -213,26 +245,26 @@ def report(curve: list, num_tokens: int, seconds: float) -> None:
 
 def train(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
-    tokenizer = export.train_tokenizer(arguments.seed)
-    model = export.build_model().train()
+    if arguments.init_from:
+        tokenizer, model = export.load_extended(arguments.init_from)
+    else:
+        tokenizer, model = export.train_tokenizer(arguments.seed), export.build_model()
+    model.train()
     optimizers = make_optimizers(model, arguments.matrix_lr, arguments.vector_lr)
     first_step, curve, num_tokens, seconds = (
         restore(arguments.checkpoint, model, optimizers) if arguments.resume else (0, [], 0, 0.0)
     )
     extra_text = arguments.extra_text.read_text(encoding="utf-8") if arguments.extra_text else ""
-    steps = stage_steps(arguments.stages)
+    steps = planned_steps(arguments)
     start = time.monotonic() - seconds
     for step in range(first_step, len(steps)):
-        context, num_rows = steps[step]
-        drill = 1.0 if step < arguments.drill_steps else arguments.drill_share
-        batch = make_batch(
-            Random(f"{arguments.seed} {step}"), tokenizer, context, num_rows, drill, extra_text
-        )
+        rng = Random(f"{arguments.seed} {step}")
+        batch = make_batch(rng, tokenizer, steps[step], extra_text)
         loss, accuracy = train_step(
             model, optimizers, batch, learning_rate_factor(step, len(steps), arguments.decay_steps)
         )
-        num_tokens += context * num_rows
-        curve.append([step, context, round(loss, 4), round(accuracy, 4)])
+        num_tokens += steps[step].context * steps[step].rows
+        curve.append([step, steps[step].context, round(loss, 4), round(accuracy, 4)])
         if step % 20 == 0:
             report(curve, num_tokens, time.monotonic() - start)
         if (step + 1) % arguments.save_every == 0 or step + 1 == len(steps):

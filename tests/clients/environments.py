@@ -18,15 +18,7 @@ from itertools import groupby
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TEMPLATE = HERE / "tools.jinja"
-SERVER_FLAGS = (
-    "--served-model-name",
-    "quire",
-    "--chat-template",
-    str(TEMPLATE),
-    "--reasoning-parser",
-    "none",
-)
+SERVER_FLAGS = ("--served-model-name", "quire", "--reasoning-parser", "none")
 TIMEOUT_S = 600
 
 

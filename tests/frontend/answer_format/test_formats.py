@@ -156,12 +156,9 @@ def test_marks_that_are_special_tokens_must_not_be_skipped() -> None:
     assert not detect("</think>", tokenizer=marked_tokenizer(("</think>",))).skip_special_tokens
 
 
-def test_the_bundled_model_has_no_tools() -> None:
+def test_the_bundled_model_calls_tools_in_hermes_form() -> None:
     tokenizer = Tokenizer(find_model_directory("bundled"))
     template = choose_template(tokenizer.chat_templates, None)
-    assert detect(template, tokenizer=tokenizer).tool_name is None
-    with pytest.raises(
-        InvalidParameterError,
-        match="tools: the model's chat template does not write tools into the prompt",
-    ):
-        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=TOOLS)
+    assert detect(template, tokenizer=tokenizer).tool_name == "hermes"
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=TOOLS)
+    assert TOOLS[0]["function"]["name"] in tokenizer.decode(prompt)

@@ -44,7 +44,7 @@ def test_tokenizer_info(server: httpx.Client) -> None:
         found["eos_token"] == "<|im_end|>"
         and found["bos_token"] is None
         and "im_start" in found["chat_template"]
-        and found["vocab_size"] == 2048
+        and found["vocab_size"] == 2144
     )
 
 
@@ -62,7 +62,7 @@ def test_tokenizer_info(server: httpx.Client) -> None:
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
         ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
-        ("/detokenize", {"tokens": [2048]}, "tokens"),
+        ("/detokenize", {"tokens": [2144]}, "tokens"),
     ],
 )
 def test_errors_name_the_field(

@@ -1,7 +1,7 @@
 """The bundled model's text: a generator of checkable prompts.
 
 Public: `recall_prompt addition_prompt subtraction_prompt copy_prompt json_prompt translation_prompt
-story_prompt` return a `Sample`; the `*_exchange` functions return a turn and its reply;
+story_prompt chat_prompt` return a `Sample`; the `*_exchange` functions return a turn and its reply;
 `chat_text` renders ChatML. documents.py makes training text of them.
 """
 
@@ -432,3 +432,17 @@ def recall_prompt(
     if chat:
         return chat_sample(Exchange(f"{text} {question}", reply, target.code))
     return Sample(f"{text}\n\nQuestion: {question}\nAnswer:", target.code, f" {reply}")
+
+
+# Small talk
+
+
+def small_talk_exchange(rng: Random) -> Exchange:
+    questions, replies = rng.choice(WORDS.small_talk)
+    reply = rng.choice(replies)
+    return Exchange(rng.choice(questions), reply, reply)
+
+
+def chat_prompt(rng: Random) -> Sample:
+    """A greeting or a question about the model itself; the answer is the whole reply."""
+    return chat_sample(small_talk_exchange(rng))

@@ -1,6 +1,6 @@
 """The bundled model's training text: chats, and documents made of the pieces of data.py.
 
-Public: `chat_prompt` and the exchanges of a chat; `training_document` feeds train.py.
+Public: the exchanges of a chat; `training_document` feeds train.py.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,6 @@ from data import (
     Fact,
     Sample,
     Segment,
-    chat_sample,
     chat_text,
     chinese_story,
     copy_exchange,
@@ -30,6 +29,7 @@ from data import (
     invented_word,
     json_exchange,
     json_prompt,
+    small_talk_exchange,
     story,
     sum_exchange,
     sum_text,
@@ -38,12 +38,6 @@ from data import (
 )
 
 ALPHABETS = ["abcdefghijklmnopqrstuvwxyz", "asdfjkl ", "äöüéèñçøß aeiou", "?!.,;:#"]
-
-
-def _small_talk_exchange(rng: Random) -> Exchange:
-    questions, replies = rng.choice(WORDS.small_talk)
-    reply = rng.choice(replies)
-    return Exchange(rng.choice(questions), reply, reply)
 
 
 def opening_exchange(rng: Random) -> Exchange:
@@ -77,7 +71,7 @@ def _unknown_opening(rng: Random) -> str:
 
 def plain_exchange(rng: Random) -> Exchange:
     """A question that no tool of the catalogue answers."""
-    makers = [_small_talk_exchange, opening_exchange, json_exchange, copy_exchange]
+    makers = [small_talk_exchange, opening_exchange, json_exchange, copy_exchange]
     return rng.choice([*makers, translation_exchange, _story_exchange])(rng)
 
 
@@ -111,7 +105,7 @@ def arithmetic_exchange(rng: Random) -> Exchange:
 
 
 CHAT_SKILLS = [
-    (_small_talk_exchange, 4),
+    (small_talk_exchange, 4),
     (opening_exchange, 4),
     (arithmetic_exchange, 5),
     (_short_recall_exchange, 3),
@@ -120,11 +114,6 @@ CHAT_SKILLS = [
     (translation_exchange, 3),
     (_story_exchange, 1),
 ]
-
-
-def chat_prompt(rng: Random) -> Sample:
-    """A greeting or a question about the model itself; the answer is the whole reply."""
-    return chat_sample(_small_talk_exchange(rng))
 
 
 # Training documents

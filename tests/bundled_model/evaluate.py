@@ -14,7 +14,6 @@ from random import Random
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import data
-import documents
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -30,7 +29,7 @@ SKILLS: dict[str, Callable[[Random], data.Sample]] = {
     "JSON of a record": data.json_prompt,
     "JSON in chat": lambda rng: data.json_prompt(rng, chat=True),
     "translation, English and Chinese": data.translation_prompt,
-    "small talk": documents.chat_prompt,
+    "small talk": data.chat_prompt,
     "story in chat (hero named, story ended)": lambda rng: data.story_prompt(rng, chat=True),
 }
 RECALL_DISTANCES = [100, 500, 1000, 1500, 1900]

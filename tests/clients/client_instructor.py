@@ -5,15 +5,16 @@ from typing import Literal
 import instructor
 import openai
 from checks import QUESTION, run
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 REQUIREMENTS = {"instructor": "instructor"}
 DISTRIBUTION = "instructor"
 
 
 class Color(BaseModel):
-    """A color."""
+    """A color. Without other keys: a schema that allows them leaves their number to the model."""
 
+    model_config = ConfigDict(extra="forbid")
     name: Literal["red", "green"]
 
 

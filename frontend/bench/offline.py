@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.checkpoint import find_weight_files, read_header
 from ...ipc.errors import InvalidParameterError
+from ...ipc.gguf import read_gguf
+from ...ipc.gguf_weights import is_gguf
 from ...ipc.params import SamplingParams
 from ..model_info.model_sizes import DTYPE_BYTES
 from .machine import measure_read_bandwidth
@@ -191,7 +193,9 @@ def measure_read_limit(config: EngineConfig) -> ReadLimit:
     return ReadLimit(weight_bytes, measure_read_bandwidth(weight_bytes, num_threads))
 
 
-def num_parameters(directory: Path) -> int:
+def num_parameters(model: Path) -> int:
     """Elements of all tensors, from the headers of the weight files."""
-    headers = map(read_header, find_weight_files(directory))
+    if is_gguf(model):
+        return sum(prod(tensor.shape) for tensor in read_gguf(model).tensors.values())
+    headers = map(read_header, find_weight_files(model))
     return sum(prod(tensor.shape) for header in headers for tensor in header.values())

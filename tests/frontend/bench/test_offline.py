@@ -1,6 +1,7 @@
 """The phases of the offline benchmarks, from handmade metrics and from the bundled model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from quire import LLM
@@ -19,6 +20,7 @@ from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.model_sizes import DTYPE_BYTES
 from quire.frontend.outputs import RequestMetrics
 from quire.ipc.params import SamplingParams
+from quire.tests.gguf_checkpoints import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +102,9 @@ def test_the_limit_is_bandwidth_over_weights(llm: LLM) -> None:
     # stored in 2 or 4 bytes each, behind a header
     assert size / 4 - 4096 < num_parameters(directory) <= size / 2
     assert ReadLimit(1000, 5000.0).max_steps_per_s == 5.0 and limit.max_steps_per_s > 0
+
+
+def test_parameters_of_a_gguf_file_are_counted_too(tmp_path: Path) -> None:
+    directory = find_model_directory("bundled")
+    write_gguf(tmp_path / "model.gguf", directory, "Q8_0")
+    assert num_parameters(tmp_path / "model.gguf") == num_parameters(directory)

@@ -233,7 +233,7 @@ def test_a_schemas_own_options_override_the_default(compiler, own, good, bad):
 )
 def test_text_that_looks_like_an_added_token_is_written_as_text(params, text):
     directory = Path(__file__).parents[3] / "frontend" / "bundled_model"
-    compiler = GrammarCompiler(str(directory), 2048, 0)
+    compiler = GrammarCompiler(str(directory), 2144, 0)
     matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
     compiler.try_out(matcher)
     written = []

@@ -181,7 +181,7 @@ def test_an_out_of_memory_error_is_followed_by_the_plan(
         "KV-cache blocks"
     )
     assert sentence.endswith("lower max_model_len to at most 176") and "\n" not in sentence
-    assert plan.startswith("bundled: Qwen2ForCausalLM, 3.97M parameters")
+    assert plan.startswith("bundled: Qwen2ForCausalLM, 3.99M parameters")
     assert plan.endswith(
         "quire serve bundled --dtype float32 --max-model-len 176 --kv-cache-memory-bytes 1048576\n"
     )

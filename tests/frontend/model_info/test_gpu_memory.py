@@ -46,7 +46,8 @@ def test_an_error_of_the_driver_is_one_sentence(failing, monkeypatch):
     driver = Driver(failing)
     use(driver, monkeypatch)
     with pytest.raises(
-        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .* error 100\); name an amount"
+        InvalidParameterError,
+        match=r"device: cuda: the memory .* error 100\); name an amount",
     ):
         gpu_memory.gpu_memory_bytes()
     assert ("cuDevicePrimaryCtxRetain" in driver.calls[:-1]) == (
@@ -57,6 +58,7 @@ def test_an_error_of_the_driver_is_one_sentence(failing, monkeypatch):
 def test_no_driver(monkeypatch):
     monkeypatch.setattr(gpu_memory, "CUDA_LIBRARY", "libnothing.so.1")
     with pytest.raises(
-        InvalidParameterError, match=r"device: cuda: no NVIDIA GPU .*libnothing.so.1 was not found"
+        InvalidParameterError,
+        match=r"device: cuda: the memory .*libnothing.so.1 was not found",
     ):
         gpu_memory.gpu_memory_bytes()

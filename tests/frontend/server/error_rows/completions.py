@@ -66,14 +66,14 @@ ROWS: Table = {
             400,
             "prompt",
             "invalid_value",
-            "prompt: must be ids between 0 and 2047, the model's",
+            "prompt: must be ids between 0 and 2143, the model's",
         ),
         (
             text(prompt=[10**30]),
             400,
             "prompt",
             "invalid_value",
-            "prompt: must be ids between 0 and 2047, the model's",
+            "prompt: must be ids between 0 and 2143, the model's",
         ),
         (
             text(prompt=["a"] * 3000),
@@ -216,7 +216,7 @@ ROWS: Table = {
             400,
             "logit_bias",
             "invalid_value",
-            "logit_bias: must be ids between 0 and 2047, the model's",
+            "logit_bias: must be ids between 0 and 2143, the model's",
         ),
         (
             text(logit_bias=[1]),
@@ -275,7 +275,7 @@ ROWS: Table = {
             400,
             "allowed_token_ids",
             "invalid_value",
-            "allowed_token_ids: must be ids between 0 and 2047, the",
+            "allowed_token_ids: must be ids between 0 and 2143, the",
         ),
         (
             text(structured_outputs={"regex": "("}),

@@ -75,7 +75,7 @@ ROWS: Table = {
             400,
             "tokens",
             "invalid_value",
-            "'tokens' must be ids between 0 and 2047, got 1000000000.",
+            "'tokens' must be ids between 0 and 2143, got 1000000000.",
         ),
     ],
     ("GET", "/tokenize"): [

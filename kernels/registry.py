@@ -82,7 +82,7 @@ def operation(contract: Callable) -> Callable:
     docstring.
 
     Returns a function for occasional calls, which runs the default choice for its arguments' device
-    and floating-point dtype.
+    and dtype: the one named, or that of the first floating-point tensor.
     """
     name = contract.__name__
     CONTRACTS[name] = contract
@@ -96,9 +96,9 @@ def operation(contract: Callable) -> Callable:
             for item in (value if isinstance(value, list) else [value])
         ]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        dtype = next(
-            (tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32
-        )
+        named = [value for value in values if isinstance(value, torch.dtype)]
+        found = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+        dtype = (*named, *found, torch.float32)[0]
         return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
 
     return call

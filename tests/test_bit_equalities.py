@@ -30,12 +30,12 @@ def make_jobs(count: int, seed: int) -> list[Job]:
     """
     rng = random.Random(seed)
     jobs = []
-    for job in random_jobs(count, vocab_size=1500, seed=seed, max_prompt=220, max_output=32):
+    for job in random_jobs(count, vocab_size=1500, seed=seed, max_prompt=206, max_output=48):
         params = msgspec.structs.replace(
             job.params,
             logprobs=rng.choice([None, 1, 5]),
             prompt_logprobs=rng.choice([None] * 5 + [2]),
-            ignore_eos=rng.random() < 0.8,  # the model ends most texts of random tokens at once
+            ignore_eos=True,  # most texts of random tokens would end at once
         )
         jobs.append(replace(job, params=params))
     return jobs

@@ -27,13 +27,13 @@ def test_perplexity():
         quantization: measure(quantization=quantization) / plain - 1
         for quantization in ("int8", "int4")
     }
-    # 0.0000 and 0.0048 over 150 texts
-    assert abs(losses["int8"]) < 0.005 and 0 < losses["int4"] < 0.02, losses
+    # 0.0006 and 0.0010 over 150 texts
+    assert abs(losses["int8"]) < 0.005 and abs(losses["int4"]) < 0.02, losses
 
 
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
 def test_perplexity_with_a_cache_in_int8():
-    assert abs(measure(kv_cache_dtype="int8") / measure() - 1) < 0.002  # 0.0001 over 150 texts
+    assert abs(measure(kv_cache_dtype="int8") / measure() - 1) < 0.002  # 0.0002 over 150 texts
 
 
 def test_refused_if_only_the_reference_supports_it():

@@ -102,6 +102,8 @@ def read_gguf(path: Path) -> GGUFFile:
     if count in (0, 1):
         return GGUFFile([path], metadata, tensors)
     paths = _parts(path, count)
+    first: dict[str, Any] = {}
+    total: dict[str, GGUFTensor] = {}
     for number, part in enumerate(paths):
         part_metadata, part_tensors = _read_part(part) if part != path else (metadata, tensors)
         if number == 0:

@@ -5,11 +5,12 @@ Must not know: how the body was checked, the engine.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...answer_format import collect
 from ..answer_run import AnswerRun, ChoiceNews, Message
 from ..http.call import Call
 from ..state import ServerState
@@ -17,12 +18,14 @@ from ..token_logprobs import CompletionLogprobs, joined, prompt_logprobs
 from ..usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
+FinishReason = Literal["stop", "length", "content_filter"]
+
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     index: int
     logprobs: CompletionLogprobs | None = None
-    finish_reason: Literal["stop", "length", "content_filter"] | None = None
+    finish_reason: FinishReason | None = None
     # vLLM's extension: the stop token or string, null for the end of sequence
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -67,8 +70,8 @@ class CompletionAnswer(OpenAIAnswer):
         self._offsets: dict[int, int] = {}
 
     def _choice(self, news: ChoiceNews) -> CompletionChoice:
-        choice = self._text_choice(news.index, "".join([part.text for part in news.parts]))
-        choice.finish_reason = news.finish_reason
+        choice = self._text_choice(news.index, collect(news.parts).content)
+        choice.finish_reason = cast(FinishReason | None, news.finish_reason)
         if self._body.logprobs is not None:
             choice.logprobs, self._offsets[news.index] = self._writer.completion(
                 news.logprobs or [],

@@ -224,9 +224,11 @@ async def prepare_ollama_chat(
         _message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
     ]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
-    turn.tools = body.tools and [
-        {"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in body.tools
-    ]
+    if body.tools is not None:
+        turn.tools = [
+            {"type": "function", "function": msgspec.to_builtins(tool.function)}
+            for tool in body.tools
+        ]
     return await prepare_chat(state, call, turn)
 
 

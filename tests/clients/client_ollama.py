@@ -53,7 +53,7 @@ def check_generate(address: str, _: str) -> None:
         == ANSWER
     )
     assert ollama.Client(address).generate(**fields, system="Answer.").done
-    assert ollama.Client(address).generate(**fields, raw=True).response
+    assert ollama.Client(address).generate(**fields | {"prompt": "Once upon"}, raw=True).response
     assert ollama.Client(address).generate("quire").done_reason == "load"
 
 

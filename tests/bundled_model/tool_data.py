@@ -6,6 +6,7 @@ of several, in exactly the form in which the model's chat template renders them.
 """
 
 import json
+import zlib
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def result_turn(result: str) -> str:
 
 def _is_held_out(question: str) -> bool:
     """A tenth of all questions never enters the training text."""
-    return data.zlib.crc32(question.encode()) % 10 == 0
+    return zlib.crc32(question.encode()) % 10 == 0
 
 
 def _value(rng: Random, kind: str, invented: float) -> str:

@@ -20,7 +20,7 @@ from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import ModelLoadError
 from ..ipc.gguf import read_gguf
 from ..ipc.gguf_config import gguf_config
-from ..ipc.gguf_weights import is_gguf
+from ..ipc.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ..ipc.json_files import read_json
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -151,15 +151,19 @@ class Worker:
         model = self._model_class(
             self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
-        self._weights_bytes = make.weights_bytes
-        kind = model_config.quantization or model_config.dtype
         # pages are allocated when they are filled, not yet
-        check_weights_fit(self._weights_bytes, kind, devices.free_bytes(self.device))
+        num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
+        if directory is not None and is_gguf(directory) and make.multiplies_blocks:
+            shapes = {name: list(tensor.shape) for name, tensor in model.weights()}
+            tensors = check_gguf_tensors(read_gguf(directory), shapes)
+            num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+            kind = "blocks of the file"
+        check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
             load_weights(model, directory, report, make.fill)
-        self._weights_bytes = make.weights_bytes  # less where blocks of a GGUF file are kept
+        self._weights_bytes = make.weights_bytes
         return model
 
     @property

@@ -5,11 +5,14 @@ Must not know: tensors' values, torch, how blocks are computed with, how the fil
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 
 from .errors import ModelLoadError
-from .gguf import GGUFFile, GGUFTensor
+from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
 
 # general.architecture. "llama" stands for Mistral too.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -21,6 +24,12 @@ READABLE_TYPES = (
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"),
 )
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
+# Type of blocks in a file -> their type in memory, for those that native kernels multiply; others
+# become numbers of the model's dtype. tests/ipc/test_gguf_weights.py compares it with the kernels.
+MEMORY_TYPES = {type: type for type in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")}
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# weights that are one layer, whose blocks are kept if all of them can be
+_MERGED = re.compile(r"\b(?:[qkv]|gate|up)_proj\.weight$")
 ROPE_FACTORS = "rope_freqs.weight"
 MAX_ROPE_FACTORS = 65_536
 
@@ -103,6 +112,38 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{path}: there is no tensor for {missing[0]}{more}")
     return found
+
+
+def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
+    """Bytes that a tensor of a file takes in a model of this dtype.
+
+    keeps_blocks: whether matrices stay blocks where there is a kernel for them (MEMORY_TYPES).
+    """
+    num_elements = prod(tensor.shape)
+    if not (keeps_blocks and len(tensor.shape) == 2 and tensor.type in MEMORY_TYPES):
+        return num_elements * DTYPE_BYTES[dtype]
+    elements, block_bytes = BLOCK_SIZES[MEMORY_TYPES[tensor.type]]
+    return num_elements // elements * block_bytes
+
+
+def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_blocks: bool) -> int:
+    """bytes_in_memory of all tensors of a model, by the model's names."""
+    layers: dict[str, list[GGUFTensor]] = {}
+    for name, tensor in tensors.items():
+        layers.setdefault(_MERGED.sub(_layer, name), []).append(tensor)
+    return sum(
+        bytes_in_memory(tensor, dtype, keeps_blocks and _are_kept(layer))
+        for layer in layers.values()
+        for tensor in layer
+    )
+
+
+def _layer(name: re.Match[str]) -> str:
+    return "qkv" if name[0][0] in "qkv" else "gate_up"
+
+
+def _are_kept(tensors: Iterable[GGUFTensor]) -> bool:
+    return all(tensor.type in MEMORY_TYPES for tensor in tensors)
 
 
 def is_permuted(file: GGUFFile, name: str) -> bool:

@@ -38,14 +38,14 @@ def quantized_bytes(rows: int, columns: int, bits: int) -> int:
     return -(-rows // QUANTIZED_PANEL) * QUANTIZED_PANEL * row_bytes
 
 
-def check_weights_fit(weights_bytes: int, dtype: str, free_bytes: int) -> None:
+def check_weights_fit(weights_bytes: int, kind: str, free_bytes: int) -> None:
     """Raises NotEnoughMemoryError before the weights are read: the system's OOM killer gives no
     reason.
     """
     if weights_bytes > free_bytes:
         raise NotEnoughMemoryError(
             "model",
-            f"its weights take {weights_bytes} bytes as {dtype}, {free_bytes} bytes are free; "
+            f"its weights take {weights_bytes} bytes as {kind}, {free_bytes} bytes are free; "
             f"quire plan shows what a model needs",
         )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,11 @@ _PARTS = {
 }
 
 
-def write_gguf(path: Path, checkpoint: Path, type: str = "F32") -> dict[str, torch.Tensor]:
-    """Writes matrices as blocks of `type` and vectors as F32.
+def write_gguf(
+    path: Path, checkpoint: Path, type: str = "F32", others: Mapping[str, str] = {}
+) -> dict[str, torch.Tensor]:
+    """Writes matrices as blocks of `type` and vectors as F32. `others`: names of the checkpoint
+    with another type.
 
     Returns the fp32 tensors that the file stands for, by the checkpoint's names.
     """
@@ -48,7 +52,8 @@ def write_gguf(path: Path, checkpoint: Path, type: str = "F32") -> dict[str, tor
         writer.add_tensor("rope_freqs.weight", factors)
     for file in sorted(checkpoint.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
-            packed, kind = quantize(tensor.float().numpy(), type if tensor.dim() == 2 else "F32")
+            as_type = others.get(name, type if tensor.dim() == 2 else "F32")
+            packed, kind = quantize(tensor.float().numpy(), as_type)
             stored[name] = torch.from_numpy(gguf.dequantize(packed, kind).copy())
             writer.add_tensor(gguf_name(name), permuted(name, packed, config), raw_dtype=kind)
     writer.write_header_to_file()

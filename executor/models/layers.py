@@ -15,9 +15,9 @@ import torch
 
 from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import NotEnoughMemoryError
+from ...ipc.gguf_weights import MEMORY_TYPES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...kernels.ops import AttentionMetadata
-from ...kernels.reference.gguf_linear import TYPES as GGUF_TYPES
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
 from .rope import make_cos_sin_cache
@@ -174,15 +174,17 @@ class TiedHead(Linear):
 class Embedding:
     def __init__(self, name: str, weight: torch.Tensor, ops: Any):
         self.name = name
-        self._weight: torch.Tensor | None = weight  # None where a tied head holds it
+        self._weight: torch.Tensor | None = weight  # None where rows are read from a packed weight
         self._embedding = ops.embedding
+        self._pack_blocks = ops.pack_gguf_linear
         self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.saved_bytes = 0  # by blocks that are kept
 
     @property
     def weight(self) -> torch.Tensor:
-        """[vocab_size, hidden_size], unless a tied head holds it."""
+        """[vocab_size, hidden_size], unless it is packed."""
         if self._weight is None:
-            raise RuntimeError("the embedding's rows are read from the tied head")
+            raise RuntimeError("the embedding's rows are read from a packed weight")
         return self._weight
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -192,6 +194,15 @@ class Embedding:
             if self._look_up is None
             else self._look_up(token_ids)
         )
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+        """Fills the table, which no tied head holds. Blocks of a GGUF file are kept."""
+        if isinstance(values, PackedRows):
+            packed = self._pack_blocks([values.rows], [values.type], None, tensor.dtype)
+            self.saved_bytes = tensor.nbytes - values.rows.nbytes
+            self.read_from(packed.embedding)
+        else:
+            copy_mapped(tensor, values)
 
     def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Makes `look_up` return the rows of tokens from now on."""
@@ -240,20 +251,21 @@ class LayerFactory:
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
         self._dequantized: set[str] = set()  # types of blocks that no kernel multiplies
-        self._unpacked: dict[int, Linear] = {}  # by the addresses of the tensors that they wait for
+        # by the addresses of the tensors that they wait for
+        self._unpacked: dict[int, Linear | Embedding] = {}
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills a tensor of the model's weight-name table, from values of any float dtype or from
         blocks of a GGUF file.
 
-        Call it for every tensor before the model runs. Linear layers multiply blocks as they are
-        where `keeps_blocks` says so; others are dequantized. `values` may lie in a private mapping
-        of a file and are not used afterwards. A complete linear layer is packed, directly from the
-        mapping where possible, and its source is released, so that at most one layer is in memory
-        twice.
+        Call it for every tensor before the model runs. Blocks are kept where `keeps_blocks` says
+        so: linear layers multiply them, embeddings read their rows. Others are dequantized.
+        `values` may lie in a private mapping of a file and are not used afterwards. A complete
+        linear layer is packed, directly from the mapping where possible, and its source is
+        released, so that at most one layer is in memory twice.
         """
-        linear = self._unpacked.pop(tensor.data_ptr(), None)
-        if linear is None:
+        layer = self._unpacked.pop(tensor.data_ptr(), None)
+        if layer is None:
             copy_weights(tensor, values)
             return
         if isinstance(values, PackedRows) and not self.keeps_blocks(values.type):
@@ -261,19 +273,23 @@ class LayerFactory:
                 logger.info("weights of type %s are unpacked to %s", values.type, self.dtype)
             self._dequantized.add(values.type)
             values = values.dequantized(tensor.dtype)
-        linear.fill(tensor, values)
-        self.weights_bytes -= linear.saved_bytes
+        layer.fill(tensor, values)
+        self.weights_bytes -= layer.saved_bytes
 
     def keeps_blocks(self, type: str) -> bool:
-        """Whether linear layers multiply blocks of this type of a GGUF file as they are.
+        """Whether blocks of this type of a GGUF file are used as they are.
 
         In float32 they do not: their activations would be quantized.
         """
+        return self.multiplies_blocks and type in MEMORY_TYPES
+
+    @property
+    def multiplies_blocks(self) -> bool:
+        """`keeps_blocks` of the types that have kernels."""
         return (
             self._bits is None
             and self.dtype == torch.bfloat16
             and self.ops.chosen["pack_gguf_linear"] != "reference"
-            and type in GGUF_TYPES
         )
 
     def parameter(self, *shape: int) -> torch.Tensor:
@@ -311,7 +327,9 @@ class LayerFactory:
         return self.linear(in_features, {name: out_features}, bias)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        return Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
+        embedding = Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
+        self._unpacked[embedding.weight.data_ptr()] = embedding  # until a tied head waits for it
+        return embedding
 
     def head(self, name: str, in_features: int, out_features: int) -> Linear:
         """An untied output head."""

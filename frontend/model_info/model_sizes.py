@@ -13,9 +13,9 @@ from typing import Any
 
 from ...ipc.architectures import ARCHITECTURES, find_architecture
 from ...ipc.decoder_config import DecoderConfig
+from ...ipc.gguf_weights import DTYPE_BYTES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py

@@ -7,12 +7,16 @@ Must not know: torch, weight files, how a plan is shown.
 from __future__ import annotations
 
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from ...ipc.architectures import ARCHITECTURES
 from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from ...ipc.gguf import read_gguf
+from ...ipc.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ...ipc.machine import free_memory_bytes
 from ...ipc.memory_plan import (
     CPU_MEMORY_FRACTION,
@@ -45,6 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     weights_bytes: int
     quantization: str | None  # of the linear layers' weights
+    keeps_blocks: bool  # of a GGUF file, for the types that kernels multiply
     # "bfloat16" or "float32" unquantized, else "int8" or "int4" with this dtype
     weights_bytes_by_dtype: dict[str, int]
     kv_bytes_per_token: int
@@ -73,7 +78,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weights_kind(self) -> str:
-        return self.quantization or self.dtype
+        return "blocks of the file" if self.keeps_blocks else self.quantization or self.dtype
 
     @property
     def fits(self) -> bool:
@@ -138,7 +143,12 @@ def make_plan(
     bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
     block_bytes = bytes_per_token * block_size
     quantization = config.model_config.quantization
-    weights_bytes = sizes.weights_bytes(dtype, quantization)
+    keeps_blocks = _keeps_blocks(config)
+    weights_bytes = (
+        _bytes_of_blocks(config, sizes)
+        if keeps_blocks
+        else sizes.weights_bytes(dtype, quantization)
+    )
     free = (
         memory.total_bytes
         - memory.withheld_bytes
@@ -177,6 +187,7 @@ def make_plan(
         dtype=dtype,
         weights_bytes=weights_bytes,
         quantization=quantization,
+        keeps_blocks=keeps_blocks,
         weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
         | {
             name: sizes.weights_bytes(dtype, name)
@@ -201,6 +212,26 @@ def make_plan(
         flags=flags,
         fits_as=fits_as,
     )
+
+
+def _keeps_blocks(config: EngineConfig) -> bool:
+    """Whether the model is a GGUF file whose blocks are multiplied as they are; the engine's
+    LayerFactory.keeps_blocks decides the same.
+    """
+    device = config.device_config
+    return (
+        is_gguf(Path(config.model_config.model))
+        and (config.model_config.dtype, config.model_config.quantization) == ("bfloat16", None)
+        and (device.device, device.cpu_isa != "none") == ("cpu", True)
+        and device.kernels.get("pack_gguf_linear") != "reference"
+    )
+
+
+def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int:
+    file = read_gguf(Path(config.model_config.model))
+    shapes = ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)
+    tensors = check_gguf_tensors(file, shapes)
+    return weights_in_memory(tensors, config.model_config.dtype, keeps_blocks=True)
 
 
 class Memory(msgspec.Struct, frozen=True):

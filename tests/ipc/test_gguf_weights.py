@@ -13,12 +13,14 @@ from quire.ipc.checkpoint import check_checkpoint, missing_weight_files
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.gguf import GGUFFile, GGUFTensor
 from quire.ipc.gguf_weights import (
+    MEMORY_TYPES,
     READABLE_TYPES,
     check_gguf_tensors,
     is_permuted,
     model_name,
     read_rope_factors,
 )
+from quire.kernels.reference import gguf_linear
 from quire.kernels.reference.gguf_blocks import TYPES
 from quire.tests.gguf_checkpoints import gguf_name
 from quire.tests.tiny_models import TINY
@@ -37,6 +39,11 @@ def make_file(shapes: dict[str, list[int]], architecture: str = "llama") -> GGUF
 
 def test_types_are_those_that_are_dequantized():
     assert list(READABLE_TYPES) == list(TYPES)
+
+
+def test_types_that_stay_blocks_are_those_that_are_multiplied():
+    assert MEMORY_TYPES.keys() <= set(READABLE_TYPES)
+    assert set(MEMORY_TYPES.values()) == set(gguf_linear.TYPES)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -13,12 +13,16 @@ import gguf
 import msgspec
 import pytest
 import torch
+from quire.executor import device as devices
 from quire.executor.models import find_model_class
 from quire.executor.models.layers import LayerFactory
 from quire.executor.single_process import SingleProcessExecutor
 from quire.executor.weights.gguf import PackedRows, halves_apart
 from quire.executor.weights.loader import load_weights
-from quire.ipc.errors import ModelLoadError
+from quire.executor.worker import Worker
+from quire.frontend.engine_args import EngineArgs
+from quire.frontend.model_info.plan import make_plan
+from quire.ipc.errors import ModelLoadError, NotEnoughMemoryError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, make_config, start_executor
 from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
@@ -259,6 +263,61 @@ def test_layers_multiply_blocks_as_they_are(type, checkpoint, tmp_path):
     packed = sum(t.numel() for t in stored.values() if t.dim() == 2)
     bits = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5}[type]
     assert make.weights_bytes == vectors + packed * bits / 8
+
+
+@needs_native
+def test_an_embedding_of_its_own_stays_blocks(checkpoint, tmp_path):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    stored = write_gguf(path, directory, "Q4_0")
+    model, _ = build(path, directory, torch.bfloat16)
+    ids = torch.tensor([5, 0, 9])
+    rows = stored["model.embed_tokens.weight"][ids].bfloat16()
+    assert torch.equal(model.embed_tokens(ids), rows)
+    with pytest.raises(RuntimeError, match="packed"):
+        model.embed_tokens.weight
+
+
+# names whose types differ from the rest, and the layers that are no blocks for that reason
+MIXTURES: list[tuple[str, dict[str, str]]] = [
+    ("Q4_0", {}),
+    ("Q4_K", {"model.embed_tokens.weight": "Q8_0", "lm_head.weight": "Q4_1"}),
+    ("Q8_0", {f"model.layers.{i}.self_attn.v_proj.weight": "F16" for i in (0, 1)}),
+    ("Q8_0", {"model.layers.1.mlp.up_proj.weight": "TQ2_0", "lm_head.weight": "BF16"}),
+    ("Q4_1", {"model.embed_tokens.weight": "F16"}),
+    ("F16", {}),
+]
+
+
+@needs_native
+@pytest.mark.parametrize(("type", "others"), MIXTURES)
+def test_the_plan_counts_the_bytes_in_memory(type, others, checkpoint, tmp_path):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory, type, others)
+    for dtype in ("bfloat16", "float32"):
+        make = build(path, directory, getattr(torch, dtype))[1]
+        assert make_plan(EngineArgs(str(path), dtype=dtype)).weights_bytes == make.weights_bytes
+    make = build(path, directory, torch.bfloat16, "int8")[1]
+    stated = make_plan(EngineArgs(str(path), quantization="int8", dtype="bfloat16"))
+    assert stated.weights_bytes == make.weights_bytes
+
+
+@needs_native
+def test_a_file_that_fits_only_as_blocks_is_loaded(checkpoint, tmp_path, monkeypatch):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory, "Q4_0")
+    needed = build(path, directory, torch.bfloat16)[1].weights_bytes
+    config = make_config(directory, dtype="bfloat16")
+    model_config = msgspec.structs.replace(config.model_config, model=str(path))
+    config = msgspec.structs.replace(config, model_config=model_config)
+    for free, message in ((needed, None), (needed - 1, "as blocks of the file, .* are free")):
+        worker = Worker(config)
+        monkeypatch.setattr(devices, "free_bytes", lambda device, free=free: free)
+        if message is None:
+            worker.load_model(lambda stage, fraction: None)
+        else:
+            with pytest.raises(NotEnoughMemoryError, match=message):
+                worker.load_model(lambda stage, fraction: None)
+        monkeypatch.undo()
 
 
 @needs_native

@@ -24,7 +24,8 @@ COMMANDS = {
     "plan": "show whether a model fits: weights, context, concurrent requests",
     "doctor": "check this machine and a model, with advice for each problem",
     "top": "watch the engine of a running server",
-    "models": "list the models in the hub cache of this machine",
+    "pull": "download a model from the hub",
+    "models": "list, show and remove the models in the hub cache of this machine",
 }
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = (
     1,

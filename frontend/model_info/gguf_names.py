@@ -151,10 +151,15 @@ def refuse_without_quantization(repository: str, revision: str | None) -> None:
     from huggingface_hub import HfApi
 
     try:
-        models = first_parts(HfApi().list_repo_files(repository, revision=revision))
+        names = HfApi().list_repo_files(repository, revision=revision)
     except Exception:  # no network: the caller names what the cache lacks
         return
-    if models:
+    refuse_among(repository, names)
+
+
+def refuse_among(repository: str, names: Iterable[str]) -> None:
+    """Raises ModelLoadError, which lists the models, if there are GGUF files among `names`."""
+    if models := first_parts(names):
         names = sorted(
             f"{repository}:{label}" if (label := quantization_of(name)) else f"{repository}/{name}"
             for name in models
@@ -177,8 +182,11 @@ def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None)
                 wanted.repository, revision=revision, cache_dir=download_dir, local_files_only=True
             )
         )
-    except Exception:  # also a name that no repository can have
-        return None
+    except Exception as error:  # also a name that no repository can have
+        # the client's IncompleteSnapshotError: files of the repository are missing, which is usual
+        if (found := getattr(error, "snapshot_path", None)) is None:
+            return None
+        snapshot = Path(found)
     names = [path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*.gguf")]
     return find_file(snapshot / choose(names, wanted)) if names else None
 

@@ -127,7 +127,8 @@ def describe(
 
 def _short(error: Exception, directory: Path) -> str:
     """The problem without the path, which the row already shows."""
-    text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}/", "")
+    text = str(error).replace(f"{directory} has no ", "no ").replace(f"{directory}: ", "")
+    text = text.replace(f"{directory}/", "")
     return text.partition("; supported:")[0]
 
 

@@ -23,6 +23,8 @@ from . import gguf_names
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
+# the same weights in other forms, and files of other programs
+NOT_NEEDED = ["consolidated*.safetensors", "*/*.safetensors", "*/*.json"]
 # values of `generation_config` that select the defaults of SamplingParams
 NO_GENERATION_CONFIG = "none"
 # Key of generation_config.json -> field of SamplingParams.
@@ -106,7 +108,11 @@ def _download(
 
     try:
         found = snapshot_download(
-            model, revision=revision, cache_dir=download_dir, allow_patterns=patterns
+            model,
+            revision=revision,
+            cache_dir=download_dir,
+            allow_patterns=patterns,
+            ignore_patterns=NOT_NEEDED,
         )
         return Path(found).resolve()
     except Exception as error:

@@ -70,7 +70,7 @@ def test_hub_names_are_downloaded_with_only_the_files_needed(tmp_path, monkeypat
 
     asked = []
 
-    def download(model, *, revision, cache_dir, allow_patterns):
+    def download(model, *, revision, cache_dir, allow_patterns, ignore_patterns):
         asked.append((model, revision, cache_dir, allow_patterns))
         return str(tmp_path)
 

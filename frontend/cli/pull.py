@@ -1,0 +1,108 @@
+"""`quire pull`: downloads a model from the hub, with a progress bar, and checks it.
+
+Must not know: the hub's API, which files a model has, torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .parser import Parser
+from .values import format_bytes
+
+if TYPE_CHECKING:
+    from ..model_info.model_pull import HubBlob
+
+USAGE = "quire pull NAME[:QUANT] [--revision NAME] [--download-dir DIR] [--verify] [--json]"
+DESCRIPTION = (
+    "Downloads a model from the Hugging Face hub into its cache: the files that Quire reads, or "
+    "the one GGUF model of QUANT (Q4_K_M). After an interruption the same command continues. Each "
+    "file is compared with the hub's checksum."
+)
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire pull", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument(
+        "model", metavar="NAME[:QUANT]", help="such as org/name, org/name:Q4_K_M or org/name/F.gguf"
+    )
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit [main]")
+    parser.add_argument("--download-dir", metavar="DIR", help="in place of the hub cache (HF_HOME)")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the files in the cache too; damaged ones are downloaded again",
+    )
+    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    from ..model_info.model_pull import find_wanted, pull
+
+    wanted = find_wanted(args.model, args.revision)
+    damaged: list[HubBlob] = []
+
+    def report(blob: HubBlob) -> None:
+        damaged.append(blob)
+        print(f"quire: {blob.name} in the cache is damaged; downloading it again", file=sys.stderr)
+
+    with Bar(wanted.num_bytes) as bar:
+        path = pull(
+            wanted,
+            bar,
+            revision=args.revision,
+            download_dir=args.download_dir,
+            verify=args.verify,
+            on_damaged=report,
+        )
+    result = {
+        "model": wanted.model,
+        "commit": wanted.commit,
+        "path": str(path),
+        "num_files": len(wanted.blobs),
+        "num_bytes": wanted.num_bytes,
+        "num_bytes_received": bar.num_bytes_received,
+        "damaged": [blob.name for blob in damaged],
+    }
+    if args.json:
+        print(msgspec.json.encode(result).decode())
+        return 0
+    is_new = f"{format_bytes(bar.num_bytes_received)} received" * bool(bar.num_bytes_received)
+    checked = "all checksums are right" if args.verify else "it was there already"
+    files = f"{len(wanted.blobs)} file" + "s" * (len(wanted.blobs) > 1)
+    print(
+        f"{wanted.model}: {files}, {format_bytes(wanted.num_bytes)}, "
+        f"{is_new or checked}: {path}"
+    )
+    return 0
+
+
+class Bar:
+    """A progress bar over all files on stderr, if that is a terminal."""
+
+    def __init__(self, num_bytes: int):
+        from tqdm import tqdm
+
+        self.num_bytes_received = 0
+        self._bar = tqdm(
+            total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False
+        )
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.close()
+
+    def begin(self, blob: HubBlob, num_bytes_there: int) -> None:
+        self._bar.set_description(blob.name[-40:])
+        self._bar.update(num_bytes_there)
+
+    def add(self, num_bytes: int) -> None:
+        self.num_bytes_received += num_bytes
+        self._bar.update(num_bytes)

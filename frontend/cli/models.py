@@ -1,4 +1,4 @@
-"""`quire models`: the content of the hub cache on this machine, sizes, and missing files.
+"""`quire models`: the models on this machine, whether they run here, what they need; removing them.
 
 Must not know: how the cache is laid out, the network, torch.
 """
@@ -6,36 +6,60 @@ Must not know: how the cache is laid out, the network, torch.
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from ...ipc.errors import InvalidParameterError, ModelLoadError
 from .parser import Parser
 from .table import print_table
 from .values import format_bytes, format_count
 
-USAGE = "quire models [--json]"
+if TYPE_CHECKING:
+    from ..model_info.model_cache import CachedModel
+
+USAGE = "quire models [--json] | show NAME [--json] | remove NAME [--yes]"
 DESCRIPTION = (
-    "Lists the models on this machine: the bundled one and those in the hub cache (HF_HOME). "
-    "Does not use the network."
+    "Lists the models on this machine: the bundled one and those in the hub cache (HF_HOME), and "
+    "whether they fit the memory that is free. show: one model and its memory plan. remove: "
+    "deletes one from the cache; org/name: all its files, org/name:Q4_K_M: those of one "
+    "quantization. Does not use the network."
 )
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire models", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument("action", nargs="?", choices=("list", "show", "remove"), default="list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a model, as listed")
     parser.add_argument("--json", action="store_true", help="one JSON object per model and line")
+    parser.add_argument("--yes", action="store_true", help="remove without asking")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    args = make_parser(argv).parse(argv)
+    parser = make_parser(argv)
+    args = parser.parse(argv)
+    if (args.action == "list") != (args.name is None):
+        parser.error(f"usage: {USAGE}")
+    if args.action == "show":
+        return show(args.name, as_json=args.json)
+    if args.action == "remove":
+        return remove(args.name, is_agreed=args.yes)
+    return list_all(as_json=args.json)
+
+
+def list_all(*, as_json: bool) -> int:
     from ..model_info.model_cache import list_models
 
     models, warnings = list_models()
-    if args.json:
+    if as_json:
         for model in models:
             print(msgspec.json.encode(model).decode())
     else:
-        header = ("model", "revision", "size", "dtype", "parameters", "architecture", "state")
+        header = (
+            *("model", "revision", "size", "dtype", "parameters", "architecture", "needs"),
+            "state",
+        )
         rows = [
             (
                 model.model,
@@ -44,11 +68,66 @@ def main(argv: list[str]) -> int:
                 model.dtype or "?",
                 format_count(model.num_parameters) if model.num_parameters else "?",
                 model.architecture or "?",
-                "; ".join(model.problems) or "ready",
+                format_bytes(model.needs_bytes) if model.needs_bytes else "?",
+                state_of(model),
             )
             for model in models
         ]
-        print_table(header, rows, right=frozenset({"size", "parameters"}))
+        print_table(header, rows, right=frozenset({"size", "parameters", "needs"}))
     for warning in warnings:
         print(f"quire: {warning}", file=sys.stderr)
+    return 0
+
+
+def state_of(model: CachedModel) -> str:
+    if model.problems:
+        return "; ".join(model.problems)
+    if model.fits is False:
+        return "too large for the memory that is free"
+    return f"ready with {' '.join(model.flags)}" if model.flags else "ready"
+
+
+def show(name: str, *, as_json: bool) -> int:
+    from ..engine_args import EngineArgs
+    from ..model_info.model_cache import list_models
+    from ..model_info.plan import make_plan
+    from .plan import render
+
+    models, _ = list_models()
+    found = [model for model in models if model.model.lower() == name.lower()]
+    if not found:
+        near = [model.model for model in models if model.model.lower().startswith(name.lower())]
+        hint = f"; there are: {', '.join(near)}" if near else "; `quire models` lists what is"
+        raise ModelLoadError(f"model {name!r} is not on this machine{hint}")
+    for model in found:
+        plan = None if model.problems else make_plan(EngineArgs(model.directory))
+        if plan is not None:
+            plan = msgspec.structs.replace(plan, model=model.model)
+        if as_json:
+            shown = msgspec.structs.asdict(model) | {"plan": plan}
+            print(msgspec.json.encode(shown).decode())
+            continue
+        revision = f", revision {model.revision}" * bool(model.revision)
+        print(f"{model.model}{revision}: {format_bytes(model.size_bytes)} in {model.directory}")
+        print(f"state: {state_of(model)}")
+        if plan is not None:
+            print(f"\n{render(plan)}", end="")
+    return 0
+
+
+def remove(name: str, *, is_agreed: bool) -> int:
+    from ..model_info.model_removal import find_removal
+
+    removal = find_removal(name)
+    size = format_bytes(removal.num_bytes)
+    if not is_agreed:
+        if not sys.stdin.isatty():
+            raise InvalidParameterError("--yes", "is needed where there is no terminal to ask on")
+        for path in removal.paths:
+            print(path)
+        if input(f"Remove {name}, {size}? [y/N] ").strip().lower() not in ("y", "yes"):
+            print("nothing was removed")
+            return 1
+    removal.run()
+    print(f"removed {name}: {size}")
     return 0

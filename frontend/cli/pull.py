@@ -27,7 +27,10 @@ DESCRIPTION = (
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire pull", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_argument(
-        "model", metavar="NAME[:QUANT]", help="such as org/name, org/name:Q4_K_M or org/name/F.gguf"
+        "model",
+        nargs="?",
+        metavar="NAME[:QUANT]",
+        help="such as org/name, org/name:Q4_K_M or org/name/F.gguf",
     )
     parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit [main]")
     parser.add_argument("--download-dir", metavar="DIR", help="in place of the hub cache (HF_HOME)")
@@ -41,7 +44,10 @@ def make_parser(argv: list[str]) -> Parser:
 
 
 def main(argv: list[str]) -> int:
-    args = make_parser(argv).parse(argv)
+    parser = make_parser(argv)
+    args = parser.parse(argv)
+    if args.model is None:
+        parser.error("the name of a model on the hub is missing, such as org/name:Q4_K_M")
     from ..model_info.model_pull import find_wanted, pull
 
     wanted = find_wanted(args.model, args.revision)
@@ -75,10 +81,7 @@ def main(argv: list[str]) -> int:
     is_new = f"{format_bytes(bar.num_bytes_received)} received" * bool(bar.num_bytes_received)
     checked = "all checksums are right" if args.verify else "it was there already"
     files = f"{len(wanted.blobs)} file" + "s" * (len(wanted.blobs) > 1)
-    print(
-        f"{wanted.model}: {files}, {format_bytes(wanted.num_bytes)}, "
-        f"{is_new or checked}: {path}"
-    )
+    print(f"{wanted.model}: {files}, {format_bytes(wanted.num_bytes)}, {is_new or checked}: {path}")
     return 0
 
 

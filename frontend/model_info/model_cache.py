@@ -13,12 +13,16 @@ from typing import Any
 import msgspec
 
 from ...ipc.checkpoint import missing_weight_files
-from ...ipc.errors import ModelLoadError
+from ...ipc.errors import ModelLoadError, QuireError
 from ...ipc.gguf import part_names
 from ...ipc.gguf_weights import is_gguf
+from ..engine_args import EngineArgs
 from .gguf_names import first_parts, quantization_of
 from .model_files import BUNDLED, find_model_directory, read_hf_config
 from .model_sizes import measure_model
+from .plan import Plan, make_plan
+
+SHORT_CONTEXT = 4096
 
 
 class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +33,11 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None  # dtype of the saved weights, from config.json or a GGUF file's name
     architecture: str | None
     num_parameters: int | None  # None if the architecture is not supported
-    problems: list[str]  # reasons why it cannot run; empty: ready
+    problems: list[str]  # reasons why it cannot run; empty: ready, if it fits
+    # Memory for weights, engine and one request of SHORT_CONTEXT tokens; None with problems.
+    needs_bytes: int | None = None
+    fits: bool | None = None  # whether it runs in the memory that is free now, with `flags`
+    flags: list[str] = []  # that `quire serve` needs so that it fits
 
 
 def list_models() -> tuple[list[CachedModel], list[str]]:
@@ -106,6 +114,12 @@ def describe(
         problems.append(_short(error, directory))
     if not is_file and not (directory / "tokenizer.json").is_file():
         problems.append("no tokenizer.json")
+    plan = None
+    if not problems:
+        try:
+            plan = make_plan(EngineArgs(str(directory)))
+        except QuireError as error:
+            problems.append(_short(error, directory))
     architectures = hf_config.get("architectures")
     return CachedModel(
         model=model,
@@ -122,7 +136,18 @@ def describe(
         else None,
         num_parameters=sizes.num_parameters if sizes else None,
         problems=problems,
+        **_memory(plan) if plan is not None else {},
     )
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    """The fields of a CachedModel that come from its memory plan."""
+    short = msgspec.structs.replace(plan, max_model_len=min(plan.max_model_len, SHORT_CONTEXT))
+    return {
+        "needs_bytes": short.least_memory_bytes,
+        "fits": bool(plan.longest_context or plan.fits_as),
+        "flags": plan.flags,
+    }
 
 
 def _short(error: Exception, directory: Path) -> str:

@@ -1,13 +1,18 @@
-"""`quire models` as a command: a table, JSON lines, warnings on stderr."""
+"""`quire models` as a command: a table, JSON lines, warnings; one model; removal."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
+import msgspec
 import pytest
 from quire.__main__ import main
+from quire.frontend.cli.models import state_of
 from quire.frontend.model_info import model_cache
 from quire.frontend.model_info.model_cache import CachedModel
+from quire.tests.frontend.cli.command import call
 
 READY = CachedModel(
     model="bundled",
@@ -18,6 +23,8 @@ READY = CachedModel(
     architecture="Qwen2ForCausalLM",
     num_parameters=3_970_304,
     problems=[],
+    needs_bytes=400 * 2**20,
+    fits=True,
 )
 BROKEN = CachedModel(
     model="some/body[bold]",
@@ -47,6 +54,7 @@ def test_a_table(capsys: pytest.CaptureFixture) -> None:
         "dtype",
         "parameters",
         "architecture",
+        "needs",
         "state",
     ]
     assert first.split() == [
@@ -56,6 +64,8 @@ def test_a_table(capsys: pytest.CaptureFixture) -> None:
         "bfloat16",
         "3.97M",
         "Qwen2ForCausalLM",
+        "400.0",
+        "MiB",
         "ready",
     ]
     assert second.startswith("some/body[bold]  main ") and second.endswith(
@@ -70,3 +80,61 @@ def test_json(capsys: pytest.CaptureFixture) -> None:
     assert [line["model"] for line in lines] == ["bundled", "some/body[bold]"] and lines[1][
         "problems"
     ] == BROKEN.problems
+
+
+def test_states() -> None:
+    assert state_of(BROKEN) == "no config.json; no tokenizer.json"
+    short = msgspec.structs.replace(READY, flags=["--max-model-len", "1024"])
+    assert state_of(short) == "ready with --max-model-len 1024"
+    large = msgspec.structs.replace(READY, fits=False)
+    assert state_of(large) == "too large for the memory that is free"
+
+
+def test_one_model(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    import quire.frontend.bundled_model as bundled
+
+    directory = str(Path(str(bundled.__file__)).parent)
+    ready = msgspec.structs.replace(READY, directory=directory)
+    monkeypatch.setattr(model_cache, "list_models", lambda: ([ready, BROKEN], []))
+    code, out, _ = call(capsys, "models", "show", "Bundled")
+    first, second, *plan = out.splitlines()
+    assert (code, first, second) == (0, f"bundled: 1.0 MiB in {directory}", "state: ready")
+    assert any(line.startswith("longest context") for line in plan)
+    code, out, _ = call(capsys, "models", "show", "bundled", "--json")
+    shown = json.loads(out)
+    assert shown["needs_bytes"] == 400 * 2**20 and shown["plan"]["max_model_len"] == 4096
+    code, out, _ = call(capsys, "models", "show", BROKEN.model)
+    assert code == 0 and out.endswith("state: no config.json; no tokenizer.json\n")
+    code, _, err = call(capsys, "models", "show", "some/body")
+    assert code == 2 and err == (
+        "quire: model 'some/body' is not on this machine; there are: some/body[bold]\n"
+    )
+
+
+def test_removal_asks_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--m"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "blobs" / "a").write_bytes(bytes(2048))
+    code, _, err = call(capsys, "models", "remove", "org/m")
+    assert code == 2 and "--yes" in err and folder.exists()
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda question: print(question) or "")
+    code, out, _ = call(capsys, "models", "remove", "org/m")
+    assert code == 1 and folder.exists()
+    assert out == f"{folder}\nRemove org/m, 2.0 KiB? [y/N] \nnothing was removed\n"
+    assert call(capsys, "models", "remove", "org/m", "--yes")[:2] == (0, "removed org/m: 2.0 KiB\n")
+    assert not folder.exists()
+    code, _, err = call(capsys, "models", "remove", "org/m", "--yes")
+    assert code == 2 and "is not in" in err
+
+
+def test_actions_and_names_belong_together(capsys: pytest.CaptureFixture) -> None:
+    for words in (["show"], ["list", "bundled"], ["remove"]):
+        code, _, err = call(capsys, "models", *words)
+        assert code == 2 and "usage: quire models" in err

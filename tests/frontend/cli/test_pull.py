@@ -64,3 +64,8 @@ def test_an_interrupted_pull_continues(
         hub.sizes["model.safetensors"] = 2**60
         code, _, err = call(capsys, "pull", "org/m", "--download-dir", str(tmp_path / "other"))
         assert code == 1 and "GiB more on disk" in err
+
+
+def test_a_name_is_needed(capsys: pytest.CaptureFixture) -> None:
+    code, _, err = call(capsys, "pull")
+    assert code == 2 and "the name of a model on the hub is missing" in err

@@ -73,6 +73,14 @@ def test_complete_models_are_ready(cache: Path) -> None:
     assert set(models) == {"somebody/small@main", f"somebody/small@{'b' * 12}"}
     model = models["somebody/small@main"]
     assert (model.dtype, model.architecture, model.problems) == ("float16", "LlamaForCausalLM", [])
+    assert (model.fits, model.flags) == (True, [])
+    kv_bytes = (1 + 64 // 16) * 16 * 2 * 8 * 2  # with the null block; a 0.4 of what is free
+    assert (
+        model.needs_bytes is not None
+        and 0
+        <= model.needs_bytes - (384 * 2**20 + kv_bytes / 0.4)
+        < 4 * (model.num_parameters or 0) + 1
+    )
     assert model.num_parameters == 2 * 100 * 8 + (8 * 8 * 4 + 3 * 8 * 16 + 16) + 8
     assert (
         model.size_bytes == sum(map(len, WHOLE.values())) and Path(model.directory).name == "a" * 40
@@ -130,6 +138,14 @@ def test_missing_files_and_unsupported_models_are_reported(
         and problem in model.problems[0]
         and str(cache) not in model.problems[0]
     )
+
+
+def test_a_model_that_is_too_large(cache: Path) -> None:
+    large = {**CONFIG, "vocab_size": 2**31 - 1, "hidden_size": 2**12, "num_attention_heads": 32}
+    add(cache, "somebody/large", WHOLE | {"config.json": json.dumps(large)})
+    [model] = listed().values()
+    assert model.fits is False and model.problems == []
+    assert model.needs_bytes is not None and model.needs_bytes > 2**43
 
 
 def test_interrupted_downloads(cache: Path) -> None:

@@ -12,53 +12,14 @@ import msgspec
 
 from .errors import ModelLoadError
 from .gguf import GGUFFile, read_gguf
+from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}  # tokenizer.ggml.model
 REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
 MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QWEN2, _LLAMA3 = (
-    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
-    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACES}"
-    for digits in (r"\p{N}", r"\p{N}{1,3}")
-)
-_GPT4O, _TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{end}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{end}"
-    rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
-    for end, digits in ((f"{_CONTRACTIONS}?", r"\p{N}{1,3}"), ("", r"\p{N}"))
-)
 _NFC = {"type": "NFC"}
-
-
-class _PreTokenizer(msgspec.Struct, frozen=True):
-    """How a text is cut before the merges. add_bos: unless the file says otherwise."""
-
-    regexes: tuple[str, ...]
-    nfc: bool = False
-    ignore_merges: bool = False
-    add_bos: bool = False
-
-
-_LLAMA_3 = _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_DIGITS_APART = _PreTokenizer((r"\p{N}", _GPT2))
-# tokenizer.ggml.pre
-PRE_TOKENIZERS = {
-    "gpt-2": _PreTokenizer((_GPT2,)),
-    "llama-bpe": _LLAMA_3,
-    "llama3": _LLAMA_3,
-    "llama-v3": _LLAMA_3,
-    "qwen2": _PreTokenizer((_QWEN2,), nfc=True),
-    "smollm": _DIGITS_APART,
-    "starcoder": _DIGITS_APART,
-    "refact": _DIGITS_APART,
-    "gpt-4o": _PreTokenizer((_GPT4O,)),
-    "tekken": _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-}
 
 
 def tokenizer_json(path: Path) -> bytes:
@@ -125,6 +86,12 @@ class _Vocabulary:
         if not self.tokens:
             raise self.unsound("tokens", "is missing or empty")
         self.types = self.listed("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
+        if self.kind == "llama":
+            # the conversion writes its users' tokens with spaces
+            self.tokens = [
+                text.replace(" ", "▁") if kind == USER_DEFINED else text
+                for text, kind in zip(self.tokens, self.types)
+            ]
         if len(set(self.tokens)) != len(self.tokens):
             raise self.unsound("tokens", "has a token twice")
 
@@ -205,17 +172,11 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
         if at < 0:
             raise vocabulary.unsound("merges", f"has {merge!r:.100}, which is no pair")
         merges.append((merge[:at], merge[at + 1 :]))
-    splits = [
-        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in pre.regexes
-    ]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    byte_level["use_regex"] = False
     return {
         "normalizer": _NFC if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, byte_level]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(pre.steps)},
         "post_processor": vocabulary.post_processor(pre.add_bos),
-        "decoder": byte_level,
+        "decoder": byte_level(use_regex=False),
         "model": _bpe(
             # the conversion fills holes with unused tokens
             {

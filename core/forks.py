@@ -20,7 +20,15 @@ class Family:
     (`find_source`), or, if that member has ended, from the blocks that it left (`parked`).
     """
 
-    __slots__ = ("_source", "_started", "last_key", "members", "parked", "request_id")
+    __slots__ = (
+        "_source",
+        "_started",
+        "_unstarted",
+        "last_key",
+        "members",
+        "parked",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, members: list[Request]):
         """`request_id` is the message's; `members` have consecutive keys."""
@@ -30,6 +38,7 @@ class Family:
         self.parked: ParkedBlocks | None = None
         self._source: Request | None = None
         self._started: list[Request] = []  # admitted members; some may have ended
+        self._unstarted = set(self.members)  # never admitted
 
     @property
     def first(self) -> Request:
@@ -39,6 +48,11 @@ class Family:
     def note_start(self, request: Request) -> None:
         """A member was admitted."""
         self._started.append(request)
+        self._unstarted.discard(request.request_id)
+
+    @property
+    def has_unstarted(self) -> bool:
+        return bool(self._unstarted)
 
     def find_source(self) -> Request | None:
         """A running member whose prompt is computed. Searches admitted members only."""
@@ -58,3 +72,4 @@ class Family:
     def leave(self, request: Request) -> None:
         """The member ends. Its status may still be RUNNING."""
         del self.members[request.request_id]
+        self._unstarted.discard(request.request_id)

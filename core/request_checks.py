@@ -6,10 +6,11 @@ messages for users; these are for clients that did not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from ..ipc.memory_plan import fitting_tokens
 from ..ipc.messages import EngineCoreRequest
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
@@ -38,15 +39,18 @@ def check_config(config: EngineConfig) -> None:
     )
 
 
-def check_num_blocks(config: EngineConfig, num_blocks: int) -> None:
-    """Checks that one sequence of max_model_len fits the cache: otherwise it could never finish."""
+def check_num_blocks(config: EngineConfig, num_blocks: int, windows: Sequence[int] = (0,)) -> None:
+    """Checks that one sequence of max_model_len fits the cache: otherwise it could never finish.
+
+    `windows`: see KVLayout.
+    """
     block_size = config.cache_config.block_size
     max_model_len = resolved(config.model_config.max_model_len)
-    capacity = (num_blocks - 1) * block_size
+    capacity = fitting_tokens(config, num_blocks, windows)
     if capacity < max_model_len:
         raise NotEnoughMemoryError(
             "max_model_len",
-            f"must be at most {max(capacity, 0)}, the tokens that fit a KV cache of {num_blocks} "
+            f"must be at most {capacity}, the tokens that fit a KV cache of {num_blocks} "
             f"blocks of {block_size} (one is reserved), "
             f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes "
             f"room for more",

@@ -34,6 +34,13 @@ class Executor(Protocol):
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
         ...
 
+    @property
+    def kv_cache_windows(self) -> tuple[int, ...]:
+        """For each group of layers that has block tables of its own, the positions that a token
+        sees; 0: all (ipc/kv_layout.py). Known once the model is loaded.
+        """
+        ...
+
     def determine_num_blocks(self) -> int:
         """KV-cache blocks that memory and configuration allow, the null block included.
 

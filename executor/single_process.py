@@ -39,6 +39,11 @@ class SingleProcessExecutor:
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
         self.worker.load_model(report)
 
+    @property
+    def kv_cache_windows(self) -> tuple[int, ...]:
+        """Of each group of layers: see Executor."""
+        return self.worker.kv_cache_windows
+
     def determine_num_blocks(self) -> int:
         """KV-cache blocks that memory and configuration allow, including the null block.
 

@@ -167,6 +167,11 @@ class Worker:
         return model
 
     @property
+    def kv_cache_windows(self) -> tuple[int, ...]:
+        """Of each group of layers: see Executor."""
+        return (0,)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of block_size tokens in every layer."""
         return (

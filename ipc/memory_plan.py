@@ -6,9 +6,11 @@ Must not know: how much memory there is, torch, models.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from .config import EngineConfig, resolved
 from .errors import NotEnoughMemoryError
+from .kv_layout import make_layout
 
 logger = logging.getLogger(__name__)
 
@@ -72,20 +74,33 @@ def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -
     return max(0, int(free_bytes * share)) // block_bytes
 
 
-def fitting_tokens(config: EngineConfig, num_blocks: int) -> int:
-    """The longest sequence in tokens that this many blocks hold; block 0 is the null block."""
-    return max(0, num_blocks - 1) * config.cache_config.block_size
+def fitting_tokens(
+    config: EngineConfig, num_blocks: int, windows: Sequence[int] = (0,), limit: int | None = None
+) -> int:
+    """The longest sequence in tokens that this many blocks hold; block 0 is the null block.
+
+    `windows`: see KVLayout; `limit`: where no number of tokens needs more blocks, default
+    max_model_len.
+    """
+    layout = make_layout(config, windows)
+    if not layout.has_windows:
+        return max(0, num_blocks - 1) * layout.block_size
+    return layout.longest(
+        max(0, num_blocks - 1), limit or resolved(config.model_config.max_model_len)
+    )
 
 
-def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
-    """The number of KV-cache blocks to allocate, including the null block.
+def plan_num_blocks(
+    config: EngineConfig, block_bytes: int, free_bytes: int, windows: Sequence[int] = (0,)
+) -> int:
+    """The number of KV-cache blocks to allocate, including the null block. `windows`: see KVLayout.
 
     This is what fits, but by default at most what max_num_seqs sequences of max_model_len need.
     Raises NotEnoughMemoryError if one sequence of max_model_len does not fit: it could never
     finish.
     """
     cache_config, max_model_len = config.cache_config, resolved(config.model_config.max_model_len)
-    blocks_per_sequence = -(-max_model_len // cache_config.block_size)
+    blocks_per_sequence = make_layout(config, windows).most_blocks(max_model_len)
     wanted = 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
     num_blocks = affordable_blocks(config, block_bytes, free_bytes)
     if cache_config.num_gpu_blocks_override is None and cache_config.kv_cache_memory_bytes is None:
@@ -97,7 +112,7 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
             if cache_config.num_gpu_blocks_override is None
             else "num_gpu_blocks_override"
         )
-        fitting = fitting_tokens(config, num_blocks)
+        fitting = fitting_tokens(config, num_blocks, windows)
         or_shorter = f", or lower max_model_len to at most {fitting}" if fitting else ""
         raise NotEnoughMemoryError(
             origin,
@@ -110,16 +125,18 @@ def plan_num_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> 
     return num_blocks
 
 
-def plan_num_host_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
+def plan_num_host_blocks(
+    config: EngineConfig, block_bytes: int, free_bytes: int, windows: Sequence[int] = (0,)
+) -> int:
     """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of
-    `free_bytes`, but at most what all requests need.
+    `free_bytes`, but at most what all requests need. `windows`: see KVLayout.
     """
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
     num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
     if num_bytes < wanted_bytes:
         sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
         logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)
-    blocks_per_sequence = -(
-        -resolved(config.model_config.max_model_len) // config.cache_config.block_size
+    blocks_per_sequence = make_layout(config, windows).most_blocks(
+        resolved(config.model_config.max_model_len)
     )
     return min(num_bytes // block_bytes, blocks_per_sequence * config.scheduler_config.max_num_seqs)

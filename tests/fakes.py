@@ -12,11 +12,12 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.kv_layout import make_layout
 from quire.ipc.messages import (
     Array,
     FinishReason,
@@ -122,7 +123,7 @@ class FakeSlot:
 
     request: NewRequestData
     token_ids: list[int]
-    block_ids: list[int] = field(default_factory=list)
+    tables: list[list[int]]  # block ids, by group
     num_computed_tokens: int = 0
     has_failed: bool = False
 
@@ -155,6 +156,7 @@ class FakeExecutor:
         self.raise_at_step: int | None = None
         self.delay_s = 0.0
         self.burst_weights_bytes = 0
+        self.kv_cache_windows: tuple[int, ...] = (0,)
         self.costs = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.1)
         self.steps: list[SchedulerOutput] = []  # everything executed
         self.slots: dict[int, FakeSlot] = {}
@@ -175,7 +177,8 @@ class FakeExecutor:
         report("load weights", 1.0)
 
     def determine_num_blocks(self) -> int:
-        blocks_per_sequence = -(-self.config.model_config.max_model_len // self.block_size)
+        layout = make_layout(self.config, self.kv_cache_windows)
+        blocks_per_sequence = layout.most_blocks(self.config.model_config.max_model_len)
         return self.config.cache_config.num_gpu_blocks_override or 1 + 4 * blocks_per_sequence
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
@@ -199,6 +202,9 @@ class FakeExecutor:
         self._check_columns(step)
         for slot in step.freed_slots:
             self._free(slot)
+        for slot, num_computed_tokens in zip(step.slots, step.num_computed_tokens, strict=True):
+            if slot in self.slots:
+                self._drop_unseen(self.slots[slot], num_computed_tokens)
         self._move_blocks(step)
         entered = [self._enter(new) for new in step.new_requests]
         for row, slot in enumerate(step.slots):
@@ -301,7 +307,8 @@ class FakeExecutor:
 
     def _free(self, slot: int) -> None:
         assert slot in self.slots, f"slot {slot} freed while free"
-        self.holders.subtract(self.slots.pop(slot).block_ids)
+        for table in self.slots.pop(slot).tables:
+            self.holders.subtract(block_id for block_id in table if block_id)
 
     def _enter(self, new: NewRequestData) -> int:
         assert 0 <= new.slot < self.config.scheduler_config.max_num_seqs, new.slot
@@ -311,21 +318,28 @@ class FakeExecutor:
         assert all(held.request.request_id != new.request_id for held in self.slots.values()), (
             f"{new.request_id} is in two slots"
         )
-        self.slots[new.slot] = FakeSlot(new, list(new.token_ids))
+        tables = [[] for _ in self.kv_cache_windows]
+        self.slots[new.slot] = FakeSlot(new, list(new.token_ids), tables)
         return new.slot
 
     def _extend_table(
         self, slot: int, new_block_ids: list[int], num_computed_tokens: int, is_new: bool
     ) -> None:
-        state = self.slots[slot]
-        assert all(1 <= block_id < len(self.kv_cache) for block_id in new_block_ids), (
-            f"bad block in {new_block_ids}"
-        )
-        state.block_ids += new_block_ids
-        assert len(set(state.block_ids)) == len(state.block_ids), (
-            f"a block twice in {state.block_ids}"
-        )
-        self.holders.update(new_block_ids)
+        state, num_groups = self.slots[slot], len(self.kv_cache_windows)
+        num_new, rest = divmod(len(new_block_ids), num_groups)
+        assert not rest, f"tables of different lengths: {new_block_ids}"
+        for group, (window, table) in enumerate(
+            zip(self.kv_cache_windows, state.tables, strict=True)
+        ):
+            new = new_block_ids[group * num_new : (group + 1) * num_new]
+            least = 0 if window and is_new else 1  # the null block, where the window has been
+            assert all(least <= block_id < len(self.kv_cache) for block_id in new), (
+                f"bad block in {new}"
+            )
+            table += new
+        held = [block_id for table in state.tables for block_id in table if block_id]
+        assert len(set(held)) == len(held), f"a block twice in {state.tables}"
+        self.holders.update(block_id for block_id in new_block_ids if block_id)
         if not is_new:
             continuous = num_computed_tokens == state.num_computed_tokens or state.has_failed
             assert continuous, f"slot {slot}: computed tokens are not continuous"
@@ -333,18 +347,32 @@ class FakeExecutor:
         assert num_computed_tokens < len(state.token_ids), (
             "at least one token must be left to compute"
         )
-        digest = self.weights
-        for position in range(num_computed_tokens):
-            digest = extend_digest(digest, state.token_ids[position])
-            assert self._read(state, position) == digest, (
-                f"{state.request.request_id}: cached block does not hold its tokens"
-            )
         state.num_computed_tokens = num_computed_tokens
+        self._check_seen(state)
 
-    def _read(self, state: FakeSlot, position: int) -> int | None:
-        return self.kv_cache[state.block_ids[position // self.block_size]][
-            position % self.block_size
-        ]
+    def _check_seen(self, state: FakeSlot) -> int:
+        """Check that every group holds what the next token sees; return the last digest."""
+        digests, digest = [], self.weights
+        for token_id in state.token_ids[: state.num_computed_tokens]:
+            digests.append(digest := extend_digest(digest, token_id))
+        for window, table in zip(self.kv_cache_windows, state.tables, strict=True):
+            first = max(0, len(digests) + 1 - window) if window else 0
+            for position in range(first, len(digests)):
+                assert self._read(table, position) == digests[position], (
+                    f"{state.request.request_id}: a block does not hold its tokens"
+                )
+        return digest
+
+    def _drop_unseen(self, state: FakeSlot, num_tokens: int) -> None:
+        """Forget blocks that no token after `num_tokens` sees: another request may have them."""
+        for window, table in zip(self.kv_cache_windows, state.tables, strict=True):
+            num_unseen = max(0, num_tokens + 1 - window) // self.block_size if window else 0
+            for index, block_id in enumerate(table[:num_unseen]):
+                self.holders[block_id] -= block_id > 0
+                table[index] = 0
+
+    def _read(self, table: list[int], position: int) -> int | None:
+        return self.kv_cache[table[position // self.block_size]][position % self.block_size]
 
     def _compute(self, step: SchedulerOutput) -> ModelRunnerOutput:
         num_sampled, token_ids, logprobs, errors = [], [], [], {}
@@ -399,19 +427,24 @@ class FakeExecutor:
         assert end <= len(state.token_ids), (
             f"{state.request.request_id}: scheduled beyond its tokens"
         )
-        assert end <= len(state.block_ids) * self.block_size, (
-            f"{state.request.request_id}: table does not cover {end} tokens"
-        )
-        for block_id in state.block_ids[start // self.block_size : -(-end // self.block_size)]:
-            assert self.holders[block_id] == 1, (
-                f"{state.request.request_id} writes into block {block_id}, which others hold"
+        for table in state.tables:
+            assert end <= len(table) * self.block_size, (
+                f"{state.request.request_id}: table does not cover {end} tokens"
             )
-        digest = self._read(state, start - 1) if start else self.weights
+            for block_id in table[start // self.block_size : -(-end // self.block_size)]:
+                assert self.holders[block_id] == 1, (
+                    f"{state.request.request_id} writes into block {block_id}, which others hold"
+                )
+        if self.kv_cache_windows != (0,):
+            digest = self._check_seen(state)
+        else:
+            digest = self._read(state.tables[0], start - 1) if start else self.weights
         for position in range(start, end):
             digest = extend_digest(digest, state.token_ids[position])
-            self.kv_cache[state.block_ids[position // self.block_size]][
-                position % self.block_size
-            ] = digest
+            for table in state.tables:
+                self.kv_cache[table[position // self.block_size]][position % self.block_size] = (
+                    digest
+                )
         state.num_computed_tokens = end
         return digest
 

@@ -9,41 +9,54 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple
 
+from ...ipc.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, KVCacheBlock
+
+NOT_KEPT = -1  # in a table of host blocks
+Blocks = list[list[KVCacheBlock]]  # of each group of layers; equally long lists
 
 
 class ParkedBlocks(NamedTuple):
     """Blocks that an ended request left for others. A reallocated block has lost its name."""
 
-    blocks: list[KVCacheBlock]
-    names: list[bytes]  # a block's hash, or a name of its own if it has none
+    blocks: Blocks
+    names: list[tuple[KVCacheBlock, bytes]]  # a block's hash, or a name of its own if it has none
     own_names: frozenset[bytes]  # given by `park`
 
 
-class KVCacheManager:
-    """Owns the block tables.
+def key_of(block_hash: bytes, group: int) -> bytes:
+    """The name under which the pool finds a group's block with this content."""
+    return block_hash + group.to_bytes(2) if group else block_hash
 
-    A table only grows: while a request runs, its position i is in entry i // block_size.
+
+class KVCacheManager:
+    """Owns the block tables, one for each group of layers (ipc/kv_layout.py).
+
+    A table only grows: while a request runs, its position i is in entry i // block_size. In a group
+    with a window, entries that the window has left become the null block, which is never read.
     """
 
     def __init__(
         self,
         num_blocks: int,
-        block_size: int,
+        layout: KVLayout,
         enable_caching: bool = True,
         num_host_blocks: int = 0,
     ):
-        self.block_size = block_size
+        self.layout = layout
+        self.block_size = layout.block_size
         self.num_host_blocks = num_host_blocks
         self.enable_caching = enable_caching
         self.block_pool = BlockPool(num_blocks)
-        self._tables: dict[str, list[KVCacheBlock]] = {}
-        self._host_tables: dict[str, list[int]] = {}  # host blocks of swapped requests
+        self._tables: dict[str, Blocks] = {}
+        # host blocks of swapped requests; NOT_KEPT where the table has the null block
+        self._host_tables: dict[str, list[list[int]]] = {}
         self._free_host_blocks = array("q", range(num_host_blocks - 1, -1, -1))  # may be long
-        # entries of the table that were offered to the cache; absent: none
+        # entries of the tables that were offered to the cache; absent: none
         self._num_cached: dict[str, int] = {}
         self.prefix_cache_queries = 0  # tokens
         self.prefix_cache_hits = 0  # tokens
@@ -58,95 +71,194 @@ class KVCacheManager:
         return self.block_pool.num_used_blocks / (self.block_pool.num_blocks - 1)
 
     def get_block_ids(self, request_id: str) -> list[int]:
-        return [block.block_id for block in self._tables.get(request_id, ())]
+        """The blocks that a request holds, group by group."""
+        return [block.block_id for block in self._kept(self._tables.get(request_id, ()))]
 
     def num_blocks_of(self, request_id: str) -> int:
-        return len(self._tables.get(request_id, ()))
+        return len(self._kept(self._tables.get(request_id, ())))
 
-    def get_computed_blocks(self, request: Request) -> list[KVCacheBlock]:
-        """The longest run of cached blocks at the beginning of the request's tokens. Changes
-        nothing.
+    def _kept(self, blocks: Sequence[Sequence[KVCacheBlock]]) -> list[KVCacheBlock]:
+        null = self.block_pool.null_block
+        return [block for row in blocks for block in row if block is not null]
+
+    def no_blocks(self) -> Blocks:
+        return [[] for _ in self.layout.windows]
+
+    def get_computed_blocks(self, request: Request) -> Blocks:
+        """The longest beginning of the request's tokens for which the cache has all blocks that the
+        next token sees: in groups with a window, the last ones. Changes nothing.
 
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
         """
         if not self.enable_caching or not request.reads_prefix_cache:
-            return []
-        blocks: list[KVCacheBlock] = []
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        for block_hash in request.extend_block_hashes(self.block_size)[:max_blocks]:
-            block = self.block_pool.get_cached_block(block_hash)
-            if block is None:
+            return self.no_blocks()
+        hashes = request.extend_block_hashes(self.block_size)
+        num_blocks, before = (request.num_tokens - 1) // self.block_size, -1
+        while num_blocks != before:
+            before = num_blocks
+            for group, window in enumerate(self.layout.windows):
+                num_blocks = self._longest_hit(hashes, num_blocks, group, window)
+            if not self.layout.has_windows:  # else a shorter beginning needs other blocks
                 break
-            blocks.append(block)
+        null, found = self.block_pool.null_block, self.block_pool.get_cached_block
+        blocks: Blocks = []
+        for group, window in enumerate(self.layout.windows):
+            first = self.layout.first_seen(window, num_blocks * self.block_size)
+            row = [found(key_of(digest, group)) for digest in hashes[first:num_blocks]]
+            blocks.append([null] * first + [block for block in row if block is not None])
         return blocks
 
-    def allocate_slots(
-        self, request: Request, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
+    def _longest_hit(self, hashes: list[bytes], most: int, group: int, window: int) -> int:
+        """The most blocks, up to `most`, of which a group's cache has those that the next token
+        sees.
+        """
+        has = self.block_pool.get_cached_block
+        if not window:
+            misses = (i for i in range(most) if has(key_of(hashes[i], group)) is None)
+            return next(misses, most)
+        num_blocks = index = most
+        while index > self.layout.first_seen(window, num_blocks * self.block_size):
+            index -= 1
+            if has(key_of(hashes[index], group)) is None:
+                num_blocks = index
+        return num_blocks
+
+    def begin(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        blocks: Blocks | None = None,
+        num_computed_tokens: int | None = None,
     ) -> list[int] | None:
-        """Makes room for `num_new_tokens` after the computed ones; returns the block ids added
-        to the
-        table, or None (and no change) if the cache is full.
+        """Makes the tables of a request that starts, with room for `num_new_tokens` after the
+        computed ones; returns their block ids, group by group, or None (and no change) if the cache
+        is full.
 
-        `computed_blocks` come from get_computed_blocks, at admission, when the request holds
-        nothing; they start its table.
+        `blocks` hold the beginning of the computed tokens (get_computed_blocks, get_blocks); these
+        are all computed tokens unless `num_computed_tokens` is given.
         """
-        table = self._tables.get(request.request_id, ())
-        num_tokens = request.num_computed_tokens + num_new_tokens
-        if table and num_tokens <= len(table) * self.block_size:
-            return []
-        num_new_blocks = -(-num_tokens // self.block_size) - len(table)
-        # A hit on a free block takes it out of the free list, too.
-        num_free_hits = sum(block.ref_cnt == 0 for block in computed_blocks)
-        if num_new_blocks + num_free_hits > self.block_pool.num_free_blocks:
-            return None
-        self.block_pool.touch(computed_blocks)
-        gained = [*computed_blocks, *self.block_pool.get_new_blocks(num_new_blocks)]
-        self._tables.setdefault(request.request_id, []).extend(gained)
-        if computed_blocks:
-            self._num_cached[request.request_id] = len(computed_blocks)
-        return [block.block_id for block in gained]
-
-    def num_free_after(self, num_new_blocks: int, computed_blocks: Sequence[KVCacheBlock]) -> int:
-        """Blocks left free if `computed_blocks` were held and this many others allocated; negative:
-        they do not fit.
-        """
-        return (
-            self.block_pool.num_free_blocks
-            - num_new_blocks
-            - sum(block.ref_cnt == 0 for block in computed_blocks)
+        null, blocks = self.block_pool.null_block, blocks or self.no_blocks()
+        num_given = len(blocks[0])
+        num_computed = (
+            num_given * self.block_size if num_computed_tokens is None else num_computed_tokens
         )
+        num_blocks = -(-(num_computed + num_new_tokens) // self.block_size)
+        tables: Blocks = []
+        num_missing = []
+        for window, row in zip(self.layout.windows, blocks):
+            first = self.layout.first_seen(window, num_computed)
+            num_null = min(first, num_given)
+            tables.append([null] * num_null + row[num_null:] + [null] * (first - num_given))
+            num_missing.append(num_blocks - len(tables[-1]))
+        if self.num_free_after(sum(num_missing), tables) < 0:
+            return None
+        self.block_pool.touch(self._kept(tables))
+        new = iter(self.block_pool.get_new_blocks(sum(num_missing)))
+        for table, count in zip(tables, num_missing):
+            table.extend(islice(new, count))
+        self._tables[request.request_id] = tables
+        if num_given:
+            self._num_cached[request.request_id] = num_given
+        return [block.block_id for table in tables for block in table]
 
-    def get_blocks(self, request: Request, num_blocks: int) -> list[KVCacheBlock]:
-        """The first blocks of a running request, for another one to share."""
-        return self._tables[request.request_id][:num_blocks]
+    def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
+        """Makes room for `num_new_tokens` after the computed ones of a running request; returns the
+        block ids added to its tables, equally many of each group in turn, or None (and no change)
+        if the cache is full.
+        """
+        tables = self._tables[request.request_id]
+        num_tokens = request.num_computed_tokens + num_new_tokens
+        num_new = -(-num_tokens // self.block_size) - len(tables[0])
+        if num_new <= 0:
+            return []
+        num_wanted = num_new * len(tables)
+        if self.layout.has_windows:
+            self._release_unseen(request, tables, num_wanted)
+        if num_wanted > self.block_pool.num_free_blocks:
+            return None
+        blocks = self.block_pool.get_new_blocks(num_wanted)
+        for group, table in enumerate(tables):
+            table.extend(blocks[group * num_new : (group + 1) * num_new])
+        return [block.block_id for block in blocks]
 
-    def park(self, request: Request, num_blocks: int) -> ParkedBlocks:
-        """Makes the first blocks of a running request findable for others.
+    def _release_unseen(self, request: Request, tables: Blocks, num_wanted: int) -> None:
+        """Releases what no later token sees. Cached blocks stay findable.
+
+        What a sibling that has not started needs of the prompt is kept while `num_wanted` blocks
+        are free without it. Blocks that a step in flight reads are not released, since they are not
+        offered to the cache yet.
+        """
+        num_executed = request.num_executed_tokens
+        if request.family is not None and request.family.has_unstarted:
+            self._release_before(tables, min(num_executed, request.num_prompt_tokens - 1))
+            if num_wanted <= self.block_pool.num_free_blocks:
+                return
+        self._release_before(tables, num_executed)
+
+    def _release_before(self, tables: Blocks, num_tokens: int) -> None:
+        null = self.block_pool.null_block
+        for window, table in zip(self.layout.windows, tables):
+            first = end = min(self.layout.first_seen(window, num_tokens), len(table))
+            while first and table[first - 1] is not null:
+                first -= 1
+            if first < end:
+                self.block_pool.free_blocks(reversed(table[first:end]))
+                table[first:end] = [null] * (end - first)
+
+    def num_free_after(self, num_new_blocks: int, blocks: Blocks) -> int:
+        """Blocks left free if `blocks` were held and this many others allocated; negative: they do
+        not fit.
+        """
+        # A hit on a free block takes it out of the free list, too.
+        num_free_hits = sum(block.ref_cnt == 0 for block in self._kept(blocks))
+        return self.block_pool.num_free_blocks - num_new_blocks - num_free_hits
+
+    def num_needed(self, num_tokens: int, blocks: Blocks) -> int:
+        """Blocks that a request needs at a time, beside `blocks`, until it has `num_tokens`."""
+        return max(0, self.layout.most_blocks(num_tokens) - len(self._kept(blocks)))
+
+    def get_blocks(self, request: Request, num_tokens: int) -> Blocks | None:
+        """The blocks with the first tokens of a running request, for another one to share.
+
+        None if a window has left blocks that the next token would see.
+        """
+        tables, null = self._tables[request.request_id], self.block_pool.null_block
+        num_blocks, blocks = -(-num_tokens // self.block_size), []
+        for window, table in zip(self.layout.windows, tables):
+            first = self.layout.first_seen(window, num_tokens)
+            blocks.append([null] * first + table[first:num_blocks])
+            if null in blocks[-1][first:]:
+                return None
+        return blocks
+
+    def park(self, request: Request, num_tokens: int) -> ParkedBlocks | None:
+        """Makes the blocks with the first tokens of a running request findable for others; None
+        where get_blocks returns it.
 
         Call it before the request ends. Nothing is reserved: the blocks are free when no request
         holds them, and evicted like cached ones.
         """
-        blocks, names, own_names = self.get_blocks(request, num_blocks), [], set()
+        blocks = self.get_blocks(request, num_tokens)
+        if blocks is None:
+            return None
         root = sha256(b"parked:" + request.request_id.encode("utf-8", "surrogatepass")).digest()
-        for index, block in enumerate(blocks):
+        names, own_names = [], set()
+        for index, block in enumerate(self._kept(blocks)):
             if block.block_hash is None:
                 name = root + index.to_bytes(4)  # longer than any content hash
                 self.block_pool.cache(block, name)
                 own_names.add(name)
-            names.append(block.block_hash)
+            names.append((block, block.block_hash))
         return ParkedBlocks(blocks, names, frozenset(own_names))
 
     def holds_parked(self, parked: ParkedBlocks) -> bool:
         """Whether none of the blocks was reallocated."""
-        return all(
-            block.block_hash == name
-            for block, name in zip(parked.blocks, parked.names, strict=True)
-        )
+        return all(block.block_hash == name for block, name in parked.names)
 
     def unpark(self, parked: ParkedBlocks) -> None:
         """These blocks are no longer needed by others."""
-        for block, name in zip(parked.blocks, parked.names, strict=True):
+        for block, name in parked.names:
             if name in parked.own_names and block.block_hash == name:
                 self.block_pool.uncache(block)
 
@@ -165,33 +277,44 @@ class KVCacheManager:
         make,
         (device, host). None if the host is full.
         """
-        table = self._tables[request.request_id]
-        if len(table) > len(self._free_host_blocks):
+        tables, null = self._tables[request.request_id], self.block_pool.null_block
+        if len(self._kept(tables)) > len(self._free_host_blocks):
             return None
-        host_blocks = [self._free_host_blocks.pop() for _ in table]
-        self._host_tables[request.request_id] = host_blocks
-        pairs = [(block.block_id, host_block) for block, host_block in zip(table, host_blocks)]
+        host_tables = [
+            [NOT_KEPT if block is null else self._free_host_blocks.pop() for block in table]
+            for table in tables
+        ]
+        self._host_tables[request.request_id] = host_tables
+        pairs = [
+            (block.block_id, host_block)
+            for table, host_table in zip(tables, host_tables)
+            for block, host_block in zip(table, host_table)
+            if block is not null
+        ]
         self.free(request)
         return pairs
 
     def swap_in(self, request: Request, num_computed_blocks: int) -> list[tuple[int, int]]:
-        """The copies, (host, device), that fill the request's table after the blocks found in the
+        """The copies, (host, device), that fill the request's tables after the blocks found in the
         cache.
 
         Its host blocks are free from now on: their content is read before anything overwrites it (a
         step swaps out or admits, never both).
         """
-        table, host_blocks = self._tables[request.request_id], self._host_tables[request.request_id]
+        host_tables, null = self._host_tables[request.request_id], self.block_pool.null_block
         pairs = [
-            (host_blocks[i], table[i].block_id)
-            for i in range(num_computed_blocks, len(host_blocks))
+            (host_table[i], table[i].block_id)
+            for table, host_table in zip(self._tables[request.request_id], host_tables)
+            for i in range(num_computed_blocks, len(host_table))
+            if table[i] is not null
         ]
         self.free_host_blocks(request)
         return pairs
 
     def free_host_blocks(self, request: Request) -> list[int]:
         """Frees the request's host blocks and returns them."""
-        host_blocks = self._host_tables.pop(request.request_id, [])
+        host_tables = self._host_tables.pop(request.request_id, [])
+        host_blocks = [block for table in host_tables for block in table if block != NOT_KEPT]
         self._free_host_blocks.extend(reversed(host_blocks))
         return host_blocks
 
@@ -209,27 +332,28 @@ class KVCacheManager:
         num_cached = self._num_cached.get(request.request_id, 0)
         if not self.enable_caching or num_full_blocks <= num_cached:
             return
-        table, hashes = (
-            self._tables[request.request_id],
-            request.extend_block_hashes(self.block_size),
-        )
-        for index in range(num_cached, num_full_blocks):
-            self.block_pool.cache(table[index], hashes[index])
+        hashes, null = request.extend_block_hashes(self.block_size), self.block_pool.null_block
+        for group, table in enumerate(self._tables[request.request_id]):
+            for index in range(num_cached, num_full_blocks):
+                if table[index] is not null:
+                    self.block_pool.cache(table[index], key_of(hashes[index], group))
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:
-        """Releases the request's table, tail first.
+        """Releases the request's tables, tail first.
 
         Cached blocks stay findable until their space is needed.
         """
         self._num_cached.pop(request.request_id, None)
-        self.block_pool.free_blocks(reversed(self._tables.pop(request.request_id, [])))
+        tables = self._tables.pop(request.request_id, ())
+        blocks = self._kept([*zip(*tables)])  # of all groups, position by position
+        self.block_pool.free_blocks(reversed(blocks))
 
     def discard(self, request: Request) -> None:
         """As `free`, for a failed request: its blocks are not trusted, so they lose their
         hashes.
         """
-        for block in self._tables.get(request.request_id, ()):
+        for block in self._kept(self._tables.get(request.request_id, ())):
             self.block_pool.uncache(block)
         self.free(request)
 
@@ -242,9 +366,12 @@ class KVCacheManager:
         counts the tables it is in, and swapped requests have host blocks.
         """
         self.block_pool.check_integrity()
+        null = self.block_pool.null_block
         if sorted(self._tables) != sorted(request.request_id for request in running):
             raise AssertionError(f"tables of {list(self._tables)}, but {running} run")
-        held = Counter(block.block_id for table in self._tables.values() for block in table)
+        held = Counter(
+            block.block_id for tables in self._tables.values() for block in self._kept(tables)
+        )
         miscounted = {
             block: held[block.block_id]
             for block in self.block_pool.blocks
@@ -253,27 +380,45 @@ class KVCacheManager:
         if miscounted:
             raise AssertionError(f"blocks and the number of tables they are in: {miscounted}")
         for request in running:
-            if len(self._tables[request.request_id]) != -(
-                -request.num_computed_tokens // self.block_size
-            ):
-                raise AssertionError(
-                    f"{request} has a table of {len(self._tables[request.request_id])} blocks"
-                )
+            self._check_tables(
+                request, request.num_computed_tokens, self._tables[request.request_id], null
+            )
         if not self._num_cached.keys() <= self._tables.keys():
             raise AssertionError("cache marks of requests that hold nothing")
-        needed = {
-            request.request_id: -(-request.num_swapped_tokens // self.block_size)
-            for request in swapped
-        }
-        if {request_id: len(table) for request_id, table in self._host_tables.items()} != needed:
-            raise AssertionError(
-                f"swapped requests need {needed} host blocks, they have {self._host_tables}"
+        if sorted(self._host_tables) != sorted(request.request_id for request in swapped):
+            raise AssertionError(f"host blocks of {list(self._host_tables)}, swapped: {swapped}")
+        for request in swapped:
+            self._check_tables(
+                request,
+                request.num_swapped_tokens,
+                self._host_tables[request.request_id],
+                NOT_KEPT,
             )
         on_host = sorted(
             [
                 *self._free_host_blocks,
-                *(block for table in self._host_tables.values() for block in table),
+                *(
+                    block
+                    for tables in self._host_tables.values()
+                    for table in tables
+                    for block in table
+                    if block != NOT_KEPT
+                ),
             ]
         )
         if on_host != list(range(self.num_host_blocks)):
             raise AssertionError(f"host blocks are lost, or held twice: {on_host}")
+
+    def _check_tables(
+        self, request: Request, num_tokens: int, tables: Sequence[list[Any]], missing: Any
+    ) -> None:
+        """Every table covers the tokens, and has what the next token sees. `missing`: the entry
+        that stands for a released block.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        for window, table in zip(self.layout.windows, tables, strict=True):
+            if len(table) != num_blocks:
+                raise AssertionError(f"{request} has a table of {len(table)} blocks")
+            first = next((i for i, block in enumerate(table) if block != missing), num_blocks)
+            if first > self.layout.first_seen(window, num_tokens) or missing in table[first:]:
+                raise AssertionError(f"{request} lacks blocks that it sees: {table}")

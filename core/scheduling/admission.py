@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...ipc.kv_layout import KVLayout
 from ..forks import Family
 from ..kv_cache.block_pool import KVCacheBlock
-from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.kv_cache_manager import Blocks, KVCacheManager
 from ..request import Request
 
 
@@ -17,8 +18,9 @@ class Start(NamedTuple):
     """Where an admitted request starts: its first `num_tokens` tokens are already computed."""
 
     num_tokens: int
-    blocks: list[KVCacheBlock]  # that hold the beginning of them
-    source: KVCacheBlock | None = None  # holds the rest for another request, and is to be copied
+    blocks: Blocks  # that hold the beginning of them
+    # of each group, the block that holds the rest for another request, and is to be copied
+    source: list[KVCacheBlock] | None = None
     is_fork: bool = False  # they belong to a sibling, whatever the prefix cache holds
 
 
@@ -32,37 +34,43 @@ def find_start(manager: KVCacheManager, request: Request) -> Start | None:
     family = request.family
     if family is not None and not request.num_output_tokens and not request.num_swapped_tokens:
         start = _find_prompt(manager, request, family)
-        if start is not None or family.first is not request:
+        if start is not None:
             return start
+        if family.first is not request and family.find_source() is None:
+            return None
     blocks = manager.get_computed_blocks(request)
-    return Start(max(len(blocks) * manager.block_size, request.num_swapped_tokens), blocks)
+    return Start(max(len(blocks[0]) * manager.block_size, request.num_swapped_tokens), blocks)
 
 
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> Start | None:
-    """All but the last token of the prompt, whose logits each member needs for its own sample."""
+    """All but the last token of the prompt, whose logits each member needs for its own sample.
+
+    None if no member has it, or if a window has left it.
+    """
     num_tokens = request.num_prompt_tokens - 1
-    num_full_blocks, num_more = divmod(num_tokens, manager.block_size)
+    blocks = None
     if family.parked is not None and manager.holds_parked(family.parked):
         blocks = family.parked.blocks
     elif (source := family.find_source()) is not None:
-        blocks = manager.get_blocks(source, num_full_blocks + (num_more > 0))
-    else:
+        blocks = manager.get_blocks(source, num_tokens)
+    if blocks is None:
         return None
-    if not num_more:
+    if num_tokens % manager.block_size == 0:
         return Start(num_tokens, blocks, is_fork=True)
-    if blocks[-1].ref_cnt == 0:
+    if blocks[0][-1].ref_cnt == 0:
         # No request holds the partial block, so the request takes it instead of a copy: a free
         # block could be reallocated before it is copied.
         return Start(num_tokens, blocks, is_fork=True)
-    return Start(num_tokens, blocks[:-1], blocks[-1], is_fork=True)
-
-
-def num_missing_blocks(block_size: int, request: Request) -> int:
-    """Blocks that a running request still needs for its known tokens."""
-    num_missing = -(-request.num_tokens // block_size) - -(
-        -request.num_computed_tokens // block_size
+    return Start(
+        num_tokens, [row[:-1] for row in blocks], [row[-1] for row in blocks], is_fork=True
     )
-    return max(0, num_missing)
+
+
+def num_missing_blocks(layout: KVLayout, request: Request) -> int:
+    """Blocks that a running request still needs for its known tokens."""
+    return layout.missing_blocks(
+        request.num_tokens, request.num_computed_tokens, request.num_executed_tokens
+    )
 
 
 def has_room(manager: KVCacheManager, num_reserved: int, request: Request, start: Start) -> bool:
@@ -73,5 +81,5 @@ def has_room(manager: KVCacheManager, num_reserved: int, request: Request, start
     Otherwise prompts computed in chunks would be admitted together and preempt each other half-way.
     If no request runs, it always fits.
     """
-    num_needed = -(-request.num_tokens // manager.block_size) - len(start.blocks)
+    num_needed = manager.num_needed(request.num_tokens, start.blocks)
     return manager.num_free_after(num_needed + num_reserved, start.blocks) >= 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...ipc.kv_layout import KVLayout
 from ...ipc.messages import PreemptionCosts
 from ..request import Request
 
@@ -16,9 +17,10 @@ class PreemptionPolicy:
     one).
     """
 
-    def __init__(self, mode: str, costs: PreemptionCosts):
+    def __init__(self, mode: str, costs: PreemptionCosts, layout: KVLayout):
         self.mode = mode
         self.costs = costs
+        self._layout = layout
 
     def prefers_swap(self, request: Request) -> bool:
         if self.mode == "auto":
@@ -35,7 +37,10 @@ class PreemptionPolicy:
         return request.num_computed_tokens * self.costs.recompute_s_per_token
 
     def _swap_s(self, request: Request) -> float:
-        return self.costs.swap_s + request.num_computed_tokens * self.costs.swap_s_per_token
+        num_tokens = request.num_computed_tokens * self._layout.held_share(
+            request.num_computed_tokens
+        )
+        return self.costs.swap_s + num_tokens * self.costs.swap_s_per_token
 
     def choose_victim(self, running: Sequence[Request], index: int) -> int:
         """Which entry of `running` is preempted so that running[index] gets blocks; possibly

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...ipc.kv_layout import MAX_BURST
 from ..request import Request
 from .step import ScheduledStep, add_row
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 # step's cost outside the model, and requests that arrive meanwhile wait for all of them. This many
 # bytes of weights, read once per token, take about 8 ms. The number is fixed, not measured, so that
 # results are deterministic.
-MAX_BURST, MAX_BURST_BYTES = 8, 320 * 10**6
+MAX_BURST_BYTES = 320 * 10**6
 
 
 def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bool]:

@@ -23,11 +23,12 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
 from ...ipc.config import EngineConfig, resolved
+from ...ipc.kv_layout import make_layout
 from ...ipc.messages import (
     EngineCoreRequest,
     FinishReason,
@@ -63,9 +64,10 @@ class Scheduler:
         num_host_blocks: int = 0,
         costs: PreemptionCosts = PreemptionCosts(),
         burst_weights_bytes: int = 0,
+        kv_cache_windows: Sequence[int] = (0,),
     ):
         """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: of bringing one
-        back, see PreemptionPolicy; `burst_weights_bytes`: see Executor.
+        back, see PreemptionPolicy; `burst_weights_bytes` and `kv_cache_windows`: see Executor.
         """
         scheduling = config.scheduler_config
         self.max_model_len = resolved(config.model_config.max_model_len)
@@ -83,10 +85,10 @@ class Scheduler:
         # Overlapped stepping hides the work outside the model and does not need it.
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0
-        self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs)
-        cache = config.cache_config
+        layout = make_layout(config, kv_cache_windows)
+        self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs, layout)
         self.kv_cache_manager = KVCacheManager(
-            num_blocks, cache.block_size, cache.enable_prefix_caching, num_host_blocks
+            num_blocks, layout, config.cache_config.enable_prefix_caching, num_host_blocks
         )
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1
@@ -243,8 +245,7 @@ class Scheduler:
         if not family.members:
             del self.families[family.request_id]
         elif has_prompt and not is_parked and family.find_source() is None:
-            num_blocks = -(-(request.num_prompt_tokens - 1) // manager.block_size)
-            family.parked = manager.park(request, num_blocks)
+            family.parked = manager.park(request, request.num_prompt_tokens - 1)
 
     def _release_slot(self, request: Request) -> None:
         if request.slot is not None:

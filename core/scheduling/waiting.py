@@ -28,7 +28,7 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
     No request overtakes a head that does not fit; a request that waits for its sibling's prompt is
     skipped.
     """
-    index, num_reserved, block_size = 0, None, scheduler.kv_cache_manager.block_size
+    index, num_reserved, layout = 0, None, scheduler.kv_cache_manager.layout
     while index < len(scheduler.waiting) and budget > 0 and scheduler.free_slots:
         request = scheduler.waiting[index]
         start = find_start(scheduler.kv_cache_manager, request)
@@ -37,7 +37,7 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
             index = bisect_right(scheduler.waiting, request.family.last_key, key=_by_key)
             continue
         if num_reserved is None:
-            num_reserved = sum(num_missing_blocks(block_size, other) for other in scheduler.running)
+            num_reserved = sum(num_missing_blocks(layout, other) for other in scheduler.running)
         num_tokens = min(request.num_tokens - start.num_tokens, scheduler.max_chunk_tokens)
         if num_tokens > budget:
             if not scheduler.enable_chunked_prefill:
@@ -45,9 +45,8 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
             num_tokens = budget
         if not has_room(scheduler.kv_cache_manager, num_reserved, request, start):
             break
-        num_in_blocks = len(start.blocks) * block_size
-        block_ids = scheduler.kv_cache_manager.allocate_slots(
-            request, start.num_tokens - num_in_blocks + num_tokens, start.blocks
+        block_ids = scheduler.kv_cache_manager.begin(
+            request, num_tokens, start.blocks, start.num_tokens
         )
         if block_ids is None:
             break
@@ -55,16 +54,20 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
         admit(scheduler, step, request, start, block_ids)
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens
-        num_reserved += num_missing_blocks(block_size, request)
+        num_reserved += num_missing_blocks(layout, request)
 
 
 def admit(
     scheduler: Scheduler, step: ScheduledStep, request: Request, start: Start, block_ids: list[int]
 ) -> None:
-    num_blocks = len(start.blocks)
+    num_blocks = len(start.blocks[0])
     if start.source is not None:
-        step.output.blocks_to_copy.append((start.source.block_id, block_ids[num_blocks]))
-        scheduler.counters.num_blocks_copied += 1
+        num_in_group = len(block_ids) // len(start.source)
+        copies = block_ids[num_blocks::num_in_group]
+        step.output.blocks_to_copy.extend(
+            (source.block_id, copy) for source, copy in zip(start.source, copies, strict=True)
+        )
+        scheduler.counters.num_blocks_copied += len(copies)
     if request.num_swapped_tokens:
         pairs = scheduler.kv_cache_manager.swap_in(request, num_blocks)
         step.output.blocks_to_swap_in.extend(pairs)

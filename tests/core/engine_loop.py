@@ -12,11 +12,14 @@ from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, make_config
 
 
-def make_core(burst_weights_bytes: int = 0, **arguments) -> EngineCore:
-    """`burst_weights_bytes` is an argument of the fake executor."""
+def make_core(
+    burst_weights_bytes: int = 0, windows: tuple[int, ...] = (0,), **arguments
+) -> EngineCore:
+    """`burst_weights_bytes` and `windows` (of the groups of layers) are the fake executor's."""
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
+    executor.kv_cache_windows = windows
     core = EngineCore(config, executor)
     core.check_every_step = True
     return core

@@ -248,3 +248,33 @@ def instructions(n: int, **arguments) -> int:
 def test_the_work_for_n_completions_grows_linearly(max_num_seqs):
     arguments = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 256}
     assert instructions(160, **arguments) < 4.4 * instructions(40, **arguments)
+
+
+@pytest.mark.parametrize("num_prompt", [33, 40, 48, 100])
+@pytest.mark.parametrize("caching", [True, False])
+def test_children_share_what_they_see_of_every_group(num_prompt, caching):
+    """A child that starts late takes the prompt, though the window of the others has left it."""
+    loop = Loop(windows=(0, 17, 17), enable_prefix_caching=caching, max_num_seqs=2)
+    expected = family(loop, num_prompt, 5, max_tokens=40)
+    loop.run()
+    assert_answers(loop, expected)
+    assert loop.scheduler.stats().num_prompt_tokens == num_prompt + 4
+    is_partial = (num_prompt - 1) % BLOCK > 0
+    assert loop.scheduler.stats().num_blocks_copied in ((9, 12) if is_partial else (0,))
+
+
+def test_a_child_computes_a_prompt_that_a_window_has_left():
+    """Where memory is scarce, nothing is kept for a child that has not started."""
+    loop = Loop(
+        windows=(0, 17),
+        enable_prefix_caching=False,
+        max_num_seqs=1,
+        max_model_len=128,
+        max_num_batched_tokens=16,
+        num_scheduler_steps=1,
+        num_gpu_blocks_override=1 + 8 + 3,
+    )
+    expected = family(loop, 40, 2, max_tokens=88)
+    loop.run()
+    assert_answers(loop, expected)
+    assert loop.scheduler.stats().num_prompt_tokens == 80

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.core.engine_core import EngineCore
 from quire.core.request import split
+from quire.ipc.kv_layout import make_layout
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
-from quire.tests.fakes import expected_output
+from quire.tests.fakes import expected_output, make_config
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,10 @@ def assert_as_expected(core: EngineCore, jobs: list[Job], answers: dict[str, Ans
 SETTINGS = st.fixed_dictionaries(
     {
         "max_num_batched_tokens": st.sampled_from([16, 64, 2048]),
-        "num_gpu_blocks_override": st.sampled_from([17, 24, 40, 1000]),
+        # of the groups of layers; 0: the whole context
+        "windows": st.sampled_from([(0,), (0,), (40,), (0, 40), (0, 1, 17, 17, 100)]),
+        # blocks beside those of one sequence
+        "spare_blocks": st.sampled_from([0, 7, 23, 983]),
         "max_num_seqs": st.sampled_from([1, 3, 8, 64]),
         "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
         "enable_prefix_caching": st.booleans(),
@@ -125,6 +129,15 @@ SETTINGS = st.fixed_dictionaries(
 )
 
 
+def make_tight_core(spare_blocks: int, **arguments) -> EngineCore:
+    """Make an engine core with room for one sequence and `spare_blocks` blocks."""
+    config = make_config(
+        **{k: v for k, v in arguments.items() if k not in ("windows", "burst_weights_bytes")}
+    )
+    needed = make_layout(config, arguments["windows"]).most_blocks(256)
+    return make_core(**arguments, num_gpu_blocks_override=1 + needed + spare_blocks)
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**32),
@@ -133,7 +146,7 @@ SETTINGS = st.fixed_dictionaries(
     rows_per_s=st.sampled_from([0, 100]),
 )
 def test_no_setting_changes_an_output_or_leaks(seed, num_jobs, arguments, rows_per_s):
-    core, jobs = make_core(**arguments), random_jobs(seed, num_jobs)
+    core, jobs = make_tight_core(**arguments), random_jobs(seed, num_jobs)
     core.pace_outputs(rows_per_s)
     assert_as_expected(core, jobs, drive(core, jobs))
     assert_nothing_left(core)

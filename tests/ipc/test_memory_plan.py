@@ -24,7 +24,7 @@ def plan(
 ) -> int:
     sections = {
         "model_config": {"max_model_len": max_model_len},
-        "scheduler_config": {"max_num_seqs": max_num_seqs},
+        "scheduler_config": {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048},
         "cache_config": cache_arguments,
         "device_config": {"device": device},
     }

@@ -16,12 +16,18 @@ class Loop:
     Collects each request's tokens and finish, and checks both after every step.
     """
 
-    def __init__(self, **arguments):
+    def __init__(self, windows: tuple[int, ...] = (0,), **arguments):
         self.config = make_config(**{"preemption_mode": "recompute", **arguments})
         self.executor = FakeExecutor(self.config)
+        self.executor.kv_cache_windows = windows
         num_blocks = self.executor.determine_num_blocks()
         self.executor.initialize_kv_cache(num_blocks)
-        self.scheduler = Scheduler(self.config, num_blocks, *self.executor.initialize_swap_space())
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks,
+            *self.executor.initialize_swap_space(),
+            kv_cache_windows=windows,
+        )
         self.rows = OutputRows()
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, tuple[FinishReason, int | None]] = {}

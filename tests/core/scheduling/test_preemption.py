@@ -3,6 +3,7 @@
 import pytest
 from quire.core.request import Request
 from quire.core.scheduling.preemption import PreemptionPolicy
+from quire.ipc.kv_layout import KVLayout
 from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
 from quire.ipc.params import SamplingParams
 from quire.tests.core.scheduling.loop import Loop, distinct
@@ -23,13 +24,13 @@ def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int
     [("auto", False, True), ("swap", True, True), ("recompute", False, False)],
 )
 def test_each_request_is_preempted_in_the_cheaper_way(mode, short, long):
-    policy = PreemptionPolicy(mode, COSTS)
+    policy = PreemptionPolicy(mode, COSTS, KVLayout(16))
     assert policy.prefers_swap(request("short", 39)) is short
     assert policy.prefers_swap(request("long", 41)) is long
 
 
 def test_the_victim_is_the_cheapest_to_restore():
-    policy = PreemptionPolicy("auto", COSTS)
+    policy = PreemptionPolicy("auto", COSTS, KVLayout(16))
     running = [request(str(i), n, arrival=i) for i, n in enumerate((5, 80, 30, 60, 30))]
     # of the two shortest, the last to arrive; never the head, though it is short
     assert policy.choose_victim(running, 1) == 4
@@ -46,7 +47,7 @@ def test_the_lowest_priority_is_preempted_first():
         request("c", 90, 1, 0),
         request("d", 70, 1, 1),
     ]
-    assert PreemptionPolicy("recompute", COSTS).choose_victim(running, 0) == 3
+    assert PreemptionPolicy("recompute", COSTS, KVLayout(16)).choose_victim(running, 0) == 3
 
 
 def pressed(**arguments) -> Loop:

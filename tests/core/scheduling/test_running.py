@@ -1,7 +1,9 @@
 """Running requests: their tokens under the budget, which one is preempted, and their order."""
 
 import pytest
+from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
+from quire.tests.core.engine_loop import assert_nothing_left, make_core, step
 from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.fakes import expected_output
 
@@ -129,3 +131,26 @@ def test_running_requests_come_before_waiting_ones():
     assert loop.step() == {"a": 16}
     loop.add("b", distinct(1, 3))
     assert [loop.step() for _ in range(3)] == [{"a": 16}, {"a": 8, "b": 3}, {"a": 1, "b": 1}]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_a_long_request_holds_a_window_and_a_step(overlapped):
+    """The blocks of a group with a window do not grow with the context."""
+    core = make_core(
+        windows=(0, 40),
+        max_model_len=2048,
+        max_num_batched_tokens=64,
+        async_scheduling=overlapped,
+        num_scheduler_steps=1,
+        num_gpu_blocks_override=400,
+    )
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=400)
+    core.add_request(EngineCoreRequest("a", distinct(0, 1000), params))
+    manager, most = core.scheduler.kv_cache_manager, 0
+    while core.has_work():
+        step(core)
+        if (request := core.scheduler.requests.get("a")) is not None:
+            of_window = manager.num_blocks_of("a") - -(-request.num_computed_tokens // 16)
+            most = max(most, of_window)
+    assert most == (11 if overlapped else 7)  # of 39 + 64 or 39 + 128 tokens; 1,400 take 88
+    assert_nothing_left(core)

@@ -1,0 +1,142 @@
+"""How a model's layers share the blocks of the KV cache, as pure arithmetic.
+
+Must not know: torch, models, requests, how much memory there is.
+
+Layers with the same sliding window form groups of equally many layers; a larger set is split into
+several groups. A block has one page (the keys and values of block_size tokens) for each layer of a
+group, so every block is of the same size, and one pool serves all groups. A request has one block
+table for each group. A group with a window returns the blocks that its window has left.
+
+    layers    s s s s s f s s s s s f     (s: sliding, f: full)
+    groups    f f | s s | s s | s s | s s | s s
+    a block   two pages, of the two layers of any one group
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .config import EngineConfig, resolved
+
+MAX_BURST = 8  # most tokens of a request in one step for num_scheduler_steps=0
+# A set of layers that is at most this much larger than the smallest is padded, not split.
+MOST_PADDING = 1.25
+
+
+class LayerGroups(NamedTuple):
+    layers: tuple[tuple[int, ...], ...]  # of each group: indices of its layers
+    windows: tuple[int, ...]  # of each group; 0: none
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """One layer for each page of a block."""
+        return max(self.layers, key=len)
+
+
+def group_layers(windows: Sequence[int], max_model_len: int) -> LayerGroups:
+    """Divides layers into groups, those without a window first.
+
+    `windows`: for each layer the number of positions that a token sees; 0: all. A window that no
+    context exceeds is none.
+    """
+    by_window: dict[int, list[int]] = {}
+    for layer, window in enumerate(windows):
+        by_window.setdefault(window if window < max_model_len else 0, []).append(layer)
+    counts = [len(layers) for layers in by_window.values()]
+    size = max(counts) if max(counts) <= MOST_PADDING * min(counts) else min(counts)
+    groups = [
+        (window, tuple(layers[start : start + size]))
+        for window, layers in sorted(by_window.items())
+        for start in range(0, len(layers), size)
+    ]
+    return LayerGroups(tuple(layers for _, layers in groups), tuple(w for w, _ in groups))
+
+
+def one_group(num_layers: int) -> LayerGroups:
+    """All layers in one group that keeps the whole context."""
+    return LayerGroups((tuple(range(num_layers)),), (0,))
+
+
+class KVLayout:
+    """How many blocks requests hold. `windows`: of each group of layers; 0: none."""
+
+    def __init__(self, block_size: int, windows: Sequence[int] = (0,), max_new_tokens: int = 1):
+        """`max_new_tokens`: the most tokens of a request in steps that have not ended."""
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.has_windows = any(self.windows)
+        # (window, the most blocks of one group, number of groups)
+        self._kinds = [
+            (window, -(-(window + max_new_tokens - 2) // block_size) + 1 if window else 0, count)
+            for window, count in Counter(self.windows).items()
+        ]
+
+    def first_seen(self, window: int, num_tokens: int) -> int:
+        """The first block that the token after `num_tokens` tokens sees."""
+        return max(0, num_tokens + 1 - window) // self.block_size if window else 0
+
+    def most_blocks(self, num_tokens: int) -> int:
+        """The most blocks that a request holds at a time until it has `num_tokens` tokens."""
+        num_blocks = -(-num_tokens // self.block_size)
+        return sum(
+            count * (min(num_blocks, most) if window else num_blocks)
+            for window, most, count in self._kinds
+        )
+
+    def missing_blocks(self, num_tokens: int, num_computed: int, num_executed: int) -> int:
+        """Blocks that a running request still needs at a time, at most, for `num_tokens` tokens.
+
+        It holds those of `num_computed` tokens, without those that the window of the token after
+        `num_executed` tokens has left.
+        """
+        num_blocks, num_held = (
+            -(-num_tokens // self.block_size),
+            -(-num_computed // self.block_size),
+        )
+        return sum(
+            count
+            * max(
+                0,
+                (min(num_blocks, most) if window else num_blocks)
+                - num_held
+                + self.first_seen(window, num_executed),
+            )
+            for window, most, count in self._kinds
+        )
+
+    def longest(self, num_blocks: int, limit: int) -> int:
+        """The longest sequence in tokens that `num_blocks` blocks hold, at most `limit` rounded up
+        to whole blocks.
+        """
+        low, high = 0, -(-limit // self.block_size)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.most_blocks(middle * self.block_size) <= num_blocks:
+                low = middle
+            else:
+                high = middle - 1
+        return low * self.block_size
+
+    def held_share(self, num_tokens: int) -> float:
+        """The part of a context's keys and values that a request of this length keeps, from 0 to
+        1.
+        """
+        seen = sum(
+            count * (min(num_tokens, window) if window else num_tokens)
+            for window, _, count in self._kinds
+        )
+        return seen / (num_tokens * len(self.windows)) if num_tokens else 1.0
+
+
+def make_layout(config: EngineConfig, windows: Sequence[int]) -> KVLayout:
+    """The layout of an engine with these groups of layers."""
+    scheduling = config.scheduler_config
+    num_tokens = resolved(scheduling.max_num_batched_tokens)
+    if scheduling.enable_chunked_prefill and scheduling.long_prefill_token_threshold:
+        num_tokens = min(num_tokens, scheduling.long_prefill_token_threshold)
+    num_tokens += (scheduling.num_scheduler_steps or MAX_BURST) - 1
+    if scheduling.async_scheduling:  # a step is scheduled while another one runs
+        num_tokens *= 2
+    return KVLayout(config.cache_config.block_size, windows, num_tokens)

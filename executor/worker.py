@@ -24,6 +24,8 @@ from ..ipc.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ..ipc.json_files import read_json
 from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from ..ipc.quantization_config import CheckpointQuantization, parse_quantization
+from ..ipc.quantized_tensors import saved_bytes
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
@@ -158,13 +160,26 @@ class Worker:
             tensors = check_gguf_tensors(read_gguf(directory), shapes)
             num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
             kind = "blocks of the file"
+        quantization = None if directory is None else self._quantization_of(directory)
+        if quantization is not None:
+            shapes = {name: list(tensor.shape) for name, tensor in model.weights()}
+            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize, make.keeps_blocks)
+            kind = f"{quantization.method} weights"
         check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
-            load_weights(model, directory, report, make.fill)
+            load_weights(model, directory, report, make.fill, quantization)
         self._weights_bytes = make.weights_bytes
         return model
+
+    def _quantization_of(self, directory: Path) -> CheckpointQuantization | None:
+        """How the weights of `directory` are stored; without a config.json, as the model's own."""
+        hf_config = self.config.model_config.hf_config
+        path = directory / "config.json"
+        if directory != Path(self.config.model_config.model) and path.exists():
+            hf_config = read_json(path)
+        return parse_quantization(hf_config)
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:

@@ -19,10 +19,13 @@ from .errors import ModelLoadError
 from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
 from .json_files import check_regular_file, read_json
+from .quantization_config import CheckpointQuantization
+from .quantized_tensors import UNUSED, StoredPart, parts_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+DTYPE_BYTES = FLOAT_BYTES | {"F8_E4M3": 1, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 METADATA = "__metadata__"
 
@@ -84,13 +87,16 @@ def _weight_file_names(directory: Path) -> list[str]:
 
 
 def check_checkpoint(
-    directory: Path, shapes: dict[str, list[int]], tied: dict[str, str]
+    directory: Path,
+    shapes: dict[str, list[int]],
+    tied: dict[str, str],
+    quantization: CheckpointQuantization | None = None,
 ) -> dict[str, Path]:
     """Tensor -> the file that holds it, file by file and sorted by name, once the headers of all
     files agree with the model.
 
     shapes: every tensor that must be there. tied: tensors that may be there besides, and the one
-    that each is a copy of.
+    that each is a copy of. quantization: of the weights that are stored as several tensors.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, for a wrong shape, for a type that cannot be read, and for a file that is unsound.
@@ -98,18 +104,31 @@ def check_checkpoint(
     if is_gguf(directory):
         found = check_gguf_tensors(read_gguf(directory), shapes)
         return {name: tensor.path for name, tensor in found.items()}
-    allowed = shapes | {name: shapes[original] for name, original in tied.items()}
+    parts = parts_of(shapes, quantization)
+    quantized = {part.weight for part in parts.values()}
+    allowed = {
+        name: StoredPart(name, tuple(FLOAT_BYTES), (shape,))
+        for name, shape in shapes.items()
+        if name not in quantized
+    } | parts
+    required = [name for name, part in allowed.items() if part.is_required]
+    allowed |= {
+        name: StoredPart(name, tuple(FLOAT_BYTES), (shapes[original],), is_required=False)
+        for name, original in tied.items()
+    }
     files = find_weight_files(directory)
     origin: dict[str, Path] = {}
     for path in files:
         for name, tensor in read_header(path).items():
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config
+            if quantization is not None and name.endswith(UNUSED) and name not in allowed:
+                continue
             if name in origin:
                 raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name].name}")
             _check_tensor(path, name, tensor, allowed)
             origin[name] = path
-    if missing := [name for name in shapes if name not in origin]:
+    if missing := [name for name in required if name not in origin]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         read = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
         raise ModelLoadError(
@@ -119,19 +138,21 @@ def check_checkpoint(
 
 
 def _check_tensor(
-    path: Path, name: str, tensor: StoredTensor, allowed: dict[str, list[int]]
+    path: Path, name: str, tensor: StoredTensor, allowed: dict[str, StoredPart]
 ) -> None:
     if name not in allowed:
         raise ModelLoadError(f"{path}: the model has no place for tensor {name:.100}")
-    if tensor.shape != allowed[name]:
+    part = allowed[name]
+    if tensor.shape not in part.shapes:
         raise ModelLoadError(
             f"{path}: tensor {name} has shape {tensor.shape!s:.100}, the model needs "
-            f"{allowed[name]}"
+            f"{' or '.join(map(str, part.shapes))}"
         )
-    if tensor.dtype not in FLOAT_BYTES:
+    if tensor.dtype not in part.dtypes:
+        is_plain = part.dtypes == tuple(FLOAT_BYTES)
         raise ModelLoadError(
             f"{path}: tensor {name} is of type {tensor.dtype:.20}; supported: "
-            f"{', '.join(FLOAT_BYTES)} (no quantized weights)"
+            f"{', '.join(part.dtypes)}{' (no quantized weights)' if is_plain else ''}"
         )
 
 
@@ -174,7 +195,7 @@ def _check_places(path: Path, tensors: dict[str, StoredTensor], data_bytes: int)
         start, stop = tensor.data_offsets
         if start != end or stop < start:
             raise _unsound(path, f"tensor {name:.100} does not begin where the one before it ends")
-        size = FLOAT_BYTES.get(tensor.dtype)
+        size = DTYPE_BYTES.get(tensor.dtype)
         if size is not None and stop - start != size * prod(tensor.shape):
             raise _unsound(path, f"tensor {name:.100} has {stop - start:,} bytes, not its shape's")
         end = stop

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ModelLoadError
+from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, parse_rope_parameters
 
 # Keys that do not change results: names, training, how transformers runs a model, its sampling
@@ -89,6 +90,7 @@ _READ = frozenset(
         "max_window_layers",
         "original_max_position_embeddings",
         "partial_rotary_factor",
+        "quantization_config",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -101,7 +103,6 @@ _READ = frozenset(
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
-    "quantization_config": (),
     "compression_config": (),
     "attn_logit_softcapping": (),
     "final_logit_softcapping": (),
@@ -175,6 +176,7 @@ def parse_decoder_config(
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
     _refuse_unhandled(hf_config, honours)
+    parse_quantization(hf_config)  # refuses what is unsupported
     sizes: dict[str, Any] = {key: _size(hf_config, key) for key in _REQUIRED}
     hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
     config = DecoderConfig(

@@ -130,7 +130,7 @@ def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_block
     """bytes_in_memory of all tensors of a model, by the model's names."""
     layers: dict[str, list[GGUFTensor]] = {}
     for name, tensor in tensors.items():
-        layers.setdefault(_MERGED.sub(_layer, name), []).append(tensor)
+        layers.setdefault(layer_of(name), []).append(tensor)
     return sum(
         bytes_in_memory(tensor, dtype, keeps_blocks and _are_kept(layer))
         for layer in layers.values()
@@ -138,8 +138,9 @@ def weights_in_memory(tensors: Mapping[str, GGUFTensor], dtype: str, keeps_block
     )
 
 
-def _layer(name: re.Match[str]) -> str:
-    return "qkv" if name[0][0] in "qkv" else "gate_up"
+def layer_of(name: str) -> str:
+    """The name of the layer that a weight is merged into, whose blocks are kept if all can be."""
+    return _MERGED.sub(lambda found: "qkv" if found[0][0] in "qkv" else "gate_up", name)
 
 
 def _are_kept(tensors: Iterable[GGUFTensor]) -> bool:

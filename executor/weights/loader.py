@@ -1,4 +1,5 @@
-"""Fills the parameters of a model from safetensors or GGUF files, or with random values.
+"""Fills the parameters of a model from safetensors or GGUF files, or with random values. Weights
+of quantized checkpoints are packed on the way.
 
 Must not know: architectures, what a parameter is for, requests.
 """
@@ -16,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from ...ipc.checkpoint import check_checkpoint
 from ...ipc.errors import ModelLoadError
 from ...ipc.gguf_weights import is_gguf
+from ...ipc.quantization_config import CheckpointQuantization
 from .gguf import load_gguf_weights
 from .packed_rows import PackedRows, copy_weights
+from .quantized import QuantizedWeights
 
 _STAGE = "load weights"
 
@@ -26,9 +29,17 @@ Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
-def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_weights) -> None:
+def load_weights(
+    model: Any,
+    directory: Path,
+    report: Report,
+    fill: Fill = copy_weights,
+    quantization: CheckpointQuantization | None = None,
+) -> None:
     """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
     to the parameter's dtype.
+
+    quantization: of the safetensors files, from their config.json.
 
     Reports the loaded fraction of all elements. `fill(tensor, stored)` does the work and may keep
     both arguments; they are not read again. Files are mapped and read once, and pages that were
@@ -44,15 +55,21 @@ def load_weights(model: Any, directory: Path, report: Report, fill: Fill = copy_
     tied = model.tied_weights()
     dtype = next(iter(missing.values())).dtype
     shapes = {name: list(tensor.shape) for name, tensor in missing.items()}
-    origin = check_checkpoint(directory, shapes, tied)
+    origin = check_checkpoint(directory, shapes, tied, quantization)
+    quantized = QuantizedWeights(shapes, quantization, set(origin))
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path, names in groupby(origin, key=origin.__getitem__):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in names:
-                    if name in missing:
-                        num_loaded += missing[name].numel()
-                        fill(missing.pop(name), file.get_tensor(name))
+                    values = None
+                    if (weight := quantized.weight_of(name)) is not None:
+                        values = quantized.add(name, file.get_tensor(name), dtype)
+                    elif (weight := name) in missing:
+                        values = file.get_tensor(name)
+                    if values is not None:
+                        num_loaded += missing[weight].numel()
+                        fill(missing.pop(weight), values)
                         report(_STAGE, num_loaded / num_expected)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error

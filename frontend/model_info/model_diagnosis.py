@@ -15,6 +15,7 @@ from ...ipc.checkpoint import check_checkpoint, missing_weight_files
 from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ...ipc.gguf_weights import is_gguf
+from ...ipc.quantization_config import CheckpointQuantization, parse_quantization
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
@@ -68,7 +69,7 @@ def check_model(
             f"keys of config.json that Quire ignores: {', '.join(unread)}",
             "check the model's page: none of them may change its computation",
         )
-    yield check_weights(directory, args, sizes)
+    yield check_weights(directory, args, sizes, parse_quantization(hf_config))
     yield check_plan(args)
     if args.skip_tokenizer_init:
         return
@@ -101,7 +102,12 @@ def check_model(
     yield check_answers(tokenizer, server, chat_template)
 
 
-def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Finding:
+def check_weights(
+    directory: Path,
+    args: EngineArgs,
+    sizes: ModelSizes,
+    quantization: CheckpointQuantization | None,
+) -> Finding:
     """Compares the headers of all weight files with what the engine's loader expects. The loader
     uses the same check.
     """
@@ -129,13 +135,19 @@ def check_weights(directory: Path, args: EngineArgs, sizes: ModelSizes) -> Findi
     table = ARCHITECTURES[sizes.architecture]
     try:
         origin = check_checkpoint(
-            directory, table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
+            directory,
+            table.weight_shapes(sizes.config),
+            table.tied_weights(sizes.config),
+            quantization,
         )
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))
     kind = "GGUF" if is_gguf(directory) else "safetensors"
-    return passed("weights", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files")
+    how = f" ({quantization.method})" if quantization is not None else ""
+    return passed(
+        "weights", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files{how}"
+    )
 
 
 def check_plan(args: EngineArgs) -> Finding:

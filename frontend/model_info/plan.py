@@ -16,7 +16,13 @@ from ...ipc.architectures import ARCHITECTURES
 from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.gguf import read_gguf
-from ...ipc.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
+from ...ipc.gguf_weights import (
+    DTYPE_BYTES,
+    MEMORY_TYPES,
+    check_gguf_tensors,
+    is_gguf,
+    weights_in_memory,
+)
 from ...ipc.machine import free_memory_bytes
 from ...ipc.memory_plan import (
     CPU_MEMORY_FRACTION,
@@ -26,6 +32,8 @@ from ...ipc.memory_plan import (
     free_of_share,
     plan_num_blocks,
 )
+from ...ipc.quantization_config import parse_quantization
+from ...ipc.quantized_tensors import saved_bytes
 from ...ipc.rope_config import model_context
 from ..engine_args import EngineArgs
 from .gpu_memory import gpu_memory_bytes
@@ -49,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     weights_bytes: int
     quantization: str | None  # of the linear layers' weights
-    keeps_blocks: bool  # of a GGUF file, for the types that kernels multiply
+    keeps_blocks: bool  # quantized weights of the files, for the types that kernels multiply
     # "bfloat16" or "float32" unquantized, else "int8" or "int4" with this dtype
     weights_bytes_by_dtype: dict[str, int]
     kv_bytes_per_token: int
@@ -143,12 +151,8 @@ def make_plan(
     bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
     block_bytes = bytes_per_token * block_size
     quantization = config.model_config.quantization
-    keeps_blocks = _keeps_blocks(config)
-    weights_bytes = (
-        _bytes_of_blocks(config, sizes)
-        if keeps_blocks
-        else sizes.weights_bytes(dtype, quantization)
-    )
+    kept_bytes = _bytes_of_blocks(config, sizes)
+    weights_bytes = sizes.weights_bytes(dtype, quantization) if kept_bytes is None else kept_bytes
     free = (
         memory.total_bytes
         - memory.withheld_bytes
@@ -187,7 +191,7 @@ def make_plan(
         dtype=dtype,
         weights_bytes=weights_bytes,
         quantization=quantization,
-        keeps_blocks=keeps_blocks,
+        keeps_blocks=kept_bytes is not None,
         weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
         | {
             name: sizes.weights_bytes(dtype, name)
@@ -214,24 +218,29 @@ def make_plan(
     )
 
 
-def _keeps_blocks(config: EngineConfig) -> bool:
-    """Whether the model is a GGUF file whose blocks are multiplied as they are; the engine's
-    LayerFactory.keeps_blocks decides the same.
+def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
+    """Bytes of the weights of a GGUF file or a quantized checkpoint, whose blocks are multiplied as
+    they are; None for others. The engine's LayerFactory.keeps_blocks decides the same.
     """
-    device = config.device_config
-    return (
-        is_gguf(Path(config.model_config.model))
-        and (config.model_config.dtype, config.model_config.quantization) == ("bfloat16", None)
-        and (device.device, device.cpu_isa != "none") == ("cpu", True)
-        and device.kernels.get("pack_gguf_linear") != "reference"
-    )
-
-
-def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int:
-    file = read_gguf(Path(config.model_config.model))
+    device, model_config = config.device_config, config.model_config
+    if (
+        (model_config.dtype, model_config.quantization) != ("bfloat16", None)
+        or (device.device, device.cpu_isa != "none") != ("cpu", True)
+        or device.kernels.get("pack_gguf_linear") == "reference"
+    ):
+        return None
     shapes = ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)
-    tensors = check_gguf_tensors(file, shapes)
-    return weights_in_memory(tensors, config.model_config.dtype, keeps_blocks=True)
+    if is_gguf(path := Path(model_config.model)):
+        tensors = check_gguf_tensors(read_gguf(path), shapes)
+        return weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+    quantization = parse_quantization(model_config.hf_config)
+    if quantization is None:
+        return None
+    dense = sizes.weights_bytes(model_config.dtype)
+    saved = saved_bytes(
+        shapes, quantization, DTYPE_BYTES[model_config.dtype], MEMORY_TYPES.__contains__
+    )
+    return dense - saved if saved else None
 
 
 class Memory(msgspec.Struct, frozen=True):

@@ -1,8 +1,12 @@
-"""Specification of GGML's block types: the weights that packed blocks of a GGUF file stand for.
+"""Specification of block types: the weights that packed blocks stand for. Those of GGUF files are
+GGML's; INT4_* hold the int4 weights of other quantized checkpoints.
 
 Must not know: files, speed.
 
-A row is a sequence of blocks. Every formula multiplies, adds and rounds in the order of GGML's own
+A row is a sequence of blocks. A block of INT4_n is a little-endian word and n numbers as Q4_0 has
+them: the word is a scale in fp32, whose lowest five bits are a whole zero in place of its own.
+
+Every formula multiplies, adds and rounds in the order of GGML's own
 code, so that the results are its results bit by bit.
 """
 
@@ -41,9 +45,9 @@ def row_bytes(columns: int, type: str) -> int:
 
 
 def block_type(type: str) -> BlockType:
-    if type not in TYPES:
+    if type not in TYPES and type not in INT4_TYPES:
         raise ValueError(f"type {type:.20} is not supported; supported: {', '.join(TYPES)}")
-    return TYPES[type]
+    return TYPES[type] if type in TYPES else INT4_TYPES[type]
 
 
 def dequantize(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -219,6 +223,20 @@ def _tq2_0(blocks: Tensor) -> Tensor:
     return half(scale) * (unpack_bits(numbers, 2, 32).float() - 1)
 
 
+def scale_and_zero(words: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, 4] bytes of INT4_* -> scales and zeros [blocks, 1] f32"""
+    bits = words.contiguous().view(torch.int32)
+    return (bits & ~ZERO_BITS).view(torch.float32), (bits & ZERO_BITS).float()
+
+
+def _int4(blocks: Tensor) -> Tensor:
+    words, numbers = split(blocks, 4, blocks.shape[1] - 4)
+    scale, zero = scale_and_zero(words)
+    return scale * (unpack_bits(numbers, 4, 16).float() - zero)
+
+
+ZERO_BITS = 31  # of the word of a block of INT4_*
+INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 64, 128)}
 TYPES = {
     "F32": BlockType(1, 4, _f32),
     "F16": BlockType(1, 2, half),

@@ -104,7 +104,7 @@ def test_complete_models_are_ready(cache: Path) -> None:
         ),
         (
             {"config.json": json.dumps({**CONFIG, "quantization_config": {}})},
-            "quantization_config={} is not supported",
+            "quantization_config: quant_method None is not supported",
         ),
         (
             {

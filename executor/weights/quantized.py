@@ -1,0 +1,278 @@
+"""Packs the tensors that a quantized checkpoint stores for a weight into blocks, or unpacks them.
+
+Must not know: files, names, models, what a weight is for.
+
+A weight is scale * (number - zero). Blocks hold it exactly (kernels/reference/gguf_blocks.py);
+where they cannot, the product is computed in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...ipc.errors import ModelLoadError
+from ...ipc.quantization_config import CheckpointQuantization, WeightFormat
+from ...ipc.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
+from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS
+from ..device import release_mapped
+from .packed_rows import PackedRows
+
+logger = logging.getLogger(__name__)
+
+# the columns that the words of AWQ have in the low and in the high halves of their four bytes
+_AWQ_LOW, _AWQ_HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+
+
+class QuantizedWeights:
+    """Collects the tensors of quantized weights, which may come in any order and from several
+    files.
+    """
+
+    def __init__(
+        self,
+        shapes: dict[str, list[int]],
+        quantization: CheckpointQuantization | None,
+        stored: set[str],
+    ):
+        """shapes: of the model's weights; stored: names of all tensors in the files"""
+        self._shapes, self._quantization = shapes, quantization
+        self._weights = {
+            name: part.weight
+            for name, part in parts_of(shapes, quantization).items()
+            if name in stored
+        }
+        self._missing: dict[str, set[str]] = {}
+        for name, weight in self._weights.items():
+            self._missing.setdefault(weight, set()).add(name)
+        self._parts: dict[str, dict[str, Tensor]] = {}
+        self._problems: set[str] = set()  # that the log has
+
+    def weight_of(self, name: str) -> str | None:
+        """The model's weight that a stored tensor is a part of."""
+        return self._weights.get(name)
+
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype) -> PackedRows | Tensor | None:
+        """Returns the weight once its last tensor is there: blocks, or values of `dtype`."""
+        weight = self._weights[name]
+        parts = self._parts.setdefault(weight, {})
+        parts[name.rpartition(".")[2]] = tensor
+        self._missing[weight].discard(name)
+        if self._missing[weight]:
+            return None
+        shape = self._shapes[weight]
+        found = self._quantization.format_of(weight, shape) if self._quantization else None
+        assert found is not None
+        try:
+            values, problem = pack_weight(found, shape, parts, dtype)
+        except ValueError as error:
+            raise ModelLoadError(f"the quantized tensors of {weight}: {error}") from None
+        if problem is not None and problem not in self._problems:
+            self._problems.add(problem)
+            logger.info("%s and others are unpacked to %s: %s", weight, dtype, problem)
+        for part in self._parts.pop(weight).values():
+            release_mapped(part)
+        return values
+
+
+class Numbers(NamedTuple):
+    """The parts of a weight [rows, columns]."""
+
+    numbers: Tensor  # uint8, int8 or e4m3; of 4 bits [rows, columns / 2], the first in the low half
+    scales: Tensor  # f32, a number for each group, see `group_of`
+    zeros: Tensor | None  # as scales, i32; None: zero
+    group_of: Tensor | None  # [columns]: the group of each column, where it is not in order
+    group_rows: int  # rows with one scale
+    group_size: int  # columns with one scale
+
+
+def pack_weight(
+    found: WeightFormat, shape: list[int], parts: dict[str, Tensor], dtype: torch.dtype
+) -> tuple[PackedRows | Tensor, str | None]:
+    """The weight, and why it is not packed, if it is not: then it is a tensor of `dtype`.
+
+    parts: the stored tensors by the last part of their names (ipc/quantized_tensors.py).
+
+    Raises ValueError for indices that lead out of the tensors.
+    """
+    weight = _READERS[found.layout](found, shape, parts)
+    kind, problem = packed_type(found, shape[1]), None
+    if found.is_float:
+        problem = "no kernel multiplies fp8"
+    elif kind is None:
+        problem = f"no kernel has groups of {weight.group_size} columns"
+    elif weight.group_of is not None:
+        problem = "columns of a group are not neighbours (act-order)"
+    else:
+        rows = _pack_int8(weight) if kind == INT8_TYPE else _pack_int4(weight, BLOCKS[kind][0])
+        if rows is not None:
+            return PackedRows(rows, kind), None
+        problem = f"blocks of {kind} do not hold its scales or zeros exactly"
+    return _unpacked(weight, found.bits, dtype), problem
+
+
+# ---------------------------------------------------------------- formats
+
+
+def _read_awq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    numbers = _awq_columns(parts["qweight"]).T.contiguous()
+    return Numbers(
+        numbers[:, ::2] | numbers[:, 1::2] << 4,
+        parts["scales"].float().T,
+        _awq_columns(parts["qzeros"]).T.int(),
+        *_in_groups(found, shape),
+    )
+
+
+def _awq_columns(words: Tensor) -> Tensor:
+    """[inputs, words] i32 -> [inputs, 8 * words] uint8"""
+    both = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    out = torch.empty(*words.shape, 8, dtype=torch.uint8)
+    out[..., _AWQ_LOW], out[..., _AWQ_HIGH] = both & 15, both >> 4
+    return out.flatten(1)
+
+
+def _read_gptq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    words = parts["qweight"].T.contiguous()  # [rows, columns / numbers in a word]
+    zeros = _spread(parts["qzeros"].contiguous().view(torch.uint8), found.bits)
+    # what exceeds the bits is lost, as in the format's own code
+    zeros = (zeros.T.int() + found.zero_offset) & (1 << found.bits) - 1
+    group_of, group_rows, group_size = _in_groups(found, shape)
+    return Numbers(
+        words.view(torch.uint8),
+        parts["scales"].float().T,
+        zeros,
+        _group_of(parts.get("g_idx"), shape[1], group_size),
+        group_rows,
+        group_size,
+    )
+
+
+def _read_packed(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    """compressed-tensors adds half of the range to numbers and zeros."""
+    rows, columns = shape
+    numbers = parts["weight_packed"].contiguous().view(torch.uint8)
+    numbers = numbers[:, : -(-columns * found.bits // 8)]
+    scales = parts["weight_scale"].float()
+    scales = scales.reshape(1, 1) if found.group_rows == 0 else scales.reshape(rows, -1)
+    middle = 1 << (found.bits - 1)
+    if (stored := parts.get("weight_zero_point")) is None:
+        zeros = torch.full(scales.shape, middle, dtype=torch.int32)
+    else:
+        by_group = stored.T.contiguous().view(torch.uint8)
+        zeros = _spread(by_group, found.bits)[:, :rows].T.int()
+    group_of, group_rows, group_size = _in_groups(found, shape)
+    group_of = _group_of(parts.get("weight_g_idx"), columns, group_size)
+    return Numbers(numbers, scales, zeros, group_of, group_rows, group_size)
+
+
+def _read_plain(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
+    scales = parts[found.scale_name].float()
+    if found.group_rows == 0:
+        scales = scales.reshape(1, 1)
+    elif found.group_rows == 1:
+        scales = scales.reshape(shape[0], -1)
+    numbers, zeros = parts["weight"], parts.get("weight_zero_point")
+    if zeros is not None:
+        zeros = zeros.int().reshape(scales.shape)
+    if found.bits == 4:
+        if bool(((numbers < -8) | (numbers > 7)).any()):
+            raise ValueError("its numbers exceed 4 bits")
+        numbers = (numbers + 8).view(torch.uint8)
+        numbers = numbers[:, ::2] | numbers[:, 1::2] << 4
+        zeros = torch.full(scales.shape, 8, dtype=torch.int32) + (0 if zeros is None else zeros)
+    return Numbers(numbers, scales, zeros, *_in_groups(found, shape))
+
+
+_READERS = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "packed": _read_packed,
+    "plain": _read_plain,
+}
+
+
+def _in_groups(found: WeightFormat, shape: list[int]) -> tuple[None, int, int]:
+    return None, found.group_rows or shape[0], found.group_size or shape[1]
+
+
+def _group_of(stored: Tensor | None, columns: int, group_size: int) -> Tensor | None:
+    """The index of each column's group, unless they are in order."""
+    if stored is None or bool((stored < 0).all()):  # compressed-tensors writes -1 for "in order"
+        return None
+    if bool(((stored < 0) | (stored >= -(-columns // group_size))).any()):
+        raise ValueError("its index of groups leads out of the scales")
+    in_order = torch.equal(stored.long(), torch.arange(columns) // group_size)
+    return None if in_order else stored.long()
+
+
+# ---------------------------------------------------------------- blocks
+
+
+def _pack_int4(weight: Numbers, size: int) -> Tensor | None:
+    """Blocks of INT4_`size`, [rows, bytes]; None where they are not exact."""
+    bits = weight.scales.contiguous().view(torch.int32)
+    zeros = weight.zeros
+    if zeros is None or bool((bits & ZERO_BITS).any()) or bool((zeros & ~ZERO_BITS).any()):
+        return None
+    rows, blocks = len(weight.numbers), weight.numbers.shape[1] * 2 // size
+    words = (bits | zeros).expand(rows, -1)
+    words = words.repeat_interleave(blocks // words.shape[1], 1)
+    out = torch.empty(rows, blocks, 4 + size // 2, dtype=torch.uint8)
+    out[..., :4] = words.contiguous().view(torch.uint8).view(rows, blocks, 4)
+    # 32 columns: the first 16 in the low halves of bytes, the others in the high ones
+    pairs = weight.numbers.view(rows, -1, 2, 8)
+    first, second = pairs[:, :, 0], pairs[:, :, 1]
+    to = out[..., 4:].view(rows, blocks, size // 32, 8, 2)
+    by_block = (rows, blocks, size // 32, 8)
+    to[..., 0] = (first & 15 | second << 4).view(by_block)
+    to[..., 1] = (first >> 4 | second & 0xF0).view(by_block)
+    return out.flatten(1)
+
+
+def _pack_int8(weight: Numbers) -> Tensor | None:
+    """Blocks of Q8_0, [rows, bytes]; None where they are not exact."""
+    is_signed = weight.numbers.dtype == torch.int8
+    if weight.zeros is not None and bool((weight.zeros != (0 if is_signed else 128)).any()):
+        return None
+    halves = weight.scales.half()
+    if not torch.equal(halves.float(), weight.scales):
+        return None
+    size, num_bytes = BLOCKS[INT8_TYPE]
+    rows, columns = weight.numbers.shape
+    halves = halves.expand(rows, -1)
+    halves = halves.repeat_interleave(columns // size // halves.shape[1], 1).contiguous()
+    out = torch.empty(rows, columns // size, num_bytes, dtype=torch.uint8)
+    out[..., :2] = halves.view(torch.uint8).view(rows, -1, 2)
+    numbers = weight.numbers.contiguous().view(torch.uint8)
+    out[..., 2:] = (numbers if is_signed else numbers ^ 128).view(rows, -1, size)
+    return out.flatten(1)
+
+
+def _unpacked(weight: Numbers, bits: int, dtype: torch.dtype) -> Tensor:
+    """[rows, columns], in pieces of rows"""
+    rows = len(weight.numbers)
+    columns = weight.numbers.shape[1] * 8 // bits
+    group_of = weight.group_of
+    if group_of is None:
+        group_of = torch.arange(columns) // weight.group_size
+    out = torch.empty(rows, columns, dtype=dtype)
+    step = max(1, PIECE // max(columns, 1))
+    for start in range(0, rows, step):
+        numbers = weight.numbers[start : start + step]
+        if bits == 4:
+            numbers = _spread(numbers, 4)
+        of_rows = torch.arange(start, start + len(numbers)) // weight.group_rows
+        values = numbers.float()
+        if weight.zeros is not None:
+            values -= weight.zeros[of_rows][:, group_of]
+        out[start : start + step] = values * weight.scales[of_rows][:, group_of]
+    return out
+
+
+def _spread(packed: Tensor, bits: int) -> Tensor:
+    """[rows, bytes] -> [rows, numbers] uint8"""
+    return packed if bits == 8 else torch.stack([packed & 15, packed >> 4], 2).flatten(1)

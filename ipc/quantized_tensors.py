@@ -1,0 +1,154 @@
+"""The tensors that a quantized checkpoint stores in place of a weight, and the blocks that the
+engine packs them into.
+
+Must not know: tensors' values, torch, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from .errors import ModelLoadError
+from .gguf_weights import layer_of
+from .quantization_config import CheckpointQuantization, WeightFormat
+
+FLOATS = ("F32", "F16", "BF16")
+E4M3 = "F8_E4M3"
+# Suffixes of what static quantization of activations and of the cache leaves: Quire quantizes
+# activations anew, in smaller groups, and has scales of its own in the cache.
+UNUSED = (
+    "input_scale",
+    "input_zero_point",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "activation_scale_ub",
+    "input_scale_ub",
+)
+# columns of a block with one scale -> its type (kernels/reference/gguf_blocks.py)
+INT4_TYPES = {128: "INT4_128", 64: "INT4_64", 32: "INT4_32"}
+INT8_TYPE = "Q8_0"
+# type -> columns and bytes of a block
+BLOCKS = {"INT4_128": (128, 68), "INT4_64": (64, 36), "INT4_32": (32, 20), "Q8_0": (32, 34)}
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor of a checkpoint: the types and shapes that it may have."""
+
+    weight: str  # the model's name
+    dtypes: tuple[str, ...]
+    shapes: tuple[list[int], ...]
+    is_required: bool = True
+
+
+def parts_of(
+    shapes: dict[str, list[int]], quantization: CheckpointQuantization | None
+) -> dict[str, StoredPart]:
+    """As stored_parts, of all quantized weights among `shapes`."""
+    parts: dict[str, StoredPart] = {}
+    for name, shape in shapes.items() if quantization is not None else ():
+        found = None if quantization is None else quantization.format_of(name, shape)
+        if found is not None:
+            parts |= stored_parts(name, shape, found)
+    return parts
+
+
+def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, StoredPart]:
+    """Name in the checkpoint -> tensor, for a weight [rows, columns] of the model.
+
+    Raises ModelLoadError for a shape that the format cannot have.
+    """
+    layer = name.removesuffix("weight")
+    rows, columns = shape
+    group = found.group_size or columns
+    if found.layout != "plain" and columns % group:
+        raise ModelLoadError(
+            f"config.json: quantization_config: {name} has {columns} columns, not a multiple of "
+            f"group_size={group}"
+        )
+    per_word, groups = 32 // found.bits, -(-columns // group)
+    parts: dict[str, StoredPart] = {}
+
+    def add(part: str, dtypes: tuple[str, ...], *shapes: list[int], is_required=True) -> None:
+        parts[layer + part] = StoredPart(name, dtypes, shapes, is_required)
+
+    if found.layout in ("awq", "gptq"):
+        of_words = columns if found.layout == "gptq" else rows
+        if of_words % per_word or rows % per_word:
+            raise ModelLoadError(
+                f"config.json: quantization_config: {name} of shape {shape} does not fill words of "
+                f"{per_word} numbers"
+            )
+        is_gptq = found.layout == "gptq"
+        qweight = [columns // per_word, rows] if is_gptq else [columns, rows // per_word]
+        add("qweight", ("I32",), qweight)
+        add("qzeros", ("I32",), [groups, rows // per_word])
+        add("scales", FLOATS, [groups, rows])
+        if is_gptq:
+            add("g_idx", ("I32", "I64"), [columns], is_required=False)
+        return parts
+    if found.bits == 4 and columns % 2:
+        raise ModelLoadError(
+            f"config.json: quantization_config: {name} has {columns} columns, which are not pairs"
+        )
+    if found.layout == "packed":
+        add("weight_packed", ("I32",), [rows, -(-columns // per_word)])
+        add("weight_shape", ("I64", "I32"), [2], is_required=False)
+        add("weight_g_idx", ("I32", "I64"), [columns], is_required=False)
+        zeros, zero_dtypes = ([-(-rows // per_word), groups],), ("I32",)
+    else:
+        add("weight", (E4M3,) if found.is_float else ("I8",), shape)
+        zeros, zero_dtypes = _scale_shapes(rows, groups, found), ("I8", "I32", "I64")
+    add(found.scale_name, FLOATS, *_scale_shapes(rows, groups, found))
+    if not found.is_float:
+        add("weight_zero_point", zero_dtypes, *zeros, is_required=not found.is_symmetric)
+    return parts
+
+
+def _scale_shapes(rows: int, groups: int, found: WeightFormat) -> tuple[list[int], ...]:
+    if found.group_rows == 0:
+        return [], [1], [1, 1]
+    if found.group_rows > 1:
+        return ([-(-rows // found.group_rows), groups],)
+    return ([rows, groups], [rows]) if groups == 1 else ([rows, groups],)
+
+
+def packed_type(found: WeightFormat, columns: int) -> str | None:
+    """The type of blocks that hold such a weight exactly, if its scales and zeros allow it; None:
+    it is unpacked to the model's dtype.
+    """
+    if found.is_float:
+        return None
+    group = found.group_size or columns
+    if found.bits == 8:
+        return INT8_TYPE if group % BLOCKS[INT8_TYPE][0] == 0 else None
+    return next((kind for size, kind in INT4_TYPES.items() if group % size == 0), None)
+
+
+def saved_bytes(
+    shapes: dict[str, list[int]],
+    quantization: CheckpointQuantization,
+    itemsize: int,
+    keeps: Callable[[str], bool],
+) -> int:
+    """How much less memory the weights take than in a dtype of `itemsize` bytes, where blocks of
+    the types that `keeps` names are multiplied as they are.
+    """
+    layers: dict[str, list[int | None]] = {}
+    for name, shape in shapes.items():
+        found = quantization.format_of(name, shape)
+        kind = None if found is None else packed_type(found, shape[1])
+        saved = None
+        if kind is not None and keeps(kind):
+            columns, num_bytes = BLOCKS[kind]
+            saved = prod(shape) * itemsize - prod(shape) // columns * num_bytes
+        if name.endswith(".weight"):
+            layers.setdefault(layer_of(name), []).append(saved)
+    return sum(
+        sum(saved for saved in layer if saved is not None)
+        for layer in layers.values()
+        if None not in layer
+    )

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import mmap
 import re
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from struct import Struct, unpack_from
@@ -27,6 +29,7 @@ SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 MAX_DIMENSIONS = 4
 # all arrays of a file together: the largest tokenizers have about a million tokens and merges
 MAX_ARRAY_ELEMENTS = 2**22
+ELEMENTS_READ_AT_ONCE = 1024  # a longer array is read when it is asked for
 MAX_ENTRIES, MAX_TENSORS = 2**16, 2**18
 MAX_KEY_BYTES = 65_535
 SMALLEST_ENTRY_BYTES, SMALLEST_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
@@ -84,9 +87,28 @@ class GGUFTensor(NamedTuple):
     num_bytes: int
 
 
+class Metadata(Mapping[str, Any]):
+    """int, float, bool, str, or a list of these. A long list, as those of a vocabulary, is read
+    from the file each time it is asked for, so that what needs only the rest costs no memory.
+    """
+
+    def __init__(self, values: dict[str, Any]):
+        self._values = values
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        return value.read() if isinstance(value, _LongArray) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
 class GGUFFile(NamedTuple):
     paths: list[Path]  # more than one if the file is split
-    metadata: dict[str, Any]  # int, float, bool, str, or a list of these
+    metadata: Metadata
     tensors: dict[str, GGUFTensor]
 
 
@@ -100,10 +122,9 @@ def read_gguf(path: Path) -> GGUFFile:
     metadata, tensors = _read_part(path)
     count = metadata.get(SPLIT_COUNT_KEY, 1)
     if count in (0, 1):
-        return GGUFFile([path], metadata, tensors)
+        return GGUFFile([path], metadata, dict(tensors))
     paths = _parts(path, count)
-    first: dict[str, Any] = {}
-    total: dict[str, GGUFTensor] = {}
+    first, total = metadata, dict(tensors)
     for number, part in enumerate(paths):
         part_metadata, part_tensors = _read_part(part) if part != path else (metadata, tensors)
         if number == 0:
@@ -143,16 +164,44 @@ def _parts(path: Path, count: Any) -> list[Path]:
     return paths
 
 
-def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def _read_part(path: Path) -> tuple[Metadata, dict[str, GGUFTensor]]:
     check_regular_file(path)
     try:
-        with path.open("rb") as file:
-            if (size := path.stat().st_size) < FIRST_HEADER.size:
-                raise _unsound(path, f"it has {size} bytes, a header needs {FIRST_HEADER.size}")
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Header(path, data).read()
+        status = path.stat()
+        return _read_part_once(path, status.st_ino, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise _unsound(path, str(error)) from error
+
+
+# a start reads a header for the configuration, the tokenizer, the plan and the weights
+@lru_cache(maxsize=64)
+def _read_part_once(
+    path: Path, inode: int, size: int, mtime_ns: int
+) -> tuple[Metadata, dict[str, GGUFTensor]]:
+    if size < FIRST_HEADER.size:
+        raise _unsound(path, f"it has {size} bytes, a header needs {FIRST_HEADER.size}")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _Header(path, data).read()
+
+
+class _LongArray(NamedTuple):
+    path: Path
+    field: str  # what an error names
+    letter: str  # of struct; "" for strings
+    length: int
+    at: int  # first byte
+
+    def read(self) -> list[Any]:
+        try:
+            with (
+                self.path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                header = _Header(self.path, data)
+                header.at = self.at
+                return header.elements(self.letter, self.length, self.field)
+        except (OSError, ValueError) as error:  # ValueError: the file is empty now
+            raise _unsound(self.path, str(error)) from error
 
 
 class _Header:
@@ -163,7 +212,7 @@ class _Header:
         self.at = 0
         self.elements_left = MAX_ARRAY_ELEMENTS
 
-    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    def read(self) -> tuple[Metadata, dict[str, GGUFTensor]]:
         magic, version, num_tensors, num_entries = FIRST_HEADER.unpack_from(self.data)
         self.at = FIRST_HEADER.size
         if magic != MAGIC:
@@ -190,7 +239,8 @@ class _Header:
         if not is_number or not 1 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise self.unsound(f"{ALIGNMENT_KEY} is {alignment!r:.100}, not a power of two")
         infos = [self.tensor(index) for index in range(num_tensors)]
-        return metadata, self.placed(infos, -(-self.at // alignment) * alignment, alignment)
+        start = -(-self.at // alignment) * alignment
+        return Metadata(metadata), self.placed(infos, start, alignment)
 
     def placed(
         self, infos: list[tuple[str, tuple[int, ...], str, int]], start: int, alignment: int
@@ -247,7 +297,7 @@ class _Header:
             return self.array(key)
         return self.number(self.letter(kind, key), field)
 
-    def array(self, key: str) -> list[Any]:
+    def array(self, key: str) -> list[Any] | _LongArray:
         field = f"the array {key:.100}"
         kind, length = self.number("I", field), self.number("Q", field)
         letter = "" if kind == _STRING else self.letter(kind, key)
@@ -255,6 +305,16 @@ class _Header:
         if length > self.elements_left:
             raise self.unsound(f"{field} is the one with which arrays have too many elements")
         self.elements_left -= length
+        if length <= ELEMENTS_READ_AT_ONCE:
+            return self.elements(letter, length, field)
+        array = _LongArray(self.path, field, letter, length, self.at)
+        if letter:
+            self.skip(length * Struct(f"<{letter}").size, field)
+        else:
+            self.skip_strings(length, field)
+        return array
+
+    def elements(self, letter: str, length: int, field: str) -> list[Any]:
         if letter == "?":
             return [byte != 0 for byte in self.take(length, field)]
         if letter:
@@ -262,8 +322,17 @@ class _Header:
             return list(unpack_from(form, self.take(Struct(form).size, field)))
         return self.strings(length, field)
 
-    def strings(self, length: int, field: str) -> list[str]:
+    def skip_strings(self, length: int, field: str) -> None:
         # a loop without calls of methods: there may be a million
+        data, at, end, unpack = self.data, self.at, self.size - 8, _LENGTH.unpack_from
+        for _ in range(length):
+            if at > end:
+                raise self.unsound(f"it ends within {field}")
+            at += 8 + unpack(data, at)[0]
+        self.skip(at - self.at, field)
+
+    def strings(self, length: int, field: str) -> list[str]:
+        # also a loop without calls of methods
         data, at, end, values, unpack = self.data, self.at, self.size, [], _LENGTH.unpack_from
         try:
             for _ in range(length):
@@ -295,10 +364,13 @@ class _Header:
         return _SCALARS[kind]
 
     def take(self, num_bytes: int, field: str) -> bytes:
+        self.skip(num_bytes, field)
+        return self.data[self.at - num_bytes : self.at]
+
+    def skip(self, num_bytes: int, field: str) -> None:
         if num_bytes > self.size - self.at:
             raise self.unsound(f"it ends within {field}")
         self.at += num_bytes
-        return self.data[self.at - num_bytes : self.at]
 
     def check_count(self, field: str, count: int, smallest: int) -> None:
         if count * smallest > self.size - self.at:

@@ -85,8 +85,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             f"{', '.join(ARCHITECTURES)}"
         )
     own = {
-        key.removeprefix(f"{architecture}."): _decimal(value)
-        for key, value in metadata.items()
+        key.removeprefix(f"{architecture}."): _decimal(metadata[key])
+        for key in metadata
         if key.startswith(f"{architecture}.")
     }
     name, model_type = ARCHITECTURES[architecture]

@@ -30,15 +30,14 @@ def tokenizer_json(path: Path) -> bytes:
     beside = path.with_name("tokenizer.json")
     if beside.exists():
         return beside.read_bytes()
-    return msgspec.json.encode(gguf_tokenizer(read_gguf(path)))
+    return msgspec.json.encode(gguf_tokenizer(Vocabulary(read_gguf(path))))
 
 
-def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
+def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
     """The contents of tokenizer.json.
 
     Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
     """
-    vocabulary = _Vocabulary(file)
     if vocabulary.kind == "gpt2":
         parts = _byte_level(vocabulary)
     else:
@@ -51,17 +50,17 @@ def gguf_tokenizer(file: GGUFFile) -> dict[str, Any]:
     } | parts
 
 
-def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
+def gguf_tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
     """The contents of tokenizer_config.json: special tokens by role, and chat templates."""
-    vocabulary, prefix = _Vocabulary(file), "tokenizer.chat_template"
+    prefix = "tokenizer.chat_template"
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     config: dict[str, Any] = {}
     for key, role in roles.items():
         if (token_id := vocabulary.token_id(f"{key}_token_id")) is not None:
             config[f"{role}_token"] = vocabulary.tokens[token_id]
     templates = {
-        key.removeprefix(prefix).removeprefix(".") or "default": value
-        for key, value in file.metadata.items()
+        key.removeprefix(prefix).removeprefix(".") or "default": vocabulary.metadata[key]
+        for key in vocabulary.metadata
         if key == prefix or key.startswith(f"{prefix}.")
     }
     if templates:
@@ -71,8 +70,11 @@ def gguf_tokenizer_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-class _Vocabulary:
-    """The checked metadata under tokenizer.ggml."""
+class Vocabulary:
+    """The metadata under tokenizer.ggml.
+
+    Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
+    """
 
     def __init__(self, file: GGUFFile):
         self.path, self.metadata = file.paths[0], file.metadata
@@ -158,7 +160,7 @@ class _Vocabulary:
         return ModelLoadError(f"{self.path}: tokenizer.ggml.{key} {problem}")
 
 
-def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
     name = vocabulary.get("pre", str, None)
     if name not in PRE_TOKENIZERS:
         raise vocabulary.unsound(
@@ -190,7 +192,7 @@ def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
     }
 
 
-def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
+def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     if vocabulary.get("remove_extra_whitespaces", bool, False):
         raise vocabulary.unsound("remove_extra_whitespaces", "is not supported")
     scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
@@ -225,7 +227,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> dict[str, Any]:
     }
 
 
-def _merges_by_score(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the two neighbours whose joined piece has the highest score: every way
     to cut a piece in two is a merge with that piece's score.
     """

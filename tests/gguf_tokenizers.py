@@ -17,6 +17,7 @@ from quire.ipc.gguf_tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    Vocabulary,
     gguf_tokenizer,
 )
 from quire.tests.gguf_files import write_gguf
@@ -102,7 +103,7 @@ def metadata_of(own: dict[str, Any], pre: str | None, **changes: Any) -> dict[st
 
 
 def built(folder: Path, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
-    content = gguf_tokenizer(read_gguf(write_gguf(folder / "m.gguf", metadata)))
+    content = gguf_tokenizer(Vocabulary(read_gguf(write_gguf(folder / "m.gguf", metadata))))
     return tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
 
 

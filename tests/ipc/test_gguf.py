@@ -252,3 +252,26 @@ def test_a_large_vocabulary_is_read_fast(tmp_path: Path) -> None:
     assert file.metadata["tokenizer.ggml.tokens"] == words
     assert len(words) < MAX_ARRAY_ELEMENTS
     assert seconds < 0.5
+
+
+def test_long_arrays_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    """A header is read once; a long array that is unsound or gone is refused where it is used."""
+    words = [f"token{i}" for i in range(5000)]
+    path = write_gguf(tmp_path / "a.gguf", {"words": words, "flags": [True] * 3000, "b": 1})
+    file = read_gguf(path)
+    assert read_gguf(path).metadata is file.metadata
+    tracemalloc.start()
+    assert len(file.metadata) == 3 and file.metadata["b"] == 1
+    assert tracemalloc.get_traced_memory()[1] < 10_000
+    tracemalloc.stop()
+    assert file.metadata["words"] == words and file.metadata["flags"] == [True] * 3000
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"token77", b"token\xff7"))
+    with pytest.raises(ModelLoadError, match="the array words has a string that is not UTF-8"):
+        read_gguf(path).metadata["words"]
+    path.write_bytes(content[:2000])
+    with pytest.raises(ModelLoadError, match="it ends within the array words"):
+        file.metadata["words"]
+    path.write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="not a readable GGUF file"):
+        file.metadata["words"]

@@ -20,6 +20,7 @@ from quire.ipc.gguf_tokenizer import (
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
+    Vocabulary,
     gguf_tokenizer_config,
     tokenizer_json,
 )
@@ -132,7 +133,9 @@ def test_roles_and_templates(tmp_path: Path) -> None:
         "tokenizer.chat_template": "{{ a }}",
         "tokenizer.chat_template.tool_use": "{{ b }}",
     }
-    assert gguf_tokenizer_config(read_gguf(write_gguf(tmp_path / "m.gguf", metadata))) == {
+    assert gguf_tokenizer_config(
+        Vocabulary(read_gguf(write_gguf(tmp_path / "m.gguf", metadata)))
+    ) == {
         "bos_token": "<|endoftext|>",
         "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>",

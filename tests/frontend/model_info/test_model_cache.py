@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,12 @@ def test_gguf_files_are_listed_by_their_quantization(cache: Path) -> None:
             "attention.head_count": 2,
         }.items()
     }
-    tensors = {"token_embd.weight": ((100, 8), "F16", bytes(1600))}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd": (100, 8), "output_norm": (8,)}
+    for part in ("attn_q", "attn_k", "attn_v", "attn_output"):
+        shapes[f"blk.0.{part}"] = (8, 8)
+    shapes |= {"blk.0.attn_norm": (8,), "blk.0.ffn_norm": (8,), "blk.0.ffn_down": (8, 16)}
+    shapes |= {"blk.0.ffn_gate": (16, 8), "blk.0.ffn_up": (16, 8)}
+    tensors = {f"{n}.weight": (shape, "F32", bytes(4 * prod(shape))) for n, shape in shapes.items()}
     for name in ("g-Q4_K_M.gguf", "odd.gguf"):
         write_gguf(repository / "blobs" / name, metadata, tensors)
         (snapshot / name).symlink_to(repository / "blobs" / name)

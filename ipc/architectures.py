@@ -9,18 +9,29 @@ models; tests/executor/test_models.py compares their tensors with this table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .decoder_config import DecoderConfig, parse_decoder_config
 from .errors import ModelLoadError
 
+# Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
+LayerNorms = tuple[str | None, str | None, str | None, str | None]
+PRE_NORMS: LayerNorms = ("input_layernorm", None, "post_attention_layernorm", None)
+SANDWICH_NORMS: LayerNorms = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
+
 
 @dataclass(frozen=True)
 class Architecture:
-    """`honours` and `default_head_dim` are arguments of parse_decoder_config.
+    """`honours`, `default_head_dim` and `activation` are arguments of parse_decoder_config.
 
-    A bias of None follows config.json (attention_bias).
+    A bias of None follows config.json (attention_bias). `defaults` are transformers', for keys that
+    config.json lacks. `constants` are fields of DecoderConfig that no key determines.
     """
 
     model_type: str
@@ -29,11 +40,22 @@ class Architecture:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
+    norms: LayerNorms = PRE_NORMS
+    activation: str = "silu"
+    defaults: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    scaled_embedding: bool = False  # by the root of hidden_size
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
-        return parse_decoder_config(
-            hf_config, default_head_dim=self.default_head_dim, honours=self.honours
+        missing = {key: self.defaults[key] for key in self.defaults if hf_config.get(key) is None}
+        config = parse_decoder_config(
+            hf_config | missing,
+            default_head_dim=self.default_head_dim,
+            honours=self.honours,
+            activation=self.activation,
         )
+        scale = config.hidden_size**0.5 if self.scaled_embedding else config.embedding_scale
+        return replace(config, embedding_scale=scale, **self.constants)
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
         """Shape of every tensor that a checkpoint must hold, by name. Excludes a tied head
@@ -74,8 +96,7 @@ class Architecture:
         if self.qk_norm:
             yield "self_attn.q_norm.weight", [head_dim]
             yield "self_attn.k_norm.weight", [head_dim]
-        yield "input_layernorm.weight", [hidden]
-        yield "post_attention_layernorm.weight", [hidden]
+        yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
 
 
 ARCHITECTURES = {
@@ -89,6 +110,27 @@ ARCHITECTURES = {
         honours=("attention_bias", "use_sliding_window"),
         default_head_dim=128,
         qk_norm=True,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        "gemma3_text",
+        honours=("attention_bias", "layer_types", "query_pre_attn_scalar"),
+        qk_norm=True,
+        norms=SANDWICH_NORMS,
+        activation="gelu_tanh",
+        defaults={
+            "vocab_size": 262_208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window_pattern": 6,
+            "query_pre_attn_scalar": 256,
+        },
+        constants={"norm_offset": 1.0, "fp32_norms": True},
+        scaled_embedding=True,
     ),
 }
 

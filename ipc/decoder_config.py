@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import ModelLoadError
 from .quantization_config import parse_quantization
-from .rope_config import CONTEXT_KEYS, parse_rope_parameters
+from .rope_config import CONTEXT_KEYS, parse_ropes
 
 # Keys that do not change results: names, training, how transformers runs a model, its sampling
 # defaults (they come from generation_config.json), or settings of the engine's own configuration.
@@ -36,6 +36,7 @@ _HARMLESS = frozenset(
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
+        "cache_implementation",
         "add_cross_attention",
         "chunk_size_feed_forward",
         "cross_attention_hidden_size",
@@ -88,9 +89,11 @@ _READ = frozenset(
     {
         "layer_types",
         "max_window_layers",
+        "sliding_window_pattern",
         "original_max_position_embeddings",
         "partial_rotary_factor",
         "quantization_config",
+        "rope_local_base_freq",
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
@@ -101,7 +104,6 @@ _READ = frozenset(
 # Keys that would change the mathematics, with the values under which they do not. Other values are
 # refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
     "use_sliding_window": (False,),
     "compression_config": (),
     "attn_logit_softcapping": (),
@@ -125,6 +127,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+# Keys that name the activation of the MLP; a model has one activation, under these names.
+_ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
+ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+# Keys of numbers that a model may multiply by, if it honours them.
+_MULTIPLIERS = {
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "attention_multiplier": "attention_scale",
+}
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
 # Far above any model: a larger value is a mistake and must not cost time or memory.
 MOST = {
@@ -134,6 +145,7 @@ MOST = {
     "head_dim": 65_536,
 }
 MOST_OF_A_SIZE = 2**31 - 1
+LEAST_SCALE = 1e-6  # of a factor; the largest is its inverse
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -163,19 +175,37 @@ class DecoderConfig:
     rope: dict[str, Any]  # see rope_config.parse_rope_parameters
     # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
+    sliding_rope: dict[str, Any] | None = None  # of layers with a window, where it is another one
+    activation: str = "silu"  # of ACTIVATIONS
+    attention_scale: float = 0.0  # factor of the attention's logits
+    embedding_scale: float = 1.0  # factor of the embedding's rows
+    residual_scale: float = 1.0  # factor of what a block adds to the residual stream
+    logits_scale: float = 1.0  # factor of the logits
+    norm_offset: float = 0.0  # what is added to the stored weights of norms
+    fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
+
+    def rope_of(self, layer: int) -> dict[str, Any]:
+        is_sliding = self.sliding_rope is not None and self.sliding_windows[layer] > 0
+        return self.sliding_rope if is_sliding else self.rope  # type: ignore[return-value]
 
 
 def parse_decoder_config(
-    hf_config: dict[str, Any], *, default_head_dim: int | None = None, honours: tuple[str, ...] = ()
+    hf_config: dict[str, Any],
+    *,
+    default_head_dim: int | None = None,
+    honours: tuple[str, ...] = (),
+    activation: str = "silu",
 ) -> DecoderConfig:
     """Parses the config.json of a decoder-only model.
 
-    `honours`: keys of _NEUTRAL that the model supports with any value. Raises ModelLoadError,
-    naming the key, for one that is missing, out of range or unsupported.
+    `honours`: keys of _NEUTRAL that the model supports with any value, and the form of its windows
+    (parse_sliding_windows). `activation`: the only one that the model supports.
+
+    Raises ModelLoadError, naming the key, for one that is missing, out of range or unsupported.
     """
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
-    _refuse_unhandled(hf_config, honours)
+    _refuse_unhandled(hf_config, honours, activation)
     parse_quantization(hf_config)  # refuses what is unsupported
     sizes: dict[str, Any] = {key: _size(hf_config, key) for key in _REQUIRED}
     hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -187,8 +217,10 @@ def parse_decoder_config(
         tie_word_embeddings=_switch(hf_config, "tie_word_embeddings"),
         attention_bias=_switch(hf_config, "attention_bias"),
         mlp_bias=_switch(hf_config, "mlp_bias"),
-        rope=parse_rope_parameters(hf_config),
+        rope={},
+        activation=activation,
     )
+    rope, sliding_rope = parse_ropes(hf_config, config.head_dim, "layer_types" in honours)
     if num_heads % config.num_key_value_heads:
         raise ModelLoadError(
             f"config.json: num_attention_heads={num_heads} is not a multiple of "
@@ -196,17 +228,19 @@ def parse_decoder_config(
         )
     if config.head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")
-    if "factors" in config.rope and len(config.rope["factors"]) != config.head_dim // 2:
-        raise ModelLoadError(
-            f"config.json: rope parameter factors needs {config.head_dim // 2} numbers, one for "
-            f"each frequency"
-        )
-    return replace(config, sliding_windows=parse_sliding_windows(hf_config, honours))
+    return replace(
+        config,
+        rope=rope,
+        sliding_rope=sliding_rope,
+        sliding_windows=parse_sliding_windows(hf_config, honours),
+        **_scales(hf_config, config.head_dim, honours),
+    )
 
 
 def unread_keys(hf_config: dict[str, Any]) -> list[str]:
     """Keys that Quire does not read and that could change results, sorted."""
     known = _HARMLESS | _READ | _NEUTRAL.keys() | DecoderConfig.__dataclass_fields__.keys()
+    known |= {*_ACTIVATION_KEYS}
     return sorted(
         key
         for key in hf_config.keys() - known
@@ -241,8 +275,33 @@ def _epsilon(hf_config: dict[str, Any]) -> float:
     return value
 
 
-def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> None:
-    for key, neutral in _NEUTRAL.items():
+def _scales(hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]) -> dict[str, float]:
+    """The factors of a DecoderConfig that config.json determines."""
+    scales = {"attention_scale": head_dim**-0.5}
+    for key, name in _MULTIPLIERS.items():
+        if key in honours and hf_config.get(key) is not None:
+            scales[name] = _positive(hf_config, key)
+    if "logits_scaling" in honours and hf_config.get("logits_scaling") is not None:
+        scales["logits_scale"] = 1 / _positive(hf_config, "logits_scaling")
+    if "query_pre_attn_scalar" in honours:
+        scales["attention_scale"] = _positive(hf_config, "query_pre_attn_scalar") ** -0.5
+    return scales
+
+
+def _positive(hf_config: dict[str, Any], key: str) -> float:
+    value = hf_config.get(key)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not LEAST_SCALE <= value <= 1 / LEAST_SCALE:
+        raise ModelLoadError(
+            f"config.json: {key} must be a number from {LEAST_SCALE} to {1 / LEAST_SCALE}, got "
+            f"{value!r:.100}"
+        )
+    return value
+
+
+def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...], activation: str) -> None:
+    names = dict.fromkeys(_ACTIVATION_KEYS, ACTIVATIONS[activation])
+    for key, neutral in {**names, **_NEUTRAL}.items():
         value = hf_config.get(key)
         if value is None or key in honours or value in neutral:
             continue
@@ -253,8 +312,10 @@ def _refuse_unhandled(hf_config: dict[str, Any], honours: tuple[str, ...]) -> No
 def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
     """Returns DecoderConfig.sliding_windows.
 
-    Windows have two forms. Qwen's, "use_sliding_window" among `honours`, has a switch, a length,
+    Windows have three forms. Qwen's, "use_sliding_window" among `honours`, has a switch, a length,
     and the layers it applies to. Mistral's, "sliding_window", is only a length, for all layers.
+    Gemma 3's, "layer_types", is a length and the layers, every n-th of which has no window where
+    they are not listed (sliding_window_pattern).
     Raises ModelLoadError, naming the key, for a value out of range, and for a window in neither
     form.
     """
@@ -266,7 +327,13 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
     if layer_types is not None and not isinstance(layer_types, list):
         raise ModelLoadError(f"config.json: layer_types must be a list, got {layer_types!r:.100}")
     has_switch, switch = "use_sliding_window" in honours, _switch(hf_config, "use_sliding_window")
-    is_on = window is not None and (switch if has_switch else "sliding_window" in honours)
+    by_layer = "layer_types" in honours
+    if by_layer and not layer_types:
+        every = _size(hf_config, "sliding_window_pattern")
+        layer_types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+    is_on = window is not None and (
+        switch if has_switch else by_layer or "sliding_window" in honours
+    )
     if is_on:
         window = _size(hf_config, "sliding_window")
     # Qwen's configs have a length that use_sliding_window=false disables.
@@ -288,7 +355,7 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
                 f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
             )
         layer_types = [SLIDING if is_on and layer >= first else FULL for layer in range(num_layers)]
-    elif is_on and not has_switch:  # transformers' Mistral does not read them
+    elif is_on and not has_switch and not by_layer:  # transformers' Mistral does not read them
         raise ModelLoadError(
             "config.json: layer_types beside sliding_window are not supported for this architecture"
         )

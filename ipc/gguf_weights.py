@@ -15,7 +15,7 @@ from .errors import ModelLoadError
 from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
 
 # general.architecture. "llama" stands for Mistral too.
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 # Rows of these are interleaved by the conversion to GGUF: see executor/weights/gguf.py.
 PERMUTED = {"llama": ("self_attn.q_proj", "self_attn.k_proj")}
 # The types that kernels/reference/gguf_blocks.py dequantizes.
@@ -51,24 +51,31 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SANDWICH = {  # norms after the blocks as well
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_LAYER_OF = {"gemma3": _LAYER | _SANDWICH}
 
 
 def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf"
 
 
-def model_name(name: str) -> str | None:
+def model_name(name: str, architecture: str = ARCHITECTURES[0]) -> str | None:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown name"""
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         return None
     if stem in _WHOLE_MODEL:
         return f"{_WHOLE_MODEL[stem]}.{kind}"
+    parts = _LAYER_OF.get(architecture, _LAYER)
     block, _, rest = stem.partition(".")
     layer, _, part = rest.partition(".")
-    if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer or part not in _LAYER:
+    if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer or part not in parts:
         return None
-    return f"model.layers.{layer}.{_LAYER[part]}.{kind}"
+    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
@@ -91,7 +98,7 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS:
             continue  # part of the configuration: read_rope_factors
-        name = model_name(tensor.name)
+        name = model_name(tensor.name, architecture)
         if name is None or name not in shapes:
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"

@@ -47,6 +47,7 @@ _POSITIVE = frozenset(
     }
 )
 DEFAULT_THETA = 10000.0
+LAYER_KINDS = ("full_attention", "sliding_attention")  # that may have parameters of their own
 # Keys of config.json that give the longest sequence of the model; the smallest one present counts.
 CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -73,8 +74,12 @@ def model_context(hf_config: dict[str, Any]) -> int | None:
             raise ModelLoadError(f"config.json: {key} must be a positive integer, got {length!r}")
     if not lengths:
         return None
-    rope_type, parameters = _rope_of(hf_config)
+    rope_type, parameters = _rope_of(_rope_of_full_layers(hf_config))
     factor = parameters.get("factor", 1.0)
+    if "rope_local_base_freq" in hf_config or _by_kind(hf_config):
+        # Gemma 3 and OLMo 3: the length of the windows' layers, which are not scaled, and which
+        # max_position_embeddings includes the scaling of the others
+        return min(lengths.values())
     if rope_type in _NOT_LENGTHENED:
         return min(lengths.values())
     _check_number("factor", factor)
@@ -96,6 +101,47 @@ def _rope_of(hf_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(rope_type, str):
         raise ModelLoadError(f"rope type must be a string, got {rope_type!r:.100}")
     return rope_type, parameters
+
+
+def _by_kind(hf_config: dict[str, Any]) -> bool:
+    """Whether layers with and without a window have rope parameters of their own."""
+    given = hf_config.get("rope_parameters")
+    return isinstance(given, dict) and any(kind in given for kind in LAYER_KINDS)
+
+
+def _rope_of_full_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """hf_config with the rope parameters of layers without a window as the only ones."""
+    if not _by_kind(hf_config):
+        return hf_config
+    return hf_config | {"rope_parameters": hf_config["rope_parameters"].get(LAYER_KINDS[0])}
+
+
+def parse_ropes(
+    hf_config: dict[str, Any], head_dim: int, by_kind: bool
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """The rope parameters of all layers, or with `by_kind` those of layers without a window and
+    those of layers with one; the latter are never scaled by rope_scaling.
+
+    Raises as parse_rope_parameters does, and for factors of another number than head_dim / 2.
+    """
+    if not by_kind:
+        ropes = parse_rope_parameters(hf_config), None
+    else:
+        own = {"rope_scaling": None, "rope_parameters": None}
+        if _by_kind(hf_config):
+            own["rope_parameters"] = hf_config["rope_parameters"].get(LAYER_KINDS[1])
+        local = {"rope_theta": hf_config.get("rope_local_base_freq")}
+        ropes = (
+            parse_rope_parameters(_rope_of_full_layers(hf_config)),
+            parse_rope_parameters(hf_config | own | local),
+        )
+    factors = ropes[0].get("factors")
+    if factors is not None and len(factors) != head_dim // 2:
+        raise ModelLoadError(
+            f"config.json: rope parameter factors needs {head_dim // 2} numbers, one for each "
+            f"frequency"
+        )
+    return ropes
 
 
 def _check_number(key: str, value: Any) -> None:

@@ -114,8 +114,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., H], weight [H] -> [..., H]: x / sqrt(mean(x**2) + eps) over the last dimension, times
     weight.
 
-    Zhang & Sennrich 2019. Normalised in fp32, rounded to dtype, then multiplied by weight (the
-    order of transformers' Qwen2 and Llama). Used for [T, H] and, for q/k-norm, [T, heads, D].
+    Zhang & Sennrich 2019. Normalised in fp32, rounded to the weight's dtype, then multiplied by
+    weight and rounded to x's. The weight has x's dtype (the order of transformers' Qwen2 and
+    Llama), or it is fp32 and only the product is rounded (Gemma, OLMo 2). Used for [T, H] and, for
+    q/k-norm, [T, heads, D].
     """
 
 
@@ -128,10 +130,28 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
 
 
 @operation
+def scale(x: Tensor, factor: float) -> None:
+    """In place, x [T, H]: x *= factor in fp32, rounded to dtype."""
+
+
+@operation
+def add(x: Tensor, residual: Tensor) -> None:
+    """In place, x and residual [T, H]: residual += x, rounded to dtype."""
+
+
+@operation
 def silu_and_mul(x: Tensor) -> Tensor:
     """x [T, 2 * I] -> [T, I]: silu(first half) * second half.
 
     The SiLU is rounded to dtype before the product.
+    """
+
+
+@operation
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """x [T, 2 * I] -> [T, I]: gelu(first half) * second half, with GELU's approximation by tanh.
+
+    Hendrycks & Gimpel 2016. The GELU is rounded to dtype before the product.
     """
 
 

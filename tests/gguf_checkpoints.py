@@ -16,7 +16,13 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
 _PARTS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -32,6 +38,13 @@ _PARTS = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+}
+_OWN_PARTS = {
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    }
 }
 
 
@@ -53,9 +66,13 @@ def write_gguf(
     for file in sorted(checkpoint.glob("*.safetensors")):
         for name, tensor in load_file(file).items():
             as_type = others.get(name, type if tensor.dim() == 2 else "F32")
-            packed, kind = quantize(tensor.float().numpy(), as_type)
-            stored[name] = torch.from_numpy(gguf.dequantize(packed, kind).copy())
-            writer.add_tensor(gguf_name(name), permuted(name, packed, config), raw_dtype=kind)
+            is_shifted = config["model_type"] == "gemma3_text" and name.endswith("norm.weight")
+            shift = 1.0 if is_shifted else 0.0
+            packed, kind = quantize((tensor.float() + shift).numpy(), as_type)
+            values = torch.from_numpy(gguf.dequantize(packed, kind).copy())
+            stored[name] = (values.double() - shift).float()
+            tensor_name = gguf_name(name, ARCHITECTURES[config["model_type"]])
+            writer.add_tensor(tensor_name, permuted(name, packed, config), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -63,12 +80,13 @@ def write_gguf(
     return stored
 
 
-def gguf_name(name: str) -> str:
+def gguf_name(name: str, architecture: str = "llama") -> str:
     stem, _, kind = name.rpartition(".")
     if not stem.startswith("model.layers."):
         return f"{_PARTS[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    return f"blk.{layer}.{_PARTS[part]}.{kind}"
+    parts = _PARTS | _OWN_PARTS.get(architecture, {})
+    return f"blk.{layer}.{parts[part]}.{kind}"
 
 
 def permuted(name: str, rows: np.ndarray, config: dict[str, Any]) -> np.ndarray:
@@ -142,7 +160,8 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base((config.get("rope_parameters") or config)["rope_theta"])
+    rope = config.get("rope_parameters") or config
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_rope_dimension_count(head_dim)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)

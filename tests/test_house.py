@@ -18,7 +18,7 @@ FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 SKIPPED = {"build", "dist", "__pycache__", "venv", "node_modules"}  # also every hidden folder
 
 MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
-MODELS = {f"executor/models/{name}.py" for name in ("llama", "qwen2", "qwen3")}
+MODELS = {f"executor/models/{name}.py" for name in ("gemma3", "llama", "qwen2", "qwen3")}
 
 # Folder -> folders of quire that it may import. Each exception names one file, which may import
 # lazily (inside a function).
@@ -63,9 +63,8 @@ MIRRORS = {
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
-    "executor/models/llama.py": "tests/executor/test_models.py",
-    "executor/models/qwen2.py": "tests/executor/test_models.py",
-    "executor/models/qwen3.py": "tests/executor/test_models.py",
+    **dict.fromkeys(MODELS, "tests/executor/test_models.py"),
+    "executor/models/blocks.py": "tests/executor/models/test_layers.py",
     "kernels/reference/": "tests/kernels/test_parity.py",
     "kernels/cpu/": "tests/kernels/test_parity.py",
     # in Triton's interpreter: tests/kernels/triton/test_interpreted.py

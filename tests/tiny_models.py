@@ -40,7 +40,7 @@ TINY = {
     "bos_token_id": 300,
     "eos_token_id": EOS_TOKEN_ID,
 }
-KINDS = ("qwen2", "qwen3", "llama", "mistral")
+KINDS = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")
 
 
 def make_tiny_config(kind: str, **overrides: Any):
@@ -52,6 +52,12 @@ def make_tiny_config(kind: str, **overrides: Any):
         "qwen3": {"head_dim": 24},
         "llama": {"rms_norm_eps": 1e-5},
         "mistral": {"sliding_window": 24},
+        "gemma3_text": {
+            "head_dim": 32,
+            "sliding_window": 24,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 24,
+        },
     }[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 

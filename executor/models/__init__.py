@@ -2,8 +2,8 @@
 
 Must not know: how a model is built; its module is imported on first use.
 
-`llama.py`, `qwen2.py` and `qwen3.py` are the architectures; `decoder.py`, `layers.py` and `rope.py`
-are shared by them.
+`decoder.py`, `blocks.py`, `layers.py` and `rope.py` are shared by the other modules: the
+architectures.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ _MODELS: dict[str, str | type] = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
 
 

@@ -1,5 +1,5 @@
-"""The stack that most decoder-only models share: embedding, pre-norm layers of attention and MLP, a
-final norm, a head.
+"""The stack that most decoder-only models share: embedding, layers of attention and MLP with norms
+before or after them, a final norm, a head.
 
 Must not know: the architectures that are built from it, files, requests.
 """
@@ -10,29 +10,38 @@ from collections.abc import Callable
 
 import torch
 
+from ...ipc.architectures import PRE_NORMS, LayerNorms
 from ...ipc.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .layers import Attention, GatedMLP, LayerFactory, Weights
+from .blocks import Attention, GatedMLP
+from .layers import LayerFactory, RMSNorm, Weights
 
 
 class DecoderLayer:
+    """Attention and MLP. Each reads the residual stream through `before` and its result goes
+    through `after`, where these norms exist, and is added to the stream.
+    """
+
     def __init__(
-        self, make: LayerFactory, config: DecoderConfig, self_attn: Attention, mlp: GatedMLP
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        self_attn: Attention,
+        mlp: GatedMLP,
+        norms: LayerNorms,
     ):
         self.self_attn = self_attn
         self.mlp = mlp
-        self.input_layernorm = make.rms_norm(
-            "input_layernorm", config.hidden_size, config.rms_norm_eps
-        )
-        self.post_attention_layernorm = make.rms_norm(
-            "post_attention_layernorm", config.hidden_size, config.rms_norm_eps
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
+            None if name is None else make.norm(name, config.hidden_size, config) for name in norms
         )
 
     def weights(self, prefix: str) -> Weights:
         yield from self.self_attn.weights(f"{prefix}self_attn.")
         yield from self.mlp.weights(f"{prefix}mlp.")
-        yield from self.input_layernorm.weights(prefix)
-        yield from self.post_attention_layernorm.weights(prefix)
+        for norm in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp):
+            if norm is not None:
+                yield from norm.weights(prefix)
 
 
 class Decoder:
@@ -48,14 +57,17 @@ class Decoder:
         config: DecoderConfig,
         make_attention: Callable[[int], Attention],
         make_mlp: Callable[[], GatedMLP],
+        norms: LayerNorms = PRE_NORMS,
     ):
         self.config = config
+        self.ops = make.ops
+        self.embedding_scale = config.embedding_scale
         self.embed_tokens = make.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [
-            DecoderLayer(make, config, make_attention(i), make_mlp())
+            DecoderLayer(make, config, make_attention(i), make_mlp(), norms)
             for i in range(config.num_hidden_layers)
         ]
-        self.norm = make.rms_norm("norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = make.norm("norm", config.hidden_size, config)
         if config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
@@ -66,33 +78,41 @@ class Decoder:
     ) -> torch.Tensor:
         """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""
         residual = self.embed_tokens(token_ids)
-        x = self.layers[0].input_layernorm(residual)
-        x = self._after_norm(self.layers[0], x, residual, positions, metadata)
-        for layer in self.layers[1:]:
-            layer.input_layernorm.add(x, residual)
-            x = self._after_norm(layer, x, residual, positions, metadata)
-        self.norm.add(x, residual)
+        if self.embedding_scale != 1.0:
+            self.ops.scale(residual, self.embedding_scale)
+        norm = self.layers[0].before_attention
+        x = residual if norm is None else norm(residual)
+        for i, layer in enumerate(self.layers):
+            x = layer.self_attn(x, positions, metadata)
+            x = self._add(x, residual, layer.after_attention, layer.before_mlp)
+            x = layer.mlp(x)
+            is_last = i + 1 == len(self.layers)
+            following = self.norm if is_last else self.layers[i + 1].before_attention
+            x = self._add(x, residual, layer.after_mlp, following)
         return x
 
-    @staticmethod
-    def _after_norm(
-        layer: DecoderLayer,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-    ):
-        """Runs the rest of a layer on its normalized input.
-
-        Adds to `residual` in place. The caller still adds the result to it.
+    def _add(
+        self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None
+    ) -> torch.Tensor:
+        """Adds a block's result x to `residual` in place and returns the input of the next block.
+        `after` and `before`: the norms of the result and of that input.
         """
-        x = layer.self_attn(x, positions, metadata)
-        layer.post_attention_layernorm.add(x, residual)
-        return layer.mlp(x)
+        if after is not None:
+            x = after(x)
+        if self.config.residual_scale != 1.0:
+            self.ops.scale(x, self.config.residual_scale)
+        if before is None:
+            self.ops.add(x, residual)
+            return residual
+        before.add(x, residual)
+        return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
-        return self.lm_head.logits(hidden)
+        logits = self.lm_head.logits(hidden)
+        if self.config.logits_scale != 1.0:
+            self.ops.scale(logits, self.config.logits_scale)
+        return logits
 
     def weights(self) -> Weights:
         """The weight-name table: every name that the checkpoint must have, with the tensor it

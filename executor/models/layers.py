@@ -17,7 +17,6 @@ from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import NotEnoughMemoryError
 from ...ipc.gguf_weights import MEMORY_TYPES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
-from ...kernels.ops import AttentionMetadata
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
 from .rope import make_cos_sin_cache
@@ -33,12 +32,6 @@ Packer = tuple[
     Callable[..., Multiply],
     Callable[..., Multiply] | None,
 ]
-FUSED_PARTS = (
-    "rms_norm",
-    "rotary_embedding",
-    "reshape_and_cache",
-    "fused_qk_rope_reshape_and_cache",
-)
 
 
 def _not_packed(x: torch.Tensor) -> torch.Tensor:
@@ -253,6 +246,7 @@ class LayerFactory:
         self._dequantized: set[str] = set()  # types of blocks that no kernel multiplies
         # by the addresses of the tensors that they wait for
         self._unpacked: dict[int, Linear | Embedding] = {}
+        self._offsets: dict[int, float] = {}  # of norms, by the addresses of their weights
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills a tensor of the model's weight-name table, from values of any float dtype or from
@@ -266,6 +260,10 @@ class LayerFactory:
         """
         layer = self._unpacked.pop(tensor.data_ptr(), None)
         if layer is None:
+            offset = self._offsets.get(tensor.data_ptr())
+            if offset is not None:
+                assert isinstance(values, torch.Tensor)
+                values = values.double() + offset
             copy_weights(tensor, values)
             return
         if isinstance(values, PackedRows) and not self.keeps_blocks(values.type):
@@ -292,9 +290,9 @@ class LayerFactory:
             and self.ops.chosen["pack_gguf_linear"] != "reference"
         )
 
-    def parameter(self, *shape: int) -> torch.Tensor:
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         try:
-            parameter = torch.empty(shape, dtype=self.dtype, device=self.device)
+            parameter = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         except RuntimeError:  # of torch's allocators, in several lines
             raise NotEnoughMemoryError(
                 "model",
@@ -344,22 +342,35 @@ class LayerFactory:
         bits = self._bits and HEAD_BITS
         return self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
 
-    def rms_norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(name, self.parameter(size), eps, self.ops)
+    def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
+        """A norm of the model's kind. Its offset is added to the weight when it is filled."""
+        weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
+        if config.norm_offset:
+            self._offsets[weight.data_ptr()] = config.norm_offset
+        return RMSNorm(name, weight, config.rms_norm_eps, self.ops)
 
-    def rope(self, config: DecoderConfig, num_positions: int) -> torch.Tensor:
-        """[num_positions, head_dim] f32, shared by all layers; see rope.make_cos_sin_cache.
+    def ropes(self, config: DecoderConfig, num_positions: int) -> list[torch.Tensor]:
+        """The table of each layer [num_positions, head_dim] f32; equal ones are one tensor. See
+        rope.make_cos_sin_cache.
 
-        Raises NotEnoughMemoryError where the table and what makes it exceed the free memory.
+        Raises NotEnoughMemoryError where a table and what makes it exceed the free memory.
         """
-        num_bytes = 3 * num_positions * config.head_dim * 4
+        tables: dict[str, torch.Tensor] = {}
+        wanted = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
+        for rope in wanted:
+            if repr(rope) not in tables:
+                tables[repr(rope)] = self._rope(rope, config.head_dim, num_positions)
+        return [tables[repr(rope)] for rope in wanted]
+
+    def _rope(self, rope: dict[str, Any], head_dim: int, num_positions: int) -> torch.Tensor:
+        num_bytes = 3 * num_positions * head_dim * 4
         if num_bytes > (free := free_bytes(self.device)):
             raise NotEnoughMemoryError(
                 "max_model_len",
                 f"the rotary embeddings of {num_positions} positions take {num_bytes} bytes, "
                 f"{free} bytes are free",
             )
-        return make_cos_sin_cache(config.rope, config.head_dim, num_positions).to(self.device)
+        return make_cos_sin_cache(rope, head_dim, num_positions).to(self.device)
 
     def _linear(
         self,
@@ -387,112 +398,3 @@ class LayerFactory:
         linear.pack_blocks = self.ops.pack_gguf_linear
         self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}
         return linear
-
-
-class Attention:
-    """Causal grouped-query attention over the paged cache, with rotary positions and optional q/k
-    norms.
-    """
-
-    def __init__(
-        self,
-        make: LayerFactory,
-        config: DecoderConfig,
-        cos_sin_cache: torch.Tensor,
-        layer: int,
-        qkv_bias: bool,
-        o_bias: bool,
-        qk_norm: bool,
-    ):
-        """cos_sin_cache [positions, head_dim] f32: from make.rope; layer: its index in the stack"""
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = make.linear(
-            config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias
-        )
-        self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
-        self.q_norm = (
-            make.rms_norm("q_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
-        )
-        self.k_norm = (
-            make.rms_norm("k_norm", self.head_dim, config.rms_norm_eps) if qk_norm else None
-        )
-        self.cos_sin_cache = cos_sin_cache
-        self.scale = self.head_dim**-0.5
-        self.sliding_window = config.sliding_windows[layer]
-        self.ops = make.ops
-        # [num_blocks, block_size, num_kv_heads, head_dim], set when the cache is allocated
-        self.key_cache = self.value_cache = None
-        self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        # Only if one implementer provides the fused operation and its parts: a user's kernel for
-        # one part must not be bypassed.
-        self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
-        self._norms = (
-            (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
-            if self.q_norm is not None and self.k_norm is not None
-            else (None, None, 0.0)
-        )
-        self._q_rows = q_rows
-
-    def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
-    ) -> torch.Tensor:
-        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size].
-
-        Writes the keys and values of the T tokens to the cache.
-        """
-        ops = self.ops
-        query, key, value = (
-            self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
-        )
-        slots = metadata.slot_mapping
-        if self._fused:
-            ops.fused_qk_rope_reshape_and_cache(
-                positions,
-                query,
-                key,
-                value,
-                self.cos_sin_cache,
-                self.key_cache,
-                self.value_cache,
-                slots,
-                *self._norms,
-            )
-        else:
-            if self.q_norm is not None and self.k_norm is not None:
-                query, key = self.q_norm(query), self.k_norm(key)
-            ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
-            ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
-        attended = ops.paged_attention(
-            query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window
-        )
-        return self.o_proj(attended.view(len(x), self._q_rows))
-
-    def weights(self, prefix: str) -> Weights:
-        for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
-            if layer is not None:
-                yield from layer.weights(prefix)
-
-
-class GatedMLP:
-    """down(silu(gate(x)) * up(x))"""
-
-    def __init__(self, make: LayerFactory, config: DecoderConfig, bias: bool):
-        size = config.intermediate_size
-        self.gate_up_proj = make.linear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias
-        )
-        self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
-        self.silu_and_mul = make.ops.silu_and_mul
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden_size] -> [T, hidden_size]"""
-        return self.down_proj(self.silu_and_mul(self.gate_up_proj(x)))
-
-    def weights(self, prefix: str) -> Weights:
-        yield from self.gate_up_proj.weights(prefix)
-        yield from self.down_proj.weights(prefix)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
+from .blocks import Attention, GatedMLP
 from .decoder import Decoder
-from .layers import Attention, GatedMLP, LayerFactory
+from .layers import LayerFactory
 
 
 class Qwen2ForCausalLM(Decoder):
@@ -21,12 +22,12 @@ class Qwen2ForCausalLM(Decoder):
         return parse_decoder_config(hf_config, honours=("attention_bias", "use_sliding_window"))
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
-        rope = make.rope(config, max_model_len)
+        ropes = make.ropes(config, max_model_len)
         super().__init__(
             make,
             config,
             make_attention=lambda layer: Attention(
-                make, config, rope, layer, qkv_bias=True, o_bias=False, qk_norm=False
+                make, config, ropes, layer, qkv_bias=True, o_bias=False, qk_norm=False
             ),
             make_mlp=lambda: GatedMLP(make, config, bias=False),
         )

@@ -28,6 +28,9 @@ OPERATIONS = (
     "reshape_and_cache",
     "paged_attention",
     "silu_and_mul",
+    "gelu_tanh_and_mul",
+    "scale",
+    "add",
     "gather_rows",
     "argmax",
 )  # what a model may be made of

@@ -63,12 +63,20 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> Non
             packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
         target = missing.pop(name)
         is_matrix = target.dim() == 2
-        fill(target, packed if is_matrix else packed.dequantized(target.dtype).view(target.shape))
+        fill(target, packed if is_matrix else _vector(packed, name, model.config.norm_offset))
         del target
         # of all tensors so far: a layer's blocks are read when the last of them is there
         release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
         num_loaded += num_elements[name]
         report("load weights", num_loaded / num_expected)
+
+
+def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:
+    """A norm's weight or a bias. The conversion to GGUF adds norm_offset to norms' weights."""
+    values = packed.dequantized(torch.float32).flatten()
+    if norm_offset and name.endswith("norm.weight"):
+        return values.double() - norm_offset
+    return values
 
 
 def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:

@@ -37,21 +37,22 @@ class ModelSizes:
     architecture: str
     config: DecoderConfig
     num_parameters: int
+    num_fp32: int  # parameters of norms that are fp32 in every dtype
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes as packed by the engine. With quantization, the embedding of an untied head, biases
         and norms keep the dtype.
         """
+        wider = self.num_fp32 * (DTYPE_BYTES["float32"] - DTYPE_BYTES[dtype])
         if quantization is None:
-            return self.num_parameters * DTYPE_BYTES[dtype]
+            return self.num_parameters * DTYPE_BYTES[dtype] + wider
         linears = [
             (shape, QUANTIZATION_BITS[quantization]) for shape in _linear_shapes(self.config)
         ]
         linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
-        return rest * DTYPE_BYTES[dtype] + sum(
-            quantized_bytes(*shape, bits) for shape, bits in linears
-        )
+        packed = sum(quantized_bytes(*shape, bits) for shape, bits in linears)
+        return rest * DTYPE_BYTES[dtype] + wider + packed
 
     def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
         """Estimate of the peak memory of a step on a GPU, in bytes: the residual stream, inputs and
@@ -75,8 +76,10 @@ def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
     """
     name = find_architecture(hf_config)
     config = ARCHITECTURES[name].parse(hf_config)
-    num_parameters = sum(map(prod, ARCHITECTURES[name].weight_shapes(config).values()))
-    return ModelSizes(name, config, num_parameters)
+    shapes = ARCHITECTURES[name].weight_shapes(config)
+    norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
+    num_fp32 = sum(map(prod, norms)) if config.fp32_norms else 0
+    return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
 
 
 def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:

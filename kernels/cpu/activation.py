@@ -1,4 +1,4 @@
-"""Gated activations on the CPU.
+"""Gated activations, scaling and adding on the CPU.
 
 Must not know: models, requests.
 """
@@ -14,3 +14,19 @@ from .device import PRIORITY, is_cpu
 def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+@register("gelu_tanh_and_mul", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+@register("scale", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def scale(x: Tensor, factor: float) -> None:
+    x.mul_(factor)
+
+
+@register("add", name="cpu", predicate=is_cpu, priority=PRIORITY)
+def add(x: Tensor, residual: Tensor) -> None:
+    residual.add_(x)

@@ -1,8 +1,9 @@
-"""Specification of gated activations.
+"""Specification of gated activations, scaling and adding.
 
 Must not know: speed.
 """
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..registry import register
@@ -13,3 +14,19 @@ def silu_and_mul(x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     wide = gate.float()
     return (wide * wide.sigmoid()).to(x.dtype) * up
+
+
+@register("gelu_tanh_and_mul", name="reference", priority=0)
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate.float(), approximate="tanh").to(x.dtype) * up
+
+
+@register("scale", name="reference", priority=0)
+def scale(x: Tensor, factor: float) -> None:
+    x.copy_(x.float() * factor)
+
+
+@register("add", name="reference", priority=0)
+def add(x: Tensor, residual: Tensor) -> None:
+    residual.add_(x)

@@ -13,7 +13,7 @@ from ..registry import register
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.float()
     normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normalised.to(x.dtype) * weight
+    return (normalised.to(weight.dtype) * weight).to(x.dtype)
 
 
 @register("fused_add_rms_norm", name="reference", priority=0)

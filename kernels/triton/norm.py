@@ -13,12 +13,12 @@ from .device import PLAIN, PRIORITY, TILE, is_cuda
 
 @triton.jit
 def _normalise(x, weight, eps, SIZE: tl.constexpr):
-    """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] in the weight's
-    dtype, also rounded before the product.
+    """x [ROWS, BLOCK] f32 with zeros beyond SIZE, weight [BLOCK] -> [ROWS, BLOCK] f32, rounded to
+    the weight's dtype before the product.
     """
     scale = tl.rsqrt(tl.sum(x * x, axis=1) / SIZE + eps)
     normalised = (x * scale[:, None]).to(weight.dtype).to(tl.float32)
-    return (normalised * weight.to(tl.float32)[None, :]).to(weight.dtype)
+    return normalised * weight.to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -44,7 +44,7 @@ def rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
     tl.store(
         out_ptr + row.to(tl.int64)[:, None] * SIZE + column[None, :],
-        _normalise(x, weight, eps, SIZE),
+        _normalise(x, weight, eps, SIZE).to(out_ptr.dtype.element_ty),
         mask=mask,
     )
 
@@ -70,9 +70,11 @@ def fused_add_rms_norm_kernel(
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptrs, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=column < SIZE, other=0.0)
-    total = (x + residual).to(weight.dtype)
+    dtype = x_ptr.dtype.element_ty
+    total = (x + residual).to(dtype)
     tl.store(residual_ptrs, total, mask=mask)
-    tl.store(x_ptrs, _normalise(total.to(tl.float32), weight, eps, SIZE), mask=mask)
+    normalised = _normalise(total.to(tl.float32), weight, eps, SIZE)
+    tl.store(x_ptrs, normalised.to(dtype), mask=mask)
 
 
 def _shape(size: int) -> dict[str, int | bool]:

@@ -17,12 +17,12 @@ from .kv_cache import in_type_of
 
 @triton.jit
 def _weigh(x, scale, weight_ptr, column, mask):
-    """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to dtype
-    after each product.
+    """x [HEADS, n] in the model's dtype, scale [HEADS] f32 -> x * scale * weight, rounded to the
+    weight's dtype before the last product and to x's after it.
     """
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    normalised = (x.to(tl.float32) * scale[:, None]).to(x.dtype)
-    return (normalised.to(tl.float32) * weight[None, :]).to(x.dtype)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0)
+    normalised = (x.to(tl.float32) * scale[:, None]).to(weight.dtype).to(tl.float32)
+    return (normalised * weight.to(tl.float32)[None, :]).to(x.dtype)
 
 
 @triton.jit

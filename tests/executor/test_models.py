@@ -59,6 +59,19 @@ VARIANTS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3-tied-mqa": (
+        "gemma3_text",
+        {"tie_word_embeddings": True, "num_key_value_heads": 1, "attention_bias": True},
+    ),
+    "gemma3-old-rope": (
+        "gemma3_text",
+        {
+            "rope_theta": 50000.0,
+            "rope_local_base_freq": 500.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -117,7 +130,13 @@ def test_token_exact_with_transformers(variant, tiny, oracle):
 
 @pytest.mark.parametrize(
     ("kind", "overrides"),
-    [("qwen2", {}), ("qwen3", {}), ("llama", {}), ("mistral", {"sliding_window": 600})],
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {}),
+        ("mistral", {"sliding_window": 600}),
+        ("gemma3_text", {"sliding_window": 500}),
+    ],
     ids=str,
 )
 def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
@@ -128,7 +147,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
 
 
 @pytest.mark.parametrize("isa", ["auto", "none"])
-@pytest.mark.parametrize("variant", ["qwen2-window", "mistral"])
+@pytest.mark.parametrize("variant", ["qwen2-window", "mistral", "gemma3"])
 def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
     variant, isa, tiny, oracle
 ):
@@ -208,7 +227,7 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
         assert row.output[: len(expected)] == expected and row.output != plain.output, ours
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "bundled"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3_text", "bundled"])
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
     """Compare both in bf16 with transformers in fp32, on the same tokens. Quire's error is not
     larger than transformers' by more than chance.
@@ -233,8 +252,8 @@ def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
 def test_unknown_architecture_lists_the_known_ones():
     with pytest.raises(
         ModelLoadError,
-        match="MambaForCausalLM.*supported: LlamaForCausalLM, MistralForCausalLM, "
-        "Qwen2ForCausalLM, Qwen3ForCausalLM",
+        match="MambaForCausalLM.*supported: Gemma3ForCausalLM, LlamaForCausalLM, "
+        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
     ):
         find_model_class({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):

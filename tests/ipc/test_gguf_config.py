@@ -133,14 +133,22 @@ def test_the_engine_reads_it(architecture: str, tmp_path: Path) -> None:
     assert unread_keys(config) == []
 
 
-def test_gemma3_is_refused_by_its_name(tmp_path: Path) -> None:
-    from quire.ipc.architectures import find_architecture
-
-    metadata = {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 512}
-    config = gguf_config(_file(tmp_path, metadata))
-    assert config["sliding_window"] == 512
-    with pytest.raises(ModelLoadError, match="architecture Gemma3ForCausalLM is not supported"):
-        find_architecture(config)
+def test_gemma3_has_windows_in_five_of_six_layers(tmp_path: Path) -> None:
+    """The file does not say which, nor how the layers with a window rotate."""
+    metadata = {
+        "general.architecture": "gemma3",
+        **{
+            key.replace("llama.", "gemma3."): value
+            for key, value in LLAMA.items()
+            if key.startswith("llama.")
+        },
+        "gemma3.block_count": 12,
+        "gemma3.rope.freq_base": 1e6,
+        "gemma3.attention.sliding_window": 512,
+    }
+    config = ARCHITECTURES["Gemma3ForCausalLM"].parse(gguf_config(_file(tmp_path, metadata)))
+    assert config.sliding_windows == (*[512] * 5, 0) * 2
+    assert (config.rope["rope_theta"], config.sliding_rope["rope_theta"]) == (1e6, 1e4)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from quire.ipc.architectures import ARCHITECTURES
 from quire.ipc.checkpoint import check_checkpoint, missing_weight_files
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.gguf import GGUFFile, GGUFTensor
+from quire.ipc.gguf_config import ARCHITECTURES as GGUF
 from quire.ipc.gguf_weights import (
     MEMORY_TYPES,
     READABLE_TYPES,
@@ -26,11 +27,12 @@ from quire.tests.gguf_checkpoints import gguf_name
 from quire.tests.tiny_models import TINY
 
 HERE = Path("model.gguf")
+SAME = {"MistralForCausalLM": "LlamaForCausalLM"}
 
 
 def make_file(shapes: dict[str, list[int]], architecture: str = "llama") -> GGUFFile:
     tensors = [
-        GGUFTensor(gguf_name(name), tuple(shape), "F32", HERE, 1000 - i, 4)
+        GGUFTensor(gguf_name(name, architecture), tuple(shape), "F32", HERE, 1000 - i, 4)
         for i, (name, shape) in enumerate(shapes.items())
     ]
     metadata = {"general.architecture": architecture}
@@ -50,8 +52,12 @@ def test_types_that_stay_blocks_are_those_that_are_multiplied():
 def test_every_name_of_a_model_is_found(name):
     """In the order of the file, here with the last name first."""
     table = ARCHITECTURES[name]
-    shapes = table.weight_shapes(table.parse(TINY | {"attention_bias": name[0] == "L"}))
-    assert list(check_gguf_tensors(make_file(shapes), shapes)) == list(shapes)[::-1]
+    hf_config = TINY | {"attention_bias": name[0] == "L"}
+    if name[0] == "G":
+        hf_config |= {"sliding_window": 9}
+    shapes = table.weight_shapes(table.parse(hf_config))
+    architecture = next(gguf for gguf, (own, _) in GGUF.items() if own in (name, SAME.get(name)))
+    assert list(check_gguf_tensors(make_file(shapes, architecture), shapes)) == list(shapes)[::-1]
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,12 @@ def rms_norm(dtype: torch.dtype) -> list[Case]:
         Case(f"{shape}", (rand(*shape, dtype=dtype), rand(shape[-1], dtype=dtype), 1e-6), own)
         for shape in shapes
     ]
+    cases += [
+        Case(
+            f"{shape}, fp32 weight", (rand(*shape, dtype=dtype), torch.randn(shape[-1]), 1e-6), own
+        )
+        for shape in shapes[1:]
+    ]
     strided = rand(7, 6, 64, dtype=dtype)[:, 2:4]  # the key heads of one projection
     cases.append(Case("strided heads", (strided, rand(64, dtype=dtype), 1e-5), own))
     return [*cases, Case("empty", (rand(0, 8, dtype=dtype), rand(8, dtype=dtype), 1e-6), own)]
@@ -203,13 +209,47 @@ def fused_add_rms_norm(dtype: torch.dtype) -> list[Case]:
             (
                 rand(*shape, dtype=dtype),
                 rand(*shape, dtype=dtype),
-                rand(shape[-1], dtype=dtype),
+                rand(shape[-1], dtype=weight_dtype),
                 1e-6,
             ),
             own,
             in_place=(0, 1),
         )
         for shape in shapes
+        for weight_dtype in {dtype, torch.float32}
+    ]
+
+
+def scale(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, factor: float) -> tuple[Tensor, ...]:
+        return (x * factor,)
+
+    wide = rand(5, 80, dtype=dtype)[:, 3:70]
+    return [
+        *(
+            Case(f"{shape}", (rand(*shape, dtype=dtype), factor), own, in_place=(0,))
+            for shape, factor in [((1, 2), 0.22), ((33, 100), -3.0), ((4, 2048), 25.25)]
+        ),
+        Case("strided", (wide, 1e-3), own, in_place=(0,)),
+    ]
+
+
+def add(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, residual: Tensor) -> tuple[Tensor, ...]:
+        return (residual + x,)
+
+    wide = rand(5, 80, dtype=dtype)[:, 3:70]
+    return [
+        *(
+            Case(
+                f"{shape}",
+                (rand(*shape, dtype=dtype), rand(*shape, dtype=dtype)),
+                own,
+                in_place=(1,),
+            )
+            for shape in [(1, 2), (33, 100), (4, 2048)]
+        ),
+        Case("strided", (rand(5, 67, dtype=dtype), wide), own, in_place=(1,)),
     ]
 
 
@@ -217,6 +257,17 @@ def silu_and_mul(dtype: torch.dtype) -> list[Case]:
     def own(x: Tensor) -> tuple[Tensor, ...]:
         gate, up = x.chunk(2, -1)
         return (F.silu(gate) * up,)
+
+    return [
+        Case(f"{shape}", (rand(*shape, dtype=dtype) * 3,), own)
+        for shape in [(1, 2), (1, 352), (37, 96), (4, 9728)]
+    ]
+
+
+def gelu_tanh_and_mul(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor) -> tuple[Tensor, ...]:
+        gate, up = x.chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") * up,)
 
     return [
         Case(f"{shape}", (rand(*shape, dtype=dtype) * 3,), own)
@@ -418,6 +469,9 @@ MODEL_OPS = {
         rms_norm,
         fused_add_rms_norm,
         silu_and_mul,
+        gelu_tanh_and_mul,
+        scale,
+        add,
         rotary_embedding,
         reshape_and_cache,
         fused_qk_rope_reshape_and_cache,

@@ -1,4 +1,4 @@
-"""The gated activation by the native library.
+"""Gated activations, scaling and adding by the native library.
 
 Must not know: models, requests.
 """
@@ -6,18 +6,27 @@ Must not know: models, requests.
 from torch import Tensor
 
 from ...registry import register
-from .calls import Op, SiluAndMul
+from .calls import Add, Op, Scale, SiluAndMul
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, is_native
 
 
 @register("silu_and_mul", name="native", predicate=is_native, priority=PRIORITY)
 def silu_and_mul(x: Tensor) -> Tensor:
+    return _gate(x, Op.SILU_AND_MUL)
+
+
+@register("gelu_tanh_and_mul", name="native", predicate=is_native, priority=PRIORITY)
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    return _gate(x, Op.GELU_TANH_AND_MUL)
+
+
+def _gate(x: Tensor, op: Op) -> Tensor:
     size = x.shape[-1] // 2
     out = empty(len(x), size, dtype=x.dtype)
     submit(
         SiluAndMul(
-            Op.SILU_AND_MUL,
+            op,
             DTYPES[x.dtype],
             num_rows(x),
             x.data_ptr(),
@@ -28,3 +37,26 @@ def silu_and_mul(x: Tensor) -> Tensor:
         )
     )
     return out
+
+
+@register("scale", name="native", predicate=is_native, priority=PRIORITY)
+def scale(x: Tensor, factor: float) -> None:
+    submit(
+        Scale(Op.SCALE, DTYPES[x.dtype], num_rows(x), x.data_ptr(), x.stride(0), x.shape[1], factor)
+    )
+
+
+@register("add", name="native", predicate=is_native, priority=PRIORITY)
+def add(x: Tensor, residual: Tensor) -> None:
+    submit(
+        Add(
+            Op.ADD,
+            DTYPES[x.dtype],
+            num_rows(x),
+            x.data_ptr(),
+            residual.data_ptr(),
+            x.stride(0),
+            residual.stride(0),
+            x.shape[1],
+        )
+    )

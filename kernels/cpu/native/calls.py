@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -45,6 +45,9 @@ class Op(IntEnum):
     EMBEDDING_Q4_K = 29
     EMBEDDING_Q5_K = 30
     EMBEDDING_Q6_K = 31
+    GELU_TANH_AND_MUL = 32
+    SCALE = 33
+    ADD = 34
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -83,6 +86,7 @@ class RmsNorm(Call):
         heads=c_int64,
         size=c_int64,
         eps=c_double,
+        weight_dtype=c_int64,
     )
 
 
@@ -95,6 +99,17 @@ class AddRmsNorm(Call):
         residual_row=c_int64,
         size=c_int64,
         eps=c_double,
+        weight_dtype=c_int64,
+    )
+
+
+class Scale(Call):
+    _fields_ = _fields(x=c_void_p, x_row=c_int64, size=c_int64, factor=c_double)
+
+
+class Add(Call):
+    _fields_ = _fields(
+        x=c_void_p, residual=c_void_p, x_row=c_int64, residual_row=c_int64, size=c_int64
     )
 
 
@@ -177,6 +192,7 @@ class Attention(Call):
 class Epilogue(IntEnum):
     PLAIN = 0
     GATED = 1
+    GATED_GELU = 2
 
 
 class Linear(Call):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from .calls import Call, Epilogue, Linear, Op, Rotary, RotaryAndWriteKv, SiluAndMul, WriteKv
 from .recorder import Recorder
 
+EPILOGUES = {Op.SILU_AND_MUL: Epilogue.GATED, Op.GELU_TANH_AND_MUL: Epilogue.GATED_GELU}
 GATED_MULTIPLE = 32  # of the outputs of a gated linear layer (src/abi.h: Epilogue)
 
 
@@ -39,7 +40,7 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
 
 
 def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> None:
-    """Fuses Linear with SiluAndMul of its whole result, where nothing else reads that result."""
+    """Fuses Linear with the gated activation of its whole result, if nothing else reads that."""
     if len(uses) != 2 or uses[0][1] != "out" or uses[1] != (index, "x"):
         return
     linear, gate = calls[uses[0][0]], calls[index]
@@ -56,7 +57,7 @@ def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> 
     )
     if is_plain and linear.out_features % GATED_MULTIPLE == 0:
         fused = type(linear).from_buffer_copy(linear)
-        fused.out, fused.out_row, fused.epilogue = gate.out, gate.out_row, Epilogue.GATED
+        fused.out, fused.out_row, fused.epilogue = gate.out, gate.out_row, EPILOGUES[gate.op]
         calls[uses[0][0]], calls[index] = fused, None
 
 

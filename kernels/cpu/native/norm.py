@@ -30,6 +30,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         heads.shape[1],
         heads.shape[2],
         eps,
+        DTYPES[weight.dtype],
     )
     submit(call)
     return out.view(x.shape)
@@ -48,5 +49,6 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
         residual.stride(0),
         x.shape[-1],
         eps,
+        DTYPES[weight.dtype],
     )
     submit(call)

@@ -14,7 +14,7 @@ from quire.kernels import registry
 from safetensors import safe_open
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3_text"])
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
     directory = tiny(kind, **overrides)

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quire.executor.models.layers import LayerFactory
+from quire.ipc.decoder_config import parse_decoder_config
 from quire.kernels import registry
+from quire.tests.ipc.test_decoder_config import MINIMAL
 
 
 def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:
@@ -130,7 +132,8 @@ def test_a_tied_table_is_stored_once_if_the_packed_head_provides_its_rows():
 
 def test_norm_and_its_fused_form():
     make = make_factory()
-    norm = make.rms_norm("norm", 32, 1e-5)
+    config = parse_decoder_config({**MINIMAL, "rms_norm_eps": 1e-5})
+    norm = make.norm("norm", 32, config)
     weight = fill(make, norm)["p.norm.weight"]
     x, residual = torch.randn(4, 32), torch.randn(4, 32)
     total = x + residual

@@ -28,6 +28,7 @@ MODELS = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {"mlp_bias": True, "intermediate_size": 100}),
+    "gemma3": ("gemma3_text", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
 }
 

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 6
+#define QUIRE_ABI_VERSION 7
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -44,6 +44,9 @@ enum Op : int32_t {
     OP_EMBEDDING_Q4_K,
     OP_EMBEDDING_Q5_K,
     OP_EMBEDDING_Q6_K,
+    OP_GELU_TANH_AND_MUL,
+    OP_SCALE,
+    OP_ADD,
     NUM_OPS,
 };
 
@@ -70,7 +73,8 @@ struct Call {
 };
 
 // x [rows, heads, size] -> out [rows, heads, size]; weight [size]. x and out may be the same
-// memory. heads is 1 for a norm of the hidden state.
+// memory. heads is 1 for a norm of the hidden state. weight_dtype is that of the activations, or
+// F32: then nothing is rounded before the product with the weight.
 struct RmsNorm : Call {
     const void* x;
     const void* weight;
@@ -78,6 +82,7 @@ struct RmsNorm : Call {
     int64_t x_row, x_head, out_row, out_head;
     int64_t heads, size;
     double eps;
+    int64_t weight_dtype;  // Dtype
 };
 
 // In place: residual += x, x = norm(residual) * weight; x and residual [rows, size].
@@ -88,9 +93,25 @@ struct AddRmsNorm : Call {
     int64_t x_row, residual_row;
     int64_t size;
     double eps;
+    int64_t weight_dtype;  // as in RmsNorm
 };
 
-// x [rows, 2 * size] -> out [rows, size]
+// In place: x *= factor, x [rows, size].
+struct Scale : Call {
+    void* x;
+    int64_t x_row, size;
+    double factor;
+};
+
+// In place: residual += x, both [rows, size].
+struct Add : Call {
+    const void* x;
+    void* residual;
+    int64_t x_row, residual_row;
+    int64_t size;
+};
+
+// x [rows, 2 * size] -> out [rows, size]. Also of OP_GELU_TANH_AND_MUL.
 struct SiluAndMul : Call {
     const void* x;
     void* out;
@@ -164,12 +185,12 @@ struct Attention : Call {
     double scale, softcap;
 };
 
-enum Epilogue : int32_t { PLAIN = 0, GATED = 1 };
+enum Epilogue : int32_t { PLAIN = 0, GATED = 1, GATED_GELU = 2 };
 
 // out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. With GATED the first
 // half of the weight's rows is the gate's, out [rows, out_features / 2] is SiluAndMul of the
-// product, and out_features is a multiple of 32. weight is packed (quire_pack_linear). bias
-// [out_features] has the activations' dtype, or is null.
+// product, and out_features is a multiple of 32; GATED_GELU is the same with GELU. weight is
+// packed (quire_pack_linear). bias [out_features] has the activations' dtype, or is null.
 struct Linear : Call {
     const void* x;
     const void* weight;

@@ -1,8 +1,8 @@
-// Operations without sums: the gated activation, the embedding's look-up, the transition from one
-// step's tokens to the next step.
+// Operations without sums: gated activations, scaling, adding, the embedding's look-up, the
+// transition from one step's tokens to the next step.
 
-template <typename T>
-void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) {
+template <typename T, typename Activation>
+void gate_rows(const SiluAndMul& a, int64_t rows, const Worker& worker, Activation activation) {
     int64_t piece = piece_of_rows(a.size);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
@@ -12,20 +12,55 @@ void silu_and_mul_rows(const SiluAndMul& a, int64_t rows, const Worker& worker) 
             int64_t i = 0;
             for (; i + Vec::LANES <= a.size; i += Vec::LANES) {
                 Vec x = Vec::load(gate + i);
-                (Number<T>::round(silu(x)) * Vec::load(up + i)).store(out + i);
+                (Number<T>::round(activation(x)) * Vec::load(up + i)).store(out + i);
             }
             // the same function on one lane, so that an element does not depend on its place
             for (; i < a.size; i++) {
                 float lanes[Vec::LANES] = {Number<T>::get(gate[i])};
-                silu(Vec::load(lanes)).store(lanes);
+                activation(Vec::load(lanes)).store(lanes);
                 put(out + i, Number<T>::round(lanes[0]) * Number<T>::get(up[i]));
             }
         }
 }
 
 void silu_and_mul(const Call& call, const Step& step, const Worker& worker) {
-    FOR_DTYPE(call.dtype,
-              silu_and_mul_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker));
+    FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
+                                       [](Vec x) { return silu(x); }));
+}
+
+void gelu_tanh_and_mul(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
+                                       [](Vec x) { return gelu_tanh(x); }));
+}
+
+template <typename T>
+void scale_rows(const Scale& a, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(a.size);
+    const float factor = (float)a.factor;
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            T* x = (T*)a.x + row * a.x_row;
+            int64_t i = 0;
+            for (; i + Vec::LANES <= a.size; i += Vec::LANES)
+                (Vec::load(x + i) * Vec(factor)).store(x + i);
+            for (; i < a.size; i++) put(x + i, Number<T>::get(x[i]) * factor);
+        }
+}
+
+void scale(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, scale_rows<T>((const Scale&)call, rows_of(call, step), worker));
+}
+
+template <typename T>
+void add_rows(const Add& a, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            add_row((const T*)a.x + row * a.x_row, (T*)a.residual + row * a.residual_row, a.size);
+}
+
+void add(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, add_rows<T>((const Add&)call, rows_of(call, step), worker));
 }
 
 // a NaN in both types has all bits set

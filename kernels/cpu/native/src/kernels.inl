@@ -46,4 +46,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::gguf_embedding<quantized::Q4_K>,
     quantized::gguf_embedding<quantized::Q5_K>,
     quantized::gguf_embedding<quantized::Q6_K>,
+    gelu_tanh_and_mul,
+    scale,
+    add,
 };

@@ -88,12 +88,17 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
 // (same layout as sums) may be null. Sums and bias extend to a multiple of PANEL.
 template <typename T, typename Out>
 inline ALWAYS_INLINE void finish_row(const float* sums, const float* bias, int64_t columns,
-                                     int64_t half, bool gated, Out* out) {
+                                     int64_t half, int32_t epilogue, Out* out) {
+    const bool gated = epilogue != PLAIN;
     for (int64_t i = 0; i < columns; i += Vec::LANES) {
         Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
         if (bias) value = value + Vec::load(bias + i);
         if (bias && gated) up = up + Vec::load(bias + half + i);
-        if (gated) value = Number<T>::round(silu(Number<T>::round(value))) * Number<T>::round(up);
+        if (gated) {
+            value = Number<T>::round(value);
+            value = Number<T>::round(epilogue == GATED_GELU ? gelu_tanh(value) : silu(value)) *
+                    Number<T>::round(up);
+        }
         if (i + Vec::LANES <= columns) {
             value.store(out + i);
         } else {
@@ -106,7 +111,7 @@ inline ALWAYS_INLINE void finish_row(const float* sums, const float* bias, int64
 
 template <typename T, typename Block>
 void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
-    const bool gated = a.epilogue == GATED;
+    const bool gated = a.epilogue != PLAIN;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features,
                   panels = (all_columns + PANEL - 1) / PANEL;
     const int64_t chunks = (rows + Block::CHUNK_ROWS - 1) / Block::CHUNK_ROWS;
@@ -149,10 +154,10 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
             const float* values = sums + row * width;
             int64_t place = (first + row) * a.out_row + column;
             if (a.out_dtype == F32)
-                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated,
+                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, a.epilogue,
                               (float*)a.out + place);
             else
-                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, gated,
+                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, a.epilogue,
                               (uint16_t*)a.out + place);
         }
     }

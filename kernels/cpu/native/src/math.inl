@@ -79,6 +79,13 @@ inline Vec tanh(Vec x) {
 
 inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }
 
+// GELU as its approximation by tanh defines it (Hendrycks & Gimpel 2016): (1 + tanh(u)) / 2 is
+// 1 / (1 + e**(-2 u)), which stays exact where tanh is near -1.
+inline Vec gelu_tanh(Vec x) {
+    Vec u = Vec::fma(x * x * Vec(0.044715f), x, x);  // times the root of 2 / pi
+    return x / (Vec(1.0f) + exp(u * Vec(-1.5957691216f)));
+}
+
 // 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for
 // NaN. The coefficients are a fit of least relative error over [-0.5, 0.5].
 inline Vec exp2_of_nonpositive(Vec x) {

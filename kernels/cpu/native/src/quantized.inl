@@ -219,21 +219,22 @@ constexpr int64_t CACHED_BYTES = 128 * 1024;  // of x, which stay in the L2 cach
 template <typename T>
 void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t first, int64_t rows,
                   int64_t panel, int64_t all_columns) {
-    const bool gated = a.epilogue == GATED;
+    const bool gated = a.epilogue != PLAIN;
     const int64_t column = panel * PANEL, columns = std::min(PANEL, all_columns - column);
     float bias[2][PANEL];
     for (int up = 0; a.bias && up <= gated; up++)
         copy_numbers((const T*)a.bias + up * all_columns + column, bias[up], columns);
-    auto finish = [&](auto* out, int64_t columns, bool gated) ALWAYS_INLINE {
+    auto finish = [&](auto* out, int64_t columns, int32_t epilogue) ALWAYS_INLINE {
         for (int64_t row = 0; row < rows; row++)
-            finish_row<T>(sums[row][place][0], a.bias ? bias[0] : nullptr, columns, PANEL, gated,
+            finish_row<T>(sums[row][place][0], a.bias ? bias[0] : nullptr, columns, PANEL, epilogue,
                           out + (first + row) * a.out_row + column);
     };
     // tells the compiler that a panel is complete, as nearly all are
     auto finish_all = [&](auto* out) ALWAYS_INLINE {
-        if (columns < PANEL) finish(out, columns, gated);
-        else if (gated) finish(out, PANEL, true);
-        else finish(out, PANEL, false);
+        if (columns < PANEL) finish(out, columns, a.epilogue);
+        else if (a.epilogue == GATED) finish(out, PANEL, GATED);
+        else if (a.epilogue == GATED_GELU) finish(out, PANEL, GATED_GELU);
+        else finish(out, PANEL, PLAIN);
     };
     if (a.out_dtype == F32) finish_all((float*)a.out);
     else finish_all((uint16_t*)a.out);
@@ -251,7 +252,7 @@ inline void ask_for_results(const QuantizedLinear& a, int64_t first, int64_t row
 template <typename T, typename Form, typename X>
 void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows,
                         const X& x, int64_t panel_bytes, const Worker& worker) {
-    const bool gated = a.epilogue == GATED;
+    const bool gated = a.epilogue != PLAIN;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features,
                   panels = (all_columns + PANEL - 1) / PANEL;
     const int64_t chunk =

@@ -1,0 +1,124 @@
+"""The blocks of a decoder layer: attention over the paged cache, and a gated MLP.
+
+Must not know: architectures, files, requests, how a layer with weights is made.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...ipc.decoder_config import DecoderConfig
+from ...kernels.ops import AttentionMetadata
+from .layers import LayerFactory, Weights
+
+FUSED_PARTS = (
+    "rms_norm",
+    "rotary_embedding",
+    "reshape_and_cache",
+    "fused_qk_rope_reshape_and_cache",
+)
+
+
+class Attention:
+    """Causal grouped-query attention over the paged cache, with rotary positions and optional q/k
+    norms.
+    """
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        ropes: list[torch.Tensor],
+        layer: int,
+        qkv_bias: bool,
+        o_bias: bool,
+        qk_norm: bool,
+    ):
+        """ropes: from make.ropes; layer: its index in the stack"""
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = make.linear(
+            config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias
+        )
+        self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
+        self.q_norm = make.norm("q_norm", self.head_dim, config) if qk_norm else None
+        self.k_norm = make.norm("k_norm", self.head_dim, config) if qk_norm else None
+        self.cos_sin_cache = ropes[layer]
+        self.scale = config.attention_scale
+        self.sliding_window = config.sliding_windows[layer]
+        self.ops = make.ops
+        # [num_blocks, block_size, num_kv_heads, head_dim], set when the cache is allocated
+        self.key_cache = self.value_cache = None
+        self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        # Only if one implementer provides the fused operation and its parts: a user's kernel for
+        # one part must not be bypassed.
+        self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        self._norms = (
+            (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
+            if self.q_norm is not None and self.k_norm is not None
+            else (None, None, 0.0)
+        )
+        self._q_rows = q_rows
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size].
+
+        Writes the keys and values of the T tokens to the cache.
+        """
+        ops = self.ops
+        query, key, value = (
+            self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        )
+        slots = metadata.slot_mapping
+        if self._fused:
+            ops.fused_qk_rope_reshape_and_cache(
+                positions,
+                query,
+                key,
+                value,
+                self.cos_sin_cache,
+                self.key_cache,
+                self.value_cache,
+                slots,
+                *self._norms,
+            )
+        else:
+            if self.q_norm is not None and self.k_norm is not None:
+                query, key = self.q_norm(query), self.k_norm(key)
+            ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
+            ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
+        attended = ops.paged_attention(
+            query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window
+        )
+        return self.o_proj(attended.view(len(x), self._q_rows))
+
+    def weights(self, prefix: str) -> Weights:
+        for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
+            if layer is not None:
+                yield from layer.weights(prefix)
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x))"""
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, bias: bool):
+        size = config.intermediate_size
+        self.gate_up_proj = make.linear(
+            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias
+        )
+        self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
+        self.activate = getattr(make.ops, f"{config.activation}_and_mul")
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]"""
+        return self.down_proj(self.activate(self.gate_up_proj(x)))
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.gate_up_proj.weights(prefix)
+        yield from self.down_proj.weights(prefix)

@@ -173,8 +173,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             if header_bytes > file_bytes - 8:
                 raise _unsound(path, "it ends within its header")
             header = file.read(header_bytes)
-        entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
-        entries.pop(METADATA, None)
+        entries = msgspec.json.decode(header.decode(), type=dict[str, msgspec.Raw])
+        msgspec.json.decode(entries.pop(METADATA, b"null"), type=dict[str, str] | None)
         tensors = {
             name: msgspec.json.decode(entry, type=StoredTensor) for name, entry in entries.items()
         }
@@ -184,6 +184,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         raise _unsound(path, f"its header is malformed: {error}") from error
     except RecursionError:
         raise _unsound(path, "its header is nested too deeply") from None
+    for name, tensor in tensors.items():  # a message has one line
+        if not name.isprintable() or not tensor.dtype.isprintable():
+            raise _unsound(path, f"tensor {name!r:.100} is of type {tensor.dtype!r:.20}")
     _check_places(path, tensors, file_bytes - 8 - header_bytes)
     return dict(sorted(tensors.items()))
 

@@ -274,6 +274,8 @@ class _Header:
 
     def tensor(self, index: int) -> tuple[str, tuple[int, ...], str, int]:
         name = self.string(f"the name of tensor {index}", MAX_KEY_BYTES)
+        if not name.isprintable():
+            raise self.unsound(f"tensor {index} has the name {name!r:.100}")
         num_dimensions = self.number("I", f"the number of dimensions of tensor {name:.100}")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
             raise self.unsound(f"tensor {name:.100} has {num_dimensions} dimensions")

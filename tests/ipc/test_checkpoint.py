@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
+import time
+import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from quire.ipc.checkpoint import (
     read_header,
 )
 from quire.ipc.errors import ModelLoadError
+from quire.tests.mutations import mutated
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -200,3 +205,68 @@ def test_a_bad_index_is_refused(index: str, problem: str, tmp_path: Path) -> Non
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ModelLoadError, match=r"model\.safetensors\.index\.json.*" + problem):
         find_weight_files(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("a\nb", "F32"), ("a", "F32\0")])
+def test_texts_of_two_lines_are_refused(name: str, dtype: str, checkpoint: Path) -> None:
+    """The safetensors library takes such names; a message would have two lines."""
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(with_header({name: entry(0, 4, dtype=dtype)}, b"1234"))
+    with pytest.raises(ModelLoadError) as caught:
+        read_header(path)
+    assert str(caught.value).endswith(f"tensor {name!r} is of type {dtype!r}")
+
+
+def _json_changed(header: bytes, rng: random.Random) -> bytes:
+    """The header with one of its values, names or brackets replaced."""
+    places = list(re.finditer(rb'-?\d+|"[^"]*"|[\[\]{},:]', header))
+    place = rng.choice(places)
+    numbers = (b"0", b"-1", b"1.5", b"1e400", b"9" * 30, str(2**63).encode(), str(2**64).encode())
+    names = (b'"a"', b'"dtype"', b'"shape"', b'"F8_E4M3"', b'"\\n\\u0000"', b'"\\ud800"', b'""')
+    others = (b"null", b"true", b"[" * 5000, b"{}", b"", b",", b"[[1]]", b'{"a":' * 100)
+    return header[: place.start()] + rng.choice(numbers + names + others) + header[place.end() :]
+
+
+def _check_mutations(seeds: range, checkpoint: Path) -> None:
+    path, refused = checkpoint / "model.safetensors", 0
+    content = path.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header, data = content[8 : 8 + header_bytes], content[8 + header_bytes :]
+    tracemalloc.start()
+    for seed in seeds:
+        rng = random.Random(seed)
+        if seed % 2:
+            changed = mutated(content, 8 + header_bytes, seed)
+        else:
+            changed = header
+            for _ in range(rng.randint(1, 3)):
+                changed = _json_changed(changed, rng)
+            changed = len(changed).to_bytes(8, "little") + changed + data
+        path.write_bytes(changed)
+        started, before = time.monotonic(), tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        try:
+            check_checkpoint(checkpoint, SHAPES, {})
+        except ModelLoadError as error:
+            refused += 1
+            message = str(error)
+            assert message.startswith(f"{checkpoint}") and message.isprintable(), (seed, message)
+            assert len(message) < len(str(path)) + 400, seed
+        else:
+            # then the library reads the same, or refuses it: a key that is there twice
+            with suppress(SafetensorError), safe_open(path, framework="pt") as file:
+                assert {n: list(file.get_tensor(n).shape) for n in SHAPES} == SHAPES, seed
+        assert tracemalloc.get_traced_memory()[1] - before < 2**21, seed
+        assert time.monotonic() - started < 10, seed
+    tracemalloc.stop()
+    assert refused > len(seeds) * 0.7
+
+
+def test_mutated_headers(checkpoint: Path) -> None:
+    _check_mutations(range(400), checkpoint)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_5000_mutated_headers(checkpoint: Path) -> None:
+    _check_mutations(range(1000, 6000), checkpoint)

@@ -111,9 +111,10 @@ class Worker:
         block_size = self.config.cache_config.block_size
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
-        self._model_class = find_model_class(model_config.hf_config)
+        self._model_class = find_model_class(model_config.hf_config, model_config.model_impl)
         shape = self._model_class.parse_config(model_config.hf_config)
-        if unread := unread_keys(model_config.hf_config):
+        is_fallback = getattr(self._model_class, "IS_FALLBACK", False)
+        if not is_fallback and (unread := unread_keys(model_config.hf_config)):
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
         sizes = {
             "head_dim": shape.head_dim,
@@ -453,7 +454,7 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
     if not path.exists():
         return
     hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path)
-    described = find_model_class(hf_config)
+    described = find_model_class(hf_config, config.model_config.model_impl)
     if described is not model_class:
         raise ModelLoadError(
             f"{path}: the architecture is {described.__name__}, the engine runs "

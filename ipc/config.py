@@ -64,6 +64,13 @@ class ModelConfig(Section, frozen=True):
             "output head's int8 in both cases). Default: as dtype."
         ),
     ] = None
+    model_impl: Annotated[
+        Literal["auto", "quire", "transformers"],
+        Meta(
+            description="Whose code computes the model. auto: Quire's where it has the "
+            "architecture, else that of transformers, on Quire's layers and KV cache."
+        ),
+    ] = "auto"
     max_model_len: Annotated[
         PositiveInt | None,
         Meta(description="Longest prompt plus output, in tokens. Default: the model's context."),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...ipc.architectures import find_architecture
+from ...ipc.fallback_architectures import QUIRE, choose_implementation
 
 _MODELS: dict[str, str | type] = {
     "LlamaForCausalLM": "llama",
@@ -31,13 +31,15 @@ def register_model(architecture: str, model_class: type) -> None:
     _MODELS[architecture] = model_class
 
 
-def find_model_class(hf_config: dict[str, Any]) -> type:
+def find_model_class(hf_config: dict[str, Any], model_impl: str = "auto") -> type:
     """Returns the class of the first supported name in `architectures`, or else of `model_type`.
 
-    Raises ModelLoadError, which lists what is supported.
+    model_impl: see ipc/config.py. Raises ModelLoadError, which lists what is supported.
     """
-    architecture = find_architecture(hf_config, _MODELS)
-    found = _MODELS[architecture]
+    implementation, name = choose_implementation(hf_config, model_impl, _MODELS)
+    if implementation != QUIRE:
+        return import_module(".fallback.model", __name__).TransformersModel
+    found = _MODELS[name]
     if isinstance(found, str):
-        return getattr(import_module(f".{found}", __name__), architecture)
+        return getattr(import_module(f".{found}", __name__), name)
     return found

@@ -64,6 +64,9 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
     hold nothing in block 0, which is never allocated to a request: it is overwritten during the
     check.
     """
+    if reason := getattr(model, "UNRECORDABLE", ""):
+        logger.info("the model runs operation by operation: %s", reason)
+        return None
     others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if ops.chosen.get(op) != NATIVE]
     if len(others) == len(OPERATIONS):
         logger.info("the model runs operation by operation: there are no native kernels for it")

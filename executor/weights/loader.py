@@ -18,6 +18,7 @@ from ...ipc.checkpoint import check_checkpoint
 from ...ipc.errors import ModelLoadError
 from ...ipc.gguf_weights import is_gguf
 from ...ipc.quantization_config import CheckpointQuantization
+from .converted import load_converted_weights
 from .gguf import load_gguf_weights
 from .packed_rows import PackedRows, copy_weights
 from .quantized import QuantizedWeights
@@ -48,6 +49,9 @@ def load_weights(
     All headers are checked before the first tensor is read. Raises what check_checkpoint does, and
     ModelLoadError for a file that cannot be read.
     """
+    if hasattr(model, "plan_conversions"):
+        load_converted_weights(model, directory, report, fill)
+        return
     if is_gguf(directory):
         load_gguf_weights(model, directory, report, fill)
         return

@@ -18,6 +18,7 @@ class EngineArguments(TypedDict, total=False):
     revision: str | None
     dtype: Literal["auto", "bfloat16", "float32", "float16"]
     quantization: Literal["int8", "int4"] | None
+    model_impl: Literal["auto", "quire", "transformers"]
     max_model_len: int | None
     seed: int
     hf_overrides: dict[str, Any]

@@ -33,6 +33,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "generation_config": {"vllm": "none"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
+    "model_impl": {"vllm": "quire"},
 }
 # Quire's argument -> other command-line options with the same meaning.
 OPTIONS = {
@@ -109,7 +110,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "distributed_executor_backend": ("uni", "mp"),
     "logprobs_mode": ("raw_logprobs",),
     "max_num_partial_prefills": (1,),
-    "model_impl": ("auto", "vllm"),
     "nnodes": (1,),
     "prefill_context_parallel_size": (1,),
     "runner": ("auto", "generate"),

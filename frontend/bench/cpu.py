@@ -145,7 +145,7 @@ class Plan:
 
 def model_work(config: EngineConfig) -> ModelWork:
     model_config = config.model_config
-    sizes = measure_model(model_config.hf_config)
+    sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
     return ModelWork(
         sizes.config,
         model_config.dtype,

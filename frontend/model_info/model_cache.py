@@ -102,7 +102,7 @@ def describe(
     is_file = is_gguf(directory)
     try:
         hf_config = read_hf_config(directory, {})
-        sizes = measure_model(hf_config)
+        sizes = measure_model(hf_config, directory)
     except ModelLoadError as error:
         problems.append(_short(error, directory))
     try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...ipc.architectures import ARCHITECTURES
-from ...ipc.checkpoint import check_checkpoint, missing_weight_files
+from ...ipc.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
 from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ...ipc.gguf_weights import is_gguf
@@ -28,7 +28,7 @@ from .model_files import (
     read_generation_config,
     read_hf_config,
 )
-from .model_sizes import ModelSizes, measure_model
+from .model_sizes import ModelSizes, StoredSizes, measure_model
 from .plan import make_plan
 
 GIB = 2**30
@@ -50,7 +50,7 @@ def check_model(
             args.model, revision=args.revision, weights=False, download_dir=args.download_dir
         )
         hf_config = read_hf_config(directory, args.hf_overrides)
-        sizes = measure_model(hf_config)
+        sizes = measure_model(hf_config, directory, args.model_impl)
     except QuireError as error:
         yield failure(
             "model",
@@ -63,7 +63,7 @@ def check_model(
         f"{sizes.architecture}, {sizes.num_parameters / 1e6:,.1f} million parameters, at "
         f"{directory}",
     )
-    if unread := unread_keys(hf_config):
+    if not isinstance(sizes, StoredSizes) and (unread := unread_keys(hf_config)):
         yield warning(
             "config",
             f"keys of config.json that Quire ignores: {', '.join(unread)}",
@@ -132,8 +132,12 @@ def check_weights(
             f"{len(missing)} missing: {', '.join(missing[:3])}",
             fix,
         )
-    table = ARCHITECTURES[sizes.architecture]
     try:
+        if isinstance(sizes, StoredSizes):  # the headers are read; transformers knows the names
+            num_bytes = sum(path.stat().st_size for path in find_weight_files(directory))
+            detail = f"{len(sizes.shapes)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
+            return passed("weights", detail)
+        table = ARCHITECTURES[sizes.architecture]
         origin = check_checkpoint(
             directory,
             table.weight_shapes(sizes.config),

@@ -1,24 +1,36 @@
 """A model's sizes, from its config.json alone: parameters, bytes of weights, bytes of KV cache per
-token.
+token. Parameters of models that run through transformers are read from the headers of their files.
 
-Must not know: torch, weight files, memory. tests/frontend/model_info/test_model_sizes.py compares
-the sizes with the models in executor/models/.
+Must not know: torch, tensors' values, memory. tests/frontend/model_info/test_model_sizes.py
+compares the sizes with the models in executor/models/.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
-from ...ipc.architectures import ARCHITECTURES, find_architecture
+from ...ipc.architectures import ARCHITECTURES
+from ...ipc.checkpoint import find_weight_files, read_header
 from ...ipc.decoder_config import DecoderConfig
+from ...ipc.fallback_architectures import (
+    FALLBACKS,
+    TRANSFORMERS,
+    choose_implementation,
+    parse_fallback_config,
+)
 from ...ipc.gguf_weights import DTYPE_BYTES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
 ATTENTION_PIECES = 32  # kernels/triton/attention_decode.py
+# matrices that are no linear layers: experts, positions, embeddings of layers
+_NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
@@ -70,11 +82,50 @@ class ModelSizes:
         )
 
 
-def measure_model(hf_config: dict[str, Any]) -> ModelSizes:
-    """Raises ModelLoadError, with the engine's message, for a model that the engine would
-    reject.
+@dataclass(frozen=True)
+class StoredSizes(ModelSizes):
+    """Sizes of a model whose tensors are known from its files alone."""
+
+    shapes: Mapping[str, list[int]]
+
+    def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """As of ModelSizes. Embeddings, experts and vectors keep the dtype."""
+        if quantization is None:
+            return self.num_parameters * DTYPE_BYTES[dtype]
+        tables = [n for n, shape in self.shapes.items() if shape[0] == self.config.vocab_size]
+        num_bytes = 0
+        for name, shape in self.shapes.items():
+            if name in tables:  # the last is the head; a single one is also the embedding
+                bits = HEAD_BITS if name == tables[-1] and len(shape) == 2 else None
+            else:
+                is_linear = len(shape) == 2 and not _NOT_LINEAR.search(name)
+                bits = QUANTIZATION_BITS[quantization] if is_linear else None
+            num_bytes += (
+                prod(shape) * DTYPE_BYTES[dtype]
+                if bits is None
+                else quantized_bytes(shape[0], shape[1], bits)
+            )
+        return num_bytes
+
+
+def measure_model(
+    hf_config: dict[str, Any], directory: str | Path = "", model_impl: str = "auto"
+) -> ModelSizes:
+    """`directory`: that of the weights, read for models that run through transformers.
+
+    Raises ModelLoadError, with the engine's message, for a model that the engine would reject, and
+    where those weights are not there.
     """
-    name = find_architecture(hf_config)
+    implementation, name = choose_implementation(hf_config, model_impl)
+    if implementation == TRANSFORMERS:
+        shapes = {
+            tensor: header.shape
+            for path in find_weight_files(Path(directory))
+            for tensor, header in read_header(path).items()
+        }
+        config = parse_fallback_config(hf_config)
+        architecture = FALLBACKS[name].architecture
+        return StoredSizes(architecture, config, sum(map(prod, shapes.values())), shapes)
     config = ARCHITECTURES[name].parse(hf_config)
     shapes = ARCHITECTURES[name].weight_shapes(config)
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]

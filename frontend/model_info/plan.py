@@ -143,7 +143,9 @@ def make_plan(
     `given`: the arguments set by the user, which `flags` repeats.
     """
     config = resolve(args)
-    sizes = measure_model(config.model_config.hf_config)
+    sizes = measure_model(
+        config.model_config.hf_config, config.model_config.model, config.model_config.model_impl
+    )
     _check_supported(config, sizes.config.head_dim)
     memory = _measure_memory(config, memory_bytes)
     step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0

@@ -81,7 +81,7 @@ def test_every_type_has_a_description() -> None:
 
 
 # drawn for each request; resolved by the engine from what is built; same as dtype
-DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype")
+DECIDED_LATER = ("preemption_mode", "cpu_isa", "kv_cache_dtype", "model_impl")
 
 
 def test_no_auto_remains_after_resolution(model) -> None:

@@ -16,7 +16,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
-from ...model_info.model_sizes import measure_model
+from ....ipc.config import ModelConfig
+from ...model_info.model_sizes import ModelSizes, measure_model
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import described
@@ -90,7 +91,7 @@ def routes(state: ServerState) -> list[Route]:
 
 def _model(state: ServerState) -> dict[str, Any]:
     config = state.ready_engine().config.model_config
-    size = measure_model(config.hf_config).weights_bytes(config.dtype, config.quantization)
+    size = _sizes(config).weights_bytes(config.dtype, config.quantization)
     digest = sha256(msgspec.json.encode((state.model_name, config.hf_config))).hexdigest()
     return {
         "name": state.model_name,
@@ -109,7 +110,7 @@ def _details(state: ServerState) -> dict[str, Any]:
         "format": "safetensors",
         "family": family,
         "families": [family],
-        "parameter_size": _short(measure_model(config.hf_config).num_parameters),
+        "parameter_size": _short(_sizes(config).num_parameters),
         "quantization_level": {
             "bfloat16": "BF16",
             "float16": "F16",
@@ -126,7 +127,7 @@ def _shown(state: ServerState) -> dict[str, Any]:
     family = config.hf_config.get("model_type", "")
     info = {
         "general.architecture": family,
-        "general.parameter_count": measure_model(config.hf_config).num_parameters,
+        "general.parameter_count": _sizes(config).num_parameters,
         f"{family}.context_length": state.max_model_len,
         f"{family}.embedding_length": config.hf_config.get("hidden_size"),
         f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
@@ -161,3 +162,7 @@ def _short(number: int) -> str:
 
 def _time(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _sizes(config: ModelConfig) -> ModelSizes:
+    return measure_model(config.hf_config, config.model, config.model_impl)

@@ -1,0 +1,6 @@
+"""transformers' modelling code on Quire's layers and paged attention, for architectures without a
+page of their own.
+
+`model.py` is the model, `modules.py` replaces modules of transformers, `attention.py` is the
+attention function that they call, `names.py` maps a checkpoint's names.
+"""

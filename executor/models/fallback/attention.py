@@ -1,0 +1,147 @@
+"""The attention function that transformers' modules call: it writes to and reads the paged cache.
+
+Must not know: architectures, files, requests.
+
+transformers passes no metadata through its layers. The model sets it for the length of a forward
+pass (`StepContext`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ....ipc.errors import ModelLoadError
+from ....kernels.ops import AttentionMetadata
+
+NAME = "quire"  # config._attn_implementation; transformers builds no mask for an unknown name
+
+
+@dataclass(eq=False)
+class PagedAttention:
+    """The cache of one attention module of transformers, and how it is read."""
+
+    ops: Any
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int  # 0: none
+    softcap: float  # 0: none
+    key_cache: Any = None  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_cache: Any = None
+
+
+class _Step(local):
+    metadata: AttentionMetadata | None = None
+    # modules in the order of their calls, while a model is explored
+    explored: list[tuple[torch.nn.Module, PagedAttention]] | None = None
+    ops: Any = None
+
+
+_step = _Step()
+
+
+@contextmanager
+def exploring(ops: Any) -> Iterator[list[tuple[torch.nn.Module, PagedAttention]]]:
+    """Lists the attention of every module that a forward pass calls, without a cache."""
+    _step.explored, _step.ops = [], ops
+    try:
+        yield _step.explored
+    finally:
+        _step.explored = None
+
+
+@contextmanager
+def during(metadata: AttentionMetadata) -> Iterator[None]:
+    """Makes `metadata` that of the forward pass within."""
+    _step.metadata = metadata
+    try:
+        yield
+    finally:
+        _step.metadata = None
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface.
+
+    query [1, NQ, T, D], key and value [1, NKV, T, D] -> [1, T, NQ, D]. The other arguments are
+    those of the exploring pass: they do not change between steps.
+    """
+    if _step.explored is not None:
+        return _explore(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+    layer: Any = module.quire_attention
+    metadata: Any = _step.metadata
+    ops = layer.ops
+    query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
+    ops.reshape_and_cache(key, value, layer.key_cache, layer.value_cache, metadata.slot_mapping)
+    return ops.paged_attention(
+        query,
+        layer.key_cache,
+        layer.value_cache,
+        metadata,
+        layer.scale,
+        layer.sliding_window,
+        layer.softcap,
+    ).unsqueeze(0), None
+
+
+def _explore(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    kind = type(module).__name__
+    if sinks is not None:
+        raise ModelLoadError(f"{kind} has attention sinks, which are not supported")
+    if key.shape != value.shape:
+        raise ModelLoadError(
+            f"{kind} has keys of shape {list(key.shape)} and values of shape {list(value.shape)}, "
+            f"which is not supported"
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ModelLoadError(
+            f"{kind} has {query.shape[2]} queries for {key.shape[2]} keys, which is not supported"
+        )
+    explored = _step.explored
+    assert explored is not None
+    if any(other is module for other, _ in explored):
+        raise ModelLoadError(f"{kind} attends twice in one layer, which is not supported")
+    head_dim = query.shape[-1]
+    scale = head_dim**-0.5 if scaling is None else float(scaling)
+    layer = PagedAttention(
+        _step.ops,
+        query.shape[1],
+        key.shape[1],
+        head_dim,
+        scale,
+        int(sliding_window or 0),
+        float(softcap or 0.0),
+    )
+    explored.append((module, layer))
+    return query.transpose(1, 2).contiguous()
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

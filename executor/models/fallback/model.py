@@ -1,0 +1,177 @@
+"""A causal language model in transformers' code on Quire's layers and paged attention.
+
+Must not know: files, requests.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import AutoConfig, initialization
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.pytorch_utils import Conv1D
+
+from ....ipc.errors import ModelLoadError
+from ....ipc.fallback_architectures import FallbackConfig, parse_fallback_config
+from ....kernels.ops import AttentionMetadata
+from ..layers import LayerFactory, Weights
+from .attention import NAME, PagedAttention, during, exploring
+from .modules import replace_modules
+from .names import Conversion, plan_conversions
+
+logger = logging.getLogger(__name__)
+
+
+class _WithoutData(TorchFunctionMode):
+    """Tensors of torch.empty have no memory: parameters get theirs from the factory. Buffers are
+    computed.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+class _Hidden:
+    """The base model's results: hidden states; all others are None."""
+
+    def __init__(self, hidden: torch.Tensor):
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+
+class _Given(nn.Module):
+    """Takes the base model's place: its hidden states are given."""
+
+    hidden: torch.Tensor
+
+    def __call__(self, *_: Any, **__: Any) -> _Hidden:
+        return _Hidden(self.hidden)
+
+    def __getattr__(self, name: str) -> Any:
+        return self  # OPT calls model.decoder
+
+
+class TransformersModel:
+    """See decoder.Decoder for the methods that the runner calls."""
+
+    IS_FALLBACK = True  # keys of config.json are transformers' to read
+    UNRECORDABLE = "its code is that of transformers"
+    parse_config = staticmethod(parse_fallback_config)
+
+    def __init__(self, config: FallbackConfig, make: LayerFactory, max_model_len: int):
+        if make.device.type != "cpu":
+            raise ModelLoadError("models that run through transformers need device=cpu")
+        self.config, self.ops = config, make.ops
+        hf_config = dict(config.hf_config)
+        hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
+        self._model = model = _build(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], hf, make.dtype)
+        self._transposed = {
+            f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D
+        }
+        head = model.get_output_embeddings()
+        head_name = next(name for name, module in model.named_modules() if module is head)
+        self._tied = {
+            name: original
+            for name, original in model.all_tied_weights_keys.items()
+            if name == f"{head_name}.weight"
+        }
+        self._table = replace_modules(model, make, self._tied, head_name)
+        self.torch_products = [
+            name for name, parameter in model.named_parameters() if parameter.dim() > 1
+        ]
+        if on_meta := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+            raise ModelLoadError(f"transformers leaves {on_meta[0]} without values")
+        model.eval()
+        prefix = model.base_model_prefix
+        self._base = getattr(model, prefix)
+        self._given = _Given()
+        self._head = copy.copy(model)
+        self._head._modules = {**model._modules, prefix: self._given}
+        self._layers: list[PagedAttention] | None = None
+        logger.info("%s runs in transformers' code: Quire has no page for it", type(model).__name__)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""
+        with during(metadata):
+            return self._hidden(token_ids, positions)
+
+    def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._base(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False
+        ).last_hidden_state[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] f32"""
+        self._given.hidden = hidden[None]
+        # token ids, of which only the shape could be read
+        token_ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+        return self._head(input_ids=token_ids, use_cache=False).logits[0].float()
+
+    def weights(self) -> Weights:
+        """The tensors to fill, by transformers' names."""
+        yield from self._table.items()
+
+    def tied_weights(self) -> dict[str, str]:
+        return dict(self._tied)
+
+    def plan_conversions(self, stored: list[str]) -> list[Conversion]:
+        names = self._table.keys() | self._tied.keys()
+        conversions = plan_conversions(self._model, names, stored)
+        for conversion in conversions:
+            if conversion.target in self._transposed:
+                conversion.convert = _transposed(conversion.convert)
+        return conversions
+
+    @torch.inference_mode()
+    def attention_layers(self) -> list[PagedAttention]:
+        """The attention layers in the order of their calls; each owns its key_cache and
+        value_cache.
+
+        Call it when all weights are there: the first call runs the model to find them.
+        """
+        if self._layers is None:
+            with exploring(self.ops) as found:
+                self._hidden(torch.zeros(2, dtype=torch.int32), torch.arange(2))
+            self._check([layer for _, layer in found])
+            for module, layer in found:
+                module.__dict__["quire_attention"] = layer
+            self._layers = [layer for _, layer in found]
+        return self._layers
+
+    def _check(self, layers: list[PagedAttention]) -> None:
+        """Checks the layers against what config.json says, from which memory is planned."""
+        config = self.config
+        expected = [(config.num_key_value_heads, config.head_dim)] * config.num_hidden_layers
+        found = [(layer.num_kv_heads, layer.head_dim) for layer in layers]
+        if found != expected:
+            raise ModelLoadError(
+                f"{type(self._model).__name__} has attention layers with heads and sizes of heads "
+                f"{found}, config.json says {expected}, which is not supported"
+            )
+
+
+def _transposed(convert: Any) -> Any:
+    return lambda values: {name: value.T for name, value in convert(values).items()}
+
+
+def _build(kind: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+    """A model of transformers whose parameters have no memory."""
+    with initialization.no_init_weights(), _WithoutData():
+        return kind._from_config(
+            hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation="eager"
+        )

@@ -1,0 +1,243 @@
+"""The architectures that run in transformers' modelling code, those that cannot and why, and which
+implementation a model gets.
+
+Must not know: tensors, layers, torch, transformers. tests/executor/models/fallback/ compares the
+tables with the installed transformers and runs a model of each type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .architectures import ARCHITECTURES, find_architecture
+from .decoder_config import MOST, MOST_OF_A_SIZE, DecoderConfig
+from .errors import ModelLoadError
+
+QUIRE, TRANSFORMERS = "quire", "transformers"
+
+_GPT2 = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+# it repeats keys for the experts that a query chooses, before attention
+_JETMOE = {"head_dim": "kv_channels", "num_key_value_heads": "num_attention_heads"}
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """How a model type's config.json is read where it differs from most.
+
+    keys: names of config.json for ours. head_dim, kv_heads: where config.json does not say; None:
+    hidden_size / num_attention_heads, num_attention_heads.
+    """
+
+    architecture: str
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+FALLBACKS = {
+    "afmoe": Fallback("AfmoeForCausalLM", head_dim=128),
+    "apertus": Fallback("ApertusForCausalLM"),
+    "arcee": Fallback("ArceeForCausalLM"),
+    "aria_text": Fallback("AriaTextForCausalLM"),
+    "beam": Fallback("BeamForCausalLM", head_dim=128, kv_heads=8),
+    "bitnet": Fallback("BitNetForCausalLM", kv_heads=5),
+    "cohere": Fallback("CohereForCausalLM"),
+    "cohere2": Fallback("Cohere2ForCausalLM"),
+    "cohere2_moe": Fallback("Cohere2MoeForCausalLM", head_dim=128),
+    "ctrl": Fallback("CTRLLMHeadModel", keys=_GPT2),
+    "cwm": Fallback("CwmForCausalLM", head_dim=128, kv_heads=8),
+    "dots1": Fallback("Dots1ForCausalLM", kv_heads=32),
+    "ernie4_5": Fallback("Ernie4_5ForCausalLM", head_dim=128, kv_heads=2),
+    "ernie4_5_moe": Fallback("Ernie4_5_MoeForCausalLM", kv_heads=4),
+    "exaone4": Fallback("Exaone4ForCausalLM", kv_heads=32),
+    "exaone_moe": Fallback("ExaoneMoeForCausalLM", kv_heads=32),
+    "flex_olmo": Fallback("FlexOlmoForCausalLM"),
+    "gemma": Fallback("GemmaForCausalLM", head_dim=256, kv_heads=16),
+    "gemma2": Fallback("Gemma2ForCausalLM", head_dim=256, kv_heads=4),
+    "gemma3_text": Fallback("Gemma3ForCausalLM", head_dim=256, kv_heads=4),
+    "glm": Fallback("GlmForCausalLM", head_dim=128, kv_heads=2),
+    "glm4": Fallback("Glm4ForCausalLM", head_dim=128, kv_heads=2),
+    "glm4_moe": Fallback("Glm4MoeForCausalLM", kv_heads=8),
+    "gpt-sw3": Fallback("GPT2LMHeadModel", keys=_GPT2),
+    "gpt2": Fallback("GPT2LMHeadModel", keys=_GPT2),
+    "gpt_bigcode": Fallback("GPTBigCodeForCausalLM", keys=_GPT2),
+    "gpt_neox": Fallback("GPTNeoXForCausalLM"),
+    "granite": Fallback("GraniteForCausalLM"),
+    "granitemoe": Fallback("GraniteMoeForCausalLM"),
+    "granitemoeshared": Fallback("GraniteMoeSharedForCausalLM"),
+    "helium": Fallback("HeliumForCausalLM", head_dim=128, kv_heads=20),
+    "hunyuan_v1_dense": Fallback("HunYuanDenseV1ForCausalLM"),
+    "hunyuan_v1_moe": Fallback("HunYuanMoEV1ForCausalLM"),
+    "hy_v3": Fallback("HYV3ForCausalLM", head_dim=128, kv_heads=8),
+    "hyperclovax": Fallback("HyperCLOVAXForCausalLM"),
+    "internlm3": Fallback("LlamaForCausalLM", head_dim=128, kv_heads=2),
+    "iquestcoder": Fallback("LlamaForCausalLM", head_dim=128, kv_heads=8),
+    "jais2": Fallback("Jais2ForCausalLM"),
+    "jetmoe": Fallback("JetMoeForCausalLM", head_dim=128, keys=_JETMOE),
+    "kolibri1": Fallback("Kolibri1ForCausalLM", head_dim=128, kv_heads=4),
+    "laguna": Fallback("LagunaForCausalLM", head_dim=128, kv_heads=8),
+    "llama": Fallback("LlamaForCausalLM"),
+    "mellum": Fallback("MellumForCausalLM", head_dim=128, kv_heads=4),
+    "minimax_m2": Fallback("MiniMaxM2ForCausalLM", head_dim=128, kv_heads=8),
+    "minimax_m3_vl_text": Fallback("MiniMaxM3VLForCausalLM", head_dim=128, kv_heads=4),
+    "ministral": Fallback("MinistralForCausalLM", kv_heads=8),
+    "ministral3": Fallback("Ministral3ForCausalLM", head_dim=128, kv_heads=8),
+    "mistral": Fallback("MistralForCausalLM", kv_heads=8),
+    "mixtral": Fallback("MixtralForCausalLM", kv_heads=8),
+    "modernbert-decoder": Fallback("ModernBertDecoderForCausalLM"),
+    "nanochat": Fallback("NanoChatForCausalLM"),
+    "nemotron": Fallback("NemotronForCausalLM"),
+    "olmo": Fallback("OlmoForCausalLM"),
+    "olmo2": Fallback("Olmo2ForCausalLM"),
+    "olmo3": Fallback("Olmo3ForCausalLM"),
+    "olmoe": Fallback("OlmoeForCausalLM"),
+    "opt": Fallback("OPTForCausalLM"),
+    "persimmon": Fallback("PersimmonForCausalLM"),
+    "phi": Fallback("PhiForCausalLM"),
+    "phi3": Fallback("Phi3ForCausalLM"),
+    "phimoe": Fallback("PhimoeForCausalLM", kv_heads=8),
+    "qwen2": Fallback("Qwen2ForCausalLM", kv_heads=32),
+    "qwen2_moe": Fallback("Qwen2MoeForCausalLM", kv_heads=16),
+    "qwen3": Fallback("Qwen3ForCausalLM", head_dim=128, kv_heads=32),
+    "qwen3_moe": Fallback("Qwen3MoeForCausalLM", kv_heads=4),
+    "seed_oss": Fallback("SeedOssForCausalLM", head_dim=128, kv_heads=8),
+    "smollm3": Fallback("SmolLM3ForCausalLM", kv_heads=4),
+    "solar_open": Fallback("SolarOpenForCausalLM", head_dim=128, kv_heads=8),
+    "starcoder2": Fallback("Starcoder2ForCausalLM", kv_heads=2),
+    "vaultgemma": Fallback("VaultGemmaForCausalLM", head_dim=256, kv_heads=4),
+}
+
+
+@dataclass(frozen=True)
+class FallbackConfig(DecoderConfig):
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # what transformers reads
+
+
+def choose_implementation(
+    hf_config: Mapping[str, Any], model_impl: str, native: Iterable[str] = ARCHITECTURES
+) -> tuple[str, str]:
+    """QUIRE and an architecture, or TRANSFORMERS and a model type.
+
+    model_impl: QUIRE, TRANSFORMERS or "auto", which prefers QUIRE. Raises ModelLoadError, with the
+    reason where it is known.
+    """
+    model_type, names = hf_config.get("model_type"), hf_config.get("architectures") or []
+    problem = f"transformers has no supported model for architectures={names!r:.100} and "
+    problem += f"model_type={model_type!r:.60}"
+    if model_impl != TRANSFORMERS:
+        try:
+            return QUIRE, find_architecture(dict(hf_config), native)
+        except ModelLoadError as error:
+            if model_impl == QUIRE:
+                raise
+            problem = str(error)
+    if isinstance(model_type, str):
+        found = FALLBACKS.get(model_type)
+        if found is not None and (not names or found.architecture in names):
+            return TRANSFORMERS, model_type
+        if model_type in REFUSED:
+            raise ModelLoadError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
+    raise ModelLoadError(f"{problem}; docs/models.md lists what runs through transformers")
+
+
+def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:
+    """What plan and runner need; transformers reads the rest.
+
+    Raises ModelLoadError, naming the key, for one that is missing or out of range.
+    """
+    known = FALLBACKS[hf_config["model_type"]]
+    if hf_config.get("quantization_config"):
+        raise ModelLoadError(
+            "config.json: quantization_config is not supported for models that run through "
+            "transformers"
+        )
+
+    def size(name: str, default: int | None = None) -> int:
+        key = known.keys.get(name, name)
+        value = hf_config.get(key, hf_config.get(name))
+        value = default if value is None else value
+        most = MOST.get(name, MOST_OF_A_SIZE)
+        if value is None:
+            raise ModelLoadError(f"config.json lacks {key}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise ModelLoadError(
+                f"config.json: {key} must be an integer from 1 to {most:,}, got {value!r:.100}"
+            )
+        return value
+
+    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
+    num_layers = size("num_hidden_layers")
+    num_kv_heads = size("num_key_value_heads", known.kv_heads or num_heads)
+    if hf_config["model_type"] == "gpt_bigcode":
+        num_kv_heads = 1 if hf_config.get("multi_query", True) else num_heads
+    return FallbackConfig(
+        vocab_size=size("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=size("intermediate_size", 4 * hidden_size),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=size("head_dim", known.head_dim or hidden_size // num_heads),
+        max_position_embeddings=size("max_position_embeddings"),
+        rms_norm_eps=0.0,
+        tie_word_embeddings=False,
+        attention_bias=False,
+        mlp_bias=False,
+        rope={},
+        sliding_windows=(0,) * num_layers,
+        hf_config=hf_config,
+    )
+
+
+_RECURRENT = "its layers keep a recurrent state, which the KV cache has no place for"
+_LATENT = "its keys and values have different sizes (latent attention)"
+_INDEXER = "an indexer selects the keys that it attends to"
+_BIDIRECTIONAL = "it is an encoder, which reads its whole input in both directions"
+_ENCODER_DECODER = "it is an encoder with a decoder"
+_OWN_ATTENTION = "its attention does not call transformers' attention interface"
+_UNDECLARED = "transformers does not declare that other attention functions serve it"
+_COMPOSITE = "it is a model of images or sound, and only its text model could run"
+_SINKS = "its attention has sinks, which the attention kernels do not have"
+_TWICE = "its layers attend more than once"
+_PER_LAYER = "its layers have heads of different sizes, or share keys and values"
+_CHUNKED = "its attention is cut into chunks"
+_MASKED = "it computes a mask of its own for every token"
+_NESTED = "its config.json has its sizes in nested objects"
+
+REFUSED = {
+    model_type: reason
+    for reason, model_types in {
+        _RECURRENT: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text "
+        "inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
+        "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
+        "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
+        _LATENT: "axk1 axk2 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash "
+        "mimo_v2_flash minicpm3 youtu",
+        _INDEXER: "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
+        _BIDIRECTIONAL: "bert bert-generation big_bird camembert data2vec-text electra ernie "
+        "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer "
+        "xlm-roberta xlm-roberta-xl xlm xlnet xmod",
+        _ENCODER_DECODER: "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp "
+        "pegasus plbart prophetnet trocr whisper",
+        _OWN_ATTENTION: "bloom codegen cpmant falcon gpt_neo gpt_neox_japanese gptj mpt "
+        "openai-gpt reformer xglm",
+        _UNDECLARED: "biogpt blt stablelm",
+        _COMPOSITE: "cohere_compass_text dots3_note emu3 fuyu gemma3 gemma3n gemma4 "
+        "gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 llama4 mllama "
+        "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
+        _SINKS: "flint gpt_oss granite_swa granitemoe_swa",
+        _TWICE: "diffllama hrm_text",
+        _PER_LAYER: "gemma3n_text gemma4_text gemma4_unified_text",
+        _CHUNKED: "llama4_text",
+        _MASKED: "doge",
+        _NESTED: "dbrx",
+    }.items()
+    for model_type in model_types.split()
+}

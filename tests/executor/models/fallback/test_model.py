@@ -1,0 +1,217 @@
+"""Every model type that runs in transformers' code, against transformers' own attention: greedy in
+fp32, token for token, however a prompt is cut and whatever runs beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.models.fallback.model import TransformersModel
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.fallback_architectures import FALLBACKS
+from quire.tests.executor.driver import Driver, Row, greedy, start_executor
+from quire.tests.tiny_fallbacks import HEAD_DIM, VOCAB_SIZE, save_tiny_fallback
+from safetensors.torch import load_file, save_file
+
+BLOCK_SIZE = 16
+NUM_TOKENS = 6
+# of each kind one: the others carry a marker
+USUAL = (
+    "gemma3_text",  # scaled embedding, (1 + w) norms, windows in some layers
+    "gpt2",  # Conv1D, learned positions, a prefix in names
+    "gpt_bigcode",  # one KV head, joined projections
+    "cohere2",  # parallel blocks, scaled logits, layers without positions
+    "phi",  # a head with a bias, partial rotation
+    "qwen3_moe",  # experts
+    "gemma2",  # soft caps
+)
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+
+
+@torch.inference_mode()
+def assert_greedy(model: torch.nn.Module, row: Row) -> None:
+    """If every token is the argmax after its predecessors, the whole is the greedy output."""
+    assert row.error is None
+    logits = model(torch.tensor([row.prompt + row.output]), use_cache=False).logits[0].float()
+    expected = logits.log_softmax(-1)[len(row.prompt) - 1 : -1]
+    assert row.output == expected.argmax(-1).tolist()
+    for (ids, logprobs, _), reference in zip(row.logprobs, expected.numpy(), strict=True):
+        np.testing.assert_allclose(logprobs, reference[ids], atol=2e-4)
+
+
+def seen(row: Row) -> list[tuple]:
+    """Tokens and log-probabilities, bit for bit."""
+    return [(ids.tolist(), logprobs.tobytes()) for ids, logprobs, _ in row.logprobs]
+
+
+def start(directory: Path, **arguments: Any) -> Any:
+    return start_executor(
+        directory,
+        **{
+            "model_impl": "transformers",
+            "block_size": BLOCK_SIZE,
+            "max_model_len": 128,
+            **arguments,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.all_models)
+        for name in FALLBACKS
+    ],
+)
+def test_exact_whole_chunked_cached_alone_and_batched(model_type, tmp_path):
+    oracle = save_tiny_fallback(tmp_path, model_type)
+    executor = start(tmp_path)
+    model = executor.worker.model
+    assert isinstance(model, TransformersModel)
+    driver, params = Driver(executor), greedy(logprobs=2)
+
+    alone = driver.add("alone", prompt(37, 1), params)
+    driver.run(NUM_TOKENS)
+    assert_greedy(oracle, alone)
+
+    cached = driver.add("cached", alone.prompt, params, cached_blocks=alone.block_ids[:2])
+    driver.run(NUM_TOKENS)
+    chunked = driver.add("chunked", alone.prompt, params)
+    beside = driver.add("beside", prompt(21, 2), params)
+    driver.run(NUM_TOKENS, chunk=lambda row: 5 + 4 * row.slot)
+    assert_greedy(oracle, beside)
+    for row in (cached, chunked):
+        assert row.output == alone.output
+        if not model.torch_products:
+            assert seen(row) == seen(alone)
+    executor.shutdown()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Callable[..., tuple[Path, Any]]:
+    """made(model_type) is a checkpoint's directory and its model."""
+    known: dict[str, tuple[Path, Any]] = {}
+
+    def make(model_type: str) -> tuple[Path, Any]:
+        if model_type not in known:
+            directory = tmp_path_factory.mktemp(model_type)
+            known[model_type] = directory, save_tiny_fallback(directory, model_type)
+        return known[model_type]
+
+    return make
+
+
+def copy(directory: Path, to: Path, **changes: Any) -> Path:
+    """A checkpoint with other keys in config.json."""
+    to.mkdir(exist_ok=True)
+    for path in directory.iterdir():
+        (to / path.name).write_bytes(path.read_bytes())
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_auto_prefers_quires_own_page(tiny):
+    directory = tiny("qwen2")
+    assert not isinstance(start_executor(directory).worker.model, TransformersModel)
+    forced = start(directory)
+    assert isinstance(forced.worker.model, TransformersModel)
+    with pytest.raises(ModelLoadError, match="GemmaForCausalLM is not supported"):
+        changes = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+        start_executor(directory, changes, model_impl="quire")
+
+
+def test_quantized_layers_give_the_same_bits_in_any_batch(made):
+    """int4 of such small weights is far from fp32; the bits are what matters."""
+    directory, _ = made("gemma3_text")
+    executor = start(directory, quantization="int8", dtype="bfloat16")
+    assert executor.worker.model.torch_products == []
+    params = greedy(logprobs=2)
+    driver = Driver(executor)
+    alone = driver.add("alone", prompt(30, 3), params)
+    driver.run(4)
+    again, _ = driver.add("again", prompt(30, 3), params), driver.add("other", prompt(9, 4))
+    driver.run(4, chunk=lambda row: 7)
+    assert seen(again) == seen(alone)
+
+
+def test_random_weights(made):
+    directory, _ = made("gemma3_text")
+    executor = start(directory, load_format="dummy")
+    driver = Driver(executor)
+    row = driver.add("a", prompt(5, 1))
+    driver.run(3)
+    assert row.error is None and len(row.output) == 3
+
+
+def test_a_missing_tensor_is_named(made, tmp_path):
+    directory, _ = made("gpt2")
+    broken = copy(directory, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("h.1.attn.c_proj.weight"))
+    tensors.pop(name)
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="no file has the tensor transformer.h.1.attn.c_proj"):
+        start(broken)
+
+
+def test_an_unexpected_tensor_is_named(made, tmp_path):
+    directory, _ = made("gpt2")
+    broken = copy(directory, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors") | {"extra.weight": torch.ones(2)}
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="the model has no place for tensor extra.weight"):
+        start(broken)
+
+
+def test_a_tensor_of_another_shape_is_named(made, tmp_path):
+    directory, _ = made("gpt2")
+    broken = copy(directory, tmp_path / "broken", n_embd=32)
+    with pytest.raises(ModelLoadError, match=r"has shape .* the model needs"):
+        start(broken)
+
+
+def test_a_head_that_differs_from_a_tied_embedding_is_refused(made, tmp_path):
+    directory, _ = made("gemma3_text")
+    broken = copy(directory, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["lm_head.weight"] = torch.ones(VOCAB_SIZE, 64)
+    save_file(tensors, broken / "model.safetensors")
+    with pytest.raises(ModelLoadError, match="lm_head.weight differs from the embedding"):
+        start(broken)
+
+
+def test_heads_that_the_plan_did_not_expect_are_refused(made, monkeypatch):
+    """Memory is planned from config.json without torch; a mistake there must not be silent."""
+    directory, _ = made("gpt_bigcode")
+    executor = start(directory)
+    with pytest.raises(ModelLoadError, match="config.json says"):
+        executor.worker.model._check(executor.worker.model.attention_layers()[:2])
+
+
+def test_code_beside_a_checkpoint_does_not_run(made, tmp_path):
+    directory, _ = made("gemma3_text")
+    remote = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    copied = copy(directory, tmp_path / "with-code", auto_map=remote)
+    (copied / "code.py").write_text("raise SystemExit('the code of a checkpoint ran')")
+    start(copied)
+
+
+def test_layers_know_their_windows(made):
+    directory, oracle = made("gemma3_text")
+    layers = start(directory).worker.model.attention_layers()
+    assert [layer.head_dim for layer in layers] == [HEAD_DIM] * 3
+    windows = {"full_attention": 0, "sliding_attention": oracle.config.sliding_window}
+    assert [layer.sliding_window for layer in layers] == [
+        windows[kind] for kind in oracle.config.layer_types
+    ]

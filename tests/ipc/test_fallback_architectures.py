@@ -1,0 +1,108 @@
+"""Which implementation a model gets, and what is read from config.json without torch.
+
+The tables are compared with the installed transformers.
+"""
+
+from __future__ import annotations
+
+import pytest
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.fallback_architectures import (
+    FALLBACKS,
+    REFUSED,
+    choose_implementation,
+    parse_fallback_config,
+)
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 480 * 16,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 480,  # a multiple of every default number of KV heads
+    "max_position_embeddings": 256,
+}
+MODEL = {**SHAPE, "architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
+
+
+def test_quires_own_page_comes_first() -> None:
+    config = {**SHAPE, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    assert choose_implementation(config, "auto") == ("quire", "Qwen2ForCausalLM")
+    assert choose_implementation(config, "quire") == ("quire", "Qwen2ForCausalLM")
+    assert choose_implementation(config, "transformers") == ("transformers", "qwen2")
+
+
+def test_other_architectures_run_through_transformers() -> None:
+    assert choose_implementation(MODEL, "auto") == ("transformers", "gemma")
+    with pytest.raises(
+        ModelLoadError, match="GemmaForCausalLM is not supported; supported: .*Qwen"
+    ):
+        choose_implementation(MODEL, "quire")
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_by_name_with_the_reason(model_type: str) -> None:
+    for impl in ("auto", "transformers"):
+        with pytest.raises(ModelLoadError) as refusal:
+            choose_implementation({"model_type": model_type}, impl)
+        assert str(refusal.value) == (
+            f"model_type {model_type} is not supported: {REFUSED[model_type]}"
+        )
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "unheard_of"},
+        {"model_type": ["gemma"]},
+        {"model_type": "gemma", "architectures": ["GemmaForSequenceClassification"]},
+        {},
+    ],
+    ids=str,
+)
+def test_unknown_ones_are_refused_with_a_list(config: dict) -> None:
+    with pytest.raises(ModelLoadError, match=r"^[^\n]{,400}docs/models.md lists"):
+        choose_implementation(config, "auto")
+
+
+def test_every_causal_model_of_transformers_is_in_one_table() -> None:
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    known = dict(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert FALLBACKS.keys().isdisjoint(REFUSED)
+    assert known.keys() - FALLBACKS.keys() - REFUSED.keys() == set()
+    for model_type, fallback in FALLBACKS.items():
+        names = known[model_type]
+        assert fallback.architecture in ([names] if isinstance(names, str) else names)
+
+
+@pytest.mark.parametrize("model_type", FALLBACKS)
+def test_sizes_are_those_that_transformers_reads(model_type: str) -> None:
+    """With as few keys as possible, so that defaults count, and with all of them."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    keys = FALLBACKS[model_type].keys
+    few = {keys.get(name, name): value for name, value in SHAPE.items()}
+    theirs = auto.CONFIG_MAPPING[model_type](**few)
+    for hf_config in (few, theirs.to_dict()):
+        mine = parse_fallback_config({**hf_config, "model_type": model_type})
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            assert getattr(mine, name) == getattr(theirs, name)
+        heads = getattr(theirs, "num_key_value_heads", None)
+        if heads is not None and "num_key_value_heads" not in keys:
+            assert mine.num_key_value_heads == heads
+        head_dim = getattr(theirs, "head_dim", None) or 16
+        assert mine.head_dim == head_dim
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers must be an integer from 1 to 1,024"),
+        ({"vocab_size": "many"}, "vocab_size must be an integer from 1"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_named(change: dict, words: str) -> None:
+    with pytest.raises(ModelLoadError, match=words):
+        parse_fallback_config({**MODEL, **change})

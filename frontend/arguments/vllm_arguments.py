@@ -41,6 +41,7 @@ OPTIONS = {
     "pipeline_parallel_size": ("-pp",),
     "quantization": ("-q",),
     "chat_template_kwargs": ("--default-chat-template-kwargs",),
+    "default_model": ("--default",),
 }
 SHORT_OPTIONS = {
     "data_parallel_size": "-dp",

@@ -51,13 +51,19 @@ class Parser(argparse.ArgumentParser):
                 **self._options(flag, flag.name in common),
             )
 
-    def add_model(self) -> None:
-        """The model as a positional argument. --model is an alias, as in vLLM."""
+    def add_model(self, *, several: bool = False) -> None:
+        """The model as a positional argument. --model is an alias, as in vLLM. `several`: further
+        ones may follow; `parse` leaves all of them in `models`.
+        """
         model = next(flag for flag in engine_flags() if flag.name == "model")
         flag = replace(model, positional=True)
         self.groups.append(("model", [flag]))
         self.add_argument(
-            "model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=self._help(flag)
+            "models" if several else "model",
+            nargs="*" if several else "?",
+            metavar="MODEL",
+            default=[] if several else argparse.SUPPRESS,
+            help=self._help(flag),
         )
         self.add_argument(
             "--model", dest=MODEL_OPTION, default=argparse.SUPPRESS, help=argparse.SUPPRESS
@@ -101,6 +107,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(self._with_dashes(argv))
         if unknown:
             self.error(self._unknown(unknown[0]))
+        if getattr(args, "models", []):
+            args.model = args.models[0]
         if hasattr(args, MODEL_OPTION):
             if hasattr(args, "model"):
                 self.error("MODEL and --model are the same; give one of them")

@@ -1,20 +1,29 @@
 """`quire serve`: the HTTP server over an engine in a child process, in this process, or in a
-daemon.
+daemon; or over several models, each with an engine of its own.
 
 Must not know: routes, requests, torch.
 """
 
 from __future__ import annotations
 
-from .flags import ENGINE, engine_flags, given, server_flags
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ...ipc.errors import InvalidParameterError
+from .flags import ENGINE, Flag, engine_flags, given, server_flags
 from .parser import Parser
 from .plan import plan_beneath
-from .sources import naming_sources
+from .sources import naming_sources, read_sections
 
-USAGE = "quire serve [MODEL] [server flags] [engine flags]"
+if TYPE_CHECKING:
+    from ..server.served_models import ServedModel
+
+USAGE = "quire serve [MODEL | NAME=MODEL] ... [server flags] [engine flags]"
 DESCRIPTION = (
     "Serves MODEL with OpenAI's API until Ctrl-C or SIGTERM. Default MODEL: the small model "
-    "bundled with Quire."
+    "bundled with Quire. Several models are loaded when requests name them, as memory allows; "
+    "NAME=MODEL gives one another name."
 )
 COMMON = ("host", "port", "api_key")
 COMMON_ENGINE = (
@@ -25,11 +34,13 @@ COMMON_ENGINE = (
     "kv_cache_memory_bytes",
     "engine",
 )
+# settings that only a server with several models has; one of them makes it such a server
+OF_SEVERAL = ("default_model", "model_options", "memory_limit", "keep_alive", "sleep_after")
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire serve", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_model()
+    parser.add_model(several=True)
     parser.add_flags("server", server_flags(), COMMON)
     parser.add_flags("engine", [*engine_flags(without=("model",)), ENGINE], COMMON_ENGINE)
     return parser
@@ -41,12 +52,63 @@ def main(argv: list[str]) -> int:
     from ..server.config import ServerConfig
     from ..server.serving import serve
 
+    config = ServerConfig(**given(args, server_flags()))
     # A daemon has its own settings: the model and everything else not given here come from it.
     arguments = given(args, engine_flags())
+    if len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL):
+        with naming_sources(args.settings):
+            return serve(config, served_models(args, arguments), ENGINE.default)
     engine_args = EngineArgs(**arguments)
     with naming_sources(args.settings), plan_beneath(engine_args, arguments):
-        return serve(
-            ServerConfig(**given(args, server_flags())),
-            engine_args,
-            getattr(args, "engine", ENGINE.default),
-        )
+        return serve(config, engine_args, getattr(args, "engine", ENGINE.default))
+
+
+def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[ServedModel]:
+    """Every model of the command line with its engine settings: those of all models, and its own
+    from --model-options.
+    """
+    from ..engine_args import EngineArgs
+    from ..server.served_models import ServedModel
+
+    for name in ("served_model_name", "engine"):
+        if hasattr(args, name):
+            raise InvalidParameterError(
+                name,
+                "is for one model; with several, NAME=MODEL names one, and each has a process",
+            )
+    named = [split_name(model) for model in args.models or [arguments.get("model", "bundled")]]
+    names = [name for name, _ in named]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidParameterError("model", f"{twice} is there twice; NAME=MODEL renames one")
+    flags = {flag.name: flag for flag in engine_flags(without=("model", "served_model_name"))}
+    options = read_options(getattr(args, "model_options", None), flags, names)
+    served = []
+    for name, model in named:
+        own: dict[str, Any] = arguments | {"model": model} | options.get(name, {})
+        served.append(ServedModel(name, EngineArgs(**own)))
+    return served
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """small=org/name -> (small, org/name); org/name -> (org/name, org/name)"""
+    name, equals, rest = model.partition("=")
+    if equals and name and rest and "/" not in name:
+        return name, rest
+    return model, model
+
+
+def read_options(
+    file: str | None, flags: Mapping[str, Flag], names: list[str]
+) -> dict[str, dict[str, Any]]:
+    """The engine settings of each model, by name."""
+    if file is None:
+        return {}
+    sections = read_sections(flags, file, "--model-options", "quire serve")
+    for name in sections:
+        if name not in names:
+            raise InvalidParameterError(
+                "--model-options",
+                f"{file}: no model is called {name!r}; there are: {', '.join(names)}",
+            )
+    return sections

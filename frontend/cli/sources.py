@@ -143,21 +143,40 @@ def read_file(
 
     Every key must be one of this command's settings.
     """
-    settings: dict[str, Setting] = {}
-    for key, value in _parse(Path(file), origin).items():
+    values = _values(flags, _parse(Path(file), origin), file, origin, command)
+    return {name: Setting(value, f"file {file}") for name, value in values.items()}
+
+
+def read_sections(
+    flags: Mapping[str, Flag], file: str, origin: str, command: str
+) -> dict[str, dict[str, Any]]:
+    """The same for a file of sections, each with names and values."""
+    sections = {}
+    for title, section in _parse(Path(file), origin).items():
+        if not isinstance(section, dict):
+            problem = f"{file}: {title} must contain names and values, not {section!r:.40}"
+            raise InvalidParameterError(origin, problem)
+        sections[str(title)] = _values(flags, section, file, origin, command)
+    return sections
+
+
+def _values(
+    flags: Mapping[str, Flag], parsed: dict[Any, Any], file: str, origin: str, command: str
+) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in parsed.items():
         name = key.replace("-", "_") if isinstance(key, str) else key
         if name not in flags:
             raise InvalidParameterError(origin, f"{file}: {_unknown(name, flags, command)}")
-        if name in settings:
+        if name in values:
             raise InvalidParameterError(origin, f"{file}: {name} occurs twice")
         try:
-            value = (
+            values[name] = (
                 value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
             )
         except ValueError as error:
             raise InvalidParameterError(origin, f"{file}: {name} {error}") from None
-        settings[name] = Setting(value, f"file {file}")
-    return settings
+    return values
 
 
 def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:

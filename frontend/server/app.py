@@ -21,6 +21,7 @@ from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
 from .http.openapi import description_routes
 from .http.sse import Json
+from .models import Models
 from .routes import (
     admin,
     chat,
@@ -37,6 +38,7 @@ from .routes import (
     responses,
     tokenize,
 )
+from .several import several_routes
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -65,11 +67,11 @@ FAMILIES = (  # in the order in which the router tries them
 )
 
 
-def make_app(state: ServerState) -> App | CORSMiddleware:
-    """The whole server over `state`. CORS precedes App, since a preflight request carries no
-    key.
+def make_app(state: ServerState, models: Models | None = None) -> App | CORSMiddleware:
+    """The whole server over `state`, or over several models. CORS precedes App, since a preflight
+    request carries no key.
     """
-    app = App(state, Router(all_routes(state), redirect_slashes=False))
+    app = App(state, Router(all_routes(state, models), redirect_slashes=False))
     if not state.server_config.allowed_origins:
         return app
     return CORSMiddleware(
@@ -98,8 +100,11 @@ def log_access(scope: Any, status: int, duration_s: float) -> None:
     access_logger.info("%s %s %s %s %.1f ms %s", *fields.values(), extra={"fields": fields})
 
 
-def all_routes(state: ServerState) -> list[Route]:
-    routes = [route for family in FAMILIES for route in family.routes(state)]
+def all_routes(state: ServerState, models: Models | None = None) -> list[Route]:
+    if models is None:
+        routes = [route for family in FAMILIES for route in family.routes(state)]
+    else:
+        routes = several_routes(state, models)
     return [*routes, *description_routes(routes, __version__, state.server_config.root_path)]
 
 

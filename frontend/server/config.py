@@ -191,6 +191,47 @@ class ServerConfig(Section, frozen=True):
     sse_keep_alive_s: Annotated[
         Seconds, Meta(description="Silence in a stream after which a comment is sent.")
     ] = 15.0
+    default_model: Annotated[
+        str | None,
+        Meta(
+            description="With several models: the one that is loaded at start and answers requests "
+            "that name none. Default: the first."
+        ),
+    ] = None
+    model_options: Annotated[
+        str | None,
+        Meta(
+            description="With several models: YAML, TOML or JSON file with engine settings of each."
+        ),
+    ] = None
+    memory_limit: Annotated[
+        str | None,
+        Meta(
+            description="With several models: memory for all engines together, such as 24GiB. "
+            "Default: what is free at start."
+        ),
+    ] = None
+    keep_alive: Annotated[
+        str | None,
+        Meta(
+            description="With several models: idle time after which a model leaves memory, such as "
+            "5m. 0: at once; -1: never. Default: 5m."
+        ),
+    ] = None
+    sleep_after: Annotated[
+        str | None,
+        Meta(
+            description="With several models: idle time after which a model's engine frees weights "
+            "and cache, and its process stays. -1: never. Default: half of keep_alive."
+        ),
+    ] = None
+    model_wait_s: Annotated[
+        Seconds,
+        Meta(
+            description="With several models: longest time for which a request waits until its "
+            "model is loaded."
+        ),
+    ] = 600.0
     step_timeout_s: Annotated[
         Seconds,
         Meta(description="Step time beyond which /health/ready reports the engine as stuck."),

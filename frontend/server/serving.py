@@ -28,8 +28,11 @@ from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig
+from .http.errors import ApiError
 from .http.protocol import SPARE_CONNECTIONS, Protocol
 from .http.write_batch import WriteBatch
+from .models import Models
+from .served_models import ServedModel, make_models
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -37,16 +40,28 @@ tell = functools.partial(announce, logger, "quire serve")
 OTHER_FILES = 128  # files that a process has open besides its connections
 
 
-def serve(config: ServerConfig, args: EngineArgs, engine: str) -> int:
-    """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code."""
+def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: str) -> int:
+    """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code.
+
+    With a list of models, each has an engine that comes and goes (models.py), and the server
+    outlives them.
+    """
     configure_logging(logging.INFO, config.log_format)
     check_certificate(config)
     listener = open_port(config)
     # start and end are logged here
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    state = ServerState(config, args.served_model_name or args.model)
-    server = Server(config, state, args, engine)
-    tell(f"{shown_address(config, listener)} (loading {args.model})")
+    if isinstance(args, list):
+        state, loading = ServerState(config, ""), ", ".join(model.name for model in args)
+        models = make_models(args, config, on_loaded=settle)
+        server = Server(config, state, models, engine)
+        tell(
+            f"{shown_address(config, listener)} (models: {loading}; default: {models.default.name})"
+        )
+    else:
+        state = ServerState(config, args.served_model_name or args.model)
+        server = Server(config, state, args, engine)
+        tell(f"{shown_address(config, listener)} (loading {args.model})")
     if (
         config.uds is None
         and config.host not in ("127.0.0.1", "localhost", "::1")
@@ -160,10 +175,13 @@ class Server(uvicorn.Server):
     `failure`: why there is no engine, or no longer.
     """
 
-    def __init__(self, config: ServerConfig, state: ServerState, args: EngineArgs, engine: str):
+    def __init__(
+        self, config: ServerConfig, state: ServerState, args: EngineArgs | Models, engine: str
+    ):
+        models = args if isinstance(args, Models) else None
         super().__init__(
             uvicorn.Config(
-                make_app(state),
+                make_app(state, models),
                 loop="uvloop",
                 # cast: uvicorn calls `http` and accepts any number of seconds; its annotations are
                 # narrower
@@ -192,6 +210,7 @@ class Server(uvicorn.Server):
             )
         )
         self.state = state
+        self.models = models
         self.failure: QuireError | None = None
         self._args = args
         self._engine = engine
@@ -201,9 +220,15 @@ class Server(uvicorn.Server):
         """The first signal drains, the second one ends the process at once."""
         if self.should_exit:
             self.force_exit = True
-        self.state.is_draining = self.should_exit = True
+        self.should_exit = True
+        self._set_draining(True)
         if sig == signal.SIGINT:
             self._captured_signals.append(sig)
+
+    def _set_draining(self, is_draining: bool) -> None:
+        slots = self.models.slots.values() if self.models is not None else ()
+        for state in (self.state, *(slot.state for slot in slots)):
+            state.is_draining = is_draining
 
     def _on_hangup(self) -> None:
         """SIGHUP: reads the key file again."""
@@ -227,7 +252,9 @@ class Server(uvicorn.Server):
             await self._end_engine()
 
     def _note_death(self) -> None:
-        """Records the failure of an engine that was not shut down."""
+        """Records the failure of an engine that was not shut down. One of several may fail."""
+        if self.models is not None:
+            return self.models.note_deaths()
         engine = self.state.engine
         if engine is not None and self.failure is None and not self._has_ended_engine:
             self.failure = engine.dead_error
@@ -235,6 +262,8 @@ class Server(uvicorn.Server):
     async def _end_engine(self) -> None:
         """Shuts the engine down; its requests receive an error."""
         self._has_ended_engine = True
+        if self.models is not None:
+            await self.models.shutdown()
         if self.state.engine is not None:
             await self.state.engine.shutdown_async()
 
@@ -252,7 +281,9 @@ class Server(uvicorn.Server):
         balancers that poll /health/ready. Then uvicorn shuts down: no new connections, and open
         ones are closed after their input has been read.
         """
-        self.state.is_draining = self.failure is None  # else its state says what is wrong
+        self._set_draining(self.failure is None)  # else its state says what is wrong
+        if self.models is not None:
+            await self.models.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
@@ -270,6 +301,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _load(self) -> None:
+        if self.models is not None:
+            # its failure is logged, and the next request tries again
+            with contextlib.suppress(ApiError):
+                await self.models.acquire(self.models.default)
+                self.models.release(self.models.default)
+            return
+        assert isinstance(self._args, EngineArgs)
         engine = None
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
@@ -282,15 +320,20 @@ class Server(uvicorn.Server):
             if engine is not None:
                 await engine.shutdown_async()
             return
-        gc.collect()
-        # A step of many streams creates thousands of short-lived objects, which form no cycles.
-        gc.set_threshold(20_000, 50, 20)
-        # Loaded objects are permanent: a collection that visited them would block every stream for
-        # 20 to 50 ms.
-        gc.freeze()
-        if self._engine != "inproc":
-            give_way()
+        settle(gives_way=self._engine != "inproc")
         tell(f"ready: {self.state.model_name}")
+
+
+def settle(*, gives_way: bool = True) -> None:
+    """Called when an engine has been loaded: prepares this process for many streams."""
+    gc.collect()
+    # A step of many streams creates thousands of short-lived objects, which form no cycles.
+    gc.set_threshold(20_000, 50, 20)
+    # Loaded objects are permanent: a collection that visited them would block every stream for
+    # 20 to 50 ms.
+    gc.freeze()
+    if gives_way:
+        give_way()
 
 
 def give_way() -> None:

@@ -22,6 +22,7 @@ from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
 from .admission import Admission
+from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .http.auth import Keys
 from .http.call import Call
@@ -86,6 +87,8 @@ class ServerState:
         self.model_name = model_name
         self.loading = Loading()
         self.is_draining = False
+        # The engine is started by a request and may be ended when it is idle (models.py).
+        self.is_on_demand = False
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
@@ -101,6 +104,7 @@ class ServerState:
         )
         self.meters = Meters()
         self.keys = Keys(server_config)
+        self.responses = ResponseStore(server_config.max_stored_responses)
         self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
             self.set_engine(engine)
@@ -125,6 +129,14 @@ class ServerState:
         engine.max_outputs_per_s = config.max_chunks_per_s
         self.engine = engine
 
+    def clear_engine(self) -> None:
+        """Called when an engine on demand has ended. No request uses it any more."""
+        self.engine = self.admission = None
+
+    def now(self) -> float:
+        """Seconds since 1970, by a clock that nobody sets."""
+        return self.started + time.monotonic() - self.began
+
     def _find_template(self, engine: AsyncLLM) -> str:
         """The template that will be rendered."""
         named = self.chat_template
@@ -146,7 +158,7 @@ class ServerState:
         if self.is_draining:
             raise shutting_down()
         if self.engine is None:
-            raise self._not_loaded()
+            raise self.not_loaded() if not self.is_on_demand else self._not_in_memory()
         if self.engine.errored:
             raise ApiError(503, ENGINE_GONE, code="engine_dead")
         return self.engine
@@ -164,7 +176,8 @@ class ServerState:
             return shutting_down()
         return from_exception(error)
 
-    def _not_loaded(self) -> ApiError:
+    def not_loaded(self) -> ApiError:
+        """Why the first load has not given an engine."""
         loading = self.loading
         if loading.error is not None:
             message = "The model could not be loaded; the server's log has the cause."
@@ -174,6 +187,15 @@ class ServerState:
         message = f"The model is loading: {loading.stage}, {loading.fraction:.0%}{words}."
         retry_after_s = min(30.0, remaining_s or 2.0)
         return ApiError(503, message, code="model_loading", retry_after_s=retry_after_s)
+
+    def _not_in_memory(self) -> ApiError:
+        message = f"The model {self.model_name!r} is not in memory; a request for it loads it."
+        return ApiError(503, message, code="model_not_loaded")
+
+    def check_open(self) -> None:
+        """Raises ApiError if this server takes no requests now, though they need no engine."""
+        if self.is_draining or not self.is_on_demand:
+            self.ready_engine()
 
     def check_model(self, name: str | None) -> str:
         """The served name for the `model` of a body. Raises ApiError 404 for an unknown model."""

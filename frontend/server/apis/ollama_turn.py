@@ -161,7 +161,7 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
         for name in IGNORED
         if body.options and getattr(body.options, name) is not None
     ]
-    if body.keep_alive is not None:
+    if body.keep_alive is not None and not state.is_on_demand:
         call.ignored_params.append("keep_alive")
     state.check_model(body.model.removesuffix(":latest"))
     if body.think and state.answer_format.reasoning_marks is None:

@@ -44,6 +44,7 @@ class Call:
     # Fields that the API defines and that have no effect here.
     ignored_params: list[str] = field(default_factory=list)
     num_body_bytes: int = 0  # bytes received so far
+    body: bytearray | None = None  # received before the handler was chosen
     is_disconnected: bool = False
     watcher: asyncio.Task | None = None
     # The server's ASGI callable. Once a response has started, no middleware modifies what is sent.
@@ -112,12 +113,21 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
     Raises ApiError: 413 if the body is too large, 408 if it arrives too slowly, 400 with `param` if
     its content is wrong.
     """
-    raw = await _receive(request, config)
     call = call_of(request)
-    watch_disconnect(request, call)
+    if call.body is None:
+        await receive_body(request, config)
+    raw, call.body = call.body or bytearray(), None
     if len(raw) < LARGE_BODY:
         return decode_body(raw, body_type, config, call)
     return await asyncio.to_thread(decode_body, raw, body_type, config, call)
+
+
+async def receive_body(request: Request, config: ServerConfig) -> bytearray:
+    """Receives the body, and keeps it for `read_body`. Raises ApiError 413 or 408, as there."""
+    call = call_of(request)
+    call.body = await _receive(request, config)
+    watch_disconnect(request, call)
+    return call.body
 
 
 def release_memory() -> None:

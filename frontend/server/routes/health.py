@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .... import __version__
 from ...async_llm import AsyncLLM
+from ..config import ServerConfig
 from ..http.errors import ApiError
 from ..http.sse import Json
 from ..state import ServerState
@@ -46,6 +48,18 @@ class Heartbeat:
         return 0.0
 
 
+async def check_steps(heartbeat: Heartbeat, engine: AsyncLLM, config: ServerConfig) -> None:
+    """Raises ApiError 503 if the engine does not finish its step."""
+    if (silent_s := await heartbeat.silent_s(engine)) > config.step_timeout_s:
+        raise ApiError(
+            503, f"The engine has not finished a step for {silent_s:.0f} s.", code="engine_stuck"
+        )
+
+
+async def version(request: Request) -> Response:
+    return Json({"version": __version__})
+
+
 def routes(state: ServerState) -> list[Route]:
     heartbeat = Heartbeat()
 
@@ -60,19 +74,8 @@ def routes(state: ServerState) -> list[Route]:
 
     async def ready(request: Request) -> Response:
         """Readiness: the engine is loaded and completes steps."""
-        engine = state.ready_engine()
-        if (silent_s := await heartbeat.silent_s(engine)) > state.server_config.step_timeout_s:
-            raise ApiError(
-                503,
-                f"The engine has not finished a step for {silent_s:.0f} s.",
-                code="engine_stuck",
-            )
+        await check_steps(heartbeat, state.ready_engine(), state.server_config)
         return Json({"status": "ready", "model": state.model_name})
-
-    async def version(request: Request) -> Response:
-        from .... import __version__
-
-        return Json({"version": __version__})
 
     async def load(request: Request) -> Response:
         """The number of running and waiting requests, in vLLM's format."""

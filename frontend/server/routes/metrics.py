@@ -85,6 +85,21 @@ def routes(state: ServerState) -> list[Route]:
     return [Route("/metrics", metrics)]
 
 
+def routes_of_several(front: ServerState, of_models: list[ServerState]) -> list[Route]:
+    """The same for a server with several models: those of engines have the label model_name."""
+    registry = CollectorRegistry()
+    collector = CollectorOfSeveral(Collector(front), [Collector(state) for state in of_models])
+    registry.register(collector)
+    ProcessCollector(registry=registry)
+
+    async def metrics(request: Request) -> Response:
+        await collector.ask_engines()
+        text = await asyncio.to_thread(generate_latest, registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    return [Route("/metrics", metrics)]
+
+
 class Collector:
     """Collects the current metrics of the server and the last known metrics of the engine."""
 
@@ -117,9 +132,24 @@ class Collector:
     def collect(self) -> Iterator[Metric]:
         yield from self._as_vllm("quire:")
         yield from self._http()
-        yield from self._own()
+        yield from self._of_own_engine()
+        yield from self._of_the_server()
         if self._state.server_config.vllm_metrics:
             yield from self._as_vllm("vllm:")
+
+    @property
+    def model_name(self) -> str:
+        return self._state.model_name
+
+    def of_engine(self) -> Iterator[Metric]:
+        yield from self._as_vllm("quire:")
+        yield from self._of_own_engine()
+        if self._state.server_config.vllm_metrics:
+            yield from self._as_vllm("vllm:")
+
+    def of_server(self) -> Iterator[Metric]:
+        yield from self._http()
+        yield from self._of_the_server()
 
     def _as_vllm(self, prefix: str) -> Iterator[Metric]:
         state, counts, values = self._state, self._of_engine, (self._state.model_name, "0")
@@ -242,9 +272,9 @@ class Collector:
             },
         )
 
-    def _own(self) -> Iterator[Metric]:
-        """Metrics that only Quire has."""
-        state, meters, admission = self._state, self._state.meters, self._state.admission
+    def _of_own_engine(self) -> Iterator[Metric]:
+        """Metrics of the engine and its queue that only Quire has."""
+        admission = self._state.admission
         yield GaugeMetricFamily(
             "quire:engine_up",
             "Whether the engine answered this scrape.",
@@ -277,6 +307,10 @@ class Collector:
             ("bound",),
             admission.num_refused if admission else {},
         )
+
+    def _of_the_server(self) -> Iterator[Metric]:
+        """Metrics of the HTTP server that only Quire has."""
+        state, meters = self._state, self._state.meters
         yield _by(
             "quire:connections_refused",
             "Connections rejected before their first request.",
@@ -304,6 +338,31 @@ class Collector:
             "Start time of the server, in seconds since the Unix epoch.",
             value=state.started,
         )
+
+
+class CollectorOfSeveral:
+    """Joins the metrics of several models under one name each."""
+
+    def __init__(self, server: Collector, of_models: list[Collector]):
+        self._server = server
+        self._of_models = of_models
+
+    async def ask_engines(self) -> None:
+        await asyncio.gather(*(collector.ask_engine() for collector in self._of_models))
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for collector in self._of_models:
+            for metric in collector.of_engine():
+                family = families.setdefault(metric.name, metric)
+                label = {"model_name": collector.model_name}
+                samples = [one._replace(labels=label | one.labels) for one in metric.samples]
+                family.samples = samples if family is metric else [*family.samples, *samples]
+        yield from families.values()
+        yield from self._server.of_server()
 
 
 def _with(family: Any, values: tuple[str, ...], value: float) -> Metric:

@@ -37,7 +37,7 @@ def routes(state: ServerState) -> list[Route]:
         state.ready_engine()
         model = check_body(state, call, body)
         if not body.messages:
-            return _loaded(body, model, {"message": {"role": "assistant", "content": ""}})
+            return _loaded(state, body, model, {"message": {"role": "assistant", "content": ""}})
         with named(CHAT_NAMES):
             run = await prepare_ollama_chat(state, call, body, f"chat-{call.suffix}")
         answer = OllamaAnswer(state, call, model, run, is_chat=True)
@@ -51,7 +51,7 @@ def routes(state: ServerState) -> list[Route]:
         state.ready_engine()
         model = check_body(state, call, body)
         if not body.prompt:
-            return _loaded(body, model, {"response": ""})
+            return _loaded(state, body, model, {"response": ""})
         with named(GENERATE_NAMES):
             run = await prepare_generate(state, call, body, f"generate-{call.suffix}")
         answer = OllamaAnswer(state, call, model, run, is_chat=False)
@@ -63,9 +63,9 @@ def routes(state: ServerState) -> list[Route]:
     ]
 
 
-def _loaded(body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
+def _loaded(state: ServerState, body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
     """The response to an empty request, with which clients load or unload a model."""
-    if body.keep_alive in (0, "0", "0s"):
+    if body.keep_alive in (0, "0", "0s") and not state.is_on_demand:
         raise unsupported(
             "keep_alive",
             "'keep_alive' cannot be 0: the model stays loaded while the server runs.",

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from .... import __version__
-from ....ipc.config import ModelConfig
+from ....ipc.config import EngineConfig, ModelConfig
 from ...model_info.model_sizes import ModelSizes, measure_model
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
@@ -50,13 +50,15 @@ def routes(state: ServerState) -> list[Route]:
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
-        return Json({"models": [_model(state) | {"modified_at": _time(state.started)}]})
+        model = tag(state.model_name, state.ready_engine().config)
+        return Json({"models": [model | {"modified_at": time_text(state.started)}]})
 
     @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
         """The loaded models, as Ollama lists them"""
-        model = _model(state)
-        on_gpu = state.ready_engine().config.device_config.device != "cpu"
+        config = state.ready_engine().config
+        model = tag(state.model_name, config)
+        on_gpu = config.device_config.device != "cpu"
         running = {
             "expires_at": NEVER,
             "size_vram": model["size"] if on_gpu else 0,
@@ -73,7 +75,7 @@ def routes(state: ServerState) -> list[Route]:
         if not name:
             raise missing("model")
         state.check_model(name.removesuffix(":latest"))
-        return Json(_shown(state))
+        return Json(shown(state))
 
     @described(answer=dict[str, str])
     async def version(request: Request) -> Response:
@@ -89,21 +91,21 @@ def routes(state: ServerState) -> list[Route]:
     return [*plain, Route("/api/show", show, methods=["POST"]), *refusals]
 
 
-def _model(state: ServerState) -> dict[str, Any]:
-    config = state.ready_engine().config.model_config
-    size = _sizes(config).weights_bytes(config.dtype, config.quantization)
-    digest = sha256(msgspec.json.encode((state.model_name, config.hf_config))).hexdigest()
+def tag(name: str, config: EngineConfig) -> dict[str, Any]:
+    """A model in a list."""
+    model_config = config.model_config
+    size = _sizes(model_config).weights_bytes(model_config.dtype, model_config.quantization)
+    digest = sha256(msgspec.json.encode((name, model_config.hf_config))).hexdigest()
     return {
-        "name": state.model_name,
-        "model": state.model_name,
+        "name": name,
+        "model": name,
         "size": size,
         "digest": digest,
-        "details": _details(state),
+        "details": _details(model_config),
     }
 
 
-def _details(state: ServerState) -> dict[str, Any]:
-    config = state.ready_engine().config.model_config
+def _details(config: ModelConfig) -> dict[str, Any]:
     family = config.hf_config.get("model_type", "")
     return {
         "parent_model": "",
@@ -121,7 +123,7 @@ def _details(state: ServerState) -> dict[str, Any]:
     }
 
 
-def _shown(state: ServerState) -> dict[str, Any]:
+def shown(state: ServerState) -> dict[str, Any]:
     engine, format = state.ready_engine(), state.answer_format
     config = engine.config.model_config
     family = config.hf_config.get("model_type", "")
@@ -145,10 +147,10 @@ def _shown(state: ServerState) -> dict[str, Any]:
             for name in ("temperature", "top_k", "top_p", "min_p")
         ),
         "template": state.template_text,
-        "details": _details(state),
+        "details": _details(config),
         "model_info": info,
         "capabilities": capabilities,
-        "modified_at": _time(state.started),
+        "modified_at": time_text(state.started),
     }
 
 
@@ -160,7 +162,7 @@ def _short(number: int) -> str:
     return str(number)
 
 
-def _time(moment: float) -> str:
+def time_text(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
 
 

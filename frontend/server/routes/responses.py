@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..answer_run import AnswerRun
-from ..apis.response_store import ResponseStore, Stored
+from ..apis.response_store import Stored
 from ..apis.responses_answer import ResponsesAnswer, new_response_id
 from ..apis.responses_items import Item, items_of
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
@@ -44,7 +44,7 @@ class ResponsesApi:
 
     def __init__(self, state: ServerState):
         self._state = state
-        self._store = ResponseStore(state.server_config.max_stored_responses)
+        self._store = state.responses
 
     @described(ResponsesBody, dict[str, Any], streams=True)
     async def create(self, request: Request) -> Any:
@@ -123,7 +123,7 @@ class ResponsesApi:
     # ------------------------------------------------------------ stored responses
 
     def _stored(self, request: Request) -> Stored:
-        self._state.ready_engine()
+        self._state.check_open()
         response_id = request.path_params["response_id"]
         found = self._store.get(call_of(request).tenant, response_id)
         if found is None:

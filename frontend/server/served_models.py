@@ -1,0 +1,95 @@
+"""Makes the slots of a server with several models: each with its memory plan, computed before
+anything is loaded.
+
+Must not know: the command line, HTTP, when a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.machine import free_memory_bytes
+from ..cli.values import parse_bytes
+from ..engine_args import EngineArgs
+from ..model_info.plan import Plan, make_plan, resolve
+from .config import ServerConfig
+from .durations import parse_duration
+from .models import Models, ModelSlot
+from .state import ServerState
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """A model of the command line. `name`: what requests call it."""
+
+    name: str
+    args: EngineArgs
+
+
+def make_models(
+    served: list[ServedModel],
+    config: ServerConfig,
+    on_loaded: Callable[[], None] = lambda: None,
+) -> Models:
+    """Reads the configuration of each model, downloading it if needed.
+
+    Raises ModelLoadError and InvalidParameterError, as an engine would.
+    """
+    limit_bytes = _memory_limit(config.memory_limit)
+    slots = []
+    for model in served:
+        plan = plan_beside(model.args, limit_bytes, len(served))
+        args = sized(model, plan)
+        slots.append(ModelSlot(args, ServerState(config, model.name), resolve(args), plan))
+    names = [slot.name for slot in slots]
+    default = config.default_model or names[0]
+    if default not in names:
+        raise InvalidParameterError(
+            "default_model", f"must be one of {', '.join(names)}, got {default!r}"
+        )
+    keep_alive_s = _duration("keep_alive", config.keep_alive)
+    return Models(
+        slots,
+        default,
+        limit_bytes=limit_bytes,
+        is_measured=config.memory_limit is None,
+        keep_alive_s=300.0 if keep_alive_s is None else keep_alive_s,
+        sleep_after_s=_duration("sleep_after", config.sleep_after),
+        wait_s=config.model_wait_s,
+        on_loaded=on_loaded,
+    )
+
+
+def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:
+    """The plan of one of `num_models`: a KV cache as in an equal share of the memory, but room for
+    at least one sequence of max_model_len.
+    """
+    plan = make_plan(args, limit_bytes // num_models)
+    if plan.fits:
+        return plan
+    return msgspec.structs.replace(plan, kv_cache_bytes=plan.least_kv_cache_bytes)
+
+
+def sized(model: ServedModel, plan: Plan) -> EngineArgs:
+    """The arguments with the planned KV cache: an engine must not measure the memory of others."""
+    arguments: dict[str, Any] = vars(model.args) | {"served_model_name": model.name}
+    if model.args.kv_cache_memory_bytes is None and model.args.num_gpu_blocks_override is None:
+        arguments["kv_cache_memory_bytes"] = plan.kv_cache_bytes
+    return EngineArgs(**arguments)
+
+
+def _memory_limit(text: str | None) -> int:
+    try:
+        return free_memory_bytes() if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise InvalidParameterError("memory_limit", str(error)) from None
+
+
+def _duration(name: str, text: str | None) -> float | None:
+    try:
+        return None if text is None else parse_duration(text)
+    except ValueError as error:
+        raise InvalidParameterError(name, str(error)) from None

@@ -1,0 +1,283 @@
+"""The routes of a server with several models: each request goes to the handler of its model, once
+the model is ready.
+
+Must not know: what a handler does, when models leave memory.
+
+The routes of one model (`frontend/server/routes/`) are made once for each. A route whose body has a
+field `model` is answered by that model, which is loaded first; other routes about an engine take
+`?model=NAME`, and load nothing. Lists, health and metrics cover all models.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from .apis.ollama_answer import now
+from .durations import parse_duration
+from .http.call import read_body, receive_body
+from .http.errors import invalid, missing
+from .http.openapi import described
+from .http.sse import Json
+from .models import Models, ModelSlot
+from .routes import (
+    admin,
+    chat,
+    completions,
+    engine_view,
+    health,
+    messages,
+    metrics,
+    ollama,
+    ollama_models,
+    page,
+    pooling,
+    responses,
+    tokenize,
+)
+from .routes import (
+    models as model_routes,
+)
+from .state import ServerState, shutting_down
+
+OF_ONE_MODEL = (
+    chat,
+    completions,
+    responses,
+    messages,
+    ollama,
+    tokenize,
+    pooling,
+    engine_view,
+    admin,
+)
+OLLAMA = "/api/"
+Endpoint = Callable[[Request], Awaitable[Any]]
+
+
+class Asked(msgspec.Struct):
+    """What decides on the model. Other fields, and errors in them, are the handler's."""
+
+    model: str | None = None
+    keep_alive: float | str | None = None
+    prompt: str | list[Any] | None = None
+    messages: list[Any] | None = None
+
+
+class Leased:
+    """A response during which its model stays in memory."""
+
+    def __init__(self, response: Any, release: Callable[[], None]):
+        self._response = response
+        self._release = release
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._release()
+
+
+def several_routes(front: ServerState, models: Models) -> list[Route]:
+    """`front`: the state of the server itself, which has no engine."""
+    for slot in models.slots.values():
+        slot.state.responses = front.responses  # a conversation may change its model
+    own = [
+        *_health_routes(front, models),
+        *metrics.routes_of_several(front, [slot.state for slot in models.slots.values()]),
+        *_list_routes(front, models),
+        *_ollama_routes(front, models),
+    ]
+    return [*own, *_dispatched(front, models), *page.routes(front)]
+
+
+# ------------------------------------------------------------ dispatch
+
+
+def _dispatched(front: ServerState, models: Models) -> list[Route]:
+    of_slots = {
+        slot.name: [route for family in OF_ONE_MODEL for route in family.routes(slot.state)]
+        for slot in models.slots.values()
+    }
+    found = []
+    for same in zip(*of_slots.values(), strict=True):
+        handlers = {name: route.endpoint for name, route in zip(of_slots, same, strict=True)}
+        first = same[0]
+        body = getattr(getattr(first.endpoint, "description", None), "body", None)
+        has_model = body is not None and "model" in body.__struct_fields__
+        dispatch = _by_body if has_model else _by_query
+        endpoint = functools.wraps(first.endpoint)(dispatch(front, models, handlers))
+        found.append(Route(first.path, endpoint, methods=list(first.methods or ())))
+    return found
+
+
+def _by_query(front: ServerState, models: Models, handlers: dict[str, Endpoint]) -> Endpoint:
+    async def endpoint(request: Request) -> Any:
+        slot = models.find(request.query_params.get("model"))
+        query = parse_qsl(request.url.query, keep_blank_values=True)
+        rest = urlencode([(name, value) for name, value in query if name != "model"])
+        scope = {**request.scope, "query_string": rest.encode()}
+        return await handlers[slot.name](Request(scope, request.receive))
+
+    return endpoint
+
+
+def _by_body(front: ServerState, models: Models, handlers: dict[str, Endpoint]) -> Endpoint:
+    async def endpoint(request: Request) -> Any:
+        raw = await receive_body(request, front.server_config)
+        try:
+            asked = msgspec.json.decode(raw, type=Asked)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            # a body that every handler refuses, with the reason
+            return await handlers[models.default.name](request)
+        is_ollama = request.scope["path"].startswith(OLLAMA)
+        if is_ollama and not asked.model:
+            raise missing("model")
+        name = asked.model.removesuffix(":latest") if is_ollama and asked.model else asked.model
+        slot, keep_alive_s = models.find(name), None
+        if is_ollama and asked.keep_alive is not None:
+            keep_alive_s = _keep_alive(asked.keep_alive)
+            if keep_alive_s == 0 and not asked.prompt and not asked.messages:
+                return await _unload(models, slot, request.scope["path"])
+        await models.acquire(slot)
+        release = functools.partial(models.release, slot, keep_alive_s)
+        try:
+            response = await handlers[slot.name](request)
+        except BaseException:
+            release()
+            raise
+        return Leased(response, release)
+
+    return endpoint
+
+
+def _keep_alive(value: float | str) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise invalid("keep_alive", f"'keep_alive' {error}.") from None
+
+
+async def _unload(models: Models, slot: ModelSlot, path: str) -> Json:
+    """The response to an empty request with keep_alive 0, with which clients unload a model."""
+    await models.unload(slot)
+    empty: dict[str, Any] = {"response": ""}
+    if path.endswith("/chat"):
+        empty = {"message": {"role": "assistant", "content": ""}}
+    about = {"model": slot.name, "created_at": now(), **empty}
+    return Json(about | {"done": True, "done_reason": "unload"})
+
+
+# ------------------------------------------------------------ about all models
+
+
+def _health_routes(front: ServerState, models: Models) -> list[Route]:
+    heartbeat = health.Heartbeat()
+
+    async def alive(request: Request) -> Response:
+        """Liveness: this process answers. A model that fails is no reason to restart the others."""
+        return Json({"status": "ok"})
+
+    async def ready(request: Request) -> Response:
+        """Readiness: the default model has been loaded, and is not stuck."""
+        slot = models.default
+        if front.is_draining:
+            raise shutting_down()
+        if not slot.has_loaded:
+            raise slot.state.not_loaded()
+        if slot.phase == "ready" and slot.state.engine is not None:
+            await health.check_steps(heartbeat, slot.state.engine, front.server_config)
+        phases = {slot.name: slot.phase for slot in models.slots.values()}
+        return Json({"status": "ready", "model": slot.name, "models": phases})
+
+    async def load(request: Request) -> Response:
+        """The number of running and waiting requests, in vLLM's format."""
+        return Json({"server_load": sum(slot.num_users for slot in models.slots.values())})
+
+    return [
+        Route("/health", alive),
+        Route("/health/ready", ready),
+        Route("/ping", alive, methods=["GET", "POST"], name="ping"),
+        Route("/load", load),
+        Route("/version", health.version),
+    ]
+
+
+def _list_routes(front: ServerState, models: Models) -> list[Route]:
+    def card(slot: ModelSlot) -> model_routes.ModelCard:
+        return model_routes.ModelCard(
+            id=slot.name,
+            created=int(front.started),
+            root=slot.args.model,
+            max_model_len=slot.plan.max_model_len,
+        )
+
+    @described(answer=model_routes.ModelList)
+    async def list_models(request: Request) -> Response:
+        """The models of this server, the default first"""
+        slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
+        return Json(model_routes.ModelList(data=[card(slot) for slot in slots]))
+
+    @described(answer=model_routes.ModelCard)
+    async def retrieve_model(request: Request) -> Response:
+        """One model of this server"""
+        return Json(card(models.find(request.path_params["model"])))
+
+    return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
+
+
+def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
+    def tag(slot: ModelSlot) -> dict[str, Any]:
+        return ollama_models.tag(slot.name, slot.config)
+
+    @described(answer=dict[str, Any])
+    async def tags(request: Request) -> Response:
+        """The available models, as Ollama lists them"""
+        modified = {"modified_at": ollama_models.time_text(front.started)}
+        return Json({"models": [tag(slot) | modified for slot in models.slots.values()]})
+
+    @described(answer=dict[str, Any])
+    async def ps(request: Request) -> Response:
+        """The loaded models, as Ollama lists them"""
+        loaded = [slot for slot in models.slots.values() if slot.phase == "ready"]
+        return Json({"models": [tag(slot) | _running(slot) for slot in loaded]})
+
+    @described(ollama_models.ShowBody, dict[str, Any])
+    async def show(request: Request) -> Response:
+        """Details of a model; the first time, the model is loaded"""
+        body = await read_body(request, front.server_config, ollama_models.ShowBody)
+        name = body.model or body.name
+        if not name:
+            raise missing("model")
+        slot = models.find(name.removesuffix(":latest"))
+        if slot.shown is None:
+            await models.acquire(slot)
+            try:
+                slot.shown = ollama_models.shown(slot.state)
+            finally:
+                models.release(slot)
+        return Json(slot.shown)
+
+    own = [Route("/api/tags", tags), Route("/api/ps", ps)]
+    own.append(Route("/api/show", show, methods=["POST"]))
+    paths = {route.path for route in own}
+    return [*own, *(r for r in ollama_models.routes(front) if r.path not in paths)]
+
+
+def _running(slot: ModelSlot) -> dict[str, Any]:
+    on_gpu = slot.config.device_config.device != "cpu"
+    expires = (
+        ollama_models.NEVER if slot.unloads_at is None else ollama_models.time_text(slot.unloads_at)
+    )
+    return {
+        "expires_at": expires,
+        "size_vram": slot.needs.weights_bytes if on_gpu else 0,
+        "context_length": slot.plan.max_model_len,
+    }

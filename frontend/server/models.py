@@ -248,6 +248,7 @@ class Models:
     async def _load(self, slot: ModelSlot, was_asleep: bool) -> None:
         """Starts or wakes the engine. A failure leaves the slot unloaded, for the next attempt."""
         engine, slot.state.loading = slot.state.engine, Loading()
+        slot.state.is_loading = True
         try:
             if was_asleep and engine is not None:
                 await engine.call_utility("wake_up", None)
@@ -268,6 +269,8 @@ class Models:
                 f"The model {slot.name!r} could not be loaded: {error}",
                 code="model_load_failed",
             ) from error
+        finally:
+            slot.state.is_loading = False
 
     # ------------------------------------------------------------ memory
 

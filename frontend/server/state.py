@@ -89,6 +89,7 @@ class ServerState:
         self.is_draining = False
         # The engine is started by a request and may be ended when it is idle (models.py).
         self.is_on_demand = False
+        self.is_loading = False  # on demand
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
@@ -158,7 +159,8 @@ class ServerState:
         if self.is_draining:
             raise shutting_down()
         if self.engine is None:
-            raise self.not_loaded() if not self.is_on_demand else self._not_in_memory()
+            is_absent = self.is_on_demand and not self.is_loading
+            raise self._not_in_memory() if is_absent else self.not_loaded()
         if self.engine.errored:
             raise ApiError(503, ENGINE_GONE, code="engine_dead")
         return self.engine

@@ -36,7 +36,9 @@ async function poll() {
   const begin = performance.now();
   let wait;
   try {
-    const answer = await call(`v1/engine/state?since=${engine.since}`, { signal: asking.signal });
+    const answer = await call(ofModel(`v1/engine/state?since=${engine.since}`), {
+      signal: asking.signal,
+    });
     take(await answer.json());
     health("ready");
     const isUnseen = narrow.matches && document.body.dataset.view === "chat";
@@ -53,7 +55,8 @@ async function poll() {
 
 function health(is, words) {
   const ready = engine.idle ? "idle" : "at work";
-  const labels = { ready, loading: "loading", gone: "no engine", locked: "asks for a key" };
+  const others = { absent: "not loaded", gone: "no engine", locked: "asks for a key" };
+  const labels = { ready, loading: "loading", ...others };
   $("health").dataset.is = is;
   put($("health"), labels[is] || "connecting");
   const isTold = is === "loading" || is === "gone";
@@ -69,6 +72,10 @@ function trouble(error) {
   if (error.status === 401 || error.status === 403) {
     health("locked");
     return 3000;
+  }
+  if (error.body?.error?.code === "model_not_loaded") {
+    health("absent"); // the next message loads it
+    return 1000;
   }
   const isLoading = error.body?.error?.code === "model_loading";
   $("notice-bar").hidden = !isLoading;

@@ -142,7 +142,7 @@ async function fetchFinished() {
   if (isBusy || (finished.seen === seen && finished.asked === wanted)) return;
   finished.isBusy = true;
   try {
-    const answer = await call(`v1/requests?limit=${wanted}`);
+    const answer = await call(ofModel(`v1/requests?limit=${wanted}`));
     Object.assign(finished, { list: (await answer.json()).data, asked: wanted, seen });
     showFinished();
   } catch {

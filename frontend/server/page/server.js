@@ -3,6 +3,8 @@
 
 /* The page is the root of the server, whatever prefix a proxy puts before it. */
 const ROOT = location.pathname.replace(/\/?$/, "/");
+/* Of a server with several models; "" for the default, and where there is one. */
+let chosenModel = recall(browserStore, "quire-model");
 let apiKey = recall(tabStore, "quire-key");
 
 class Refusal extends Error {
@@ -35,12 +37,21 @@ async function call(path, options = {}) {
   throw new Refusal(body?.error?.message || plain, response.status, body, retryAfter);
 }
 
+/* The path of a view of the chosen model's engine. */
+function ofModel(path) {
+  if (!chosenModel) return path;
+  return `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(chosenModel)}`;
+}
+
+/* As the engine calls it; as chosen, while there is no engine. */
+const modelName = () => engine.model || chosenModel;
+
 const post = (path, body, signal) =>
   call(path, {
     method: "POST",
     signal,
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ ...(engine.model && { model: engine.model }), ...body }),
+    body: JSON.stringify({ ...(modelName() && { model: modelName() }), ...body }),
   });
 
 function inWords(error) {

@@ -8,3 +8,4 @@ if (lastShown) showConversation(lastShown);
 else showMode();
 if (!narrow.matches) $("prompt").focus();
 poke();
+offerModels();

@@ -25,7 +25,7 @@ async function showLife() {
   let story;
   for (let attempt = 0; !story; attempt++) {
     try {
-      story = await (await call(`v1/requests/${encodeURIComponent(id)}`)).json();
+      story = await (await call(ofModel(`v1/requests/${encodeURIComponent(id)}`))).json();
     } catch (error) {
       if (life.id !== id) return;
       if (error.status === 404 && attempt < 4) {
@@ -174,7 +174,7 @@ $("life").onclose = () => Object.assign(life, { id: "", isLive: false });
 $("life").onclick = (event) => event.target === $("life") && $("life").close();
 $("life-trace").onclick = async () => {
   try {
-    const path = `v1/requests/${encodeURIComponent(life.id)}/trace`;
+    const path = ofModel(`v1/requests/${encodeURIComponent(life.id)}/trace`);
     const href = URL.createObjectURL(await (await call(path)).blob());
     h("a", { href, download: `${life.id}.trace.json` }).click();
     setTimeout(() => URL.revokeObjectURL(href), 10000);

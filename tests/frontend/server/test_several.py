@@ -247,6 +247,18 @@ def test_a_client_that_leaves_while_its_model_waits() -> None:
         spoken(speak, limit=100)
 
 
+def test_a_load_under_way_is_told() -> None:
+    async def speak(client: httpx.AsyncClient, models: Models) -> None:
+        loading = asyncio.create_task(complete(client, model="b"))
+        while models.slots["b"].phase != "loading":
+            await asyncio.sleep(0)
+        view = await client.get("/v1/engine/state?model=b")
+        assert view.json()["error"]["code"] == "model_loading"
+        await loading
+
+    spoken(speak, delay_s=0.05)
+
+
 def test_the_description_lists_the_routes_once() -> None:
     async def speak(client: httpx.AsyncClient, models: Models) -> None:
         paths = (await client.get("/openapi.json")).json()["paths"]

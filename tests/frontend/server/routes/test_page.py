@@ -72,7 +72,7 @@ def test_its_requests_are_relative() -> None:
     """All go through call(), which prepends the page's own address."""
     scripts = "".join(SCRIPTS.values())
     assert scripts.count("fetch(") == 1 and "fetch(ROOT + path" in scripts
-    paths = re.findall(r"""(?:call|post)\(\s*["'`]([^"'`$?]+)""", scripts)
+    paths = re.findall(r"""(?:call|post|ofModel)\(\s*["'`]([^"'`$?]+)""", scripts)
     assert len(paths) >= 4 and [path for path in paths if not path.startswith("v1/")] == []
     assert re.findall(r"""["'`]/(?:v1|health|metrics)""", scripts) == []
 

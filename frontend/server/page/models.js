@@ -1,0 +1,29 @@
+"use strict";
+/* The choice between the models of a server that has several. With one model there is none. */
+
+async function offerModels() {
+  let names;
+  try {
+    names = (await (await call("v1/models")).json()).data.map(({ id }) => id);
+  } catch {
+    return; // one model, which is loading; or a key is needed, and the next one asks again
+  }
+  if (chosenModel && !names.includes(chosenModel)) {
+    chosenModel = "";
+    remember(browserStore, "quire-model", "");
+    poke();
+  }
+  if (names.length < 2) return;
+  const options = names.map((name) => h("option", { value: name, textContent: name }));
+  $("models").replaceChildren(...options);
+  $("models").value = chosenModel || names[0];
+  $("models").hidden = false;
+  $("model").hidden = true;
+}
+
+/* Nothing that is shown of one engine is true of another, so the page begins anew. */
+$("models").onchange = () => {
+  remember(browserStore, "quire-model", $("models").value);
+  location.reload();
+};
+$("key-form").addEventListener("submit", offerModels);

@@ -18,6 +18,7 @@ from .errors import ModelLoadError
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
 LayerNorms = tuple[str | None, str | None, str | None, str | None]
 PRE_NORMS: LayerNorms = ("input_layernorm", None, "post_attention_layernorm", None)
+POST_NORMS: LayerNorms = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 SANDWICH_NORMS: LayerNorms = (
     "input_layernorm",
     "post_attention_layernorm",
@@ -32,6 +33,8 @@ class Architecture:
 
     A bias of None follows config.json (attention_bias). `defaults` are transformers', for keys that
     config.json lacks. `constants` are fields of DecoderConfig that no key determines.
+    `qk_norm_whole`: q and k are normed before they are cut into heads. `is_merged`: the checkpoint
+    has q, k and v in one tensor, and gate and up.
     """
 
     model_type: str
@@ -40,6 +43,8 @@ class Architecture:
     qkv_bias: bool | None = None
     o_bias: bool | None = None
     qk_norm: bool = False
+    qk_norm_whole: bool = False
+    is_merged: bool = False
     norms: LayerNorms = PRE_NORMS
     activation: str = "silu"
     defaults: dict[str, Any] = field(default_factory=dict)
@@ -81,21 +86,27 @@ class Architecture:
         kv_rows = config.num_key_value_heads * head_dim
         qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
         o_bias = config.attention_bias if self.o_bias is None else self.o_bias
+        qkv, gate_up = (
+            (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)),
+            (("gate_proj", inner), ("up_proj", inner)),
+        )
+        if self.is_merged:
+            qkv, gate_up = (
+                (("qkv_proj", q_rows + 2 * kv_rows),),
+                (("gate_up_proj", 2 * inner),),
+            )
         for name, rows, columns, bias in (
-            ("self_attn.q_proj", q_rows, hidden, qkv_bias),
-            ("self_attn.k_proj", kv_rows, hidden, qkv_bias),
-            ("self_attn.v_proj", kv_rows, hidden, qkv_bias),
+            *((f"self_attn.{name}", rows, hidden, qkv_bias) for name, rows in qkv),
             ("self_attn.o_proj", hidden, q_rows, o_bias),
-            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
-            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up),
             ("mlp.down_proj", hidden, inner, config.mlp_bias),
         ):
             yield f"{name}.weight", [rows, columns]
             if bias:
                 yield f"{name}.bias", [rows]
         if self.qk_norm:
-            yield "self_attn.q_norm.weight", [head_dim]
-            yield "self_attn.k_norm.weight", [head_dim]
+            yield "self_attn.q_norm.weight", [q_rows if self.qk_norm_whole else head_dim]
+            yield "self_attn.k_norm.weight", [kv_rows if self.qk_norm_whole else head_dim]
         yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
 
 
@@ -131,6 +142,67 @@ ARCHITECTURES = {
         },
         constants={"norm_offset": 1.0, "fp32_norms": True},
         scaled_embedding=True,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        "phi3",
+        honours=("sliding_window", "partial_rotary_factor"),
+        is_merged=True,
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        "smollm3",
+        honours=("attention_bias", "mlp_bias", "use_sliding_window", "no_rope_layers"),
+        defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        "olmo2",
+        honours=("attention_bias",),
+        qk_norm=True,
+        qk_norm_whole=True,
+        norms=POST_NORMS,
+        defaults={"rms_norm_eps": 1e-5},
+        constants={"fp32_norms": True},
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        "olmo3",
+        honours=("attention_bias", "layer_types"),
+        qk_norm=True,
+        qk_norm_whole=True,
+        norms=POST_NORMS,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 5e5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
+        constants={"fp32_norms": True},
+    ),
+    "GraniteForCausalLM": Architecture(
+        "granite",
+        honours=(
+            *("attention_bias", "mlp_bias", "embedding_multiplier", "residual_multiplier"),
+            *("attention_multiplier", "logits_scaling"),
+        ),
+        defaults={"attention_multiplier": 1.0},
+    ),
+    "Ministral3ForCausalLM": Architecture(
+        "ministral3",
+        honours=("sliding_window", "llama_4_scaling_beta"),
+        default_head_dim=128,
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 8,
+            "rope_parameters": {
+                "type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
     ),
 }
 

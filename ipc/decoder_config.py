@@ -89,6 +89,7 @@ _READ = frozenset(
     {
         "layer_types",
         "max_window_layers",
+        "no_rope_layer_interval",
         "sliding_window_pattern",
         "original_max_position_embeddings",
         "partial_rotary_factor",
@@ -137,6 +138,7 @@ _MULTIPLIERS = {
     "attention_multiplier": "attention_scale",
 }
 DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers'
+DEFAULT_NO_ROPE_INTERVAL = 4
 # Far above any model: a larger value is a mistake and must not cost time or memory.
 MOST = {
     "num_hidden_layers": 1024,
@@ -176,6 +178,7 @@ class DecoderConfig:
     # for each layer: how many positions a token attends to, including its own; 0: all before it
     sliding_windows: tuple[int, ...] = ()
     sliding_rope: dict[str, Any] | None = None  # of layers with a window, where it is another one
+    unrotated_layers: tuple[int, ...] = ()  # whose queries and keys do not rotate
     activation: str = "silu"  # of ACTIVATIONS
     attention_scale: float = 0.0  # factor of the attention's logits
     embedding_scale: float = 1.0  # factor of the embedding's rows
@@ -184,9 +187,12 @@ class DecoderConfig:
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
 
-    def rope_of(self, layer: int) -> dict[str, Any]:
+    def rope_of(self, layer: int) -> dict[str, Any] | None:
+        """The rope parameters of a layer; None: it does not rotate."""
+        if layer in self.unrotated_layers:
+            return None
         is_sliding = self.sliding_rope is not None and self.sliding_windows[layer] > 0
-        return self.sliding_rope if is_sliding else self.rope  # type: ignore[return-value]
+        return self.sliding_rope if is_sliding else self.rope
 
 
 def parse_decoder_config(
@@ -220,7 +226,6 @@ def parse_decoder_config(
         rope={},
         activation=activation,
     )
-    rope, sliding_rope = parse_ropes(hf_config, config.head_dim, "layer_types" in honours)
     if num_heads % config.num_key_value_heads:
         raise ModelLoadError(
             f"config.json: num_attention_heads={num_heads} is not a multiple of "
@@ -228,10 +233,17 @@ def parse_decoder_config(
         )
     if config.head_dim % 2:
         raise ModelLoadError(f"config.json: head_dim must be even, got {config.head_dim}")
+    rope, sliding_rope = parse_ropes(hf_config, config.head_dim, honours)
+    unrotated = _unrotated_layers(hf_config, honours)
+    if unrotated and not hf_config.get("layer_types"):  # SmolLM3: only these may have windows
+        kinds = [SLIDING if i in unrotated else FULL for i in range(config.num_hidden_layers)]
+        if hf_config.get("use_sliding_window") and hf_config.get("sliding_window") is not None:
+            hf_config = hf_config | {"layer_types": kinds}
     return replace(
         config,
         rope=rope,
         sliding_rope=sliding_rope,
+        unrotated_layers=unrotated,
         sliding_windows=parse_sliding_windows(hf_config, honours),
         **_scales(hf_config, config.head_dim, honours),
     )
@@ -275,6 +287,23 @@ def _epsilon(hf_config: dict[str, Any]) -> float:
     return value
 
 
+def _unrotated_layers(hf_config: dict[str, Any], honours: tuple[str, ...]) -> tuple[int, ...]:
+    """The layers with a 0 in no_rope_layers, or every no_rope_layer_interval-th (SmolLM3)."""
+    if "no_rope_layers" not in honours:
+        return ()
+    num_layers, rotates = hf_config["num_hidden_layers"], hf_config.get("no_rope_layers")
+    if not rotates:
+        interval = _size(hf_config, "no_rope_layer_interval", DEFAULT_NO_ROPE_INTERVAL)
+        return tuple(i for i in range(num_layers) if (i + 1) % interval == 0)
+    is_list = isinstance(rotates, list) and all(value in (0, 1) for value in rotates)
+    if not is_list or len(rotates) < num_layers:
+        raise ModelLoadError(
+            f"config.json: no_rope_layers must be a list of 0 and 1, one for each of {num_layers} "
+            f"layers, got {rotates!r:.100}"
+        )
+    return tuple(i for i in range(num_layers) if not rotates[i])
+
+
 def _scales(hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]) -> dict[str, float]:
     """The factors of a DecoderConfig that config.json determines."""
     scales = {"attention_scale": head_dim**-0.5}
@@ -291,7 +320,7 @@ def _scales(hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]) 
 def _positive(hf_config: dict[str, Any], key: str) -> float:
     value = hf_config.get(key)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not LEAST_SCALE <= value <= 1 / LEAST_SCALE:
+    if value is None or not is_number or not LEAST_SCALE <= value <= 1 / LEAST_SCALE:
         raise ModelLoadError(
             f"config.json: {key} must be a number from {LEAST_SCALE} to {1 / LEAST_SCALE}, got "
             f"{value!r:.100}"

@@ -18,6 +18,11 @@ _ROPE_KEYS = {  # by type: required, optional
         {"factor", "low_freq_factor", "high_freq_factor"},
         {"original_max_position_embeddings"},
     ),
+    # Phi-3's: what each frequency is divided by, up to the original length and beyond
+    "longrope": (
+        {"short_factor", "long_factor"},
+        {"factor", "attention_factor", "original_max_position_embeddings"},
+    ),
     # Quire's own: what each frequency is divided by; GGUF files store Llama 3's scaling in this way
     "factors": ({"factors"}, set()),
     "yarn": (
@@ -44,9 +49,15 @@ _POSITIVE = frozenset(
         "beta_fast",
         "beta_slow",
         "factors",
+        "short_factor",
+        "long_factor",
+        "llama_4_scaling_beta",
     }
 )
+_LISTS = frozenset({"factors", "short_factor", "long_factor"})  # a number for each frequency
+_RENAMED = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
+LEAST_FACTOR = 1e-6
 LAYER_KINDS = ("full_attention", "sliding_attention")  # that may have parameters of their own
 # Keys of config.json that give the longest sequence of the model; the smallest one present counts.
 CONTEXT_KEYS = (
@@ -100,7 +111,7 @@ def _rope_of(hf_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     rope_type = parameters.pop("rope_type", None) or old_name
     if not isinstance(rope_type, str):
         raise ModelLoadError(f"rope type must be a string, got {rope_type!r:.100}")
-    return rope_type, parameters
+    return _RENAMED.get(rope_type, rope_type), parameters
 
 
 def _by_kind(hf_config: dict[str, Any]) -> bool:
@@ -117,31 +128,44 @@ def _rope_of_full_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_ropes(
-    hf_config: dict[str, Any], head_dim: int, by_kind: bool
+    hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """The rope parameters of all layers, or with `by_kind` those of layers without a window and
-    those of layers with one; the latter are never scaled by rope_scaling.
+    """The rope parameters of all layers; or, with "layer_types" among `honours`, those of layers
+    without a window and those of layers with one. The latter are never scaled by rope_scaling.
 
-    Raises as parse_rope_parameters does, and for factors of another number than head_dim / 2.
+    Raises as parse_rope_parameters does, and for lists of another length than there are
+    frequencies.
     """
-    if not by_kind:
-        ropes = parse_rope_parameters(hf_config), None
+    if "layer_types" not in honours:
+        ropes = parse_rope_parameters(hf_config, honours), None
     else:
         own = {"rope_scaling": None, "rope_parameters": None}
         if _by_kind(hf_config):
             own["rope_parameters"] = hf_config["rope_parameters"].get(LAYER_KINDS[1])
         local = {"rope_theta": hf_config.get("rope_local_base_freq")}
         ropes = (
-            parse_rope_parameters(_rope_of_full_layers(hf_config)),
-            parse_rope_parameters(hf_config | own | local),
+            parse_rope_parameters(_rope_of_full_layers(hf_config), honours),
+            parse_rope_parameters(hf_config | own | local, honours),
         )
-    factors = ropes[0].get("factors")
-    if factors is not None and len(factors) != head_dim // 2:
-        raise ModelLoadError(
-            f"config.json: rope parameter factors needs {head_dim // 2} numbers, one for each "
-            f"frequency"
-        )
+    for rope in filter(None, ropes):
+        num_rotated = rotary_dim(rope, head_dim)
+        if num_rotated < 2 or num_rotated % 2:
+            raise ModelLoadError(
+                f"config.json: partial_rotary_factor rotates {num_rotated} of a head's {head_dim} "
+                f"features; it must be an even number, at least 2"
+            )
+        for key in sorted(_LISTS & rope.keys()):
+            if len(rope[key]) != num_rotated // 2:
+                raise ModelLoadError(
+                    f"config.json: rope parameter {key} needs {num_rotated // 2} numbers, one for "
+                    f"each frequency"
+                )
     return ropes
+
+
+def rotary_dim(rope: dict[str, Any], head_dim: int) -> int:
+    """How many features of a head rotate, the first ones."""
+    return int(head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
 def _check_number(key: str, value: Any) -> None:
@@ -152,8 +176,12 @@ def _check_number(key: str, value: Any) -> None:
         raise ModelLoadError(f"rope parameter {key} must be {wanted}, got {value!r:.100}")
 
 
-def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
+def parse_rope_parameters(
+    hf_config: dict[str, Any], honours: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Returns the checked rope parameters: rope_type, rope_theta, and the keys of the type.
+
+    `honours`: partial_rotary_factor and llama_4_scaling_beta, if the model supports them.
 
     Raises ModelLoadError for an unknown type, a missing key, or an unknown key, which could change
     the angles.
@@ -163,27 +191,32 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ModelLoadError(
             f"rope type {rope_type!r} is not supported; supported: {', '.join(_ROPE_KEYS)}"
         )
-    if (
-        parameters.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
-        != 1.0
-    ):
-        raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
+    own: dict[str, Any] = {}
+    part = parameters.pop("partial_rotary_factor", hf_config.get("partial_rotary_factor") or 1.0)
+    if part != 1.0:
+        own["partial_rotary_factor"] = _rotated_part(part, honours)
+    if "llama_4_scaling_beta" in honours and rope_type == "yarn":
+        parameters.pop("max_position_embeddings", None)  # a copy of the model's
+        if "llama_4_scaling_beta" in parameters:
+            own["llama_4_scaling_beta"] = parameters.pop("llama_4_scaling_beta")
+            _check_number("llama_4_scaling_beta", own["llama_4_scaling_beta"])
     theta = parameters.pop("rope_theta", hf_config.get("rope_theta") or DEFAULT_THETA)
     required, optional = _ROPE_KEYS[rope_type]
     if missing := required - parameters.keys():
         raise ModelLoadError(f"rope type {rope_type!r} lacks {', '.join(sorted(missing))}")
     if unknown := parameters.keys() - required - optional:
         raise ModelLoadError(f"rope type {rope_type!r} does not know {', '.join(sorted(unknown))}")
-    if rope_type == "factors" and not isinstance(parameters["factors"], list):
-        raise ModelLoadError("rope parameter factors must be a list of numbers")
+    for key in sorted(_LISTS & parameters.keys()):
+        if not isinstance(parameters[key], list):
+            raise ModelLoadError(f"rope parameter {key} must be a list of numbers")
     for key, value in {"rope_theta": theta, **parameters}.items():
-        for number in value if key == "factors" else [value]:
+        for number in value if key in _LISTS else [value]:
             _check_number(key, number)
     if theta <= 1:
         raise ModelLoadError(f"rope parameter rope_theta must be more than 1, got {theta}")
     if rope_type == "llama3" and parameters["low_freq_factor"] >= parameters["high_freq_factor"]:
         raise ModelLoadError("rope parameter low_freq_factor must be less than high_freq_factor")
-    if rope_type in ("llama3", "yarn"):
+    if rope_type in ("llama3", "yarn", "longrope"):
         # As in transformers, the key beside the rope parameters takes precedence, and the model's
         # own length replaces a missing one.
         original = parameters.get(
@@ -192,4 +225,19 @@ def parse_rope_parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
         key = "original_max_position_embeddings"
         parameters[key] = hf_config.get(key) or original
         _check_number(key, parameters[key])
-    return {"rope_type": rope_type, "rope_theta": theta, **parameters}
+        if rope_type == "longrope":
+            if parameters[key] <= 1:
+                raise ModelLoadError(f"rope parameter {key} must be more than 1 for longrope")
+            longer = hf_config["max_position_embeddings"] / parameters[key]
+            parameters.setdefault("factor", max(longer, LEAST_FACTOR))
+    return {"rope_type": rope_type, "rope_theta": theta, **parameters, **own}
+
+
+def _rotated_part(value: Any, honours: tuple[str, ...]) -> float:
+    if "partial_rotary_factor" not in honours:
+        raise ModelLoadError("partial_rotary_factor other than 1 is not supported")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1:
+        raise ModelLoadError(
+            f"config.json: partial_rotary_factor must be a number from 0 to 1, got {value!r:.100}"
+        )
+    return value

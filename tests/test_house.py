@@ -18,7 +18,13 @@ FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 SKIPPED = {"build", "dist", "__pycache__", "venv", "node_modules"}  # also every hidden folder
 
 MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
-MODELS = {f"executor/models/{name}.py" for name in ("gemma3", "llama", "qwen2", "qwen3")}
+MODELS = {
+    f"executor/models/{name}.py"
+    for name in (
+        *("gemma3", "granite", "llama", "ministral3", "olmo2", "phi3", "qwen2", "qwen3"),
+        "smollm3",
+    )
+}
 
 # Folder -> folders of quire that it may import. Each exception names one file, which may import
 # lazily (inside a function).

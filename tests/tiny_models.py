@@ -40,7 +40,10 @@ TINY = {
     "bos_token_id": 300,
     "eos_token_id": EOS_TOKEN_ID,
 }
-KINDS = ("qwen2", "qwen3", "llama", "mistral", "gemma3_text")
+KINDS = (
+    *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
+    *("granite", "ministral3"),
+)
 
 
 def make_tiny_config(kind: str, **overrides: Any):
@@ -58,6 +61,20 @@ def make_tiny_config(kind: str, **overrides: Any):
             "sliding_window_pattern": 2,
             "query_pre_attn_scalar": 24,
         },
+        "phi3": {"rms_norm_eps": 1e-5, "pad_token_id": 0},
+        "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 0},
+        "olmo2": {},
+        "olmo3": {
+            "sliding_window": 24,
+            "layer_types": None,
+        },
+        "granite": {
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.6,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 0.7,
+        },
+        "ministral3": {"head_dim": 16, "pad_token_id": 0},
     }[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 

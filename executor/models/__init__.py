@@ -19,6 +19,12 @@ _MODELS: dict[str, str | type] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "Olmo2ForCausalLM": "olmo2",
+    "Olmo3ForCausalLM": "olmo2",
+    "GraniteForCausalLM": "granite",
+    "Ministral3ForCausalLM": "ministral3",
 }
 
 

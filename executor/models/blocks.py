@@ -9,7 +9,7 @@ import torch
 
 from ...ipc.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .layers import LayerFactory, Weights
+from .layers import LayerFactory, Rope, Weights
 
 FUSED_PARTS = (
     "rms_norm",
@@ -28,26 +28,32 @@ class Attention:
         self,
         make: LayerFactory,
         config: DecoderConfig,
-        ropes: list[torch.Tensor],
+        ropes: list[Rope | None],
         layer: int,
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
+        qk_norm_whole: bool = False,
+        is_merged: bool = False,
     ):
-        """ropes: from make.ropes; layer: its index in the stack"""
+        """ropes: from make.ropes; layer: its index in the stack; qk_norm_whole and is_merged: see
+        ipc/architectures.py
+        """
         self.num_heads, self.num_kv_heads, self.head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
         )
         q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.qkv_proj = make.linear(
-            config.hidden_size, {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}, qkv_bias
-        )
+        shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        if is_merged:
+            shards = {"qkv_proj": q_rows + 2 * kv_rows}
+        self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias)
         self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
-        self.q_norm = make.norm("q_norm", self.head_dim, config) if qk_norm else None
-        self.k_norm = make.norm("k_norm", self.head_dim, config) if qk_norm else None
-        self.cos_sin_cache = ropes[layer]
+        q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
+        self.q_norm = make.norm("q_norm", q_size, config) if qk_norm else None
+        self.k_norm = make.norm("k_norm", k_size, config) if qk_norm else None
+        self.rope = rope = ropes[layer]
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
@@ -56,7 +62,9 @@ class Attention:
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         # Only if one implementer provides the fused operation and its parts: a user's kernel for
         # one part must not be bypassed.
-        self._fused = len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        is_plain = rope is not None and rope.query is rope.key and not qk_norm_whole
+        self._fused = is_plain and len({self.ops.chosen[op] for op in FUSED_PARTS}) == 1
+        self._qk_norm_whole = qk_norm_whole
         self._norms = (
             (self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
             if self.q_norm is not None and self.k_norm is not None
@@ -76,27 +84,46 @@ class Attention:
             self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         )
         slots = metadata.slot_mapping
-        if self._fused:
+        if self._fused and self.rope is not None:
             ops.fused_qk_rope_reshape_and_cache(
                 positions,
                 query,
                 key,
                 value,
-                self.cos_sin_cache,
+                self.rope.key,
                 self.key_cache,
                 self.value_cache,
                 slots,
                 *self._norms,
             )
         else:
-            if self.q_norm is not None and self.k_norm is not None:
-                query, key = self.q_norm(query), self.k_norm(key)
-            ops.rotary_embedding(positions, query, key, self.cos_sin_cache)
+            query, key = self._normed(query, key)
+            self._rotate(positions, query, key)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
         attended = ops.paged_attention(
             query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window
         )
         return self.o_proj(attended.view(len(x), self._q_rows))
+
+    def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """query [T, heads, head_dim] and key [T, kv_heads, head_dim] after their norms, if any"""
+        if self.q_norm is None or self.k_norm is None:
+            return query, key
+        if self._qk_norm_whole:
+            normed = self.q_norm(query.flatten(1)), self.k_norm(key.flatten(1))
+            return normed[0].view(query.shape), normed[1].view(key.shape)
+        return self.q_norm(query), self.k_norm(key)
+
+    def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
+        """In place; query and key as in _normed."""
+        if self.rope is None:
+            return
+        rotate, (of_query, of_key) = self.ops.rotary_embedding, self.rope
+        if of_query is of_key:
+            rotate(positions, query, key, of_key)
+        else:  # by tables of their own: each beside no heads of the other
+            rotate(positions, query, key[:, :0], of_query)
+            rotate(positions, query[:, :0], key, of_key)
 
     def weights(self, prefix: str) -> Weights:
         for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
@@ -107,11 +134,12 @@ class Attention:
 class GatedMLP:
     """down(activation(gate(x)) * up(x))"""
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, bias: bool):
+    def __init__(
+        self, make: LayerFactory, config: DecoderConfig, bias: bool, is_merged: bool = False
+    ):
         size = config.intermediate_size
-        self.gate_up_proj = make.linear(
-            config.hidden_size, {"gate_proj": size, "up_proj": size}, bias
-        )
+        shards = {"gate_up_proj": 2 * size} if is_merged else {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = make.linear(config.hidden_size, shards, bias)
         self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)
         self.activate = getattr(make.ops, f"{config.activation}_and_mul")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from ...ipc.gguf_weights import MEMORY_TYPES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
-from .rope import make_cos_sin_cache
+from .rope import make_cos_sin_cache, query_scales
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,13 @@ Packer = tuple[
     Callable[..., Multiply],
     Callable[..., Multiply] | None,
 ]
+
+
+class Rope(NamedTuple):
+    """Cosines and sines of the angles of queries and keys; usually one tensor."""
+
+    query: torch.Tensor  # [positions, rotary_dim] f32; times the scale of a position's queries
+    key: torch.Tensor
 
 
 def _not_packed(x: torch.Tensor) -> torch.Tensor:
@@ -349,20 +356,22 @@ class LayerFactory:
             self._offsets[weight.data_ptr()] = config.norm_offset
         return RMSNorm(name, weight, config.rms_norm_eps, self.ops)
 
-    def ropes(self, config: DecoderConfig, num_positions: int) -> list[torch.Tensor]:
-        """The table of each layer [num_positions, head_dim] f32; equal ones are one tensor. See
+    def ropes(self, config: DecoderConfig, num_positions: int) -> list[Rope | None]:
+        """The tables of each layer, None where it does not rotate; layers share equal ones. See
         rope.make_cos_sin_cache.
 
         Raises NotEnoughMemoryError where a table and what makes it exceed the free memory.
         """
-        tables: dict[str, torch.Tensor] = {}
+        tables: dict[str, Rope | None] = {}
         wanted = [config.rope_of(layer) for layer in range(config.num_hidden_layers)]
         for rope in wanted:
             if repr(rope) not in tables:
-                tables[repr(rope)] = self._rope(rope, config.head_dim, num_positions)
+                tables[repr(rope)] = (
+                    None if rope is None else self._rope(rope, config.head_dim, num_positions)
+                )
         return [tables[repr(rope)] for rope in wanted]
 
-    def _rope(self, rope: dict[str, Any], head_dim: int, num_positions: int) -> torch.Tensor:
+    def _rope(self, rope: dict[str, Any], head_dim: int, num_positions: int) -> Rope:
         num_bytes = 3 * num_positions * head_dim * 4
         if num_bytes > (free := free_bytes(self.device)):
             raise NotEnoughMemoryError(
@@ -370,7 +379,10 @@ class LayerFactory:
                 f"the rotary embeddings of {num_positions} positions take {num_bytes} bytes, "
                 f"{free} bytes are free",
             )
-        return make_cos_sin_cache(rope, head_dim, num_positions).to(self.device)
+        table = make_cos_sin_cache(rope, head_dim, num_positions)
+        scales = query_scales(rope, num_positions)
+        key = table.to(self.device)
+        return Rope(key if scales is None else (table * scales[:, None]).to(self.device), key)
 
     def _linear(
         self,

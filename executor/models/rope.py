@@ -10,9 +10,17 @@ from typing import Any
 
 import torch
 
+from ...ipc.rope_config import rotary_dim
 
-def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """Returns inv_freq [head_dim // 2] f32 and the factor on cosines and sines."""
+
+def inverse_frequencies(
+    rope: dict[str, Any], head_dim: int, num_positions: int = 0
+) -> tuple[torch.Tensor, float]:
+    """Returns inv_freq [rotary_dim // 2] f32 and the factor on cosines and sines.
+
+    `num_positions`: the longest sequence, which chooses between the factors of "longrope".
+    """
+    head_dim = rotary_dim(rope, head_dim)
     inv_freq = 1.0 / (
         rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
     )
@@ -23,6 +31,8 @@ def inverse_frequencies(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tens
             return _llama3(inv_freq, rope), 1.0
         case "factors":
             return inv_freq / torch.tensor(rope["factors"]), 1.0
+        case "longrope":
+            return _longrope(rope, head_dim, num_positions)
         case "yarn":
             return _yarn(rope, head_dim)
     return inv_freq, 1.0
@@ -44,6 +54,25 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
         stretched,
         torch.where(wavelength < original / high, inv_freq, blended),
     )
+
+
+def _longrope(
+    rope: dict[str, Any], head_dim: int, num_positions: int
+) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): divides each frequency by a factor of its own.
+
+    transformers chooses the factors by the current length of a sequence, which would make cached
+    keys wrong. Here the longest sequence that the engine accepts chooses for all, as in vLLM.
+    """
+    original, factor = rope["original_max_position_embeddings"], rope["factor"]
+    factors = rope["long_factor" if num_positions > original else "short_factor"]
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        longer = math.log(factor) / math.log(original) if factor > 1 else 0.0
+        attention_factor = math.sqrt(1 + longer)
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    inv_freq = 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope["rope_theta"] ** exponents)
+    return inv_freq, attention_factor
 
 
 def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
@@ -86,11 +115,22 @@ def _yarn_attention_factor(rope: dict[str, Any]) -> float:
 
 
 def make_cos_sin_cache(rope: dict[str, Any], head_dim: int, num_positions: int) -> torch.Tensor:
-    """[num_positions, head_dim] f32: the cosines of all angles, then their sines.
+    """[num_positions, rotary_dim] f32: the cosines of all angles, then their sines.
 
     Rope type "dynamic" uses the default's angles: ipc/rope_config.model_context keeps num_positions
     below the length at which they change.
     """
-    inv_freq, factor = inverse_frequencies(rope, head_dim)
+    inv_freq, factor = inverse_frequencies(rope, head_dim, num_positions)
     angles = torch.arange(num_positions).float()[:, None] * inv_freq
     return torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+
+
+def query_scales(rope: dict[str, Any], num_positions: int) -> torch.Tensor | None:
+    """[num_positions] f32: the factors of queries, which grow with the position beyond the original
+    length (Ministral 3, Llama 4); None where all are 1.
+    """
+    beta = rope.get("llama_4_scaling_beta")
+    if beta is None or num_positions <= rope["original_max_position_embeddings"]:
+        return None
+    lengths = torch.arange(num_positions) / rope["original_max_position_embeddings"]
+    return 1 + beta * torch.log(1 + lengths.floor())

@@ -125,7 +125,8 @@ def measure_model(
         }
         config = parse_fallback_config(hf_config)
         architecture = FALLBACKS[name].architecture
-        return StoredSizes(architecture, config, sum(map(prod, shapes.values())), shapes)
+        num_parameters = sum(map(prod, shapes.values()))
+        return StoredSizes(architecture, config, num_parameters, 0, shapes)
     config = ARCHITECTURES[name].parse(hf_config)
     shapes = ARCHITECTURES[name].weight_shapes(config)
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]

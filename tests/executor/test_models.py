@@ -14,6 +14,7 @@ from quire.executor.models import find_model_class, register_model
 from quire.executor.models.llama import LlamaForCausalLM
 from quire.frontend import bundled_model
 from quire.ipc.errors import ModelLoadError
+from quire.kernels import registry
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 
 BLOCK_SIZE = 16
@@ -33,7 +34,25 @@ YARN = {
     "factor": 4.0,
     "original_max_position_embeddings": 512,
 }
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [0.9 + 0.05 * i for i in range(6)],
+    "long_factor": [1.5 + 0.5 * i for i in range(6)],
+}
+GROWING_QUERIES = {
+    **YARN,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+needs_native = pytest.mark.skipif(
+    registry.select("cpu", torch.bfloat16).chosen["pack_linear"] != "native",
+    reason="the native library is not built",
+)
 VARIANTS = {
     "qwen2": ("qwen2", {}),
     "qwen2-window": ("qwen2", WINDOW),
@@ -72,6 +91,47 @@ VARIANTS = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "phi3": ("phi3", {}),
+    "phi3-window-partial": (
+        "phi3",
+        {
+            "sliding_window": 12,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {"rope_parameters": LONGROPE, "original_max_position_embeddings": 1024},
+    ),
+    "smollm3": ("smollm3", {}),
+    "smollm3-window": (
+        "smollm3",
+        {"use_sliding_window": True, "sliding_window": 9, "attention_bias": True},
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo2-tied-biases": ("olmo2", {"tie_word_embeddings": True, "attention_bias": True}),
+    "olmo3": ("olmo3", {}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+    ),
+    "granite": ("granite", {}),
+    "granite-tied-biases": (
+        "granite",
+        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "ministral3": ("ministral3", {}),
+    "ministral3-beyond": ("ministral3", {"rope_parameters": GROWING_QUERIES}),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -136,6 +196,8 @@ def test_token_exact_with_transformers(variant, tiny, oracle):
         ("llama", {}),
         ("mistral", {"sliding_window": 600}),
         ("gemma3_text", {"sliding_window": 500}),
+        # its long factors
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 512}),
     ],
     ids=str,
 )
@@ -146,8 +208,38 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     assert_same_as_oracle(row, oracle_logprobs(oracle(directory), row))
 
 
+@needs_native
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    "variant", ["gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"]
+)
+def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
+    variant, quantization, tiny
+):
+    kind, overrides = VARIANTS[variant]
+    executor = start_executor(
+        tiny(kind, **overrides), dtype="bfloat16", quantization=quantization, block_size=BLOCK_SIZE
+    )
+    assert executor.worker.runner.program is not None
+    prompts = [random_prompt(n, seed=n) for n in (3, 40, 75)]
+
+    def bits(rows: list[Row]) -> list[tuple[list[int], bytes]]:
+        return [(row.output, b"".join(each[1].tobytes() for each in row.logprobs)) for row in rows]
+
+    together = bits(generate(executor, prompts, 8, greedy(logprobs=4)))
+    assert together == bits(generate(executor, prompts, 8, greedy(logprobs=4), lambda row: 9))
+    for prompt, expected in zip(prompts, together):
+        assert [expected] == bits(generate(executor, [prompt], 8, greedy(logprobs=4)))
+    driver = Driver(executor)
+    first = driver.add("first", prompts[2], greedy(logprobs=4))
+    driver.run(8)
+    again = driver.add("again", prompts[2], greedy(logprobs=4), cached_blocks=first.block_ids[:4])
+    driver.run(8)
+    assert bits([first, again]) == [together[2]] * 2
+
+
 @pytest.mark.parametrize("isa", ["auto", "none"])
-@pytest.mark.parametrize("variant", ["qwen2-window", "mistral", "gemma3"])
+@pytest.mark.parametrize("variant", ["qwen2-window", "mistral", "gemma3", "olmo3"])
 def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
     variant, isa, tiny, oracle
 ):
@@ -227,7 +319,9 @@ def test_stages_equal_those_of_transformers(tiny, oracle):
         assert row.output[: len(expected)] == expected and row.output != plain.output, ours
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3_text", "bundled"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "llama", "gemma3_text", "olmo2", "granite", "bundled"]
+)
 def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
     """Compare both in bf16 with transformers in fp32, on the same tokens. Quire's error is not
     larger than transformers' by more than chance.
@@ -252,8 +346,7 @@ def test_bfloat16_is_within_transformers_own_error(kind, tiny, oracle):
 def test_unknown_architecture_lists_the_known_ones():
     with pytest.raises(
         ModelLoadError,
-        match="MambaForCausalLM.*supported: Gemma3ForCausalLM, LlamaForCausalLM, "
-        "MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+        match="MambaForCausalLM.*supported: Gemma3ForCausalLM, GraniteForCausalLM, Llama",
     ):
         find_model_class({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):

@@ -127,16 +127,36 @@ KEYS = [
     "rope_theta",
     "partial_rotary_factor",
     "original_max_position_embeddings",
+    "hidden_activation",
+    "sliding_window_pattern",
+    "no_rope_layers",
+    "no_rope_layer_interval",
+    "rope_local_base_freq",
+    "query_pre_attn_scalar",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "attention_multiplier",
+    "logits_scaling",
 ]
+GEMMA, SMOLLM = ("layer_types", "query_pre_attn_scalar"), ("use_sliding_window", "no_rope_layers")
+GRANITE = (
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+    "partial_rotary_factor",
+)
+FILLED = {"sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+GEMMA_9 = {**FILLED, "sliding_window": 9}
 
 
 @pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("honours", [(), ("use_sliding_window",), ("sliding_window",)])
+@pytest.mark.parametrize(
+    "honours", [(), ("use_sliding_window",), ("sliding_window",), GEMMA, SMOLLM, GRANITE]
+)
 def test_a_value_of_any_type_is_read_or_refused(key, honours):
     """The parser raises no other exception. Accepted values are finite and of the right type."""
     for value in WEIRD:
         for base in (MINIMAL, {**MINIMAL, "use_sliding_window": True, "sliding_window": 9}):
-            hf_config = {**base, "rope_scaling": {"type": "yarn", "factor": 2.0}, key: value}
+            hf_config = {**base, **FILLED, "rope_scaling": {"type": "yarn", "factor": 2.0}}
+            hf_config[key] = value
             try:
                 config = parse_decoder_config(hf_config, honours=honours)
             except ModelLoadError as error:
@@ -168,11 +188,67 @@ SLIDING, FULL = "sliding_attention", "full_attention"
         (QWEN, {"layer_types": [FULL] * 3}, (0, 0)),
         (MISTRAL, {"sliding_window": 9}, (9, 9)),
         (MISTRAL, {"sliding_window": None}, (0, 0)),
+        (GEMMA, {**FILLED, "sliding_window": 9}, (9, 0)),
+        (GEMMA, {**FILLED, "sliding_window": 9, "layer_types": [FULL, SLIDING]}, (0, 9)),
+        (SMOLLM, {**ON, "no_rope_layers": [1, 0]}, (0, 9)),
+        (SMOLLM, {"sliding_window": 9, "no_rope_layers": [1, 0]}, (0, 0)),
         ((), {**ON, "use_sliding_window": False}, (0, 0)),
     ],
 )
 def test_windows_of_the_layers(honours, override, windows):
     assert parse_decoder_config({**MINIMAL, **override}, honours=honours).sliding_windows == windows
+
+
+def test_layers_that_do_not_rotate():
+    def unrotated(**override):
+        hf_config = {**MINIMAL, "num_hidden_layers": 5, **override}
+        return parse_decoder_config(hf_config, honours=SMOLLM).unrotated_layers
+
+    assert unrotated() == (3,) and unrotated(no_rope_layer_interval=2) == (1, 3)
+    assert unrotated(no_rope_layers=[0, 1, 1, 1, 0, 1]) == (0, 4)
+    assert parse_decoder_config(MINIMAL).unrotated_layers == ()
+
+
+def test_factors():
+    hf_config = {
+        **MINIMAL,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.25,
+        "attention_multiplier": 0.5,
+        "logits_scaling": 8.0,
+    }
+    config = parse_decoder_config(hf_config, honours=GRANITE)
+    assert (config.embedding_scale, config.residual_scale) == (12, 0.25)
+    assert (config.attention_scale, config.logits_scale) == (0.5, 0.125)
+    plain = parse_decoder_config(MINIMAL)
+    assert plain.attention_scale == 16**-0.5
+    assert plain.embedding_scale == plain.residual_scale == plain.logits_scale == 1.0
+    assert parse_decoder_config({**MINIMAL, **GEMMA_9}, honours=GEMMA).attention_scale == 0.25
+
+
+@pytest.mark.parametrize(
+    ("honours", "override", "message"),
+    [
+        (GRANITE, {"logits_scaling": 0}, "logits_scaling must be a number from 1e-06 to"),
+        (GRANITE, {"residual_multiplier": True}, "residual_multiplier must be a number"),
+        (GEMMA, {**GEMMA_9, "query_pre_attn_scalar": -1}, "query_pre_attn_scalar must be a number"),
+        (GEMMA, {**FILLED, "sliding_window_pattern": 0}, "must be a positive integer, got 0"),
+        (SMOLLM, {"no_rope_layers": [1]}, "one for each of 2 layers, got \\[1\\]"),
+        (SMOLLM, {"no_rope_layers": [1, 2]}, "no_rope_layers must be a list of 0 and 1"),
+        ((), {"hidden_activation": "gelu"}, "hidden_activation='gelu' is not supported; supp"),
+    ],
+)
+def test_invalid_factors_and_layers_are_refused(honours, override, message):
+    with pytest.raises(ModelLoadError, match=message):
+        parse_decoder_config({**MINIMAL, **override}, honours=honours)
+
+
+def test_the_activation_is_the_models():
+    for key in ("hidden_act", "hidden_activation"):
+        hf_config = {**MINIMAL, key: "gelu_pytorch_tanh"}
+        assert parse_decoder_config(hf_config, activation="gelu_tanh").activation == "gelu_tanh"
+        with pytest.raises(ModelLoadError, match="'gelu_pytorch_tanh' is not supported"):
+            parse_decoder_config(hf_config)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_types_that_stay_blocks_are_those_that_are_multiplied():
     assert set(MEMORY_TYPES.values()) == set(gguf_linear.TYPES)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*SAME, *(name for name, _ in GGUF.values())])
 def test_every_name_of_a_model_is_found(name):
     """In the order of the file, here with the last name first."""
     table = ARCHITECTURES[name]

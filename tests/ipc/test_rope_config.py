@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.rope_config import model_context, parse_rope_parameters
+from quire.ipc.rope_config import model_context, parse_rope_parameters, parse_ropes, rotary_dim
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
@@ -32,8 +32,23 @@ def test_original_length_next_to_the_parameters_has_precedence():
     ("hf_config", "message"),
     [
         (
+            {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+            "rope type 'proportional' is not supported; supported: default, linear",
+        ),
+        (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "rope type 'longrope' is not supported; supported: default, linear",
+            "rope type 'longrope' lacks long_factor, short_factor",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": 1.0}},
+            "rope parameter short_factor must be a list of numbers",
+        ),
+        (
+            {
+                "original_max_position_embeddings": 1,
+                "rope_scaling": {"type": "su", "long_factor": [1.0], "short_factor": [1.0]},
+            },
+            "original_max_position_embeddings must be more than 1 for longrope",
         ),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -149,3 +164,65 @@ def test_model_context(hf_config, context) -> None:
 def test_an_invalid_context_is_refused(hf_config, message) -> None:
     with pytest.raises(ModelLoadError, match=message):
         model_context(hf_config)
+
+
+PARTIAL, BY_KIND = ("partial_rotary_factor",), ("layer_types",)
+
+
+def test_a_part_of_a_head_may_rotate():
+    for hf_config in (
+        {"partial_rotary_factor": 0.75},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},
+    ):
+        rope, sliding = parse_ropes({**BASE, **hf_config}, 128, PARTIAL)
+        assert rotary_dim(rope, 128) == 96 and sliding is None
+    assert rotary_dim(parse_rope_parameters(BASE), 128) == 128
+
+
+def test_layers_with_a_window_have_parameters_of_their_own():
+    """They are given in one of two forms."""
+    linear = {"rope_type": "linear", "factor": 8.0}
+    old = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": linear}
+    new = {
+        "rope_parameters": {
+            "full_attention": {**linear, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    expected = {**linear, "rope_theta": 1e6}, {"rope_type": "default", "rope_theta": 1e4}
+    for hf_config in (old, new):
+        assert parse_ropes({**BASE, **hf_config}, 64, BY_KIND) == expected
+        assert model_context({**BASE, **hf_config}) == 4096  # which includes the scaling
+
+
+@pytest.mark.parametrize(
+    ("override", "honours", "message"),
+    [
+        ({"partial_rotary_factor": 1.5}, PARTIAL, "must be a number from 0 to 1, got 1.5"),
+        ({"partial_rotary_factor": "a"}, PARTIAL, "must be a number from 0 to 1, got 'a'"),
+        ({"partial_rotary_factor": 0.02}, PARTIAL, "rotates 1 of a head's 64 features"),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+            (),
+            "rope parameter long_factor needs 32 numbers, one for each frequency",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "wobbly"}}},
+            BY_KIND,
+            "rope type 'wobbly' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            (),
+            "does not know llama_4_scaling_beta",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "llama_4_scaling_beta": "a"}},
+            ("llama_4_scaling_beta",),
+            "llama_4_scaling_beta must be a number, got 'a'",
+        ),
+    ],
+)
+def test_invalid_ropes_of_layers_are_refused(override, honours, message):
+    with pytest.raises(ModelLoadError, match=message):
+        parse_ropes({**BASE, **override}, 64, honours)

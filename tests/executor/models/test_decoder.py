@@ -11,10 +11,11 @@ import torch
 from quire.executor.models import find_model_class
 from quire.executor.models.layers import LayerFactory
 from quire.kernels import registry
+from quire.tests.tiny_models import KINDS
 from safetensors import safe_open
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma3_text"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("overrides", [{}, {"tie_word_embeddings": True}], ids=["untied", "tied"])
 def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
     directory = tiny(kind, **overrides)

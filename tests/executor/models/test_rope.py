@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from quire.executor.models.rope import inverse_frequencies, make_cos_sin_cache
+from quire.executor.models.rope import inverse_frequencies, make_cos_sin_cache, query_scales
 from quire.ipc.rope_config import parse_rope_parameters
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}
@@ -34,6 +36,13 @@ SCALINGS = {
     },
     "yarn-mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.8, "mscale_all_dim": 1.1},
     "yarn-attention-factor": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 0.9},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "original_max_position_embeddings": 1024,
+        "short_factor": [1.0 + 0.1 * i for i in range(32)],
+        "long_factor": [2.0 + 0.3 * i for i in range(32)],
+    },
     "yarn-one-dimension": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1.0, "beta_slow": 1.0},
 }
 
@@ -87,3 +96,27 @@ def test_factors_divide_frequencies():
     rope = {"rope_type": "factors", "rope_theta": 100.0, "factors": [1.0, 4.0]}
     inv_freq, factor = inverse_frequencies(rope, 4)
     assert factor == 1.0 and torch.allclose(inv_freq, torch.tensor([1.0, 0.025]))
+
+
+def test_longrope_chooses_factors_by_the_longest_sequence():
+    rope = parse_rope_parameters(
+        {
+            "max_position_embeddings": 64,
+            "rope_theta": 100.0,
+            "original_max_position_embeddings": 16,
+            "rope_scaling": {"type": "su", "short_factor": [1.0, 2.0], "long_factor": [4.0, 5.0]},
+        }
+    )
+    frequencies = torch.tensor([1.0, 0.1])
+    for num_positions, factors in ((16, [1.0, 2.0]), (17, [4.0, 5.0])):
+        inv_freq, factor = inverse_frequencies(rope, 4, num_positions)
+        torch.testing.assert_close(inv_freq, frequencies / torch.tensor(factors))
+        assert factor == pytest.approx((1 + math.log(4) / math.log(16)) ** 0.5)
+
+
+def test_queries_grow_beyond_the_original_length():
+    rope = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
+    assert query_scales(rope, 4) is None and query_scales({}, 100) is None
+    scales = query_scales(rope, 10)
+    assert scales is not None and scales[:4].tolist() == [1.0] * 4
+    torch.testing.assert_close(scales[[4, 9]], 1 + 0.5 * torch.tensor([2.0, 3.0]).log())

@@ -29,6 +29,21 @@ MODELS = {
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {"mlp_bias": True, "intermediate_size": 100}),
     "gemma3": ("gemma3_text", {}),
+    "phi3": ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}),
+    "smollm3": ("smollm3", {}),
+    "olmo3": ("olmo3", {}),
+    "granite": ("granite", {}),
+    "ministral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            }
+        },
+    ),
     "llama-tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
 }
 

@@ -35,6 +35,7 @@ from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slo
 from .lean_import import PLUGINS
 from .models import find_model_class
 from .models.layers import LayerFactory
+from .models.packed_layers import PackedLayers
 from .program.step_program import NATIVE, record_step
 from .runner.block_mover import BlockMover, shortest_time
 from .runner.bursts import Bursts
@@ -47,12 +48,13 @@ from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages
 from .weights.early_memory import take as take_early_memory
 from .weights.loader import fill_with_random_weights, load_weights
+from .weights.packed_cache import PackedCache
 
 logger = logging.getLogger(__name__)
 
 # tokens of a forward pass that measures recomputation; the larger ones only for fast models
 MEASURED_TOKENS = (8, 32)
-MEASURING_BUDGET_S = 0.05  # of start-up; a slower pass is run once
+MEASURING_BUDGET_S = 0.02  # of start-up; a slower pass is run once
 
 
 def load_plugins() -> None:
@@ -170,7 +172,10 @@ class Worker:
         if directory is None:
             fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
-            load_weights(model, directory, report, make.fill, quantization)
+            packed = PackedLayers(model, make, PackedCache.of(self.config, directory))
+            if not packed.restored():
+                load_weights(model, directory, report, make.fill, quantization)
+                packed.keep()
         self._weights_bytes = make.weights_bytes
         return model
 

@@ -5,6 +5,7 @@ Must not know: torch, the engine, the effect of a resolved value.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -95,9 +96,7 @@ class EngineArgs:
         return replace(
             config,
             model_config=model_config,
-            load_config=replace(config.load_config, load_format="safetensors")
-            if self.load_format == "auto"
-            else config.load_config,
+            load_config=_resolve_load(config.load_config),
             scheduler_config=_resolve_scheduler(
                 config.scheduler_config, model_config.max_model_len
             ),
@@ -228,6 +227,20 @@ def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
         wanted == actual.served_model_name
         or str(Path(wanted).expanduser().resolve()) == actual.model
         or str(find_file(Path(wanted).expanduser())) == actual.model  # a GGUF file's links stay
+    )
+
+
+def _resolve_load(load_config: Any) -> Any:
+    directory = load_config.packed_weights_cache
+    if directory == "auto":
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = str(Path(base) / "quire" / "packed_weights")
+    elif directory is not None:
+        directory = str(Path(directory).expanduser().resolve())
+    return replace(
+        load_config,
+        load_format="safetensors" if load_config.load_format == "auto" else load_config.load_format,
+        packed_weights_cache=directory,
     )
 
 

@@ -129,6 +129,13 @@ class LoadConfig(Section, frozen=True):
         str | None,
         Meta(description="Directory of models from the hub. Default: the hub's own cache."),
     ] = None
+    packed_weights_cache: Annotated[
+        str | None,
+        Meta(
+            description="Directory in which weights that are quantized at load are kept packed, so "
+            "that the next start maps them; auto: quire/packed_weights in the user's cache."
+        ),
+    ] = None
 
 
 class CacheConfig(Section, frozen=True):

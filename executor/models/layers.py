@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
 Multiply = Callable[[torch.Tensor], torch.Tensor]
-# ops.pack_linear or ops.pack_quantized_linear with its bits, and its `from_parts` if the
-# implementation has one (see the contract of pack_linear)
+# ops.pack_linear or ops.pack_quantized_linear with its bits, and its `from_parts` and `from_arrays`
+# if the implementation has them (see the contract of pack_linear)
 Packer = tuple[
     Callable[..., Multiply],
+    Callable[..., Multiply] | None,
     Callable[..., Multiply] | None,
 ]
 
@@ -61,7 +62,7 @@ class Linear:
         self._weight: torch.Tensor | None = weight  # None once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
-        self._pack, self._pack_parts = packer
+        self._pack, self._pack_parts, self._from_arrays = packer
         # shards kept unpacked until all are there, by the address of their rows in `weight`
         self._stored: dict[int, torch.Tensor] = {}
         self._blocks: dict[int, PackedRows] = {}  # the same for blocks of a GGUF file
@@ -113,29 +114,47 @@ class Linear:
         shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
         if self.pack_blocks is not None and len(self._blocks) == len(shards):
             parts = [self._blocks[rows.data_ptr()] for rows in shards]
-            self._multiply = self.pack_blocks(
-                [part.rows for part in parts],
-                [part.type for part in parts],
-                self.bias,
-                self.weight.dtype,
-            )
+            rows, types = [part.rows for part in parts], [part.type for part in parts]
             self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
-            self._weight, self._blocks = None, {}
+            self.use(self.pack_blocks(rows, types, self.bias, self.weight.dtype))
             return
         for rows in shards:  # the other shards are no blocks
             if (blocks := self._blocks.pop(rows.data_ptr(), None)) is not None:
                 rows.copy_(blocks.dequantized(rows.dtype))
         if self._stored and self._pack_parts is not None:
-            self._multiply = self._pack_parts(
+            multiply = self._pack_parts(
                 [self._stored.get(rows.data_ptr(), rows) for rows in shards],
                 self.bias,
                 release=self._release,
             )
         else:
-            self._multiply = self._pack(self.weight, self.bias)
+            multiply = self._pack(self.weight, self.bias)
         for values in self._stored.values():
             release_mapped(values)  # again, for pieces that do not end at a page
-        self._weight, self._stored = None, {}
+        self.use(multiply)
+
+    def use(self, multiply: Multiply) -> None:
+        """Makes `multiply`, which holds the packed weight, compute the products from now on."""
+        self._multiply = multiply
+        self._weight, self._stored, self._blocks = None, {}, {}
+
+    @property
+    def can_restore(self) -> bool:
+        return self._from_arrays is not None
+
+    @property
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The packed weight, for `restored`."""
+        return self._multiply.arrays  # type: ignore[attr-defined]
+
+    def restored(self, arrays: dict[str, torch.Tensor]) -> Multiply:
+        """For `use`: what `pack` would make if `arrays` are those of an equal layer.
+
+        Raises ValueError or KeyError for others. Requires `can_restore`.
+        """
+        if self._from_arrays is None:
+            raise ValueError("these kernels cannot be made from arrays")
+        return self._from_arrays(arrays, tuple(self.weight.shape), self.weight.dtype, self.bias)
 
     def _release(self, rows: torch.Tensor) -> None:
         """Releases the pages of a packed shard that lies in a mapped file."""
@@ -164,9 +183,9 @@ class TiedHead(Linear):
         super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer)
         self._tied_to = embedding
 
-    def pack(self) -> None:
-        super().pack()
-        look_up = getattr(self._multiply, "embedding", None)
+    def use(self, multiply: Multiply) -> None:
+        super().use(multiply)
+        look_up = getattr(multiply, "embedding", None)
         if look_up is not None:
             self._tied_to.read_from(look_up)
 
@@ -203,6 +222,10 @@ class Embedding:
             self.read_from(packed.embedding)
         else:
             copy_mapped(tensor, values)
+
+    def use(self, weight: torch.Tensor) -> None:
+        """Makes `weight`, of the same shape, the table. It is not written to."""
+        self._weight = weight
 
     def read_from(self, look_up: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Makes `look_up` return the rows of tokens from now on."""
@@ -287,6 +310,10 @@ class LayerFactory:
         In float32 they do not: their activations would be quantized.
         """
         return self.multiplies_blocks and type in MEMORY_TYPES
+
+    def waiting(self, tensor: torch.Tensor) -> Linear | Embedding | None:
+        """The layer that waits for this tensor of the weight-name table."""
+        return self._unpacked.get(tensor.data_ptr())
 
     @property
     def multiplies_blocks(self) -> bool:
@@ -401,10 +428,8 @@ class LayerFactory:
                 quantized_bytes(weight.shape[0], weight.shape[1], bits) - weight.nbytes
             )
             pack, options = self.ops.pack_quantized_linear, {"bits": bits}
-        pack_parts = getattr(pack, "from_parts", None)
-        return partial(pack, **options), None if pack_parts is None else partial(
-            pack_parts, **options
-        )
+        forms = pack, getattr(pack, "from_parts", None), getattr(pack, "from_arrays", None)
+        return tuple(form and partial(form, **options) for form in forms)  # type: ignore[return-value]
 
     def _register(self, linear: Linear) -> Linear:
         linear.pack_blocks = self.ops.pack_gguf_linear

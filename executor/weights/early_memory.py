@@ -1,11 +1,10 @@
-"""Allocates memory for packed weights while torch is imported: a gigabyte takes a second or
-more on a
-virtual machine.
+"""Reads weight files ahead and allocates memory for packed weights while torch is imported: a
+gigabyte takes a second or more on a virtual machine.
 
 Must not know: torch, which is not imported yet; models.
 
-    main thread    begin ─▶ import torch (one core, seconds) ─▶ take ─▶ weights are packed into it
-    second thread  the system fills pages with zeros
+    main thread     begin ─▶ import torch (one core, seconds) ─▶ take ─▶ weights are packed into it
+    other threads   the system fills pages with zeros; files are read into the page cache
 """
 
 from __future__ import annotations
@@ -13,18 +12,22 @@ from __future__ import annotations
 import ctypes
 import json
 import mmap
+import os
 import struct
 import sys
 import threading
 from pathlib import Path
 
 from ...ipc.config import EngineConfig
+from ...ipc.gguf_weights import is_gguf
 from ...ipc.machine import free_memory_bytes
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from .packed_cache import PackedCache, weight_files
 
 HUGE_PAGE_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 _STEP_BYTES = 32 * 2**20
+_SAMPLES = 64
 # Linux 5.14; older kernels refuse, and pages are allocated when they are written
 _MADV_POPULATE_WRITE = 23
 
@@ -32,24 +35,59 @@ _LIBC = ctypes.CDLL(None)
 _reserved: mmap.mmap | None = None
 
 
-def begin(config: EngineConfig) -> threading.Thread | None:
-    """Starts the allocation. Call it before torch is imported; later it has no effect.
+def begin(config: EngineConfig) -> list[threading.Thread]:
+    """Starts both. Call it before torch is imported; later it has no effect.
 
     It never fails: without it, loading only takes longer.
     """
     global _reserved
-    model_config, device_config = config.model_config, config.device_config
-    if (
-        "torch" in sys.modules
-        or device_config.device != "cpu"
-        or device_config.cpu_isa == "none"
-        or config.load_config.load_format == "dummy"
-    ):
-        return None
+    if "torch" in sys.modules or config.load_config.load_format == "dummy":
+        return []
     try:
-        shapes = matrices(Path(model_config.model))
+        cache = PackedCache.of(config)
+        is_cached = cache is not None and cache.path.exists()
+        files = [cache.path] if is_cached else weight_files(Path(config.model_config.model))
+        num_stored = sum(path.stat().st_size for path in files)
+        num_early, num_bytes = (0, 0) if is_cached else _needed(config, files)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
-        return None  # the loader reports what is wrong
+        return []  # the loader reports what is wrong
+    free_bytes = free_memory_bytes()
+    # if it barely fits, memory is requested step by step
+    if num_early > 0 and 2 * num_bytes <= free_bytes:
+        _reserved = mmap.mmap(
+            -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            _reserved.madvise(mmap.MADV_HUGEPAGE)
+    if _reserved is not None:
+        threads = [threading.Thread(target=_populate, args=(_reserved, num_early))]
+    else:
+        threads = []
+    if num_stored <= free_bytes:  # else what is read first would be dropped before it is used
+        threads.append(threading.Thread(target=_read_ahead, args=(files,)))
+    for thread in threads:
+        thread.name, thread.daemon = "quire-early-memory", True
+        thread.start()
+    return threads
+
+
+def take() -> mmap.mmap | None:
+    """Returns the memory, once; the caller owns it."""
+    global _reserved
+    taken, _reserved = _reserved, None
+    return taken
+
+
+def _needed(config: EngineConfig, files: list[Path]) -> tuple[int, int]:
+    """Bytes to fill early and bytes to reserve; zeros if weights will not be packed there."""
+    model_config, device_config = config.model_config, config.device_config
+    if device_config.device != "cpu" or device_config.cpu_isa == "none":
+        return 0, 0
+    if is_gguf(Path(model_config.model)):
+        # blocks take as much as in the file; its header would take longer to read than it saves
+        num_bytes = sum(path.stat().st_size for path in files)
+        return (0, 0) if model_config.quantization else (num_bytes, num_bytes)
+    shapes = matrices(files)
     packed, largest = packed_bytes(shapes, model_config.dtype, model_config.quantization)
     num_early = packed
     if not model_config.hf_config.get("tie_word_embeddings"):
@@ -60,30 +98,13 @@ def begin(config: EngineConfig) -> threading.Thread | None:
     ):
         # stored in another dtype than the model's: a layer is in memory twice until it is packed
         num_early -= largest
-    # if it barely fits, memory is requested step by step
-    if num_early <= 0 or 2 * packed > free_memory_bytes():
-        return None
-    _reserved = mmap.mmap(-1, packed + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _reserved.madvise(mmap.MADV_HUGEPAGE)
-    thread = threading.Thread(
-        target=_populate, args=(_reserved, num_early), name="quire-early-memory", daemon=True
-    )
-    thread.start()
-    return thread
+    return num_early, packed
 
 
-def take() -> mmap.mmap | None:
-    """Returns the memory, once; the caller owns it."""
-    global _reserved
-    taken, _reserved = _reserved, None
-    return taken
-
-
-def matrices(directory: Path) -> list[tuple[int, int, int]]:
-    """Yields (rows, columns, bytes) of every matrix in the safetensors files of a directory."""
+def matrices(files: list[Path]) -> list[tuple[int, int, int]]:
+    """Yields (rows, columns, bytes) of every matrix in safetensors files."""
     found = []
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in files:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
@@ -114,6 +135,33 @@ def packed_bytes(
     return total + quantized_bytes(*largest[:2], HEAD_BITS) - quantized_bytes(
         *largest[:2], QUANTIZATION_BITS[quantization]
     ), largest[2]
+
+
+def _read_ahead(files: list[Path]) -> None:
+    """Brings files to the page cache, if they are not there, in calls that release the GIL.
+
+    The system takes advice (posix_fadvise) for at most a megabyte of a file.
+    """
+    for path in files:
+        try:
+            with path.open("rb") as file, open(os.devnull, "wb") as null:
+                size = os.fstat(file.fileno()).st_size
+                at = size if _is_cached(file.fileno(), size) else 0
+                while at < size and (sent := os.sendfile(null.fileno(), file.fileno(), at, 2**30)):
+                    at += sent
+        except OSError:
+            return  # the loader reports what is wrong
+
+
+def _is_cached(file: int, size: int) -> bool:
+    """Whether some pages of the file are in memory, which stands for all."""
+    byte = bytearray(1)
+    try:
+        for i in range(_SAMPLES):
+            os.preadv(file, [byte], i * size // _SAMPLES, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _populate(memory: mmap.mmap, num_bytes: int) -> None:

@@ -18,16 +18,19 @@ from ...ipc.errors import ModelLoadError
 from ...ipc.gguf import GGUFTensor, read_gguf
 from ...ipc.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
 from ..device import release_mapped
+from .load_times import LoadTimes
 from .packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
+
+_RELEASED_AT_ONCE = 16 * 2**20  # bytes: pages of a layer are released before it is complete
 
 # as in loader.py
 Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
-def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> None:
+def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times: LoadTimes) -> None:
     """As loader.load_weights, from a GGUF file.
 
     The file is mapped and its pages are released once they are read, so that memory holds the
@@ -54,19 +57,21 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill) -> Non
     heads = {"q": model.config.num_attention_heads, "k": model.config.num_key_value_heads}
     num_loaded, num_expected = 0, sum(num_elements.values())
     maps: dict[Path, mmap.mmap] = {}
-    for name, tensor in origin.items():
-        if tensor.path not in maps:
-            maps[tensor.path] = _map(tensor.path)
-        rows = _rows(maps[tensor.path], tensor)
-        packed = PackedRows(rows, tensor.type)
-        if is_permuted(file, name):
-            packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
-        target = missing.pop(name)
-        is_matrix = target.dim() == 2
-        fill(target, packed if is_matrix else _vector(packed, name, model.config.norm_offset))
+    released = 0
+    stored = ((name, _rows(_map(maps, tensor.path), tensor)) for name, tensor in origin.items())
+    for name, rows in times.reading(stored):
+        tensor, packed = origin[name], PackedRows(rows, origin[name].type)
+        with times.converting():
+            if is_permuted(file, name):
+                packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
+            target = missing.pop(name)
+            is_matrix = target.dim() == 2
+            fill(target, packed if is_matrix else _vector(packed, name, model.config.norm_offset))
         del target
         # of all tensors so far: a layer's blocks are read when the last of them is there
-        release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
+        if times.num_bytes - released >= _RELEASED_AT_ONCE:
+            release_mapped(_bytes(maps[tensor.path], tensor.offset + tensor.num_bytes))
+            released = times.num_bytes
         num_loaded += num_elements[name]
         report("load weights", num_loaded / num_expected)
 
@@ -89,10 +94,12 @@ def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
     return packed._replace(rows=packed.rows[order])
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
     """A private mapping, which torch takes for writable memory; it is never written."""
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    if path not in maps:
+        with path.open("rb") as file:
+            maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return maps[path]
 
 
 def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ...ipc.gguf_weights import is_gguf
 from ...ipc.quantization_config import CheckpointQuantization
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
+from .load_times import LoadTimes
 from .packed_rows import PackedRows, copy_weights
 from .quantized import QuantizedWeights
 
@@ -52,8 +53,10 @@ def load_weights(
     if hasattr(model, "plan_conversions"):
         load_converted_weights(model, directory, report, fill)
         return
+    times = LoadTimes()
     if is_gguf(directory):
-        load_gguf_weights(model, directory, report, fill)
+        load_gguf_weights(model, directory, report, fill, times)
+        times.log()
         return
     missing = dict(model.weights())
     tied = model.tied_weights()
@@ -65,18 +68,25 @@ def load_weights(
     for path, names in groupby(origin, key=origin.__getitem__):
         try:
             with safe_open(path, framework="pt") as file:
-                for name in names:
-                    values = None
-                    if (weight := quantized.weight_of(name)) is not None:
-                        values = quantized.add(name, file.get_tensor(name), dtype)
-                    elif (weight := name) in missing:
-                        values = file.get_tensor(name)
-                    if values is not None:
+                wanted = (
+                    (name, file.get_tensor(name))
+                    for name in names
+                    if name in missing or quantized.weight_of(name) is not None
+                )
+                for name, stored in times.reading(wanted):
+                    with times.converting():
+                        if (weight := quantized.weight_of(name)) is not None:
+                            values = quantized.add(name, stored, dtype)
+                        else:
+                            weight, values = name, stored
+                        if values is None:
+                            continue
                         num_loaded += missing[weight].numel()
                         fill(missing.pop(weight), values)
-                        report(_STAGE, num_loaded / num_expected)
+                    report(_STAGE, num_loaded / num_expected)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
+    times.log()
     _check_tied(tied, origin, dtype)
 
 

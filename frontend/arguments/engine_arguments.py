@@ -29,6 +29,7 @@ class EngineArguments(TypedDict, total=False):
     logits_processors: list[str]
     load_format: Literal["auto", "safetensors", "dummy"]
     download_dir: str | None
+    packed_weights_cache: str | None
     block_size: Literal[8, 16, 32, 64, 128]
     kv_cache_dtype: Literal["auto", "fp8", "int8"]
     gpu_memory_utilization: float

@@ -33,6 +33,21 @@ def test_every_field_is_an_argument_with_its_default() -> None:
     assert b.kernels == {}
 
 
+def test_the_directory_of_packed_weights(model, monkeypatch, tmp_path) -> None:
+    def resolved(value: str | None) -> str | None:
+        args = EngineArgs(model, packed_weights_cache=value)
+        return args.create_engine_config().load_config.packed_weights_cache
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/of/a/user")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert resolved(None) is None and resolved("packed") == str(tmp_path / "packed")
+    assert resolved("~/packed") == "/of/a/user/packed"
+    assert resolved("auto") == "/of/a/user/.cache/quire/packed_weights"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert resolved("auto") == "/cache/quire/packed_weights"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

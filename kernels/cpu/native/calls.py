@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -272,4 +272,13 @@ class NextTokens(Call):
         draw_positions=c_void_p,
         block_size=c_int64,
         is_last=c_int64,
+    )
+
+
+class BlockLayout(Structure):
+    _fields_ = _fields(
+        num_bytes=c_int32,
+        numbers=c_int32 * 2,
+        num_scales=c_int32,
+        scales=c_int32 * 3 * 3,
     )

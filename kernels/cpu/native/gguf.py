@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import EmbeddingInt8, Epilogue, Op, QuantizedLinear, Step
+from .calls import BlockLayout, EmbeddingInt8, Epilogue, Op, QuantizedLinear, Step
+from .library import library
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
 _PANEL = 16
-_ROWS_AT_ONCE = 4096  # that are laid out at a time
 
 
 class Layout(NamedTuple):
@@ -46,35 +46,28 @@ LAYOUTS = {
 
 
 class PackedBlocks:
-    """The blocks of one type, [rows, bytes], in panels."""
+    """Blocks of one type in panels. parts: [rows, bytes] each, stacked."""
 
-    def __init__(self, blocks: Tensor, type: str):
+    def __init__(self, parts: Sequence[Tensor], type: str):
         self.type, layout = type, LAYOUTS[type]
-        self.rows, self.in_features = (
-            len(blocks),
-            blocks.shape[1] // layout.num_bytes * layout.columns,
-        )
-        panels, num_blocks = -(-self.rows // _PANEL), self.in_features // layout.columns
+        num_blocks = parts[0].shape[1] // layout.num_bytes
+        self.rows, self.in_features = sum(map(len, parts)), num_blocks * layout.columns
         begin, end = layout.numbers
-        scale_bytes = layout.num_bytes - (end - begin)
         self.numbers, self.scales = (
-            empty_weight(panels, num_blocks, _PANEL * size, dtype=torch.uint8)
-            for size in (end - begin, scale_bytes)
+            empty_weight(-(-self.rows // _PANEL), num_blocks, _PANEL * size, dtype=torch.uint8)
+            for size in (end - begin, layout.num_bytes - (end - begin))
         )
-        for first in range(0, self.rows, _ROWS_AT_ONCE):
-            piece = blocks[first : first + _ROWS_AT_ONCE].unflatten(1, (num_blocks, -1))
-            if len(piece) % _PANEL:
-                padding = piece.new_zeros(-len(piece) % _PANEL, *piece.shape[1:])
-                piece = torch.cat([piece, padding])
-            to = slice(first // _PANEL, first // _PANEL + len(piece) // _PANEL)
-            _lay_out(piece[..., begin:end], 4, self.numbers[to])
-            at = 0
-            for begin_scale, end_scale, width in layout.scales:
-                size = _PANEL * (end_scale - begin_scale)
-                _lay_out(
-                    piece[..., begin_scale:end_scale], width, self.scales[to, :, at : at + size]
-                )
-                at += size
+        addresses = torch.cat(
+            [torch.arange(len(part)) * part.stride(0) + part.data_ptr() for part in parts]
+        )
+        library.pack_blocks(
+            addresses.data_ptr(),
+            self.rows,
+            num_blocks,
+            BlockLayout(layout.num_bytes, layout.numbers, len(layout.scales), layout.scales),
+            self.numbers.data_ptr(),
+            self.scales.data_ptr(),
+        )
 
 
 class PackedGgufLinear:
@@ -171,20 +164,12 @@ def pack_gguf_linear(
     return PackedGgufLinear(parts, types, bias, dtype)
 
 
-def _joined(parts: Sequence[Tensor], types: Sequence[str]) -> list[tuple[Tensor, str]]:
-    """Joins neighbours of one type."""
+def _joined(parts: Sequence[Tensor], types: Sequence[str]) -> list[tuple[list[Tensor], str]]:
+    """Groups neighbours of one type."""
     joined: list[tuple[list[Tensor], str]] = []
     for part, type in zip(parts, types, strict=True):
         if joined and joined[-1][1] == type:
-            joined[-1][0].append(part)
+            joined[-1][0].append(as_matrix(part))
         else:
-            joined.append(([part], type))
-    return [(same[0] if len(same) == 1 else torch.cat(same), type) for same, type in joined]
-
-
-def _lay_out(source: Tensor, width: int, to: Tensor) -> None:
-    """[rows, blocks, bytes] -> [panels, blocks, bytes * 16]: pieces of `width` bytes of 16 rows
-    side by side.
-    """
-    panels = source.unflatten(0, (-1, _PANEL)).unflatten(3, (-1, width))
-    to.unflatten(2, (-1, _PANEL, width)).copy_(panels.permute(0, 2, 3, 1, 4))
+            joined.append(([as_matrix(part)], type))
+    return joined

@@ -10,7 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from .calls import ABI_VERSION, Call, Step
+from .calls import ABI_VERSION, BlockLayout, Call, Step
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,14 @@ class Library:
             ctypes.c_int32,
             ctypes.c_int64,
             ctypes.c_int64,
+            ctypes.c_void_p,
+        )
+        self._dll.quire_pack_blocks.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_int64,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
             ctypes.c_void_p,
         )
         # those that this processor can run
@@ -106,6 +114,22 @@ class Library:
         memory.
         """
         self._dll.quire_pack_linear(weight, weight_row, dtype, out_features, in_features, packed)
+
+    def pack_blocks(
+        self,
+        rows: int,
+        num_rows: int,
+        num_blocks: int,
+        layout: BlockLayout,
+        numbers: int,
+        scales: int,
+    ) -> None:
+        """See quire_pack_blocks in abi.h. Takes the addresses of the rows' addresses and of the
+        packed memory.
+        """
+        self._dll.quire_pack_blocks(
+            rows, num_rows, num_blocks, ctypes.addressof(layout), numbers, scales
+        )
 
     def _check(self, result: int) -> None:
         if result != 0:

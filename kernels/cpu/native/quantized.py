@@ -18,7 +18,7 @@ kernels/reference/quantized.py specifies the arithmetic in torch. The reasons fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,16 +55,47 @@ class PackedQuantizedLinear(PackedLinear):
         self.bits = bits
         super().__init__(parts, bias, release)
 
-    def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
+    @classmethod
+    def from_arrays(
+        cls,
+        arrays: Mapping[str, Tensor],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        bias: Tensor | None,
+        bits: int,
+    ) -> PackedQuantizedLinear:
+        """The layer with `arrays` of an earlier one, whose weight was [out, in] = shape. They are
+        kept and never written to.
+
+        Raises ValueError for arrays of another size.
+        """
+        layer = cls.__new__(cls)
+        layer.bits, layer.dtype, layer.bias = bits, dtype, bias
+        layer.out_features, layer.in_features = shape
+        layer.weight, layer.scales = arrays["weight"], arrays["scales"]
+        for array, expected in zip((layer.weight, layer.scales), layer._array_shapes()):
+            if array.dtype != torch.uint8 or tuple(array.shape) != expected:
+                raise ValueError(f"an array has shape {list(array.shape)}, not {list(expected)}")
+        return layer
+
+    @property
+    def arrays(self) -> dict[str, Tensor]:
+        """What `from_arrays` takes."""
+        return {"weight": self.weight, "scales": self.scales}
+
+    def _array_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         panels, depths, groups = (
             -(-self.out_features // _PANEL),
             -(-self.in_features // _DEPTH),
             -(-self.in_features // _GROUP[self.bits]),
         )
-        self.weight = empty_weight(
-            panels, depths, _PANEL * _DEPTH * self.bits // 8, dtype=torch.uint8
+        numbers = panels, depths, _PANEL * _DEPTH * self.bits // 8
+        return numbers, (panels, groups, _SCALE_BYTES[self.bits])
+
+    def _pack(self, parts: Sequence[Tensor], release: Release | None) -> None:
+        self.weight, self.scales = (
+            empty_weight(*shape, dtype=torch.uint8) for shape in self._array_shapes()
         )
-        self.scales = empty_weight(panels, groups, _SCALE_BYTES[self.bits], dtype=torch.uint8)
         for panel, part in by_panel(parts, release):
             call = Quantize(
                 _QUANTIZE[self.bits],
@@ -129,3 +160,4 @@ def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> Pac
 
 
 pack_quantized_linear.from_parts = PackedQuantizedLinear
+pack_quantized_linear.from_arrays = PackedQuantizedLinear.from_arrays

@@ -5,6 +5,7 @@ is released.
 from __future__ import annotations
 
 import mmap
+import os
 import subprocess
 import sys
 
@@ -12,16 +13,19 @@ import psutil
 import pytest
 import torch
 from quire.executor.weights import early_memory
+from quire.executor.weights.packed_cache import weight_files
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.memory_plan import quantized_bytes
 from quire.kernels.cpu.native import weights
+from quire.tests.gguf_checkpoints import write_gguf
 
 MIB = 2**20
 
 
 def test_the_matrices_of_a_model_and_their_packed_sizes(tiny):
-    shapes = early_memory.matrices(tiny("qwen2"))
-    assert sorted(shapes) == sorted(early_memory.matrices(tiny("qwen2", num_shards=4)))
+    shapes = early_memory.matrices(weight_files(tiny("qwen2")))
+    sharded = weight_files(tiny("qwen2", num_shards=4))
+    assert len(sharded) > 1 and sorted(shapes) == sorted(early_memory.matrices(sharded))
     # stored in fp32
     assert all(num_bytes == 4 * rows * columns for rows, columns, num_bytes in shapes)
     numbers, largest = (
@@ -40,11 +44,11 @@ def test_the_matrices_of_a_model_and_their_packed_sizes(tiny):
 BEGIN = """
 import sys
 from quire.executor.weights import early_memory
+from quire.executor.weights.packed_cache import weight_files
 from quire.frontend.engine_args import EngineArgs
 overrides = {"tie_word_embeddings": sys.argv[2] == "tied"}
 args = EngineArgs(sys.argv[1], hf_overrides=overrides, cpu_isa=sys.argv[3])
-thread = early_memory.begin(args.create_engine_config())
-if thread is not None: thread.join()
+for thread in early_memory.begin(args.create_engine_config()): thread.join()
 memory = early_memory.take()
 is_there, is_taken = memory is not None, early_memory.take() is None
 print("torch" in sys.modules, is_there, is_taken, is_there and memory[5])
@@ -75,11 +79,44 @@ def test_a_failed_allocation_is_not_an_error(damage, head, cpu_isa, is_there, ti
     assert done.stdout.split()[:3] == ["False", str(is_there), "True"]
 
 
+def test_a_gguf_file_has_memory(tiny, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, tiny("qwen2"))
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN, str(path), "untied", "auto"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False", "True", "True", "0"]
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_files_that_are_not_in_memory_are_read(is_cached, tmp_path, monkeypatch):
+    (path := tmp_path / "file").write_bytes(bytes(10**6))
+    sent, send = [], os.sendfile
+    monkeypatch.setattr(early_memory, "_is_cached", lambda file, size: is_cached)
+    monkeypatch.setattr(os, "sendfile", lambda *a: sent.append(send(*a)) or sent[-1])
+    early_memory._read_ahead([path, tmp_path / "absent", path])
+    assert sent == ([] if is_cached else [10**6])
+
+
+def test_what_was_written_is_in_memory(tmp_path):
+    (path := tmp_path / "file").write_bytes(bytes(10**6))
+    with path.open("rb") as file:
+        assert early_memory._is_cached(file.fileno(), 10**6)
+
+
+def test_the_parts_of_a_gguf_file(tmp_path):
+    names = [f"model-0000{i}-of-00002.gguf" for i in (1, 2)]
+    assert weight_files(tmp_path / names[1]) == [tmp_path / name for name in names]
+
+
 def test_nothing_is_allocated_if_torch_is_already_imported(tiny):
     config = EngineArgs(
         str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}
     ).create_engine_config()
-    assert early_memory.begin(config) is None and early_memory.take() is None
+    assert early_memory.begin(config) == [] and early_memory.take() is None
 
 
 def make(num_bytes: int) -> mmap.mmap:

@@ -29,8 +29,15 @@ def fields_in_header(body: str) -> list[tuple[str, type]]:
             r"((?:const )?\w+\s*\**)\s*(\w.*)", declaration, re.DOTALL
         ).groups()
         as_python = ctypes.c_void_p if "*" in ctype else TYPES[ctype.strip()]
-        fields += [(name.strip(), as_python) for name in names.split(",")]
+        fields += [in_array(name, as_python) for name in names.split(",")]
     return fields
+
+
+def in_array(name: str, of: type) -> tuple[str, type]:
+    name, *sizes = re.findall(r"\w+", name)
+    for size in reversed(sizes):
+        of = of * int(size)
+    return name, of
 
 
 def structs_in_python() -> dict[str, type[ctypes.Structure]]:

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 7
+#define QUIRE_ABI_VERSION 8
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -292,3 +292,19 @@ QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, cons
 // Incomplete panels and pairs are padded with zeros. packed is 64-byte aligned.
 QUIRE_EXPORT void quire_pack_linear(const void* weight, int64_t weight_row, int32_t dtype,
                                     int64_t out_features, int64_t in_features, void* packed);
+
+// Where the parts of a block lie, as begin and end in bytes.
+constexpr int32_t MAX_BLOCK_BYTES = 256;
+struct BlockLayout {
+    int32_t num_bytes;  // at most MAX_BLOCK_BYTES
+    int32_t numbers[2];
+    int32_t num_scales;
+    int32_t scales[3][3];  // in the order of the packed scales; then 2 or 4 bytes, kept together
+};
+
+// Packs rows of blocks (gguf_dot.inl, gguf_super_dot.inl) on all threads: numbers
+// [panel][block][bytes / 4][16][4], scales [panel][block], each part [bytes / width][16][width].
+// rows [num_rows]: the address of each. Incomplete panels are padded with zeros. numbers and scales
+// are 64-byte aligned.
+QUIRE_EXPORT void quire_pack_blocks(const void* const* rows, int64_t num_rows, int64_t num_blocks,
+                                    const BlockLayout* layout, void* numbers, void* scales);

@@ -29,15 +29,23 @@ struct GroupOfWeights {
 
     template <typename T>
     void load(const Quantize& a, int64_t panel, int64_t group) {
-        float row[GROUP];
+        alignas(64) float rows[PANEL][GROUP];
         const int64_t size = std::min(GROUP, a.in_features - group * GROUP);
         for (int64_t i = 0; i < PANEL; i++) {
-            int64_t out = panel * PANEL + i;
-            std::fill(row, row + GROUP, 0.0f);
-            if (out < a.out_features)
-                copy_numbers((const T*)a.weight + out * a.weight_row + group * GROUP, row, size);
-            for (int64_t k = 0; k < GROUP; k++) at[k][i] = row[k];
+            const int64_t out = panel * PANEL + i, filled = out < a.out_features ? size : 0;
+            if (filled < GROUP) std::fill(rows[i], rows[i] + GROUP, 0.0f);
+            if (filled > 0)
+                copy_numbers((const T*)a.weight + out * a.weight_row + group * GROUP, rows[i],
+                             size);
         }
+        for (int64_t i = 0; i < PANEL; i += 4)
+            for (int64_t k = 0; k < GROUP; k += 4) {
+                __m128 w[4];
+                for (int row = 0; row < 4; row++) w[row] = _mm_load_ps(rows[i + row] + k);
+                _MM_TRANSPOSE4_PS(w[0], w[1], w[2], w[3]);
+                for (int column = 0; column < 4; column++)
+                    _mm_store_ps(at[k + column] + i, w[column]);
+            }
     }
     Vec lanes(int64_t k, int part) const { return Vec::load(&at[k][part * Vec::LANES]); }
 };
@@ -61,42 +69,64 @@ void quantize_int8_block(const Quantize& a, int64_t panel, int64_t group, int8_t
         }
         Vec scale = (largest / Vec(127) + spoilt).rounded(), factor = inverse(scale);
         scale.store(scales + part * Vec::LANES);
-        for (int64_t k = 0; k < size; k++) {
-            int8_t row[Vec::LANES];
-            store_whole(whole_within(weights.lanes(k, part) * factor, 127), row);
-            for (int i = 0; i < Vec::LANES; i++)
-                numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4] = row[i];
+        for (int64_t k = 0; k < size; k += 4) {
+            uint32_t fours[Vec::LANES] = {};
+            for (int byte = 0; byte < 4; byte++) {
+                float whole[Vec::LANES];
+                whole_within(weights.lanes(k + byte, part) * factor, 127).store(whole);
+                for (int i = 0; i < Vec::LANES; i++)
+                    fours[i] |= ((uint32_t)(int32_t)whole[i] & 255) << 8 * byte;
+            }
+            std::memcpy(numbers + k * PANEL + 4 * part * Vec::LANES, fours, sizeof fours);
         }
     }
 }
 
-// The squared error of the nearest numbers of half a group, by lane
-inline Vec squared_error(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part,
-                         Vec step) {
-    Vec error, factor = Vec(1.0f) / step;
+constexpr int NEIGHBOURS = 3;
+
+// The squared errors of the nearest numbers of half a group, by lane, for several steps between
+// numbers. Their sums are independent of each other, which hides the latency of each.
+inline void squared_errors(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part,
+                           const Vec (&steps)[NEIGHBOURS],
+                           float (&errors)[NEIGHBOURS][Vec::LANES]) {
+    const Vec one(1.0f), first = one / steps[0], second = one / steps[1], third = one / steps[2];
+    const Vec minus_first = Vec() - steps[0], minus_second = Vec() - steps[1],
+              minus_third = Vec() - steps[2];
+    auto rest = [](Vec w, Vec factor, Vec negated) {
+        return Vec::fma(within(Vec::round(w * factor), -8, 7), negated, w);
+    };
+    Vec of_first, of_second, of_third;
     for (int64_t k = begin; k < begin + HALF_GROUP; k++) {
-        Vec w = weights.lanes(k, part),
-            rest = Vec::fma(within(Vec::round(w * factor), -8, 7), Vec() - step, w);
-        error = Vec::fma(rest, rest, error);
+        const Vec w = weights.lanes(k, part), a = rest(w, first, minus_first),
+                  b = rest(w, second, minus_second), c = rest(w, third, minus_third);
+        of_first = Vec::fma(a, a, of_first);
+        of_second = Vec::fma(b, b, of_second);
+        of_third = Vec::fma(c, c, of_third);
     }
-    return error;
+    of_first.store(errors[0]), of_second.store(errors[1]), of_third.store(errors[2]);
 }
 
 // The best factor of half a group for a group's scale, by lane: the one that maps the weight of
 // largest magnitude to -8, or a neighbour of it.
 inline void find_factors(const GroupOfWeights<GROUP_INT4>& weights, int64_t begin, int part,
                          const float* wanted, const float* scales, float* factors, float* errors) {
-    std::fill(errors, errors + Vec::LANES, INFINITY);
-    for (int beside = -1; beside <= 1; beside++) {
-        float tried[Vec::LANES], error[Vec::LANES];
-        within(Vec::round(Vec::load(wanted) / Vec::load(scales)) + Vec((float)beside), -15, 15)
-            .store(tried);
+    float tried[NEIGHBOURS][Vec::LANES], error[NEIGHBOURS][Vec::LANES];
+    Vec steps[NEIGHBOURS];
+    const Vec nearest = Vec::round(Vec::load(wanted) / Vec::load(scales));
+    for (int beside = 0; beside < NEIGHBOURS; beside++) {
+        within(nearest + Vec((float)(beside - 1)), -15, 15).store(tried[beside]);
         for (int i = 0; i < Vec::LANES; i++)
-            if (tried[i] == 0) tried[i] = 1;
-        squared_error(weights, begin, part, Vec::load(tried) * Vec::load(scales)).store(error);
-        for (int i = 0; i < Vec::LANES; i++)
-            if (error[i] < errors[i]) errors[i] = error[i], factors[i] = tried[i];
+            tried[beside][i] = tried[beside][i] == 0 ? 1 : tried[beside][i];
+        steps[beside] = Vec::load(tried[beside]) * Vec::load(scales);
     }
+    squared_errors(weights, begin, part, steps, error);
+    std::fill(errors, errors + Vec::LANES, INFINITY);
+    for (int beside = 0; beside < NEIGHBOURS; beside++)
+        for (int i = 0; i < Vec::LANES; i++) {
+            const bool better = error[beside][i] < errors[i];
+            factors[i] = better ? tried[beside][i] : factors[i];
+            errors[i] = better ? error[beside][i] : errors[i];
+        }
 }
 
 struct Int4Scales {
@@ -142,6 +172,11 @@ inline Int4Scales find_int4_scales(const GroupOfWeights<GROUP_INT4>& weights, in
     return best;
 }
 
+// The numbers plus 8
+inline Vec nearest_int4(Vec weights, const float* inverses) {
+    return within(Vec::round(weights * Vec::load(inverses)), -8, 7) + Vec(8.0f);
+}
+
 template <typename T>
 void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_t* numbers,
                          int8_t* factors, uint16_t* scales) {
@@ -150,24 +185,25 @@ void quantize_int4_block(const Quantize& a, int64_t panel, int64_t group, uint8_
     for (int part = 0; part < PARTS; part++) {
         Int4Scales found = find_int4_scales(weights, part);
         Vec::load(found.scale).store(scales + part * Vec::LANES);
-        for (int half = 0; half < 2; half++) {
-            float inverses[Vec::LANES];
+        float inverses[2][Vec::LANES];
+        for (int half = 0; half < 2; half++)
             for (int i = 0; i < Vec::LANES; i++) {
                 float step = found.scale[i] * found.factors[half][i];
-                inverses[i] = step == 0 ? 0 : 1 / step;
+                inverses[half][i] = step == 0 ? 0 : 1 / step;
                 factors[half * PANEL + part * Vec::LANES + i] = (int8_t)found.factors[half][i];
             }
-            Vec factor = Vec::load(inverses);
-            for (int64_t k = 0; k < HALF_GROUP; k++) {
-                int8_t row[Vec::LANES];
-                store_whole(
-                    within(Vec::round(weights.lanes(half * HALF_GROUP + k, part) * factor), -8, 7),
-                    row);
-                for (int i = 0; i < Vec::LANES; i++) {
-                    uint8_t& byte = numbers[((k / 4) * PANEL + part * Vec::LANES + i) * 4 + k % 4];
-                    byte = (uint8_t)(half ? byte | (row[i] + 8) << 4 : row[i] + 8);
-                }
+        // 4 k of an output at a time: a byte of each, the first half's number in the lower nibble
+        for (int64_t k = 0; k < HALF_GROUP; k += 4) {
+            uint32_t fours[Vec::LANES] = {};
+            for (int byte = 0; byte < 4; byte++) {
+                float pairs[Vec::LANES];
+                Vec low = nearest_int4(weights.lanes(k + byte, part), inverses[0]),
+                    high = nearest_int4(weights.lanes(HALF_GROUP + k + byte, part), inverses[1]);
+                Vec::fma(high, Vec(16.0f), low).store(pairs);
+                for (int i = 0; i < Vec::LANES; i++)
+                    fours[i] |= (uint32_t)(int32_t)pairs[i] << 8 * byte;
             }
+            std::memcpy(numbers + (k * PANEL + 4 * part * Vec::LANES), fours, sizeof fours);
         }
     }
 }

@@ -1,0 +1,215 @@
+"""Files with packed weights, so that a second start maps what the first one has quantized.
+
+Must not know: torch, layers, what an array is for.
+
+    <name of the model>-<hash of path, quantization, dtype>.packed
+        magic, length of the header, SHA-256 of the header; the header as JSON: the key, and where
+        each array lies; the arrays, each at a page
+
+The key holds all that the arrays depend on. An entry with another key, or that is damaged, is
+ignored and written again. Writers write to a file of their own and rename it, so readers see whole
+files, and several writers do no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from struct import Struct
+from typing import NamedTuple
+
+import msgspec
+
+from ...ipc.config import EngineConfig
+from ...ipc.gguf import part_names
+from ...ipc.gguf_weights import is_gguf
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"QUIREPW\0"
+# changes with kernels/cpu/native/src/quantize.inl; the layout is the same for all instruction sets
+LAYOUT = 1
+FIRST = Struct("<8sQ32s")
+MAX_HEADER_BYTES = 64 * 2**20
+TEMPORARY = ".writing"
+STALE_S = 3600.0  # a temporary file of this age was left by a process that died
+
+
+class Place(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: list[int]
+    begin: int
+    num_bytes: int
+
+
+class Header(msgspec.Struct, frozen=True):
+    key: str
+    file_bytes: int
+    arrays: dict[str, Place]
+
+
+class StoredArray(NamedTuple):
+    dtype: str
+    shape: list[int]
+    data: memoryview  # of bytes; of an entry that was read a view of the mapped file
+
+
+def weight_files(model: Path) -> list[Path]:
+    """All parts of a GGUF file, or the safetensors files of a directory."""
+    if is_gguf(model):
+        return [model.with_name(name) for name in part_names(model.name)]
+    return sorted(model.glob("*.safetensors"))
+
+
+class PackedCache:
+    """The entry of one model in a directory, whether it is there or not."""
+
+    def __init__(self, directory: Path, model: Path, config: EngineConfig):
+        """`model`: the directory or GGUF file of the weights. Raises OSError for weight files that
+        cannot be found.
+        """
+        settings = config.model_config
+        kind = [settings.quantization, settings.dtype, settings.model_impl]
+        files = [
+            [str(path.resolve()), (stat := path.stat()).st_size, stat.st_mtime_ns]
+            for path in weight_files(model)
+        ]
+        which = _digest([str(model.resolve()), *kind])[:16]
+        self.path = directory / f"{model.stem[:80]}-{which}.packed"
+        self.key = _digest([LAYOUT, files, *kind, config.model_config.hf_config])
+
+    @staticmethod
+    def of(config: EngineConfig, model: Path | None = None) -> PackedCache | None:
+        """None if packed_weights_cache is not set or does not apply. `model`: in place of the
+        configured one.
+        """
+        directory = config.load_config.packed_weights_cache
+        if directory is None or config.load_config.load_format == "dummy":
+            return None
+        if config.model_config.quantization is None or config.device_config.device != "cpu":
+            return None
+        try:
+            return PackedCache(Path(directory), model or Path(config.model_config.model), config)
+        except OSError:
+            return None  # the loader reports what is wrong
+
+    def read(self) -> dict[str, StoredArray] | None:
+        """The arrays, in a private mapping whose pages are shared while nobody writes to them; None
+        if there is no entry, or none that can be used, which is logged.
+        """
+        try:
+            with self.path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            header = _read_header(mapped)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
+            logger.warning("%s: damaged, written again: %s", self.path, error)
+            return None
+        if header.key != self.key:
+            logger.info("%s: of other weights or settings, written again", self.path)
+            return None
+        view = memoryview(mapped)
+        return {
+            name: StoredArray(p.dtype, p.shape, view[p.begin : p.begin + p.num_bytes])
+            for name, p in header.arrays.items()
+        }
+
+    def write(self, arrays: Mapping[str, StoredArray]) -> None:
+        """Writes or replaces the entry. What prevents it is logged: the engine runs without."""
+        start = time.perf_counter()
+        try:
+            header, places = self._header(arrays)
+            _make_directory(self.path.parent)
+            free = shutil.disk_usage(self.path.parent).free
+            if header.file_bytes > free:
+                raise OSError(f"it takes {header.file_bytes} bytes, {free} are free")
+            pieces = [(places[name].begin, array.data) for name, array in arrays.items()]
+            self._write(_encode(header), pieces, header.file_bytes)
+        except OSError as error:
+            logger.warning("%s: packed weights are not kept: %s", self.path, error)
+            return
+        seconds = time.perf_counter() - start
+        gigabytes = header.file_bytes / 1e9
+        logger.info("%s: packed weights written, %.2f GB in %.2f s", self.path, gigabytes, seconds)
+
+    def _header(self, arrays: Mapping[str, StoredArray]) -> tuple[Header, dict[str, Place]]:
+        places = {
+            name: Place(array.dtype, array.shape, 0, array.data.nbytes)
+            for name, array in arrays.items()
+        }
+        # with room for the digits of `begin`
+        size = len(_encode(Header(self.key, 0, places))) + 16 * (len(places) + 1)
+        at = _to_page(size)
+        for name, place in places.items():
+            places[name] = msgspec.structs.replace(place, begin=at)
+            at = _to_page(at + place.num_bytes)
+        return Header(self.key, at, places), places
+
+    def _write(
+        self, head: bytes, pieces: Iterable[tuple[int, memoryview]], file_bytes: int
+    ) -> None:
+        descriptor, name = tempfile.mkstemp(TEMPORARY, self.path.name, self.path.parent)
+        _remove_stale(self.path.parent, os.fstat(descriptor).st_mtime)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(head)
+                for begin, data in pieces:
+                    file.seek(begin)
+                    file.write(data)
+                file.truncate(file_bytes)
+                file.flush()
+                os.fsync(file.fileno())  # before the rename, so that no crash leaves a hole
+            os.replace(name, self.path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+
+
+def _read_header(mapped: mmap.mmap) -> Header:
+    """Raises ValueError or MsgspecError for what is not exactly as it was written."""
+    if len(mapped) < FIRST.size:
+        raise ValueError(f"it has {len(mapped)} bytes")
+    magic, size, digest = FIRST.unpack_from(mapped)
+    if magic != MAGIC or size > min(MAX_HEADER_BYTES, len(mapped) - FIRST.size):
+        raise ValueError("it does not begin as such a file does")
+    text = mapped[FIRST.size : FIRST.size + size]
+    if hashlib.sha256(text).digest() != digest:
+        raise ValueError("the header's checksum differs")
+    header = msgspec.json.decode(text, type=Header)
+    if header.file_bytes != len(mapped):
+        raise ValueError(f"it has {len(mapped)} bytes, not {header.file_bytes}")
+    return header
+
+
+def _encode(header: Header) -> bytes:
+    text = msgspec.json.encode(header)
+    return FIRST.pack(MAGIC, len(text), hashlib.sha256(text).digest()) + text
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(value, order="sorted")).hexdigest()
+
+
+def _to_page(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _make_directory(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def _remove_stale(directory: Path, now: float) -> None:
+    for path in directory.glob(f"*{TEMPORARY}"):
+        with contextlib.suppress(OSError):
+            if now - path.stat().st_mtime > STALE_S:
+                path.unlink()

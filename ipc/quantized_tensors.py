@@ -27,11 +27,12 @@ UNUSED = (
     "activation_scale_ub",
     "input_scale_ub",
 )
-# columns of a block with one scale -> its type (kernels/reference/gguf_blocks.py)
-INT4_TYPES = {128: "INT4_128", 64: "INT4_64", 32: "INT4_32"}
+# Columns of a block with one scale -> its type (kernels/reference/gguf_blocks.py). Groups that are
+# a multiple of them become several blocks.
+INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
 INT8_TYPE = "Q8_0"
 # type -> columns and bytes of a block
-BLOCKS = {"INT4_128": (128, 68), "INT4_64": (64, 36), "INT4_32": (32, 20), "Q8_0": (32, 34)}
+BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34)}
 
 
 @dataclass(frozen=True)

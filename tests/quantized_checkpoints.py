@@ -5,8 +5,9 @@ AWQ, GPTQ, AutoRound, compressed-tensors, FP8.
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ E4M3_MOST = 448.0
 
 
 def write_quantized(
-    directory: Path, checkpoint: Path, format: str, **arguments: Any
+    directory: Path,
+    checkpoint: Path,
+    format: str,
+    ignore: Sequence[str] = (),
+    has_head: bool = False,
+    **arguments: Any,
 ) -> dict[str, torch.Tensor]:
-    """Copies a checkpoint and quantizes its linear layers without the head.
+    """Copies a checkpoint and quantizes its linear layers, the head too if `has_head` (GPTQ and
+    compressed-tensors), without those that `ignore` names (compressed-tensors).
 
     Returns the fp32 tensors that it stands for, by the checkpoint's names.
     """
@@ -33,13 +40,23 @@ def write_quantized(
     file = directory / "model.safetensors"
     for name, tensor in load_file(file).items():
         layer = name.removesuffix(".weight")
-        if tensor.dim() != 2 or layer in ("model.embed_tokens", "lm_head"):
+        if (
+            tensor.dim() != 2
+            or layer == "model.embed_tokens"
+            or (layer == "lm_head" and not has_head)
+            or any(re.match(pattern.removeprefix("re:"), layer) for pattern in ignore)
+        ):
             stored[name] = meant[name] = tensor
             continue
         parts, meant[name] = quantize(tensor.float().numpy(), **arguments)
         stored |= {f"{layer}.{part}": value.contiguous() for part, value in parts.items()}
     save_file(stored, file, metadata={"format": "pt"})
-    edit_config(directory, settings(**arguments))
+    config = settings(**arguments)
+    if ignore or (has_head and "ignore" in config):
+        config["ignore"] = [*ignore, *(() if has_head else config["ignore"])]
+    if has_head and "lm_head" in config:
+        config["lm_head"] = True
+    edit_config(directory, config)
     return meant
 
 

@@ -9,9 +9,11 @@ where they cannot, the product is computed in fp32 and rounded once.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
@@ -23,8 +25,8 @@ from .packed_rows import PackedRows
 
 logger = logging.getLogger(__name__)
 
-# the columns that the words of AWQ have in the low and in the high halves of their four bytes
-_AWQ_LOW, _AWQ_HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
+_AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
+ROWS_BYTES = 2**18  # of packed numbers that are laid out at a time: temporary values stay in caches
 
 
 class QuantizedWeights:
@@ -50,6 +52,15 @@ class QuantizedWeights:
             self._missing.setdefault(weight, set()).add(name)
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._problems: set[str] = set()  # that the log has
+        if quantization is not None:
+            formats = Counter(
+                str(quantization.format_of(weight, shapes[weight])) for weight in self._missing
+            )
+            logger.info(
+                "%s: %s",
+                quantization.method,
+                ", ".join(f"{found} ({count})" for found, count in formats.most_common()),
+            )
 
     def weight_of(self, name: str) -> str | None:
         """The model's weight that a stored tensor is a part of."""
@@ -118,21 +129,29 @@ def pack_weight(
 
 
 def _read_awq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
-    numbers = _awq_columns(parts["qweight"]).T.contiguous()
     return Numbers(
-        numbers[:, ::2] | numbers[:, 1::2] << 4,
+        _by_output(parts["qweight"]).view(torch.uint8),
         parts["scales"].float().T,
-        _awq_columns(parts["qzeros"]).T.int(),
+        _spread(_by_output(parts["qzeros"]).view(torch.uint8), found.bits)[
+            :, : len(parts["qzeros"])
+        ].int(),
         *_in_groups(found, shape),
     )
 
 
-def _awq_columns(words: Tensor) -> Tensor:
-    """[inputs, words] i32 -> [inputs, 8 * words] uint8"""
-    both = words.contiguous().view(torch.uint8).view(*words.shape, 4)
-    out = torch.empty(*words.shape, 8, dtype=torch.uint8)
-    out[..., _AWQ_LOW], out[..., _AWQ_HIGH] = both & 15, both >> 4
-    return out.flatten(1)
+def _by_output(words: Tensor) -> Tensor:
+    """Words of eight outputs of one input, [inputs, outputs / 8] i32, to words of eight inputs of
+    one output, [outputs, inputs / 8].
+    """
+    words = F.pad(words, (0, 0, 0, -len(words) % 8))
+    words = words.unflatten(0, (-1, 8)).clone()
+    # rows and nibbles change places: halves, then quarters, then eighths
+    for apart, bits, mask in ((4, 16, 0xFFFF), (2, 8, 0xFF00FF), (1, 4, 0xF0F0F0F)):
+        low, high = words.unflatten(1, (-1, 2, apart)).unbind(2)
+        changed = (low >> bits ^ high) & mask
+        high ^= changed
+        low ^= changed << bits
+    return words.permute(2, 1, 0)[:, _AWQ_PLACES].flatten(0, 1)
 
 
 def _read_gptq(found: WeightFormat, shape: list[int], parts: dict[str, Tensor]) -> Numbers:
@@ -223,13 +242,14 @@ def _pack_int4(weight: Numbers, size: int) -> Tensor | None:
     words = words.repeat_interleave(blocks // words.shape[1], 1)
     out = torch.empty(rows, blocks, 4 + size // 2, dtype=torch.uint8)
     out[..., :4] = words.contiguous().view(torch.uint8).view(rows, blocks, 4)
-    # 32 columns: the first 16 in the low halves of bytes, the others in the high ones
-    pairs = weight.numbers.view(rows, -1, 2, 8)
-    first, second = pairs[:, :, 0], pairs[:, :, 1]
-    to = out[..., 4:].view(rows, blocks, size // 32, 8, 2)
-    by_block = (rows, blocks, size // 32, 8)
-    to[..., 0] = (first & 15 | second << 4).view(by_block)
-    to[..., 1] = (first >> 4 | second & 0xF0).view(by_block)
+    step = max(1, ROWS_BYTES // weight.numbers.shape[1])
+    for start in range(0, rows, step):
+        # 32 columns: the first 16 in the low halves of bytes, the others in the high ones
+        pairs = weight.numbers[start : start + step].unflatten(1, (blocks, -1, 2, 8))
+        first, second = pairs.unbind(3)
+        to = out[start : start + step, :, 4:].unflatten(2, (-1, 8, 2))
+        to[..., 0] = first & 15 | second << 4
+        to[..., 1] = first >> 4 | second & 0xF0
     return out.flatten(1)
 
 
@@ -254,23 +274,26 @@ def _pack_int8(weight: Numbers) -> Tensor | None:
 
 def _unpacked(weight: Numbers, bits: int, dtype: torch.dtype) -> Tensor:
     """[rows, columns], in pieces of rows"""
-    rows = len(weight.numbers)
-    columns = weight.numbers.shape[1] * 8 // bits
-    group_of = weight.group_of
-    if group_of is None:
-        group_of = torch.arange(columns) // weight.group_size
+    rows, columns = len(weight.numbers), weight.numbers.shape[1] * 8 // bits
     out = torch.empty(rows, columns, dtype=dtype)
     step = max(1, PIECE // max(columns, 1))
     for start in range(0, rows, step):
         numbers = weight.numbers[start : start + step]
-        if bits == 4:
-            numbers = _spread(numbers, 4)
-        of_rows = torch.arange(start, start + len(numbers)) // weight.group_rows
-        values = numbers.float()
+        values = (_spread(numbers, 4) if bits == 4 else numbers).float()
+        of_rows = torch.arange(start, start + len(values)) // weight.group_rows
         if weight.zeros is not None:
-            values -= weight.zeros[of_rows][:, group_of]
-        out[start : start + step] = values * weight.scales[of_rows][:, group_of]
+            values -= _by_column(weight.zeros[of_rows], weight, columns)
+        out[start : start + step] = values * _by_column(weight.scales[of_rows], weight, columns)
     return out
+
+
+def _by_column(of_groups: Tensor, weight: Numbers, columns: int) -> Tensor:
+    """[rows, groups] -> [rows, columns], or [rows, 1]"""
+    if weight.group_of is not None:
+        return of_groups[:, weight.group_of]
+    if of_groups.shape[1] == 1:
+        return of_groups
+    return of_groups.repeat_interleave(weight.group_size, 1)[:, :columns]
 
 
 def _spread(packed: Tensor, bits: int) -> Tensor:

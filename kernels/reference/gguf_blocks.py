@@ -4,7 +4,7 @@ GGML's; INT4_* hold the int4 weights of other quantized checkpoints.
 Must not know: files, speed.
 
 A row is a sequence of blocks. A block of INT4_n is a little-endian word and n numbers as Q4_0 has
-them: the word is a scale in fp32, whose lowest five bits are a whole zero in place of its own.
+them: the word is a scale in fp32, whose lowest byte is a whole zero in place of its own bits.
 
 Every formula multiplies, adds and rounds in the order of GGML's own
 code, so that the results are its results bit by bit.
@@ -235,8 +235,8 @@ def _int4(blocks: Tensor) -> Tensor:
     return scale * (unpack_bits(numbers, 4, 16).float() - zero)
 
 
-ZERO_BITS = 31  # of the word of a block of INT4_*
-INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 64, 128)}
+ZERO_BITS = 255  # of the word of a block of INT4_*
+INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)}
 TYPES = {
     "F32": BlockType(1, 4, _f32),
     "F16": BlockType(1, 2, half),

@@ -49,11 +49,11 @@ def test_shapes_that_a_format_cannot_have(found, shape, message):
     ("found", "columns", "expected"),
     [
         (WeightFormat("awq", 4, group_size=128), 256, "INT4_128"),
-        (WeightFormat("awq", 4, group_size=64), 256, "INT4_64"),
+        (WeightFormat("awq", 4, group_size=64), 256, "INT4_32"),
         (WeightFormat("awq", 4, group_size=96), 288, "INT4_32"),
         (WeightFormat("awq", 4, group_size=16), 256, None),
         (WeightFormat("gptq", 4), 256, "INT4_128"),
-        (WeightFormat("gptq", 4), 192, "INT4_64"),
+        (WeightFormat("gptq", 4), 192, "INT4_32"),
         (WeightFormat("plain", 8), 64, "Q8_0"),
         (WeightFormat("plain", 8), 40, None),
         (WeightFormat("plain", 8, is_float=True), 256, None),

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from quire import EngineArgs
 from quire.executor.models import find_model_class
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import load_weights
 from quire.executor.weights.packed_rows import PackedRows
 from quire.executor.weights.quantized import QuantizedWeights
+from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.quantization_config import parse_quantization
 from quire.kernels import registry
@@ -39,7 +41,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq, v2": ("gptq", {"sym": False, "version": 2}),
     "gptq, 8 bits": ("gptq", {"bits": 8}),
     "auto-round": ("auto-round", {}),
-    "packed, 128": ("pack-quantized", {"group_size": 128}),
+    "gptq, head": ("gptq", {"group_size": 128, "has_head": True}),
+    "packed, head": ("pack-quantized", {"group_size": 128, "has_head": True}),
     "packed, asymmetric": ("pack-quantized", {"symmetric": False}),
     "packed, per channel": ("pack-quantized", {"group_size": -1}),
     "packed, 8 bits": ("pack-quantized", {"bits": 8}),
@@ -135,7 +138,7 @@ def test_quantization_on_top_is_that_of_the_dequantized_weights(checkpoint, tmp_
     ("case", "type"),
     [
         ("awq, 128", "INT4_128"),
-        ("gptq, 64", "INT4_64"),
+        ("gptq, 64", "INT4_32"),
         ("gptq, per channel", "INT4_128"),
         ("packed, asymmetric", "INT4_32"),
         ("packed, 8 bits", "Q8_0"),
@@ -177,6 +180,66 @@ def test_the_log_says_once_what_is_unpacked_and_why(checkpoint, caplog):
     load(directory, torch.bfloat16)
     told = [record.getMessage() for record in caplog.records if "unpacked" in record.getMessage()]
     assert len(told) == 1 and "act-order" in told[0] and "torch.bfloat16" in told[0]
+
+
+# ---------------------------------------------------------------- layers on blocks
+
+
+def build(directory: Path, dtype: torch.dtype = torch.bfloat16):
+    """A model as the executor builds it, and its factory."""
+    config = json.loads((directory / "config.json").read_text())
+    model_class = find_model_class(config)
+    make = LayerFactory(registry.select(CPU, dtype), dtype, CPU)
+    model = model_class(model_class.parse_config(config), make, 64)
+    quantization = parse_quantization(config)
+    load_weights(model, directory, lambda stage, fraction: None, make.fill, quantization)
+    return model, make
+
+
+KEPT = ["int8"]
+kept = pytest.mark.parametrize("case", KEPT)
+
+
+@needs_native
+@kept
+def test_layers_multiply_blocks_as_they_are(case, checkpoint):
+    directory, meant, _ = checkpoint(case)
+    model, _ = build(directory)
+    for layer, names in (
+        (model.layers[0].self_attn.qkv_proj, [f"self_attn.{part}_proj" for part in "qkv"]),
+        (model.layers[0].mlp.down_proj, ["mlp.down_proj"]),
+    ):
+        weight = torch.cat([meant[f"model.layers.0.{name}.weight"] for name in names])
+        x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
+        exact = x.double() @ weight.double().T
+        if layer.bias is not None:
+            exact += layer.bias.double()
+        error = (layer.logits(x).double() - exact).square().mean().sqrt()
+        assert 0 < error < 0.01 * exact.square().mean().sqrt()  # of x in 8 bits
+
+
+@needs_native
+@kept
+def test_bits_do_not_depend_on_chunks_batch_mates_or_the_native_program(case, checkpoint):
+    directory, _, _ = checkpoint(case)
+    executor = start_executor(directory, dtype="bfloat16")
+    together = [row.output for row in generate(executor, PROMPTS, 16)]
+    alone = [generate(executor, [prompt], 16)[0].output for prompt in PROMPTS]
+    cut = [row.output for row in generate(executor, PROMPTS, 16, chunk=lambda row: 7)]
+    by_operation = start_executor(directory, dtype="bfloat16", kernels={"rms_norm": "cpu"})
+    assert together == alone == cut
+    assert together == [row.output for row in generate(by_operation, PROMPTS, 16)]
+
+
+@needs_native
+@pytest.mark.parametrize("ignored", [[], ["re:.*v_proj"], ["re:.*0.mlp.up_proj", "re:.*o_proj"]])
+def test_the_plan_counts_the_bytes_in_memory(ignored, tiny, tmp_path):
+    """Also where a part of a merged layer is not quantized."""
+    directory = tmp_path / "model"
+    write_quantized(directory, tiny("qwen2", **SIZES), "int-quantized", ignore=ignored)
+    make = build(directory)[1]
+    plan = make_plan(EngineArgs(str(directory), dtype="bfloat16"))
+    assert plan.weights_bytes == make.weights_bytes
 
 
 # ---------------------------------------------------------------- what is refused

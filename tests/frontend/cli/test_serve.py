@@ -4,9 +4,13 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
-from quire.frontend.cli.serve import make_parser
+from quire.frontend.cli.serve import make_parser, served_models, split_name
+from quire.frontend.engine_args import EngineArgs
+from quire.ipc.errors import InvalidParameterError
 from quire.tests.frontend.server.conftest import running_server
 
 
@@ -83,3 +87,73 @@ def test_model_as_a_flag() -> None:
     """Like vLLM's older command line."""
     for words in (["--model", "./m"], ["--port", "1", "--model=./m"], ["./m"]):
         assert make_parser([]).parse(words).model == "./m"
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("small=org/name", ("small", "org/name")),
+        ("small=./a=b", ("small", "./a=b")),
+        ("org/name:Q4_K_M", ("org/name:Q4_K_M", "org/name:Q4_K_M")),
+        ("./a=b", ("./a=b", "./a=b")),
+        ("=x", ("=x", "=x")),
+        ("x=", ("x=", "x=")),
+    ],
+)
+def test_names_of_models(model: str, expected: tuple[str, str]) -> None:
+    assert split_name(model) == expected
+
+
+def served(*argv: str) -> dict[str, EngineArgs]:
+    args = make_parser([]).parse(list(argv))
+    arguments: dict[str, Any] = {
+        name: getattr(args, name) for name in ("model", "dtype", "max_model_len") if name in args
+    }
+    return {model.name: model.args for model in served_models(args, arguments)}
+
+
+def test_settings_of_several_models(tmp_path: Path) -> None:
+    """Those of the command line are for all; those of the file are for one, and win."""
+    file = tmp_path / "options.yaml"
+    file.write_text("b:\n  max-model-len: 64\n  quantization: int8\n")
+    models = served(
+        *("a=./one", "b=./two", "./three", "--dtype", "float32", "--max-model-len", "128"),
+        *("--model-options", str(file)),
+    )
+    assert {
+        name: (args.model, args.dtype, args.max_model_len, args.quantization)
+        for name, args in models.items()
+    } == {
+        "a": ("./one", "float32", 128, None),
+        "b": ("./two", "float32", 64, "int8"),
+        "./three": ("./three", "float32", 128, None),
+    }
+    assert [args.model for args in served("--keep-alive", "5m").values()] == ["bundled"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "message"),
+    [
+        (("a=./x", "a=./y"), "", "a is there twice; NAME=MODEL renames one"),
+        (("./x", "./y", "--served-model-name", "z"), "", "is for one model; with several, NAME="),
+        (("./x", "./y", "--engine", "inproc"), "", "is for one model"),
+        (("a=./x", "b=./y"), "c:\n  dtype: float32\n", "no model is called 'c'; there are: a, b"),
+        (("a=./x", "b=./y"), "a: 5\n", "a must contain names and values"),
+        (("a=./x", "b=./y"), "a:\n  dtyp: float32\n", "did you mean dtype"),
+        (("a=./x", "b=./y"), "a:\n  model: z\n", "model"),
+        (("a=./x", "b=./y"), "a:\n  max_model_len: -5\n", "max_model_len"),
+    ],
+)
+def test_bad_settings_of_several_models(
+    argv: tuple[str, ...], text: str, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    options = ("--model-options", str(file)) if text else ()
+    with pytest.raises(InvalidParameterError, match=message):
+        served(*argv, *options)
+
+
+def test_a_missing_model_among_several_ends_the_server() -> None:
+    done = quire_serve("bundled", "./no-such-model", "--port", "0")
+    assert done.returncode == 2 and "no-such-model" in done.stderr.splitlines()[-1]

@@ -109,18 +109,19 @@ class Handler(BaseHTTPRequestHandler):
 
     def send_file(self, path: str, content: bytes) -> None:
         hub, whole = self.hub, hub_checksum(self.hub, path, content)
-        start, wanted = 0, self.headers["Range"] if hub.has_ranges else None
+        start, stop, wanted = 0, len(content), self.headers["Range"] if hub.has_ranges else None
         if wanted is not None:
-            start = int(wanted.removeprefix("bytes=").split("-")[0])
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            start, stop = int(first), min(int(last) + 1 if last else stop, stop)
         if path in hub.damaged:
             content = bytes([content[0] ^ 1]) + content[1:]
-        body = content[start:]
+        body = content[start:stop]
         self.send_response(206 if wanted is not None else 200)
         self.send_header("ETag", f'"{whole}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(body)))
         if wanted is not None:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{len(content)}")
         self.end_headers()
         if self.command == "HEAD":
             return

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
+from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.requests.beam_search import BeamSearch, BeamSearchOutput, first_params
 from quire.tests.answers import Answers
+from quire.tests.gguf_checkpoints import write_gguf
 from quire.tests.workloads import Job, drive
 
 MAX_MODEL_LEN, BLOCK_SIZE = 96, 8
@@ -27,6 +32,7 @@ PLAIN = dict(
     enable_jump_forward=False,
     num_scheduler_steps=1,
 )
+GGUF_MODEL = "the bundled model as a GGUF file"  # in settings: written when it is needed
 # One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
@@ -66,6 +72,24 @@ class Feature:
 
     def __str__(self) -> str:
         return self.name
+
+
+def settings_of(*features: Feature) -> dict[str, Any]:
+    """Return the engine's settings with the features: PLAIN, and each one's own."""
+    settings: dict[str, Any] = dict(PLAIN)
+    for feature in features:
+        settings |= feature.settings
+    if settings.get("model") == GGUF_MODEL:
+        settings["model"] = str(Path(_gguf_folder().name) / "bundled-Q4_0.gguf")
+    return settings
+
+
+@cache
+def _gguf_folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory()
+    path = Path(folder.name) / "bundled-Q4_0.gguf"
+    write_gguf(path, find_model_directory("bundled"), "Q4_0")
+    return folder
 
 
 def make_jobs() -> list[Job]:

@@ -36,7 +36,7 @@ from quire.tests.feature_requests import (
     with_stop,
     with_structure,
 )
-from quire.tests.feature_run import FEW_BLOCKS, Feature, replace
+from quire.tests.feature_run import FEW_BLOCKS, GGUF_MODEL, Feature, replace
 
 CHUNKED_PREFILL = Feature("chunked prefill", shows_chunks, dict(max_num_batched_tokens=16))
 PREFIX_CACHE = Feature("prefix cache", shows_hits, dict(enable_prefix_caching=True))
@@ -86,6 +86,14 @@ QUANTIZED = Feature(
     relates=relates_as_different,
     changes_model=True,
 )
+# on native kernels the file's blocks are multiplied, elsewhere dequantized weights
+GGUF = Feature(
+    "GGUF",
+    shows_nothing,
+    dict(model=GGUF_MODEL, dtype="bfloat16" if library else "float32"),
+    relates=relates_as_different,
+    changes_model=True,
+)
 STOP = Feature("stop", shows_stop, change=with_stop, relates=relates_stop)
 
 FEATURES = (
@@ -105,4 +113,5 @@ FEATURES = (
     PAUSE,
     PRIORITY,
     QUANTIZED,
+    GGUF,
 )

@@ -37,9 +37,9 @@ from quire.tests.feature_run import (
     BEAM_PROMPTS,
     BLOCK_BYTES,
     JOBS,
-    PLAIN,
     Feature,
     run,
+    settings_of,
 )
 from quire.tests.features import FEATURES, QUANTIZED, RECOMPUTE, SWAP
 from quire.tests.workloads import Job
@@ -102,9 +102,7 @@ class Matrix:
         self._beams: dict[str, list[BeamSearchOutput]] = {}
 
     def engine(self, *features: Feature) -> LLMEngine:
-        settings = PLAIN | {
-            name: value for feature in features for name, value in feature.settings.items()
-        }
+        settings = settings_of(*features)
         settings |= TOGETHER.get(frozenset(feature.name for feature in features), {})
         key = repr(sorted(settings.items()))
         if key not in self._engines:
@@ -154,9 +152,7 @@ class Matrix:
     def beams_alone(self, *features: Feature) -> list[BeamSearchOutput]:
         """Return the plain engine's beams. Of the engine features only those of the model apply."""
         model = [feature for feature in features if feature.changes_model]
-        settings = PLAIN | {
-            name: value for feature in model for name, value in feature.settings.items()
-        }
+        settings = settings_of(*model)
         key = repr(settings)
         if key not in self._beams:
             with LLM(engine="inproc", **settings) as llm:

@@ -20,10 +20,10 @@ from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
 from ..text.tokenizer import Tokenizer
+from .gguf_header import find_description, is_header_only
 from .machine_diagnosis import Finding, failure, passed, warning
 from .model_files import (
     eos_token_ids,
-    find_cached_directory,
     find_model_directory,
     read_generation_config,
     read_hf_config,
@@ -44,11 +44,7 @@ def check_model(
     template.
     """
     try:
-        directory = find_cached_directory(
-            args.model, args.revision, args.download_dir
-        ) or find_model_directory(
-            args.model, revision=args.revision, weights=False, download_dir=args.download_dir
-        )
+        directory = find_description(args)
         hf_config = read_hf_config(directory, args.hf_overrides)
         sizes = measure_model(hf_config, directory, args.model_impl)
     except QuireError as error:
@@ -147,6 +143,12 @@ def check_weights(
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))
+    if is_header_only(directory):
+        return warning(
+            "weights",
+            f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in GGUF files on the hub",
+            f"quire pull {args.model}, or start the engine, which downloads them",
+        )
     kind = "GGUF" if is_gguf(directory) else "safetensors"
     how = f" ({quantization.method})" if quantization is not None else ""
     return passed(

@@ -36,8 +36,8 @@ from ...ipc.quantization_config import parse_quantization
 from ...ipc.quantized_tensors import saved_bytes
 from ...ipc.rope_config import model_context
 from ..engine_args import EngineArgs
+from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes
-from .model_files import find_cached_directory, find_model_directory
 from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model
 
 # Of a GPU, for the CUDA context and the cuBLAS workspace. An estimate, not a measurement.
@@ -294,11 +294,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
     Reads small files of the model only. A model in the hub cache needs no network.
     """
     arguments = {name: getattr(args, name) for name in config_fields()}
-    directory = find_cached_directory(
-        args.model, args.revision, args.download_dir
-    ) or find_model_directory(
-        args.model, revision=args.revision, weights=False, download_dir=args.download_dir
-    )
+    directory = find_description(args)
     arguments |= {
         "model": str(directory),
         "tokenizer": None,

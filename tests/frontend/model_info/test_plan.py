@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
+from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
@@ -241,7 +242,7 @@ def test_a_model_in_the_hubs_cache_needs_no_network(
     (repository / "blobs").mkdir()
     (repository / "blobs" / "b1").write_text(json.dumps(BIG))
     (snapshot / "config.json").symlink_to(repository / "blobs" / "b1")
-    monkeypatch.setattr(planning, "find_model_directory", None)  # would access the network
+    monkeypatch.setattr(gguf_header, "find_model_directory", None)  # would access the network
     assert plan("somebody/big", 60 * GIB, dtype="bfloat16").model == "somebody/big"
 
 

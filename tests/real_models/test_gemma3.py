@@ -1,0 +1,110 @@
+"""Gemma 3 270M from its GGUF file (Q4_K_M), against transformers in fp32 with the weights that the
+gguf package dequantizes.
+
+    python tests/real_models/fetch.py gemma3 && pytest -m real_models tests/real_models
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import msgspec
+import pytest
+import torch
+from quire import LLM, SamplingParams
+from quire.executor.single_process import SingleProcessExecutor
+from quire.frontend.text.tokenizer import Tokenizer
+from quire.ipc.gguf import read_gguf
+from quire.ipc.gguf_config import gguf_config
+from quire.ipc.gguf_weights import model_name
+from quire.tests.executor.driver import generate, make_config
+from quire.tests.real_models.fetch import fetch
+from quire.tests.real_models.test_smollm2 import NUM_TOKENS, PROMPTS
+
+pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
+
+# Where the two differ, the logits of both tokens are nearer than this in transformers.
+NEAR_TIE = 5e-3
+
+
+@pytest.fixture(scope="module")
+def path() -> Path:
+    return fetch("gemma3")
+
+
+@pytest.fixture(scope="module")
+def oracle(path):
+    """transformers' Gemma 3 of the file's sizes; the file's norms hold 1 more than transformers'.
+
+    The rest of its configuration is transformers' own default, which is that of this model.
+    """
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    own = gguf_config(read_gguf(path))
+    keys = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+        *("num_attention_heads", "num_key_value_heads", "sliding_window", "rms_norm_eps"),
+        "max_position_embeddings",
+    )
+    config = Gemma3TextConfig(**{key: own[key] for key in keys}, tie_word_embeddings=True)
+    assert config.query_pre_attn_scalar == config.head_dim
+    model = Gemma3ForCausalLM._from_config(config, dtype=torch.float32).eval()
+    parameters = dict(model.named_parameters())
+    for stored in gguf.GGUFReader(path).tensors:
+        name = model_name(stored.name, "gemma3")
+        values = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
+        parameters.pop(name).data.copy_(values - 1 if "norm" in name else values)
+    assert not parameters
+    return model
+
+
+@pytest.fixture(scope="module")
+def executor(path, oracle, tmp_path_factory) -> SingleProcessExecutor:
+    """The engine in fp32, with the configuration that the file's metadata gives."""
+    directory = tmp_path_factory.mktemp("config")
+    (directory / "config.json").write_text(json.dumps(gguf_config(read_gguf(path))))
+    config = make_config(directory, max_num_seqs=50, max_num_batched_tokens=2048)
+    model_config = msgspec.structs.replace(config.model_config, model=str(path))
+    cache_config = msgspec.structs.replace(config.cache_config, kv_cache_memory_bytes=2**28)
+    executor = SingleProcessExecutor(
+        msgspec.structs.replace(config, model_config=model_config, cache_config=cache_config)
+    )
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    return executor
+
+
+def test_greedy_tokens_are_those_of_transformers(path, executor, oracle, record_property):
+    """Every token is the oracle's first choice, given the tokens before it; a row is compared up
+    to its first near-tie.
+    """
+    tokenizer = Tokenizer(path)
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert all(prompt[0] == tokenizer.bos_token_id for prompt in prompts)
+    rows = generate(executor, prompts, NUM_TOKENS)
+    num_equal, ties = 0, []
+    for row in rows:
+        with torch.no_grad():
+            logits = oracle(torch.tensor([row.prompt + row.output])).logits[0]
+        logits = logits[len(row.prompt) - 1 : -1]
+        chosen = torch.tensor(row.output)
+        gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
+        (others,) = torch.where(logits.argmax(-1) != chosen)
+        num_equal += len(chosen) if not len(others) else int(others[0])
+        ties += [gaps[others[0]].item()] if len(others) else []
+    record_property("equal tokens", num_equal)
+    print(f"{num_equal} of {len(rows) * NUM_TOKENS} tokens compared equal; gaps of ties: {ties}")
+    assert all(gap < NEAR_TIE for gap in ties)
+    assert num_equal > 0.9 * len(rows) * NUM_TOKENS
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_completion_is_sensible(path, quantization):
+    """The file is all that is named. It is a base model: no chat template, no answers."""
+    greedy = SamplingParams(temperature=0, max_tokens=16)
+    settings = {"engine": "inproc", "max_model_len": 256, "quantization": quantization}
+    with LLM(str(path), **settings) as llm:
+        (counted,) = llm.generate(["1, 2, 3, 4,"], greedy)
+    assert counted.outputs[0].text.startswith(" 5, 6, 7")

@@ -94,6 +94,14 @@ GGUF = Feature(
     relates=relates_as_different,
     changes_model=True,
 )
+# the same weights in transformers' code: the outputs are those of Quire's own
+FALLBACK = Feature(
+    "transformers",
+    shows_nothing,
+    dict(model_impl="transformers"),
+    relates=relates_as_equal,
+    changes_model=True,
+)
 STOP = Feature("stop", shows_stop, change=with_stop, relates=relates_stop)
 
 FEATURES = (
@@ -114,4 +122,5 @@ FEATURES = (
     PRIORITY,
     QUANTIZED,
     GGUF,
+    FALLBACK,
 )

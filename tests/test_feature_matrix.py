@@ -5,7 +5,8 @@ of a pair are compared with those of the same requests, run one at a time by an 
 features. If a feature changes the requests, those outputs are also compared with the outputs of the
 same requests without it.
 
-No engine refuses a pair. Three pairs need special treatment:
+An engine refuses one pair: transformers' code does not read GGUF files. Three pairs need special
+treatment:
 
 - recompute and swap are two values of preemption_mode. The pair is "swap" with little host memory,
   where some requests must recompute.
@@ -30,6 +31,7 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from quire.ipc.errors import ModelLoadError
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers, answer_alone, assert_same, assert_same_beams
 from quire.tests.feature_run import (
@@ -41,10 +43,12 @@ from quire.tests.feature_run import (
     run,
     settings_of,
 )
-from quire.tests.features import FEATURES, QUANTIZED, RECOMPUTE, SWAP
+from quire.tests.features import FALLBACK, FEATURES, GGUF, QUANTIZED, RECOMPUTE, SWAP
 from quire.tests.workloads import Job
 
-PAIRS = [(a, a) for a in FEATURES] + list(itertools.combinations(FEATURES, 2))
+PAIRS = [(a, a) for a in FEATURES] + [
+    pair for pair in itertools.combinations(FEATURES, 2) if pair != (GGUF, FALLBACK)
+]
 HOST_BLOCKS = 3  # some requests of the workload that are preempted are smaller, some larger
 TOGETHER = {
     frozenset({RECOMPUTE.name, SWAP.name}): dict(
@@ -193,11 +197,18 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
             feature.relates(alone, matrix.alone(*[other for other in pair if other is not feature]))
 
 
+def test_the_refused_pair_is_named() -> None:
+    settings = PLAIN | GGUF.settings | FALLBACK.settings
+    with pytest.raises(ModelLoadError, match="models are read from safetensors only"):
+        LLMEngine.from_engine_args(EngineArgs(**settings), engine="inproc")
+
+
 def test_everything_at_once(matrix: Matrix) -> None:
-    """Combine all features in every request and step, with one of the two preemption modes. See
+    """Combine all features in every request and step, with one of the two preemption modes and
+    Quire's own code, which reads GGUF. See
     `tolerance`: with torch's products, beams of equal score may change places in quantized models.
     """
-    left_out = [RECOMPUTE] if library else [RECOMPUTE, QUANTIZED]
+    left_out = [RECOMPUTE, FALLBACK] if library else [RECOMPUTE, FALLBACK, QUANTIZED]
     features = [feature for feature in FEATURES if feature not in left_out]
     alone = matrix.alone(*features)
     seen = run(matrix.engine(*features), matrix.jobs(*features), *features)

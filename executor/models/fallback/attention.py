@@ -15,6 +15,7 @@ from threading import local
 from typing import Any
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....ipc.errors import ModelLoadError
@@ -52,10 +53,12 @@ _step = _Step()
 def exploring(ops: Any) -> Iterator[list[tuple[torch.nn.Module, PagedAttention]]]:
     """Lists the attention of every module that a forward pass calls, without a cache."""
     _step.explored, _step.ops = [], ops
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _describe_mask)
     try:
         yield _step.explored
     finally:
         _step.explored = None
+        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 
 
 @contextmanager
@@ -66,6 +69,13 @@ def during(metadata: AttentionMetadata) -> Iterator[None]:
         yield
     finally:
         _step.metadata = None
+
+
+def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor:
+    """The mask of the exploring pass: it carries the window that the real one would have."""
+    mask = torch.zeros(1, 1, 2, 2)
+    mask.quire_window = local_size  # type: ignore[attr-defined]
+    return mask
 
 
 def attend(
@@ -86,7 +96,9 @@ def attend(
     those of the exploring pass: they do not change between steps.
     """
     if _step.explored is not None:
-        return _explore(module, query, key, value, scaling, sliding_window, softcap, s_aux), None
+        # some modules do not pass their window: it is only in the mask
+        window = sliding_window or getattr(attention_mask, "quire_window", None)
+        return _explore(module, query, key, value, scaling, window, softcap, s_aux), None
     layer: Any = module.quire_attention
     metadata: Any = _step.metadata
     ops = layer.ops

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from quire.executor.models.fallback.model import TransformersModel
+from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.fallback_architectures import FALLBACKS
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
@@ -215,3 +216,25 @@ def test_layers_know_their_windows(made):
     assert [layer.sliding_window for layer in layers] == [
         windows[kind] for kind in oracle.config.layer_types
     ]
+
+
+def test_a_window_that_is_only_in_the_mask_is_found(tmp_path):
+    """Phimoe's attention does not pass its window."""
+    save_tiny_fallback(tmp_path, "phimoe", sliding_window=9)
+    assert {layer.sliding_window for layer in start(tmp_path).worker.model.attention_layers()} == {
+        9
+    }
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8")])
+@pytest.mark.parametrize("model_type", ["cohere2", "phi"])
+def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
+    directory, _ = made(model_type)
+    worker = start(directory, dtype=dtype, quantization=quantization).worker
+    hf_config = json.loads((directory / "config.json").read_text())
+    sizes = measure_model(hf_config, directory)
+    # merged projections round up to whole panels once, not once each
+    assert sizes.weights_bytes(dtype, quantization) == pytest.approx(
+        worker._weights_bytes, rel=0.02 if quantization else 0
+    )
+    assert kv_bytes_per_token(sizes.config, dtype) * BLOCK_SIZE == worker.block_bytes

@@ -1,0 +1,28 @@
+"""The tables of docs/models.md are those of the code."""
+
+from __future__ import annotations
+
+import pytest
+from quire.ipc import fallback_architectures
+from quire.tests.model_table import PAGE, updated
+
+
+def test_the_tables_are_up_to_date() -> None:
+    page = PAGE.read_text()
+    assert page == updated(page), "run python -m quire.tests.model_table"
+
+
+def test_a_new_architecture_changes_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        fallback_architectures.FALLBACKS,
+        "novel",
+        fallback_architectures.Fallback("NovelForCausalLM"),
+    )
+    monkeypatch.setitem(fallback_architectures.REFUSED, "odd", "it has no reason")
+    page = updated(PAGE.read_text())
+    assert "| `NovelForCausalLM` | `novel` |" in page and "| `odd` | it has no reason |" in page
+
+
+def test_a_page_without_its_tables_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs one table supported"):
+        updated("nothing")

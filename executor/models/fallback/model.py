@@ -16,7 +16,7 @@ from transformers import AutoConfig, initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
-from ....ipc.errors import ModelLoadError
+from ....ipc.errors import InvalidParameterError, ModelLoadError
 from ....ipc.fallback_architectures import FallbackConfig, parse_fallback_config
 from ....kernels.ops import AttentionMetadata
 from ..layers import LayerFactory, Weights
@@ -77,6 +77,7 @@ class TransformersModel:
         self.config, self.ops = config, make.ops
         hf_config = dict(config.hf_config)
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
+        check_rope(hf, max_model_len)
         self._model = model = _build(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], hf, make.dtype)
         self._transposed = {
             f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D
@@ -162,6 +163,27 @@ class TransformersModel:
             raise ModelLoadError(
                 f"{type(self._model).__name__} has attention layers with heads and sizes of heads "
                 f"{found}, config.json says {expected}, which is not supported"
+            )
+
+
+def check_rope(hf_config: Any, max_model_len: int) -> None:
+    """transformers' LongRoPE takes other angles for a batch with a long sequence, so that keys in
+    the cache would be wrong.
+
+    Raises InvalidParameterError, naming max_model_len.
+    """
+    rope = getattr(hf_config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if not isinstance(parameters, dict) or parameters.get("rope_type") != "longrope":
+            continue
+        length = parameters.get("original_max_position_embeddings") or getattr(
+            hf_config, "original_max_position_embeddings", hf_config.max_position_embeddings
+        )
+        if max_model_len > length:
+            raise InvalidParameterError(
+                "max_model_len",
+                f"must be at most {length}, the original length of longrope, for a model that runs "
+                f"in transformers' code, got {max_model_len}",
             )
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from quire.executor.models.fallback.model import TransformersModel
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
-from quire.ipc.errors import ModelLoadError
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.fallback_architectures import FALLBACKS
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
 from quire.tests.tiny_fallbacks import HEAD_DIM, VOCAB_SIZE, save_tiny_fallback
@@ -238,3 +238,21 @@ def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
         worker._weights_bytes, rel=0.02 if quantization else 0
     )
     assert kv_bytes_per_token(sizes.config, dtype) * BLOCK_SIZE == worker.block_bytes
+
+
+def test_longrope_beyond_its_original_length_is_refused(made, tmp_path):
+    """transformers would choose the angles by the longest sequence of a batch."""
+    directory, _ = made("phi")
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    long = copy(
+        directory, tmp_path / "long", rope_parameters={**rope, "partial_rotary_factor": 0.5}
+    )
+    with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 64"):
+        start(long)
+    start(long, max_model_len=64)

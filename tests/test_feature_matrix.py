@@ -198,7 +198,7 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 
 
 def test_the_refused_pair_is_named() -> None:
-    settings = PLAIN | GGUF.settings | FALLBACK.settings
+    settings = settings_of(GGUF, FALLBACK)
     with pytest.raises(ModelLoadError, match="models are read from safetensors only"):
         LLMEngine.from_engine_args(EngineArgs(**settings), engine="inproc")
 

@@ -102,7 +102,8 @@ class Models:
     default: the slot of requests that name no model. limit_bytes: memory for all engines;
     is_measured: it was measured at start, so memory that others have taken since counts too.
     keep_alive_s, sleep_after_s: idle times after which an engine ends and sleeps; negative: never.
-    wait_s: the longest wait of a request for its model. on_loaded: called after each load.
+    wait_s: the longest wait of a request for its model. max_waiting: of such requests; further ones
+    are refused. on_loaded: called after each load.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Models:
         keep_alive_s: float = 300.0,
         sleep_after_s: float | None = None,
         wait_s: float = 600.0,
+        max_waiting: int = 1024,
         on_loaded: Callable[[], None] = lambda: None,
         start: Callable[..., Awaitable[AsyncLLM]] = AsyncLLM.start,
     ):
@@ -124,6 +126,8 @@ class Models:
         self.keep_alive_s = keep_alive_s
         self.sleep_after_s = sleep_after_s
         self.wait_s = wait_s
+        self.max_waiting = max_waiting
+        self.num_waiting = 0
         self.is_draining = False
         self._is_measured = is_measured
         self._on_loaded = on_loaded
@@ -150,6 +154,14 @@ class Models:
 
         Raises ApiError if the model cannot be loaded, does not fit, or is not ready in time.
         """
+        if slot.phase != "ready" and self.num_waiting >= self.max_waiting:
+            raise ApiError(
+                429,
+                f"{self.num_waiting} requests wait for models to be loaded, the most that may.",
+                code="rate_limit_exceeded",
+                retry_after_s=RETRY_S,
+            )
+        self.num_waiting += 1
         try:
             async with asyncio.timeout(self.wait_s):
                 await self._acquire(slot)
@@ -161,6 +173,8 @@ class Models:
                 code="model_not_ready",
                 retry_after_s=RETRY_S,
             ) from None
+        finally:
+            self.num_waiting -= 1
 
     async def _acquire(self, slot: ModelSlot) -> None:
         self.note_deaths()

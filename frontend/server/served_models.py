@@ -43,7 +43,10 @@ def make_models(
     for model in served:
         plan = plan_beside(model.args, limit_bytes, len(served))
         args = sized(model, plan)
-        slots.append(ModelSlot(args, ServerState(config, model.name), resolve(args), plan))
+        engine_config = resolve(args)
+        if engine_config.device_config.device != "cpu":
+            raise InvalidParameterError("device", "several models are served on a CPU only")
+        slots.append(ModelSlot(args, ServerState(config, model.name), engine_config, plan))
     names = [slot.name for slot in slots]
     default = config.default_model or names[0]
     if default not in names:
@@ -59,6 +62,7 @@ def make_models(
         keep_alive_s=300.0 if keep_alive_s is None else keep_alive_s,
         sleep_after_s=_duration("sleep_after", config.sleep_after),
         wait_s=config.model_wait_s,
+        max_waiting=max(1, config.max_queued_requests),
         on_loaded=on_loaded,
     )
 

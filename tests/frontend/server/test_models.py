@@ -225,6 +225,22 @@ def test_the_wait_has_an_end() -> None:
     run(work)
 
 
+def test_those_who_wait_are_limited() -> None:
+    models, _, _ = make_slots(THREE, limit=300, delay_s=0.02, max_waiting=2)
+
+    async def work() -> None:
+        waiting = [asyncio.create_task(use(models, name)) for name in "aa"]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 requests wait for models") as raised:
+            await use(models, "b")
+        assert raised.value.status == 429 and raised.value.retry_after_s
+        await asyncio.gather(*waiting)
+        await asyncio.gather(*(use(models, "a") for _ in range(9)))  # a ready one takes them all
+        assert models.num_waiting == 0
+
+    run(work)
+
+
 def test_keep_alive() -> None:
     models, log, _ = make_slots(THREE, limit=300, keep_alive_s=0.08)
 

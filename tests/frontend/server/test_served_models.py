@@ -67,6 +67,11 @@ def test_bad_settings(settings: dict[str, Any], message: str) -> None:
         made(**settings)
 
 
+def test_a_gpu_is_refused() -> None:
+    with pytest.raises(InvalidParameterError, match="device: several models are served on a CPU"):
+        made({"device": "cuda"})
+
+
 def test_a_model_that_does_not_exist_is_found_at_once() -> None:
     served = [ServedModel("one", EngineArgs()), ServedModel("two", EngineArgs("./nowhere"))]
     with pytest.raises(ModelLoadError, match="nowhere"):

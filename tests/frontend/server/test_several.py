@@ -112,6 +112,7 @@ def test_lists_cover_all_and_load_none() -> None:
         assert (await client.get("/v1/models/x")).status_code == 404
         tags = (await client.get("/api/tags")).json()["models"]
         assert [tag["name"] for tag in tags] == ["a", "b", "c"] and tags[0]["details"]["family"]
+        assert tags[0]["size"] == models.slots["a"].needs.weights_bytes
         assert (await client.get("/api/ps")).json() == {"models": []}
         assert not models.slots["a"].has_loaded
         await complete(client, model="b")

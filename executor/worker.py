@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..ipc.architectures import text_part
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import ModelLoadError
@@ -458,7 +459,7 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
     path = directory if is_gguf(directory) else directory / "config.json"
     if not path.exists():
         return
-    hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path)
+    hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
     described = find_model_class(hf_config, config.model_config.model_impl)
     if described is not model_class:
         raise ModelLoadError(

@@ -15,6 +15,7 @@ from typing import Any
 from .decoder_config import DecoderConfig, parse_decoder_config
 from .errors import ModelLoadError
 
+TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
 LayerNorms = tuple[str | None, str | None, str | None, str | None]
 PRE_NORMS: LayerNorms = ("input_layernorm", None, "post_attention_layernorm", None)
@@ -50,6 +51,7 @@ class Architecture:
     defaults: dict[str, Any] = field(default_factory=dict)
     constants: dict[str, Any] = field(default_factory=dict)
     scaled_embedding: bool = False  # by the root of hidden_size
+    prefix: str = ""  # of all names of tensors
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
         missing = {key: self.defaults[key] for key in self.defaults if hf_config.get(key) is None}
@@ -60,7 +62,8 @@ class Architecture:
             activation=self.activation,
         )
         scale = config.hidden_size**0.5 if self.scaled_embedding else config.embedding_scale
-        return replace(config, embedding_scale=scale, **self.constants)
+        constants = {"embedding_scale": scale, "name_prefix": self.prefix, **self.constants}
+        return replace(config, **constants)
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
         """Shape of every tensor that a checkpoint must hold, by name. Excludes a tied head
@@ -74,11 +77,12 @@ class Architecture:
         shapes["model.norm.weight"] = [hidden]
         if not config.tie_word_embeddings:
             shapes["lm_head.weight"] = embedding
-        return shapes
+        return {self.prefix + name: shape for name, shape in shapes.items()}
 
     def tied_weights(self, config: DecoderConfig) -> dict[str, str]:
         """Tensors that a checkpoint may also hold, with the tensors that they copy."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+        head, table = f"{self.prefix}lm_head.weight", f"{self.prefix}model.embed_tokens.weight"
+        return {head: table} if config.tie_word_embeddings else {}
 
     def _layer(self, config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -205,6 +209,46 @@ ARCHITECTURES = {
         },
     ),
 }
+
+# Multimodal architectures whose text part runs, with the type of that part.
+TEXT_PARTS = {
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "Mistral3ForConditionalGeneration": "ministral3",
+}
+ARCHITECTURES |= {
+    "Gemma3ForConditionalGeneration": replace(
+        ARCHITECTURES["Gemma3ForCausalLM"], prefix=TEXT_PREFIX
+    ),
+    "Mistral3ForConditionalGeneration": replace(
+        ARCHITECTURES["Ministral3ForCausalLM"], prefix=TEXT_PREFIX
+    ),
+}
+# Keys of the whole model's config.json that its text part may lack.
+_OF_THE_WHOLE = frozenset(
+    {"dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
+)
+
+
+def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of the text part of a multimodal model (TEXT_PARTS), with the architecture of
+    the whole; that of any other model unchanged.
+
+    Raises ModelLoadError for a text part of another type than the model's.
+    """
+    names, text = hf_config.get("architectures"), hf_config.get("text_config")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in TEXT_PARTS or not isinstance(text, dict):
+        return hf_config
+    if text.get("model_type") != TEXT_PARTS[name]:
+        raise ModelLoadError(
+            f"config.json: {name} is supported with a text_config of model_type "
+            f"{TEXT_PARTS[name]}, not {text.get('model_type')!r:.100}"
+        )
+    whole = {key: hf_config[key] for key in _OF_THE_WHOLE & hf_config.keys()}
+    given = {key: value for key, value in text.items() if value is not None}
+    is_tied = hf_config.get("tie_word_embeddings", text.get("tie_word_embeddings", True))
+    own = {"architectures": [name], "tie_word_embeddings": is_tied}
+    return ARCHITECTURES[name].defaults | whole | given | own
 
 
 def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = ARCHITECTURES) -> str:

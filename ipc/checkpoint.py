@@ -86,6 +86,10 @@ def _weight_file_names(directory: Path) -> list[str]:
     return sorted(names)
 
 
+# Tensors of multimodal models that their text part does not need.
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+
+
 def check_checkpoint(
     directory: Path,
     shapes: dict[str, list[int]],
@@ -120,6 +124,8 @@ def check_checkpoint(
     origin: dict[str, Path] = {}
     for path in files:
         for name, tensor in read_header(path).items():
+            if name.startswith(OTHER_PARTS):
+                continue
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config
             if quantization is not None and name.endswith(UNUSED) and name not in allowed:

@@ -184,6 +184,7 @@ class DecoderConfig:
     embedding_scale: float = 1.0  # factor of the embedding's rows
     residual_scale: float = 1.0  # factor of what a block adds to the residual stream
     logits_scale: float = 1.0  # factor of the logits
+    name_prefix: str = ""  # of all names of tensors
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
 

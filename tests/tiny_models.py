@@ -112,6 +112,32 @@ def save_tiny_model(
     return directory
 
 
+def save_tiny_multimodal_model(directory: str | Path, kind: str, **overrides: Any) -> Path:
+    """Write a random checkpoint of "gemma3" or "mistral3", with a text part of the tiny sizes."""
+    from transformers import AutoConfig, AutoModelForImageTextToText, logging
+
+    logging.disable_progress_bar()
+    vision = {
+        "model_type": {"gemma3": "siglip_vision_model", "mistral3": "pixtral"}[kind],
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    text = {"gemma3": "gemma3_text", "mistral3": "ministral3"}[kind]
+    config = AutoConfig.for_model(
+        kind, text_config=make_tiny_config(text).to_dict(), vision_config=vision, **overrides
+    )
+    model = AutoModelForImageTextToText.from_config(config)
+    randomize(model.model.language_model, 0)
+    model.save_pretrained(directory)
+    save_tiny_tokenizer(directory)
+    return Path(directory)
+
+
 def randomize(model, seed: int) -> None:
     """Fill every parameter from `seed`.
 

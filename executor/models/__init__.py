@@ -25,6 +25,8 @@ _MODELS: dict[str, str | type] = {
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "Ministral3ForCausalLM": "ministral3",
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "ministral3",
 }
 
 

@@ -118,22 +118,21 @@ class Decoder:
         """The weight-name table: every name that the checkpoint must have, with the tensor it
         fills.
         """
-        yield from self.embed_tokens.weights("model.")
+        prefix = self.config.name_prefix
+        yield from self.embed_tokens.weights(f"{prefix}model.")
         for i, layer in enumerate(self.layers):
-            yield from layer.weights(f"model.layers.{i}.")
-        yield from self.norm.weights("model.")
+            yield from layer.weights(f"{prefix}model.layers.{i}.")
+        yield from self.norm.weights(f"{prefix}model.")
         if not self.config.tie_word_embeddings:
-            yield from self.lm_head.weights("")
+            yield from self.lm_head.weights(prefix)
 
     def tied_weights(self) -> dict[str, str]:
         """Names that a checkpoint may have in addition, with the names whose tensors they must
         equal.
         """
-        return (
-            {"lm_head.weight": "model.embed_tokens.weight"}
-            if self.config.tie_word_embeddings
-            else {}
-        )
+        prefix = self.config.name_prefix
+        head, table = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
+        return {head: table} if self.config.tie_word_embeddings else {}
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order; each owns its key_cache and value_cache."""

@@ -32,3 +32,9 @@ class Gemma3ForCausalLM(Decoder):
         )
         # transformers multiplies by a number of the model's dtype
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=make.dtype).item()
+
+
+class Gemma3ForConditionalGeneration(Gemma3ForCausalLM):
+    """The text part of the versions that see images."""
+
+    parse_config = staticmethod(ARCHITECTURES["Gemma3ForConditionalGeneration"].parse)

@@ -12,3 +12,9 @@ from .llama import LlamaForCausalLM
 
 class Ministral3ForCausalLM(LlamaForCausalLM):
     parse_config = staticmethod(ARCHITECTURES["Ministral3ForCausalLM"].parse)
+
+
+class Mistral3ForConditionalGeneration(Ministral3ForCausalLM):
+    """The text part of the versions that see images."""
+
+    parse_config = staticmethod(ARCHITECTURES["Mistral3ForConditionalGeneration"].parse)

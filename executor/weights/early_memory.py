@@ -18,6 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
+from ...ipc.checkpoint import OTHER_PARTS
 from ...ipc.config import EngineConfig
 from ...ipc.gguf_weights import is_gguf
 from ...ipc.machine import free_memory_bytes
@@ -109,7 +110,9 @@ def matrices(files: list[Path]) -> list[tuple[int, int, int]]:
             (size,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
-        for tensor in header.values():
+        for name, tensor in header.items():
+            if name.startswith(OTHER_PARTS):
+                continue
             (start, end), shape = tensor["data_offsets"], tensor["shape"]
             if len(shape) == 2:
                 found.append((shape[0], shape[1], end - start))

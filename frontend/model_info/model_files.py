@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.architectures import text_part
 from ...ipc.errors import ModelLoadError
 from ...ipc.gguf import part_names, read_gguf
 from ...ipc.gguf_config import gguf_config, gguf_generation_config
@@ -148,7 +149,7 @@ def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]
     in a message.
     """
     path = directory if is_gguf(directory) else directory / "config.json"
-    own = gguf_config(read_gguf(path)) if is_gguf(path) else read_json(path)
+    own = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
     hf_config = _merged(own, overrides)
     try:
         msgspec.msgpack.encode(hf_config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire.executor import models
 from quire.executor.models.layers import LayerFactory
-from quire.ipc.architectures import ARCHITECTURES, find_architecture
+from quire.ipc.architectures import ARCHITECTURES, find_architecture, text_part
 from quire.ipc.errors import ModelLoadError
 from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
@@ -58,7 +58,7 @@ def test_tensors_equal_those_of_the_model(kind: str, variant: dict[str, Any]) ->
     ],
 )
 def test_an_unknown_architecture_has_the_same_error_message(hf_config: dict[str, Any]) -> None:
-    with pytest.raises(ModelLoadError, match=r"^[^\n]{,300}$") as ours:
+    with pytest.raises(ModelLoadError, match=r"^[^\n]{,400}$") as ours:
         find_architecture(hf_config)
     with pytest.raises(ModelLoadError) as theirs:
         models.find_model_class(hf_config)
@@ -77,3 +77,22 @@ def test_model_type_stands_in_for_a_missing_architecture(kind: str) -> None:
     name = find_architecture(hf_config)
     assert name.lower() == f"{kind.removesuffix('_text')}forcausallm"
     assert models.find_model_class(hf_config).__name__ == name
+
+
+def test_the_text_part_of_a_multimodal_model() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "vocab_size": None}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "vision_config": {"hidden_size": 1152},
+        "text_config": text,
+    }
+    part = text_part(whole)
+    assert part["architectures"] == ["Gemma3ForConditionalGeneration"]
+    assert (part["hidden_size"], part["vocab_size"]) == (64, 262_208)  # transformers' default
+    assert part["tie_word_embeddings"] and part["eos_token_id"] == [1, 106]
+    assert not text_part({**whole, "tie_word_embeddings": False})["tie_word_embeddings"]
+    assert text_part(text) is text
+    with pytest.raises(ModelLoadError, match="text_config of model_type gemma3_text, not 'llama'"):
+        text_part({**whole, "text_config": {"model_type": "llama"}})

@@ -10,7 +10,7 @@ from typing import Any
 
 from .errors import ModelLoadError
 from .gguf import GGUFFile
-from .gguf_weights import read_rope_factors
+from .gguf_weights import LONG_ROPE_FACTORS, read_rope_factors
 
 ARCHITECTURE_KEY = "general.architecture"
 # general.architecture -> (architectures, model_type). llama.cpp writes Mistral as llama; without a
@@ -20,7 +20,14 @@ ARCHITECTURES = {
     "qwen2": ("Qwen2ForCausalLM", "qwen2"),
     "qwen3": ("Qwen3ForCausalLM", "qwen3"),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
+    "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # OLMo 3 too, which has windows
+    "granite": ("GraniteForCausalLM", "granite"),
 }
+_OLMO3 = ("Olmo3ForCausalLM", "olmo3")
+_GEMMA3_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
+_GEMMA3_27B_LAYERS = 62  # its attention is scaled by other than the size of a head
 # Key without the architecture's name -> key of config.json.
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -42,11 +49,19 @@ _KEYS = {
     "attention.scale": "attention_multiplier",
 }
 _LISTED = ("num_key_value_heads", "num_attention_heads", "intermediate_size")  # may be per layer
-_READ = ("vocab_size", "rope.dimension_count", "attention.value_length", "expert_used_count")
+_READ = (
+    "vocab_size",
+    "attention.sliding_window_pattern",
+    "rope.freq_base_swa",
+    "rope.dimension_count",
+    "attention.value_length",
+    "expert_used_count",
+)
+_ORIGINAL = "original_max_position_embeddings"
 # rope.scaling.* -> key of rope_scaling
 _SCALING_KEYS = {
     "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
+    "original_context_length": _ORIGINAL,
     "attn_factor": "attention_factor",
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
@@ -106,14 +121,15 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         config["vocab_size"] = embedding.shape[0]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     config["hidden_act"] = "silu"
-    if architecture == "llama":
+    if architecture in ("llama", "smollm3", "granite"):
         config["attention_bias"] = "blk.0.attn_q.bias" in tensors
         config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    elif architecture == "gemma3":
-        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
     _check_heads(path, own, config)
+    _add_of_architecture(architecture, own, config)
     if (scaling := _rope_scaling(file, own)) is not None:
         config["rope_scaling"] = scaling
+        if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
+            config[_ORIGINAL] = original  # Phi-3's config.json has it here
     for end in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
             config[f"{end}_token_id"] = token
@@ -141,6 +157,29 @@ def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
+def _add_of_architecture(architecture: str, own: dict[str, Any], config: dict[str, Any]) -> None:
+    """What llama.cpp knows of an architecture without a key for it, and windows by layer."""
+    if not config.get("sliding_window"):  # Phi-4 has 0
+        config.pop("sliding_window", None)
+    if architecture == "gemma3":
+        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
+        config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
+        scaled_by = config.get("head_dim")
+        if config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS:
+            scaled_by = config["hidden_size"] // config["num_attention_heads"]
+        config["query_pre_attn_scalar"] = scaled_by
+    elif architecture == "olmo2" and "sliding_window" in config:
+        name, config["model_type"] = _OLMO3
+        config["architectures"] = [name]
+        config["rope_local_base_freq"] = own.get("rope.freq_base_swa", config.get("rope_theta"))
+    pattern = own.get("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[bool(has_window)] for has_window in pattern]
+    elif pattern is not None:
+        config["sliding_window_pattern"] = pattern
+
+
 def _check_heads(path: Any, own: dict[str, Any], config: dict[str, Any]) -> None:
     """Values have as many features as keys, and all of a head's features rotate, or the model is
     refused.
@@ -162,6 +201,14 @@ def _rope_scaling(file: GGUFFile, own: dict[str, Any]) -> dict[str, Any] | None:
     path, prefix = file.paths[0], "rope.scaling."
     if (factors := read_rope_factors(file)) is not None:
         return {"rope_type": "factors", "factors": factors}
+    if long := {
+        key: factors
+        for name, key in LONG_ROPE_FACTORS.items()
+        if (factors := read_rope_factors(file, name)) is not None
+    }:
+        original = own.get(f"{prefix}original_context_length")
+        known = {} if original is None else {_ORIGINAL: original}
+        return {"rope_type": "longrope"} | long | known
     parameters = {key.removeprefix(prefix): own[key] for key in own if key.startswith(prefix)}
     if "rope.scale_linear" in own:  # of old files
         parameters = {"type": "linear", "factor": own["rope.scale_linear"]} | parameters

@@ -17,6 +17,7 @@ from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}  # tokenizer.ggml.model
 REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
+PHI3_KEEPS_SPACES_BEHIND = ("<s>", "<|endoftext|>")
 MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
 
 _NFC = {"type": "NFC"}
@@ -119,7 +120,8 @@ class Vocabulary:
 
     def added_tokens(self) -> list[dict[str, Any]]:
         """Tokens that are found in a text before anything else is done with it."""
-        flags = dict(single_word=False, lstrip=False, rstrip=False)
+        # which tokens take the spaces behind them is not in a file
+        is_phi3 = self.kind == "llama" and self.metadata.get("general.architecture") == "phi3"
         return [
             {
                 "id": token_id,
@@ -127,8 +129,10 @@ class Vocabulary:
                 # SentencePiece looks for its users' tokens once spaces are replaced
                 "normalized": self.kind == "llama" and kind == USER_DEFINED and "▁" in text,
                 "special": kind != USER_DEFINED,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": is_phi3 and kind == CONTROL and text not in PHI3_KEEPS_SPACES_BEHIND,
             }
-            | flags
             for token_id, (text, kind) in enumerate(zip(self.tokens, self.types))
             if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and self.kind == "llama")
             if text

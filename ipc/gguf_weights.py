@@ -15,9 +15,9 @@ from .errors import ModelLoadError
 from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
 
 # general.architecture. "llama" stands for Mistral too.
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+ARCHITECTURES = (*("llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "granite"),)
 # Rows of these are interleaved by the conversion to GGUF: see executor/weights/gguf.py.
-PERMUTED = {"llama": ("self_attn.q_proj", "self_attn.k_proj")}
+PERMUTED = dict.fromkeys(("llama", "smollm3", "granite"), ("self_attn.q_proj", "self_attn.k_proj"))
 # The types that kernels/reference/gguf_blocks.py dequantizes.
 READABLE_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
@@ -31,6 +31,10 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # weights that are one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:[qkv]|gate|up)_proj\.weight$")
 ROPE_FACTORS = "rope_freqs.weight"
+LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
+    "rope_factors_long.weight": "long_factor",
+    "rope_factors_short.weight": "short_factor",
+}
 MAX_ROPE_FACTORS = 65_536
 
 _WHOLE_MODEL = {
@@ -56,7 +60,12 @@ _SANDWICH = {  # norms after the blocks as well
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_LAYER_OF = {"gemma3": _LAYER | _SANDWICH}
+_PRE_NORMS = ("attn_norm", "ffn_norm")
+_LAYER_OF = {
+    "gemma3": _LAYER | _SANDWICH,
+    "olmo2": {name: part for name, part in (_LAYER | _SANDWICH).items() if name not in _PRE_NORMS},
+    "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
 
 
 def is_gguf(path: Path) -> bool:
@@ -96,7 +105,7 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
         )
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
-        if tensor.name == ROPE_FACTORS:
+        if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # part of the configuration: read_rope_factors
         name = model_name(tensor.name, architecture)
         if name is None or name not in shapes:
@@ -162,15 +171,15 @@ def is_permuted(file: GGUFFile, name: str) -> bool:
     )
 
 
-def read_rope_factors(file: GGUFFile) -> list[float] | None:
+def read_rope_factors(file: GGUFFile, name: str = ROPE_FACTORS) -> list[float] | None:
     """What each frequency of the rotary embedding is divided by (Llama 3), if the file says."""
-    tensor = file.tensors.get(ROPE_FACTORS)
+    tensor = file.tensors.get(name)
     if tensor is None:
         return None
     count = tensor.num_bytes // 4
     if tensor.type != "F32" or len(tensor.shape) != 1 or not 0 < count <= MAX_ROPE_FACTORS:
         raise ModelLoadError(
-            f"{tensor.path}: {ROPE_FACTORS} must be a vector of F32, not {tensor.type} of shape "
+            f"{tensor.path}: {name} must be a vector of F32, not {tensor.type} of shape "
             f"{list(tensor.shape)}"
         )
     with tensor.path.open("rb") as file_bytes:

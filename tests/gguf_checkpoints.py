@@ -22,7 +22,13 @@ ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "granite": "granite",
 }
+_PERMUTED = ("llama", "smollm3", "granite")
 _PARTS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -39,25 +45,33 @@ _PARTS = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+_SANDWICH = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _OWN_PARTS = {
-    "gemma3": {
-        "post_attention_layernorm": "post_attention_norm",
-        "pre_feedforward_layernorm": "ffn_norm",
-        "post_feedforward_layernorm": "post_ffw_norm",
-    }
+    "gemma3": _SANDWICH,
+    "olmo2": _SANDWICH,
+    "phi3": {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
 
 
 def write_gguf(
-    path: Path, checkpoint: Path, type: str = "F32", others: Mapping[str, str] = {}
+    path: Path,
+    checkpoint: Path,
+    type: str = "F32",
+    others: Mapping[str, str] = {},
+    tensors_in_a_part: int = 0,
 ) -> dict[str, torch.Tensor]:
     """Writes matrices as blocks of `type` and vectors as F32. `others`: names of the checkpoint
-    with another type.
+    with another type. `tensors_in_a_part`: splits the model over several files.
 
     Returns the fp32 tensors that the file stands for, by the checkpoint's names.
     """
     config = json.loads((checkpoint / "config.json").read_text())
-    writer = gguf.GGUFWriter(path, ARCHITECTURES[config["model_type"]])
+    architecture = ARCHITECTURES[config["model_type"]]
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_in_a_part)
     _add_config(writer, config)
     _add_tokenizer(writer, checkpoint, config)
     stored: dict[str, torch.Tensor] = {}
@@ -95,7 +109,7 @@ def permuted(name: str, rows: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     """
     heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
     key = heads.get(name.split(".")[-2])
-    if ARCHITECTURES[config["model_type"]] != "llama" or key is None:
+    if ARCHITECTURES[config["model_type"]] not in _PERMUTED or key is None:
         return rows
     return rows.reshape(config[key], 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -166,6 +180,23 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config["vocab_size"])
+    if (window := config.get("sliding_window")) is not None:
+        writer.add_sliding_window(window)
+        if layer_types := config.get("layer_types"):
+            pattern = [layer_type == "sliding_attention" for layer_type in layer_types]
+            writer.add_sliding_window_pattern(pattern)
+    elif config["model_type"] == "phi3":
+        writer.add_sliding_window(0)
+    if config["model_type"] == "granite":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        for kind in ("long", "short"):
+            factors = np.array(rope[f"{kind}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, Any]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.params import StructuredOutputsParams
+from quire.tests.frontend.server.conftest import running_server
+from quire.tests.frontend.server.test_same_answers import wait_for
 from quire.tests.gguf_checkpoints import write_gguf
+from quire.tests.tiny_models import save_tiny_model
 
 BUNDLED = find_model_directory("bundled")
 PROMPTS = ["Once upon a time", "12 + 34 =", "{"]
@@ -62,12 +67,121 @@ def test_a_file_alone_is_enough(file: Path) -> None:
         assert output.outputs[0].finish_reason == "length" or json.loads(output.outputs[0].text)
 
 
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 32}),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3, window": ("phi3", {"sliding_window": 20}),
+    "phi3, long": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1000.0,
+                "short_factor": [1.0 + i / 8 for i in range(8)],
+                "long_factor": [2.0 + i for i in range(8)],
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "granite": ("granite", {}),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_answers_as_its_safetensors(name: str, tmp_path: Path) -> None:
+    """Only the metadata describes the model: sizes, windows, factors, names, order of rows."""
+    kind, overrides = ARCHITECTURES[name]
+    directory = save_tiny_model(tmp_path / "model", kind, **overrides)
+    path = tmp_path / "m.gguf"
+    write_gguf(path, directory)
+    prompts = [{"prompt_token_ids": [3 + i % 290 for i in range(n)]} for n in (5, 90)]
+    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(str(directory), **SETTINGS) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
+    with LLM(str(path), **SETTINGS) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+
+
 def test_plan_and_doctor_read_it(file: Path) -> None:
     args = EngineArgs(str(file), dtype="float32")
     assert make_plan(args).weights_bytes == make_plan(EngineArgs(dtype="float32")).weights_bytes
     findings = {finding.name: finding for finding in check_model(args)}
     assert "GGUF" in findings["weights"].detail
     assert {name for name, finding in findings.items() if finding.status == "fail"} == set()
+
+
+def test_parts_and_names_in_the_hubs_cache(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A split model answers as the whole one, under every name that leads to it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--org--g" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--org--g" / "refs").mkdir()
+    (tmp_path / "models--org--g" / "refs" / "main").write_text("0" * 40)
+    write_gguf(snapshot / "g-F32.gguf", BUNDLED, tensors_in_a_part=20)
+    parts = sorted(snapshot.glob("g-F32-0000*.gguf"))
+    assert len(parts) == 4
+    with LLM(str(file), **SETTINGS) as llm:
+        expected = answers(llm)
+    for name in ("org/g:F32", f"org/g/{parts[1].name}", str(parts[2])):
+        assert find_model_directory(name).name == parts[0].name
+    with LLM("org/g:F32", **SETTINGS) as llm:
+        assert answers(llm) == expected
+
+
+def test_sleep_and_other_weights(file: Path, tmp_path: Path) -> None:
+    """On blocks: after both levels of sleep, and after other weights and the own ones again."""
+    path, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    write_gguf(path, BUNDLED, "Q8_0")
+    write_gguf(other, BUNDLED, "Q4_0")
+    with LLM(str(path), **SETTINGS | {"dtype": "bfloat16"}) as llm:
+        expected = answers(llm)
+        for level in (1, 2):
+            llm.sleep(level=level)
+            llm.wake_up()
+            assert answers(llm) == expected
+        llm.load_weights(str(other))
+        assert answers(llm) != expected
+        llm.load_weights(str(path))
+        assert answers(llm) == expected
+
+
+def test_daemon_server_and_commands(file: Path, tmp_path: Path) -> None:
+    """One daemon with the file; a program, a server and a command attach to it."""
+    socket = tmp_path / "engine.sock"
+    question = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    command = [sys.executable, "-m", "quire"]
+    settings = ["--dtype", "float32", "--max-model-len", "256"]
+    with LLM(str(file), **SETTINGS) as llm:
+        expected = answers(llm)[-1]
+        assert llm.tokenizer is not None
+        text = llm.tokenizer.decode(expected, skip_special_tokens=True)
+    listen = ["engine", str(file), "--listen", f"ipc://{socket}", *settings]
+    with subprocess.Popen([*command, *listen], stderr=subprocess.DEVNULL) as daemon:
+        try:
+            wait_for(socket, daemon)
+            attached = ["--engine", f"ipc://{socket}"]
+            with LLM(str(file), engine=f"ipc://{socket}") as llm:
+                assert answers(llm)[-1] == expected
+            with running_server(str(file), *attached) as client:
+                answer = client.post("/v1/chat/completions", json=question).json()
+                assert answer["choices"][0]["message"]["content"] == text
+                assert client.get("/").status_code == 200  # the page
+            words = ["generate", "--model", str(file), "--max-tokens", "8", *attached, "Once"]
+            done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and done.stdout.strip(), done.stderr
+        finally:
+            daemon.terminate()
 
 
 def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:

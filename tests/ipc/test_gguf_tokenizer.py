@@ -128,6 +128,16 @@ def test_sentence_piece_ids_are_those_of_its_own_encoder(has_prefix: bool, tmp_p
         assert ours.decode(expected, skip_special_tokens=False) == original.decode(expected)
 
 
+def test_tokens_of_phi3_take_the_spaces_behind_them(tmp_path: Path) -> None:
+    """Those of its chats, as its tokenizer.json says; a GGUF file does not."""
+    metadata = sentence_piece_metadata(trained(control_symbols=["<|user|>"]))
+    phi3, llama = (
+        built(tmp_path, metadata | {"general.architecture": name}) for name in ("phi3", "llama")
+    )
+    assert phi3.encode("<|user|>\n the</s>\n").ids == llama.encode("<|user|>the</s>").ids
+    assert phi3.encode("<s>\n the").ids == llama.encode("<s>\n the").ids
+
+
 def test_roles_and_templates(tmp_path: Path) -> None:
     metadata = bundled_metadata() | {
         "tokenizer.chat_template": "{{ a }}",

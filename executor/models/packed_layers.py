@@ -101,7 +101,7 @@ class PackedLayers:
 def _store(tensor: torch.Tensor) -> StoredArray:
     dtype = str(tensor.dtype).removeprefix("torch.")
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return StoredArray(dtype, list(tensor.shape), memoryview(data))
+    return StoredArray(dtype, list(tensor.shape), data.data)
 
 
 def _load(array: StoredArray) -> torch.Tensor:

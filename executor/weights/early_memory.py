@@ -46,10 +46,11 @@ def begin(config: EngineConfig) -> list[threading.Thread]:
         return []
     try:
         cache = PackedCache.of(config)
-        is_cached = cache is not None and cache.path.exists()
-        files = [cache.path] if is_cached else weight_files(Path(config.model_config.model))
+        if cache is not None and not cache.path.exists():
+            cache = None
+        files = weight_files(Path(config.model_config.model)) if cache is None else [cache.path]
         num_stored = sum(path.stat().st_size for path in files)
-        num_early, num_bytes = (0, 0) if is_cached else _needed(config, files)
+        num_early, num_bytes = _needed(config, files) if cache is None else (0, 0)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error):
         return []  # the loader reports what is wrong
     free_bytes = free_memory_bytes()

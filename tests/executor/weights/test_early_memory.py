@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 from quire.executor.weights import early_memory
-from quire.executor.weights.packed_cache import weight_files
+from quire.executor.weights.packed_cache import PackedCache, weight_files
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.memory_plan import quantized_bytes
 from quire.kernels.cpu.native import weights
@@ -47,7 +47,8 @@ from quire.executor.weights import early_memory
 from quire.executor.weights.packed_cache import weight_files
 from quire.frontend.engine_args import EngineArgs
 overrides = {"tie_word_embeddings": sys.argv[2] == "tied"}
-args = EngineArgs(sys.argv[1], hf_overrides=overrides, cpu_isa=sys.argv[3])
+more = dict(zip(("quantization", "packed_weights_cache"), sys.argv[4:]))
+args = EngineArgs(sys.argv[1], hf_overrides=overrides, cpu_isa=sys.argv[3], **more)
 for thread in early_memory.begin(args.create_engine_config()): thread.join()
 memory = early_memory.take()
 is_there, is_taken = memory is not None, early_memory.take() is None
@@ -89,6 +90,22 @@ def test_a_gguf_file_has_memory(tiny, tmp_path):
         check=True,
     )
     assert done.stdout.split() == ["False", "True", "True", "0"]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_kept_packed_weights_need_no_memory(is_kept, tiny, tmp_path):
+    model, overrides = str(tiny("qwen2")), {"tie_word_embeddings": True}
+    arguments = {"quantization": "int4", "packed_weights_cache": str(tmp_path)}
+    config = EngineArgs(model, hf_overrides=overrides, **arguments).create_engine_config()
+    if is_kept:
+        PackedCache.of(config).path.touch()
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN, model, "tied", "auto", *arguments.values()],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[1] == str(not is_kept)
 
 
 @pytest.mark.parametrize("is_cached", [False, True])

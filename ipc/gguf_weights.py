@@ -24,9 +24,18 @@ READABLE_TYPES = (
     *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"),
 )
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
-# Type of blocks in a file -> their type in memory, for those that native kernels multiply; others
+# Type of blocks in a file -> their type in memory, which native kernels multiply. Types without
+# kernels are packed again at load (kernels/reference/gguf_repack.py). Numbers of 16 and 32 bits
 # become numbers of the model's dtype. tests/ipc/test_gguf_weights.py compares it with the kernels.
-MEMORY_TYPES = {type: type for type in ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")}
+_WITH_KERNELS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
+    "Q2_K": "Q8_0",
+    "Q3_K": "Q6_K",
+    "IQ4_XS": "Q8_0",
+    "MXFP4": "Q8_0",
+    "TQ1_0": "Q4_0",
+    "TQ2_0": "Q4_0",
+}
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # weights that are one layer, whose blocks are kept if all of them can be
 _MERGED = re.compile(r"\b(?:[qkv]|gate|up)_proj\.weight$")

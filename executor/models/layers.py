@@ -273,7 +273,7 @@ class LayerFactory:
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
-        self._dequantized: set[str] = set()  # types of blocks that no kernel multiplies
+        self._logged_types: set[str] = set()  # of blocks that memory does not hold
         # by the addresses of the tensors that they wait for
         self._unpacked: dict[int, Linear | Embedding] = {}
         self._offsets: dict[int, float] = {}  # of norms, by the addresses of their weights
@@ -296,16 +296,27 @@ class LayerFactory:
                 values = values.double() + offset
             copy_weights(tensor, values)
             return
-        if isinstance(values, PackedRows) and not self.keeps_blocks(values.type):
-            if values.type not in self._dequantized:
-                logger.info("weights of type %s are unpacked to %s", values.type, self.dtype)
-            self._dequantized.add(values.type)
-            values = values.dequantized(tensor.dtype)
+        if isinstance(values, PackedRows):
+            values = self._in_memory(values, tensor.dtype)
         layer.fill(tensor, values)
         self.weights_bytes -= layer.saved_bytes
 
+    def _in_memory(self, blocks: PackedRows, dtype: torch.dtype) -> torch.Tensor | PackedRows:
+        """Blocks of the type that memory holds, or numbers; logs each change of a type once."""
+        kept: torch.Tensor | PackedRows
+        if self.keeps_blocks(blocks.type):
+            kept = blocks.for_memory()
+            change = "" if kept.type == blocks.type else f"packed again as {kept.type}"
+        else:
+            kept = blocks.dequantized(dtype)
+            change = f"unpacked to {self.dtype}"
+        if change and blocks.type not in self._logged_types:
+            logger.info("weights of type %s are %s", blocks.type, change)
+            self._logged_types.add(blocks.type)
+        return kept
+
     def keeps_blocks(self, type: str) -> bool:
-        """Whether blocks of this type of a GGUF file are used as they are.
+        """Whether blocks of this type of a GGUF file stay blocks, of the type in MEMORY_TYPES.
 
         In float32 they do not: their activations would be quantized.
         """

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from ...ipc.gguf_weights import MEMORY_TYPES
 from ...kernels.reference.gguf_blocks import dequantize
+from ...kernels.reference.gguf_repack import repack
 from ..device import copy_mapped
 
 
@@ -20,6 +22,11 @@ class PackedRows(NamedTuple):
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns]"""
         return dequantize(self.rows, self.type, dtype)
+
+    def for_memory(self) -> PackedRows:
+        """As blocks of the type in MEMORY_TYPES: the same, or packed again."""
+        target = MEMORY_TYPES[self.type]
+        return self if target == self.type else PackedRows(repack(self.rows, self.type), target)
 
 
 def copy_weights(tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:

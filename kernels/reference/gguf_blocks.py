@@ -110,19 +110,19 @@ def _q4_1(blocks: Tensor) -> Tensor:
     return half(scale) * unpack_bits(numbers, 4, 16).float() + half(least)
 
 
-def _fifth_bits(high: Tensor) -> Tensor:
+def fifth_bits(high: Tensor) -> Tensor:
     """[blocks, 4] -> [blocks, 32]: bit i of the little-endian word, times 16"""
     return unpack_bits(high, 1, 1) << 4
 
 
 def _q5_0(blocks: Tensor) -> Tensor:
     scale, high, numbers = split(blocks, 2, 4, 16)
-    return half(scale) * ((unpack_bits(numbers, 4, 16) | _fifth_bits(high)).float() - 16)
+    return half(scale) * ((unpack_bits(numbers, 4, 16) | fifth_bits(high)).float() - 16)
 
 
 def _q5_1(blocks: Tensor) -> Tensor:
     scale, least, high, numbers = split(blocks, 2, 2, 4, 16)
-    return half(scale) * (unpack_bits(numbers, 4, 16) | _fifth_bits(high)).float() + half(least)
+    return half(scale) * (unpack_bits(numbers, 4, 16) | fifth_bits(high)).float() + half(least)
 
 
 def _q8_0(blocks: Tensor) -> Tensor:
@@ -138,12 +138,17 @@ def _q2_k(blocks: Tensor) -> Tensor:
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
-    high, numbers, low_scales, high_scales, scale = split(blocks, 32, 64, 8, 4, 2)
-    scales = unpack_bits(low_scales, 4, 8) | unpack_bits(high_scales, 2, 4) << 4
-    scales = half(scale) * (scales.float() - 32)
+    high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
+    scales = half(scale) * q3_k_scales(packed)
     # the third bit is stored for x + 4
     x = _in_groups(unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2, scales) - 4
     return (scales.unsqueeze(-1) * x).flatten(1)
+
+
+def q3_k_scales(packed: Tensor) -> Tensor:
+    """[blocks, 12] -> [blocks, 16] whole, from -32 to 31"""
+    low, high = split(packed, 8, 4)
+    return (unpack_bits(low, 4, 8) | unpack_bits(high, 2, 4) << 4).float() - 32
 
 
 def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,24 +190,44 @@ def _look_up(values: Sequence[int], numbers: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float32)[numbers.int()]
 
 
+def iq4_numbers(numbers: Tensor) -> Tensor:
+    """The values that the nibbles of IQ4_NL and IQ4_XS stand for, f32"""
+    return _look_up(_IQ4, numbers)
+
+
 def _iq4_nl(blocks: Tensor) -> Tensor:
     scale, numbers = split(blocks, 2, 16)
-    return half(scale) * _look_up(_IQ4, unpack_bits(numbers, 4, 16))
+    return half(scale) * iq4_numbers(unpack_bits(numbers, 4, 16))
 
 
 def _iq4_xs(blocks: Tensor) -> Tensor:
-    scale, high, low, numbers = split(blocks, 2, 2, 4, 128)
-    scales = half(scale) * ((unpack_bits(low, 4, 1) | unpack_bits(high, 2, 1) << 4).float() - 32)
-    x = _in_groups(_look_up(_IQ4, unpack_bits(numbers, 4, 16)), scales)
+    scale, packed, numbers = split(blocks, 2, 6, 128)
+    scales = half(scale) * iq4_xs_scales(packed)
+    x = _in_groups(iq4_numbers(unpack_bits(numbers, 4, 16)), scales)
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
+def iq4_xs_scales(packed: Tensor) -> Tensor:
+    """[blocks, 6] -> [blocks, 8] whole, from -32 to 31"""
+    high, low = split(packed, 2, 4)
+    return (unpack_bits(low, 4, 1) | unpack_bits(high, 2, 1) << 4).float() - 32
+
+
 def _mxfp4(blocks: Tensor) -> Tensor:
-    """The scale is a power of two, 2**(exponent - 128); the least two are subnormal numbers."""
     exponent, numbers = split(blocks, 1, 16)
+    return mxfp4_scales(exponent) * fp4_numbers(unpack_bits(numbers, 4, 16))
+
+
+def mxfp4_scales(exponent: Tensor) -> Tensor:
+    """2**(exponent - 128); the least two are subnormal numbers"""
     exponent = exponent.int()
     bits = torch.where(exponent < 2, 0x200000 << exponent.clamp(max=1), exponent - 1 << 23)
-    return bits.view(torch.float32) * _look_up(_FP4, unpack_bits(numbers, 4, 16))
+    return bits.view(torch.float32)
+
+
+def fp4_numbers(numbers: Tensor) -> Tensor:
+    """The values that the nibbles of MXFP4 stand for, doubled, f32"""
+    return _look_up(_FP4, numbers)
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:

@@ -3,10 +3,13 @@ fast implementations.
 
 Must not know: files, speed.
 
-x is quantized in groups of 256, as for int8 weights (quantized.py). A block of 32 or a super-block
-of 256 has an exact sum of products of integers. In a super-block, whole scales of its parts count
-as factors of the integers. Blocks of a group are added in ascending order, each sum times its
-scale and then the sum of x times its minimum; the group, times the scale of x, is added last.
+x is quantized as for int8 weights (quantized.py), with one scale per 32 numbers, as llama.cpp does
+for its types of 32. A weight is scale * number - least. Every 32 weights of a row have one or two
+scales and at most one least weight; those of K-quants are products that fp32 holds exactly.
+
+Blocks of 32 are added in ascending order with one fused multiply-add per scale: the exact sum of
+products of integers, times the scale of x, which rounds, is multiplied by the scale of the weights.
+Then the exact sum of the integers of x, times their scale, is multiplied by the least weight.
 """
 
 from __future__ import annotations
@@ -18,19 +21,27 @@ import torch
 from torch import Tensor
 
 from ..registry import register
-from .gguf_blocks import block_type, dequantize, half, scales_and_leasts, split, unpack_bits
+from .gguf_blocks import (
+    block_type,
+    dequantize,
+    fifth_bits,
+    half,
+    iq4_numbers,
+    scales_and_leasts,
+    split,
+    unpack_bits,
+)
 from .quantized import fused, in_groups, quantize_activations
 
-GROUP = 256  # numbers of x under one scale
+GROUP = 32  # numbers of x under one scale
 
 
 class Parts(NamedTuple):
-    """What the blocks of a weight consist of: weight = scale * number - least * least_number."""
+    """What a weight consists of, by blocks of 32."""
 
-    scales: Tensor  # [rows, blocks] f32
-    numbers: Tensor  # [rows, blocks, columns of a block], whole; times the whole scales of parts
-    leasts: Tensor | None  # [rows, blocks] f32, negated: it is added
-    least_numbers: Tensor | None  # [rows, blocks, columns of a block], whole
+    numbers: Tensor  # [rows, blocks, scales, 32 / scales], whole
+    scales: Tensor  # [rows, blocks, scales] f32
+    leasts: Tensor | None  # [rows, blocks] f32, negated: they are added
 
 
 class GgufLinear:
@@ -64,83 +75,97 @@ def pack_gguf_linear(
 
 
 def _multiply(x: Tensor, parts: Parts) -> Tensor:
-    numbers, scales = quantize_activations(in_groups(x.float(), GROUP))
-    columns = parts.numbers.shape[-1]
-    at_once = GROUP // columns  # blocks of a group
+    numbers, x_scales = quantize_activations(in_groups(x.float(), GROUP))
     total = torch.zeros(len(x), len(parts.scales))
-    for group in range(scales.shape[1]):
-        of_group = torch.zeros_like(total)
-        for i in range(at_once):
-            if (block := group * at_once + i) == parts.scales.shape[1]:
-                break
-            x_numbers = numbers[:, group, i * columns : (i + 1) * columns].double()
-            exact = (x_numbers @ parts.numbers[:, block].double().T).float()
-            of_group = fused(exact, parts.scales[:, block], of_group)
-            if parts.leasts is not None and parts.least_numbers is not None:
-                exact = (x_numbers @ parts.least_numbers[:, block].double().T).float()
-                of_group = fused(exact, parts.leasts[:, block], of_group)
-        total = fused(of_group, scales[:, group, None].expand_as(total), total)
+    for block in range(x_scales.shape[1]):
+        x_scale = x_scales[:, block, None]
+        of_x = numbers[:, block].double().unflatten(1, (parts.scales.shape[2], -1))
+        for i in range(parts.scales.shape[2]):
+            exact = (of_x[:, i] @ parts.numbers[:, block, i].double().T).float()
+            total = fused(exact * x_scale, parts.scales[:, block, i], total)
+        if parts.leasts is not None:
+            sums = of_x.sum((1, 2)).float()[:, None]
+            total = fused(sums * x_scale, parts.leasts[:, block], total)
     return total
 
 
 def take_apart(blocks: Tensor, type: str) -> Parts:
-    """[rows, bytes] -> the parts of its blocks. Raises ValueError for a type without kernels."""
+    """[rows, bytes] -> the parts of its weights. Raises ValueError for a type without kernels."""
     if type not in _PARTS:
         raise ValueError(f"type {type:.20} has no kernels; there are: {', '.join(_PARTS)}")
-    num_bytes = block_type(type).num_bytes
-    parts = _PARTS[type](blocks.reshape(-1, num_bytes))
-    num_blocks = blocks.shape[1] // num_bytes
-    return Parts(*(None if p is None else _by_row(p, len(blocks), num_blocks) for p in parts))
+    numbers, scales, leasts = _PARTS[type](blocks.reshape(-1, block_type(type).num_bytes))
+    num_scales = max(1, GROUP * scales.shape[1] // numbers.shape[1])
+    scales = scales.reshape(len(blocks), -1, num_scales)
+    return Parts(
+        numbers.float().reshape(*scales.shape, -1),
+        scales,
+        None if leasts is None else leasts.reshape(len(blocks), -1),
+    )
 
 
-def _by_row(x: Tensor, rows: int, blocks: int) -> Tensor:
-    x = x.view(rows, blocks, -1)
-    return x.squeeze(-1) if x.shape[-1] == 1 else x
+# One block per row -> numbers, scales, leasts of a block
+_Pieces = tuple[Tensor, Tensor, Tensor | None]
 
 
-def _q8_0(blocks: Tensor) -> Parts:
+def _q8_0(blocks: Tensor) -> _Pieces:
     scale, numbers = split(blocks, 2, 32)
-    return Parts(half(scale), numbers.contiguous().view(torch.int8).float(), None, None)
+    return numbers.contiguous().view(torch.int8), half(scale), None
 
 
-def _q4_0(blocks: Tensor) -> Parts:
+def _q4_0(blocks: Tensor) -> _Pieces:
     scale, numbers = split(blocks, 2, 16)
-    return Parts(half(scale), unpack_bits(numbers, 4, 16).float() - 8, None, None)
+    return unpack_bits(numbers, 4, 16).float() - 8, half(scale), None
 
 
-def _q4_1(blocks: Tensor) -> Parts:
+def _q4_1(blocks: Tensor) -> _Pieces:
     scale, least, numbers = split(blocks, 2, 2, 16)
-    numbers = unpack_bits(numbers, 4, 16).float()
-    return Parts(half(scale), numbers, half(least), torch.ones_like(numbers))
+    return unpack_bits(numbers, 4, 16), half(scale), half(least)
 
 
-def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> Parts:
-    scales, leasts = (x.repeat_interleave(32, 1) for x in scales_and_leasts(packed))
-    return Parts(half(scale), numbers.float() * scales, -half(least), leasts)
+def _q5_0(blocks: Tensor) -> _Pieces:
+    scale, high, numbers = split(blocks, 2, 4, 16)
+    return (unpack_bits(numbers, 4, 16) | fifth_bits(high)).float() - 16, half(scale), None
 
 
-def _q4_k(blocks: Tensor) -> Parts:
+def _q5_1(blocks: Tensor) -> _Pieces:
+    scale, least, high, numbers = split(blocks, 2, 2, 4, 16)
+    return unpack_bits(numbers, 4, 16) | fifth_bits(high), half(scale), half(least)
+
+
+def _iq4_nl(blocks: Tensor) -> _Pieces:
+    scale, numbers = split(blocks, 2, 16)
+    return iq4_numbers(unpack_bits(numbers, 4, 16)), half(scale), None
+
+
+def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> _Pieces:
+    scales, leasts = scales_and_leasts(packed)
+    return numbers, half(scale) * scales, -(half(least) * leasts)
+
+
+def _q4_k(blocks: Tensor) -> _Pieces:
     scale, least, packed, numbers = split(blocks, 2, 2, 12, 128)
     return _with_leasts(scale, least, packed, unpack_bits(numbers, 4, 32))
 
 
-def _q5_k(blocks: Tensor) -> Parts:
+def _q5_k(blocks: Tensor) -> _Pieces:
     scale, least, packed, high, numbers = split(blocks, 2, 2, 12, 32, 128)
     numbers = unpack_bits(numbers, 4, 32) | unpack_bits(high, 1, 32) << 4
     return _with_leasts(scale, least, packed, numbers)
 
 
-def _q6_k(blocks: Tensor) -> Parts:
+def _q6_k(blocks: Tensor) -> _Pieces:
     low, high, scales, scale = split(blocks, 128, 64, 16, 2)
     numbers = (unpack_bits(low, 4, 64) | unpack_bits(high, 2, 32) << 4).float() - 32
-    scales = scales.contiguous().view(torch.int8).float().repeat_interleave(16, 1)
-    return Parts(half(scale), numbers * scales, None, None)
+    return numbers, half(scale) * scales.contiguous().view(torch.int8).float(), None
 
 
 _PARTS = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "IQ4_NL": _iq4_nl,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -167,11 +167,21 @@ def random_blocks(rows: int, columns: int, type: str) -> Tensor:
     blocks = torch.randint(
         256, (rows, columns // block_type(type).columns, block_type(type).num_bytes)
     ).byte()
-    largest = {"Q8_0": 128, "Q4_0": 8, "Q4_1": 16, "Q4_K": 1000, "Q5_K": 2000, "Q6_K": 4000}[type]
-    halves = 2 if type in ("Q4_1", "Q4_K", "Q5_K") else 1
+    largest = {
+        "Q8_0": 128,
+        "Q4_0": 8,
+        "Q4_1": 16,
+        "Q5_0": 16,
+        "Q5_1": 32,
+        "IQ4_NL": 128,
+        "Q4_K": 1000,
+        "Q5_K": 2000,
+        "Q6_K": 4000,
+    }[type]
+    halves = 2 if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
     if halves == 2:  # minima are as large as the numbers times their scales
-        scales[..., 1] *= {"Q4_1": 8, "Q4_K": 8, "Q5_K": 16}[type]
+        scales[..., 1] *= {"Q4_1": 8, "Q5_1": 16, "Q4_K": 8, "Q5_K": 16}[type]
     at = blocks.shape[2] - 2 if type == "Q6_K" else 0
     blocks[..., at : at + 2 * halves] = scales.half().view(torch.uint8)
     return blocks.flatten(1)

@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -48,6 +48,12 @@ class Op(IntEnum):
     GELU_TANH_AND_MUL = 32
     SCALE = 33
     ADD = 34
+    LINEAR_Q5_0 = 35
+    LINEAR_Q5_1 = 36
+    LINEAR_IQ4_NL = 37
+    EMBEDDING_Q5_0 = 38
+    EMBEDDING_Q5_1 = 39
+    EMBEDDING_IQ4_NL = 40
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

@@ -2,8 +2,8 @@
 
 Must not know: files, models, requests.
 
-kernels/reference/gguf_linear.py specifies the arithmetic, src/gguf_dot.inl the layout: panels of 16
-outputs hold the file's bytes in another order.
+kernels/reference/gguf_linear.py specifies the arithmetic, src/gguf_types.inl the layout: panels of
+16 outputs hold the file's bytes in another order.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ LAYOUTS = {
     "Q8_0": Layout(34, 32, (2, 34), ((0, 2, 2),)),
     "Q4_0": Layout(18, 32, (2, 18), ((0, 2, 2),)),
     "Q4_1": Layout(20, 32, (4, 20), ((0, 2, 2), (2, 4, 2))),
+    "Q5_0": Layout(22, 32, (2, 22), ((0, 2, 2),)),
+    "Q5_1": Layout(24, 32, (4, 24), ((0, 2, 2), (2, 4, 2))),
+    "IQ4_NL": Layout(18, 32, (2, 18), ((0, 2, 2),)),
     "Q4_K": Layout(144, 256, (16, 144), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
     "Q5_K": Layout(176, 256, (16, 176), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
     "Q6_K": Layout(210, 256, (0, 192), ((192, 208, 4), (208, 210, 2))),

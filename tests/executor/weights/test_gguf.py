@@ -222,13 +222,17 @@ def test_factors_that_the_configuration_expects(checkpoint, tmp_path):
         load(rewrite(path, drop("rope_freqs.weight")), directory)
 
 
+@needs_native
 def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
     directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
-    write_gguf(path, directory, "Q5_1")
-    with caplog.at_level(logging.INFO, logger="quire"):
-        build(path, directory, torch.bfloat16)
-    assert "model.gguf: matrices in Q5_1 (16)" in caplog.text
-    assert caplog.text.count("weights of type Q5_1 are unpacked to torch.bfloat16") == 1
+    write_gguf(path, directory, "MXFP4", {"lm_head.weight": "Q5_1"})
+    caplog.set_level(logging.INFO, logger="quire")
+    build(path, directory, torch.bfloat16)
+    assert "model.gguf: matrices in MXFP4 (15), Q5_1 (1)" in caplog.text
+    assert caplog.text.count("weights of type MXFP4 are packed again as Q8_0") == 1
+    assert "Q5_1 are" not in caplog.text
+    build(path, directory, torch.float32)
+    assert caplog.text.count("weights of type MXFP4 are unpacked to torch.float32") == 1
 
 
 # ---------------------------------------------------------------- blocks that are kept
@@ -324,7 +328,7 @@ def test_a_file_that_fits_only_as_blocks_is_loaded(checkpoint, tmp_path, monkeyp
 
 
 @needs_native
-@pytest.mark.parametrize("type", ["Q8_0", "Q4_K"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q5_0", "Q4_K"])
 def test_a_recorded_step_has_the_tokens_of_single_operations(type, checkpoint, tmp_path):
     directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
     write_gguf(path, directory, type)
@@ -344,7 +348,7 @@ def test_other_types_and_float32_are_unpacked(checkpoint, tmp_path):
     write_gguf(path, directory, "Q8_0")
     for dtype, quantization in ((torch.float32, None), (torch.bfloat16, "int4")):
         assert not build(path, directory, dtype, quantization)[1].keeps_blocks("Q8_0")
-    assert not build(path, directory, torch.bfloat16)[1].keeps_blocks("Q5_1")
+    assert not build(path, directory, torch.bfloat16)[1].keeps_blocks("F16")
 
 
 def test_packed_rows_are_put_in_order():

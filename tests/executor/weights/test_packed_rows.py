@@ -14,6 +14,15 @@ def test_blocks_are_dequantized_into_a_tensor_of_any_shape():
     assert torch.equal(tensor.view(3, 32), (torch.arange(32) / 2).bfloat16().expand(3, 32))
 
 
+def test_blocks_without_kernels_are_packed_again():
+    packed = PackedRows(torch.full((2, 66), 1, dtype=torch.uint8), "TQ2_0")
+    assert packed.for_memory().type == "Q4_0"
+    expected = packed.dequantized(torch.float32)
+    assert torch.equal(packed.for_memory().dequantized(torch.float32), expected)
+    rows = PackedRows(torch.zeros(2, 34, dtype=torch.uint8), "Q8_0")
+    assert rows.for_memory() is rows
+
+
 def test_other_values_are_copied():
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     copy_weights(tensor, torch.arange(5.0))

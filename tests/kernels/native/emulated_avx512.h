@@ -317,6 +317,7 @@ MASKED(float, __m512, _mm512_mul_ps, _mm512_mask_mul_ps, _mm512_maskz_mul_ps)
 MASKED(float, __m512, _mm512_max_ps, _mm512_mask_max_ps, _mm512_maskz_max_ps)
 MASKED(int32_t, __m512i, _mm512_add_epi32, _mm512_mask_add_epi32, _mm512_maskz_add_epi32)
 MASKED(int32_t, __m512i, _mm512_sub_epi32, _mm512_mask_sub_epi32, _mm512_maskz_sub_epi32)
+MASKED(int8_t, __m512i, _mm512_add_epi8, _mm512_mask_add_epi8, _mm512_maskz_add_epi8)
 MASKED(int8_t, __m512i, _mm512_sub_epi8, _mm512_mask_sub_epi8, _mm512_maskz_sub_epi8)
 inline __m512 _mm512_mask_fmadd_ps(__m512 a, uint64_t mask, __m512 b, __m512 c) {
     return chosen<float>(mask, _mm512_fmadd_ps(a, b, c), a);

@@ -72,6 +72,9 @@ COMPARE_LANES(uint32_t, __mmask16, epu32)
 inline __mmask16 _mm512_test_epi32_mask(__m512i a, __m512i b) {
     return mask_where<int32_t>(a, b, [](int32_t x, int32_t y) { return (x & y) != 0; });
 }
+inline __mmask64 _mm512_test_epi8_mask(__m512i a, __m512i b) {
+    return mask_where<int8_t>(a, b, [](int8_t x, int8_t y) { return (x & y) != 0; });
+}
 inline __mmask64 _mm512_movepi8_mask(__m512i a) {
     return mask_where<int8_t>(a, a, [](int8_t x, int8_t) { return x < 0; });
 }

@@ -59,7 +59,7 @@ def test_numbers_at_the_edge_of_their_range(isa, type):
     num_bytes = block_type(type).num_bytes
     by_block = blocks.view(16, -1, num_bytes)
     by_block[..., num_bytes - 2 if type == "Q6_K" else 0 :][..., :2] = one
-    if type in ("Q4_1", "Q4_K", "Q5_K"):
+    if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
         by_block[..., 2:4] = one
     if type == "Q6_K":
         by_block[0, :, 192:208] = 128  # the scale -128

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 8
+#define QUIRE_ABI_VERSION 9
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -47,6 +47,12 @@ enum Op : int32_t {
     OP_GELU_TANH_AND_MUL,
     OP_SCALE,
     OP_ADD,
+    OP_LINEAR_Q5_0,
+    OP_LINEAR_Q5_1,
+    OP_LINEAR_IQ4_NL,
+    OP_EMBEDDING_Q5_0,
+    OP_EMBEDDING_Q5_1,
+    OP_EMBEDDING_IQ4_NL,
     NUM_OPS,
 };
 
@@ -226,7 +232,7 @@ struct Sample : Call {
 };
 
 // As Linear, with an int8 or int4 weight and scales as written by Quantize, or with those of GGUF's
-// blocks as laid out in gguf_dot.inl. x is quantized, and the results are scaled and added in fp32.
+// blocks as laid out in gguf_types.inl. x is quantized, and the results are scaled and added in fp32.
 struct QuantizedLinear : Linear {
     const void* scales;
 };

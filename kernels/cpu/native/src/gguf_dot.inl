@@ -1,202 +1,228 @@
-// Linear layers directly on GGUF's blocks. Included by quantized.inl.
-// kernels/reference/gguf_linear.py specifies the arithmetic, kernels/cpu/native/gguf.py lays out
-// panels of 16 outputs:
-//
-//   numbers  a block's bytes of numbers as 4-byte words, [word][16 outputs][4], in the file's order
-//            (Q5_K: the high bits first)
-//   scales   by block, in another array; fp16 [16 outputs] each:
-//            Q8_0, Q4_0: d. Q4_1: d, m. Q4_K, Q5_K: d, dmin, then three words [16][4] of 6-bit
-//            scales. Q6_K: four words [16][4] of scales, then d.
-//
-// x is quantized in groups of 256. A block's sum of products is an exact integer. Within a group,
-// blocks are added in ascending order, times their scales; then the group is added, times
-// x's scale.
+// Linear layers directly on GGUF's blocks (gguf_types.inl). Included by quantized.inl.
+// kernels/reference/gguf_linear.py specifies the arithmetic: x has a scale per 32 numbers. Every 32
+// numbers of an output are an exact sum of products, times the scale of x, times that of the
+// weights.
 
-constexpr int64_t GROUP_BLOCKS = 256, BLOCK_SIZE = 32, BLOCKS = GROUP_BLOCKS / BLOCK_SIZE;
-
-// Sums of 8 numbers each, for a group of 256
-struct SumsOf8 {
-    int32_t at[GROUP_BLOCKS / 8];
-
-    explicit SumsOf8(const int8_t* numbers) {
-        alignas(32) int64_t sums[4];
-        for (int64_t i = 0; i < GROUP_BLOCKS / 8; i += 4, numbers += 32) {
-            __m256i from_0 = _mm256_xor_si256(_mm256_loadu_si256((const __m256i*)numbers),
-                                              _mm256_set1_epi8((char)0x80));
-            _mm256_store_si256((__m256i*)sums, _mm256_sad_epu8(from_0, _mm256_setzero_si256()));
-            for (int64_t j = 0; j < 4; j++) at[i + j] = (int32_t)sums[j] - 128 * 8;
-        }
-    }
-    int32_t of_16(int64_t i) const { return at[2 * i] + at[2 * i + 1]; }
-    int32_t of_32(int64_t i) const { return of_16(2 * i) + of_16(2 * i + 1); }
-};
-
-inline float half_at(const char* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(bits)));
-}
-
-// The fp16 numbers of vector i of a panel's outputs, `at` bytes into its scales
-inline Vec half_scales(const char* scales, int64_t apart, int i, int64_t at) {
-    return Vec::load_halves(vector_at(scales, apart, i, Vec::LANES * 2) + at);
-}
-inline Ints scale_words(const char* scales, int64_t apart, int i, int64_t at) {
-    return Ints::load(vector_at(scales, apart, i, Ints::BYTES) + at);
-}
-
-// What blocks of 32 with their own fp16 scales have in common. A group may have fewer than 8.
-template <int64_t NUMBERS, int64_t ALL_SCALES>
-struct SmallBlocks {
-    static constexpr bool OWN_SCALES = true;
-    static constexpr int64_t GROUP = GROUP_BLOCKS, DEPTH = BLOCK_SIZE, SCALED = BLOCK_SIZE,
-                             LINE_OF_K = PANEL * NUMBERS / BLOCK_SIZE, BLOCK = GROUP * LINE_OF_K,
-                             SCALES = BLOCKS * ALL_SCALES, TERMS = BLOCKS;
-    static constexpr int ONE_STREAM = 0;
-
-    // exact(block's index, sums) computes one block's exact sums, whose weights come next;
-    // combine(sum, scales, i, row, block, of the group) -> of the group
-    template <int ROWS, int PANELS, typename Exact, typename Combine, typename X>
-    static ALWAYS_INLINE void add_blocks(const char* scales, const X& x, int64_t group,
-                                         int64_t size, decltype(Vec::v)* total, Exact exact,
-                                         Combine combine) {
-        constexpr int VECTORS = PANELS * PARTS, SUMS = ROWS * VECTORS;
-        decltype(Vec::v) part[SUMS];
-        for (auto& sum : part) sum = Vec().v;
-#pragma GCC unroll 1
-        for (int64_t block = 0; block < size / BLOCK_SIZE; block++, scales += ALL_SCALES) {
-            Ints sum[SUMS];
-            exact(block, sum);
-            written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    auto& of_group = part[row * VECTORS + i];
-                    of_group =
-                        combine(sum[row * VECTORS + i], scales, i, row, block, Vec(of_group)).v;
+// Adds 32 numbers of x, block `block` of its rows, times those of VECTORS vectors of outputs.
+// stored(line, v) are four numbers of each output of vector v, scale(part, v) and least(v) their
+// scales.
+template <typename F, int ROWS, int VECTORS, typename Stored, typename Scale, typename Least>
+inline ALWAYS_INLINE void add_block(const QuantizedRows<F>& x, int64_t block, Stored stored,
+                                    Scale scale, Least least, decltype(Vec::v)* total) {
+    constexpr int LINES = BLOCK_SIZE / 4 / F::PARTS_OF_32, SUMS = ROWS * VECTORS,
+                  RUN = F::SIGNED ? LINES : Ints::run_of(F::MOST, LINES);
+    const int64_t stride = x.groups * F::GROUP, scales_stride = x.groups * BLOCKS,
+                  terms_stride = x.groups * F::TERMS;
+    const int8_t* numbers = x.numbers + block * BLOCK_SIZE;
+    const float* scales = x.scales + block;
+    const int32_t* terms = x.all_terms + block * (F::TERMS / BLOCKS);
+    written_out<F::PARTS_OF_32>([&](int part) ALWAYS_INLINE {
+        Ints sum[SUMS];
+        written_out<ROWS>([&](int row) ALWAYS_INLINE {
+            Ints start;
+            if constexpr (F::SIGNED) start = Ints::start_of_fours(terms[row * terms_stride]);
+            else if constexpr (F::OFFSET) start = Ints::repeat32(terms[row * terms_stride + part]);
+            written_out<VECTORS>([&](int v) ALWAYS_INLINE { sum[row * VECTORS + v] = start; });
+        });
+        written_out<LINES / RUN>([&](int run) ALWAYS_INLINE {
+            constexpr bool APART = !F::SIGNED && Ints::SUMS_OF_HALVES;
+            Ints halves[SUMS];
+            written_out<RUN>([&](int i) ALWAYS_INLINE {
+                const int line = part * LINES + run * RUN + i;
+                written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+                    const Ints w = stored(line, v);
+                    written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                        const Ints four =
+                            Ints::repeat32(four_at(numbers + row * stride + 4 * line));
+                        Ints& s = (APART ? halves : sum)[row * VECTORS + v];
+                        if constexpr (F::SIGNED) s = settled(Ints::add_bytes(s, w, four));
+                        else s = settled(Ints::add_nibbles(s, w, four));
+                    });
                 });
             });
+            if constexpr (APART)
+                written_out<SUMS>(
+                    [&](int i) ALWAYS_INLINE { sum[i] = Ints::add(sum[i], halves[i].whole()); });
+        });
+        written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+            const Vec of_weights = scale(part, v);
+            written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                auto& to = total[row * VECTORS + v];
+                to = Vec::fma(sum[row * VECTORS + v].to_floats() * Vec(scales[row * scales_stride]),
+                              of_weights, Vec(to))
+                         .v;
+            });
+        });
+    });
+    if constexpr (F::LEAST)
+        written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+            const Vec of_weights = least(v);
+            written_out<ROWS>([&](int row) ALWAYS_INLINE {
+                auto& to = total[row * VECTORS + v];
+                to = Vec::fma(Vec(float_of(terms[row * terms_stride])), of_weights, Vec(to)).v;
+            });
+        });
+}
+
+// A group of 256 numbers, or the `size` last ones, directly from the blocks
+template <typename F, int ROWS, int PANELS>
+inline ALWAYS_INLINE void add_blocks(const char* block, int64_t apart, const char* scales,
+                                     int64_t scales_apart, const QuantizedRows<F>& x, int64_t group,
+                                     int64_t size, const Blocks& soon, decltype(Vec::v)* total) {
+    constexpr int VECTORS = PANELS * PARTS, SUBS = F::SUBS;
+    constexpr int64_t SHOWN = BLOCK_SIZE * F::LINE_OF_K;
+    int64_t at = group * BLOCKS;
+    const int64_t end = at + size / BLOCK_SIZE;
+    for (int64_t shown = 0; at < end; block += SUBS * SHOWN, scales += F::BLOCK_SCALES) {
+        Vec of_parts[VECTORS][SUBS * F::PARTS_OF_32], leasts[VECTORS][SUBS];
+        written_out<VECTORS>([&](int v) ALWAYS_INLINE {
+            F::decode(BlockScales{scales, scales_apart, v}, of_parts[v], leasts[v]);
+        });
+#pragma GCC unroll 1
+        for (int sub = 0; sub < SUBS; sub += F::WRITTEN_OUT)
+            written_out<F::WRITTEN_OUT>([&](int i) ALWAYS_INLINE {
+                written_out<SHOWN / 64>(
+                    [&](int line) ALWAYS_INLINE { soon.ask_for<PANELS>(shown + 64 * line); });
+                add_block<F, ROWS, VECTORS>(
+                    x, at++,
+                    [&](int line, int v) ALWAYS_INLINE {
+                        return F::stored(vector_at(block, apart, v, Ints::BYTES), sub, i, line);
+                    },
+                    [&](int part, int v)
+                        ALWAYS_INLINE { return of_parts[v][(sub + i) * F::PARTS_OF_32 + part]; },
+                    [&](int v) ALWAYS_INLINE { return leasts[v][sub + i]; }, total);
+                shown += SHOWN;
+            });
+    }
+}
+
+// Panels unpacked to bytes, by 32 numbers: numbers [8][16 outputs][4], scales [PARTS_OF_32][16],
+// leasts [16]
+template <typename Kind>
+struct Unpacked {
+    static constexpr int64_t NUMBERS = BLOCK_SIZE * PANEL, SCALES = PANEL * sizeof(float),
+                             LEASTS = NUMBERS + Kind::PARTS_OF_32 * SCALES,
+                             BYTES = LEASTS + Kind::LEAST * SCALES;
+
+    const char* data;
+    int64_t blocks;
+
+    // Prefetches bytes `first` to `end` of other panels meanwhile.
+    template <int ROWS, int PANELS>
+    __attribute__((noinline)) void multiply(const QuantizedRows<Kind>& x, const Blocks& soon,
+                                            int64_t first, int64_t end, int64_t place, int up,
+                                            Sums* sums) const {
+        constexpr int VECTORS = PANELS * PARTS;
+        const int64_t apart = blocks * BYTES, share = end - first;
+        const char* from = data;
+        int64_t asked = 0;
+        decltype(Vec::v) total[ROWS * VECTORS];
+        const Vec zero = settled(Vec());
+        for (auto& sum : total) sum = zero.v;
+        for (int64_t block = 0; block < blocks; block++, from += BYTES) {
+            for (; asked < (block + 1) * share / blocks; asked += 64)
+                soon.ask_for<PANELS>(first + asked);
+            const auto floats = [&](int64_t at, int v) ALWAYS_INLINE {
+                return Vec::load(
+                    (const float*)vector_at(from + at, apart, v, Vec::LANES * sizeof(float)));
+            };
+            add_block<Kind, ROWS, VECTORS>(
+                x, block,
+                [&](int line, int v) ALWAYS_INLINE {
+                    return Ints::load(vector_at(from + line * WORDS, apart, v, Ints::BYTES));
+                },
+                [&](int part, int v) ALWAYS_INLINE { return floats(NUMBERS + part * SCALES, v); },
+                [&](int v) ALWAYS_INLINE { return floats(LEASTS, v); }, total);
         }
         written_out<ROWS>([&](int row) ALWAYS_INLINE {
-            const Vec scale(x.scales[row * x.groups + group]);
             written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                auto& sum = total[row * VECTORS + i];
-                sum = Vec::fma(Vec(part[row * VECTORS + i]), scale, Vec(sum)).v;
+                Vec(total[row * VECTORS + i])
+                    .store(sums[row][place + i / PARTS][up] + i % PARTS * Vec::LANES);
             });
         });
     }
 };
 
-struct Q8_0 : SmallBlocks<32, 2 * PANEL> {
-    static void terms(const int8_t* numbers, int32_t* to) {
-        const SumsOf8 sums(numbers);
-        for (int64_t i = 0; i < TERMS; i++) to[i] = -128 * sums.of_32(i);
+// Many rows of x: a few panels are unpacked, and all rows are multiplied by these.
+template <typename F>
+struct UnpackedForm {
+    using Panel = Unpacked<typename F::Kind>;
+    static constexpr int MAX_ROWS = MAX_EXACT_SUMS / 2,
+                         BESIDE = panels_beside(MAX_ROWS, MAX_EXACT_SUMS);
+
+    const QuantizedLinear& call;
+    const Worker& worker;
+    const int64_t blocks, panel_bytes;
+    char* memory = nullptr;          // of the gate and of the up half
+    int64_t unpacked[2] = {-1, -1};  // their first panels
+
+    UnpackedForm(const QuantizedLinear& call, const Worker& worker)
+        : call(call),
+          worker(worker),
+          blocks(call.in_features / BLOCK_SIZE),
+          panel_bytes(blocks * BLOCK_SIZE * F::LINE_OF_K) {}
+
+    static constexpr int panels_at_once(int64_t) { return BESIDE; }
+    static constexpr bool one_stream(int64_t) { return false; }
+
+    void multiply(int64_t rows, const Panels& panels, const Next& next, int up,
+                  const QuantizedRows<F>& x, Sums* sums) {
+        const int64_t bytes = blocks * Panel::BYTES;
+        if (!memory) memory = (char*)worker.scratch(2 * BESIDE * bytes);
+        char* to = memory + up * BESIDE * bytes;
+        if (unpacked[up] != panels.first)
+            for (int64_t i = 0; i < panels.count; i++)
+                unpack(panels.first + i * panels.apart, to + i * bytes);
+        unpacked[up] = panels.first;
+        if (panels.count == BESIDE)
+            return multiply_exactly<MAX_ROWS, BESIDE>(rows, {to, blocks}, next, 0, up, x, sums);
+        for (int64_t i = 0; i < panels.count; i++)
+            multiply_exactly<MAX_ROWS, 1>(rows, {to + i * bytes, blocks}, next, i, up, x, sums);
     }
 
-    template <int ROWS, int PANELS>
-    static ALWAYS_INLINE void add(const char* block, int64_t apart, const char* scales,
-                                  int64_t scales_apart, const QuantizedRows<Q8_0>& x, int64_t group,
-                                  int64_t size, const Blocks& soon, decltype(Vec::v)* total) {
-        constexpr int VECTORS = PANELS * PARTS;
-        const int64_t stride = x.groups * GROUP;
-        const int8_t* numbers = x.numbers + group * GROUP;
-        auto exact = [&](int64_t index, Ints* sum) ALWAYS_INLINE {
-            written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                Ints start = Ints::start_of_fours(x.term(row, group, index));
-                written_out<VECTORS>([&](int i) ALWAYS_INLINE { sum[row * VECTORS + i] = start; });
+private:
+    __attribute__((noinline)) void unpack(int64_t panel, char* to) const {
+        const char *numbers = (const char*)call.weight + panel * panel_bytes,
+                   *scales =
+                       (const char*)call.scales + panel * scales_of_panel<F>(call.in_features);
+        for (int64_t block = 0; block < blocks; block += F::SUBS) {
+            Vec of_parts[PARTS][F::SUBS * F::PARTS_OF_32], leasts[PARTS][F::SUBS];
+            written_out<PARTS>([&](int v) ALWAYS_INLINE {
+                F::decode(BlockScales{scales, 0, v}, of_parts[v], leasts[v]);
             });
-            written_out<BLOCK_SIZE / 4>([&](int line) ALWAYS_INLINE {
-                soon.ask_for<PANELS>((index * BLOCK_SIZE + 4 * line) * LINE_OF_K);
-                written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                    Ints four = Ints::repeat32(four_at(numbers + row * stride + 4 * line));
-                    written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                        Ints w = Ints::load(vector_at(block, apart, i, Ints::BYTES) +
-                                            4 * line * LINE_OF_K),
-                             &s = sum[row * VECTORS + i];
-                        s = settled(Ints::add_fours(s, w, four));
-                    });
-                });
-            });
-            block += BLOCK_SIZE * LINE_OF_K, numbers += BLOCK_SIZE;
-        };
-        auto combine = [&](Ints sum, const char* scales, int i, int, int64_t,
-                           Vec of_group) ALWAYS_INLINE {
-            return Vec::fma(sum.to_floats(), half_scales(scales, scales_apart, i, 0), of_group);
-        };
-        add_blocks<ROWS, PANELS>(scales, x, group, size, total, exact, combine);
-    }
-
-    static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
-        return half_at(scales + 2 * (k / BLOCK_SIZE * PANEL + lane)) *
-               (float)(int8_t)numbers[4 * (k / 4 * PANEL + lane) + k % 4];
-    }
-};
-
-// Byte i of a block has number i in its low nibble and number i + 16 in its high one. Q4_0's
-// numbers are stored plus 8; Q4_1's block has a least weight m.
-template <bool LEAST_WEIGHT>
-struct Q4 : SmallBlocks<16, (LEAST_WEIGHT ? 4 : 2) * PANEL> {
-    using Base = SmallBlocks<16, (LEAST_WEIGHT ? 4 : 2) * PANEL>;
-    static constexpr int64_t HALF = BLOCK_SIZE / 2;
-
-    static void terms(const int8_t* numbers, int32_t* to) {
-        const SumsOf8 sums(numbers);
-        for (int64_t i = 0; i < Base::TERMS; i++)
-            to[i] = LEAST_WEIGHT ? sums.of_32(i) : -8 * sums.of_32(i);
-    }
-
-    template <int ROWS, int PANELS>
-    static ALWAYS_INLINE void add(const char* block, int64_t apart, const char* scales,
-                                  int64_t scales_apart, const QuantizedRows<Q4>& x, int64_t group,
-                                  int64_t size, const Blocks& soon, decltype(Vec::v)* total) {
-        constexpr int VECTORS = PANELS * PARTS;
-        const int64_t stride = x.groups * Base::GROUP;
-        const int8_t* numbers = x.numbers + group * Base::GROUP;
-        auto exact = [&](int64_t index, Ints* sum) ALWAYS_INLINE {
-            written_out<ROWS * VECTORS>([&](int i) ALWAYS_INLINE { sum[i] = Ints(); });
-            written_out<HALF / 4>([&](int line) ALWAYS_INLINE {
-                soon.ask_for<PANELS>((index * HALF + 4 * line) * PANEL);
-                written_out<2>([&](int half) ALWAYS_INLINE {
-                    written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                        Ints four = Ints::repeat32(
-                            four_at(numbers + row * stride + half * HALF + 4 * line));
-                        written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                            Ints both = Ints::load(vector_at(block, apart, i, Ints::BYTES) +
-                                                   4 * line * PANEL),
-                                 &s = sum[row * VECTORS + i];
-                            s = settled(Ints::add_nibbles(
-                                s, half ? both.high_nibbles() : both.low_nibbles(), four));
+#pragma GCC unroll 1
+            for (int sub = 0; sub < F::SUBS; sub += F::WRITTEN_OUT)
+                written_out<F::WRITTEN_OUT>([&](int i) ALWAYS_INLINE {
+                    written_out<PARTS>([&](int v) ALWAYS_INLINE {
+                        const char* from = numbers + v * Ints::BYTES;
+                        written_out<BLOCK_SIZE / 4>([&](int line) ALWAYS_INLINE {
+                            F::stored(from, sub, i, line)
+                                .store(to + line * WORDS + v * Ints::BYTES);
                         });
+                        float* after = (float*)(to + Panel::NUMBERS) + v * Vec::LANES;
+                        for (int part = 0; part < F::PARTS_OF_32; part++, after += PANEL)
+                            of_parts[v][(sub + i) * F::PARTS_OF_32 + part].store(after);
+                        if (F::LEAST) leasts[v][sub + i].store(after);
                     });
+                    to += Panel::BYTES;
                 });
-            });
-            written_out<ROWS>([&](int row) ALWAYS_INLINE {
-                const Ints term = Ints::repeat32(x.term(row, group, index));
-                written_out<VECTORS>([&](int i) ALWAYS_INLINE {
-                    Ints& s = sum[row * VECTORS + i];
-                    s = s.whole();
-                    if (!LEAST_WEIGHT) s = Ints::add(s, term);
-                });
-            });
-            block += HALF * PANEL, numbers += BLOCK_SIZE;
-        };
-        auto combine = [&](Ints sum, const char* scales, int i, int row, int64_t index,
-                           Vec of_group) ALWAYS_INLINE {
-            of_group = Vec::fma(sum.to_floats(), half_scales(scales, scales_apart, i, 0), of_group);
-            if (!LEAST_WEIGHT) return of_group;
-            return Vec::fma(Vec((float)x.term(row, group, index)),
-                            half_scales(scales, scales_apart, i, 2 * PANEL), of_group);
-        };
-        Base::template add_blocks<ROWS, PANELS>(scales, x, group, size, total, exact, combine);
+            numbers += F::SUBS * BLOCK_SIZE * F::LINE_OF_K, scales += F::BLOCK_SCALES;
+        }
     }
 
-    static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
-        const int64_t block = k / BLOCK_SIZE, i = k % BLOCK_SIZE, byte = i % HALF;
-        const uint8_t both =
-            (uint8_t)numbers[block * HALF * PANEL + 4 * (byte / 4 * PANEL + lane) + byte % 4];
-        const float number = (float)(both >> (i < HALF ? 0 : 4) & 15);
-        scales += block * (LEAST_WEIGHT ? 4 : 2) * PANEL + 2 * lane;
-        return LEAST_WEIGHT ? half_at(scales) * number + half_at(scales + 2 * PANEL)
-                            : half_at(scales) * (number - 8);
+    // Each tile of rows prefetches its share of the next product's panels.
+    template <int ROWS, int PANELS>
+    void multiply_exactly(int64_t rows, const Panel& panels, const Next& next, int64_t place,
+                          int up, const QuantizedRows<F>& x, Sums* sums) const {
+        if constexpr (ROWS > 1)
+            if (rows != ROWS)
+                return multiply_exactly<ROWS - 1, PANELS>(rows, panels, next, place, up, x, sums);
+        const int64_t first = next.panels.first + place * next.panels.apart,
+                      share = panel_bytes / next.shares;
+        const Blocks soon{(const char*)call.weight + first * panel_bytes,
+                          next.panels.apart * panel_bytes};
+        panels.template multiply<ROWS, PANELS>(x.template as<typename F::Kind>(), soon,
+                                               next.share * share, (next.share + 1) * share, place,
+                                               up, sums);
     }
 };
-using Q4_0 = Q4<false>;
-using Q4_1 = Q4<true>;

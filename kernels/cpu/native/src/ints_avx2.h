@@ -42,25 +42,25 @@ struct Ints {
     // A sum of add_nibbles, in 32 bits
     Ints whole() const { return _mm256_madd_epi16(v, _mm256_set1_epi16(1)); }
 
-    // For GGUF's scales: bytes as numbers of 16 bits, of which add_halves takes one as factor and
-    // add_products both.
-    Ints even_bytes() const { return _mm256_and_si256(v, _mm256_set1_epi16(255)); }
-    Ints odd_bytes() const { return _mm256_srli_epi16(v, 8); }
-    Ints even_signed_bytes() const { return _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8); }
-    Ints odd_signed_bytes() const { return _mm256_srai_epi16(v, 8); }
-    Ints low_factors() const {
-        return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32(0xffff)),
-                               _mm256_slli_epi32(v, 16));
+    // For GGUF's blocks: add_fours in two steps; the first one depends on the weights alone
+    Ints for_add_bytes() const { return v; }
+    static Ints add_bytes(Ints sum, Ints w, Ints x) { return add_fours(sum, w, x); }
+    // add_nibbles sums in 16 bits, so many times at most for numbers up to `most`.
+    static constexpr bool SUMS_OF_HALVES = true;
+    static constexpr int run_of(int most, int lines) {
+        return 128 / (most + 1) < lines ? 128 / (most + 1) : lines;
     }
-    Ints high_factors() const {
-        return _mm256_or_si256(_mm256_and_si256(v, _mm256_set1_epi32((int)0xffff0000)),
-                               _mm256_srli_epi32(v, 16));
+    // Bytes in 32 bits: byte i of each
+    Ints byte(int i) const {
+        return _mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(255));
     }
-    static Ints add_products(Ints sum, Ints a, Ints b) { return add_pairs(sum.v, a.v, b.v); }
-    // The low nibbles after a shift to the right
-    Ints nibbles(int shift) const {
-        return _mm256_and_si256(_mm256_srl_epi16(v, _mm_cvtsi32_si128(shift)),
-                                _mm256_set1_epi8(15));
+    Ints signed_byte(int i) const {
+        return _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * i), 24);
+    }
+    // table [16], at an address divisible by 16, of nibbles
+    Ints look_up(const int8_t* table) const {
+        return _mm256_shuffle_epi8(
+            _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), v);
     }
     // Bits 0 to 5 of each byte; four bits with the upper two of another byte above them
     Ints low_six() const { return _mm256_and_si256(v, _mm256_set1_epi8(63)); }
@@ -68,13 +68,22 @@ struct Ints {
         return _mm256_or_si256(nibbles.v,
                                _mm256_and_si256(_mm256_srli_epi16(top.v, 2), _mm256_set1_epi8(48)));
     }
-    // nibbles | (high >> shift & mask) << 4, in bytes
-    static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {
-        __m256i bits = _mm256_and_si256(_mm256_srl_epi16(high.v, _mm_cvtsi32_si128(shift)),
-                                        _mm256_set1_epi8((char)mask));
-        return _mm256_or_si256(nibbles.v, _mm256_slli_epi16(bits, 4));
+    // nibble | (high >> shift & 3) << 4 in bytes; shift is even
+    static Ints with_upper_bits(Ints nibbles, Ints high, int shift) {
+        const __m256i bits =
+            shift < 4 ? _mm256_slli_epi16(high.v, 4 - shift) : _mm256_srli_epi16(high.v, shift - 4);
+        return _mm256_or_si256(nibbles.v, _mm256_and_si256(bits, _mm256_set1_epi8(48)));
     }
-    Ints times(int32_t x) const { return _mm256_mullo_epi32(v, _mm256_set1_epi32(x)); }
+    // Byte i of each word, four times; nibble + 16 in bytes where `high` has the one bit of `bits`
+    Ints byte_in_all(int i) const {
+        const __m256i words = _mm256_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c, 0,
+                                                0x04040404, 0x08080808, 0x0c0c0c0c);
+        return _mm256_shuffle_epi8(v, _mm256_add_epi8(words, _mm256_set1_epi8((char)i)));
+    }
+    static Ints with_fifth_bits(Ints nibbles, Ints high, Ints bits) {
+        const __m256i set = _mm256_cmpeq_epi8(_mm256_and_si256(high.v, bits.v), bits.v);
+        return _mm256_or_si256(nibbles.v, _mm256_and_si256(set, _mm256_set1_epi8(16)));
+    }
 
     static Ints add(Ints a, Ints b) { return _mm256_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm256_cvtepi32_ps(v); }

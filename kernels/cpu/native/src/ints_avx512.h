@@ -19,9 +19,7 @@ struct Ints {
     // The instruction multiplies by an unsigned byte, w + 128, so sums start at -128 * the sum of
     // x.
     static Ints start_of_fours(int32_t offset) { return repeat32(offset); }
-    static Ints add_fours(Ints sum, Ints w, Ints x) {
-        return _mm512_dpbusd_epi32(sum.v, _mm512_xor_si512(w.v, _mm512_set1_epi8((char)0x80)), x.v);
-    }
+    static Ints add_fours(Ints sum, Ints w, Ints x) { return add_bytes(sum, w.for_add_bytes(), x); }
     static Ints add_nibbles(Ints sum, Ints nibbles, Ints x) {
         return _mm512_dpbusd_epi32(sum.v, nibbles.v, x.v);
     }
@@ -34,30 +32,40 @@ struct Ints {
     }
     Ints whole() const { return v; }
 
-    Ints even_bytes() const { return _mm512_and_si512(v, _mm512_set1_epi16(255)); }
-    Ints odd_bytes() const { return _mm512_srli_epi16(v, 8); }
-    Ints even_signed_bytes() const { return _mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8); }
-    Ints odd_signed_bytes() const { return _mm512_srai_epi16(v, 8); }
-    Ints low_factors() const { return _mm512_and_si512(v, _mm512_set1_epi32(0xffff)); }
-    Ints high_factors() const { return _mm512_srli_epi32(v, 16); }
-    static Ints add_products(Ints sum, Ints a, Ints b) {
-        return _mm512_dpwssd_epi32(sum.v, a.v, b.v);
+    // For GGUF's blocks: add_fours in two steps; the first one depends on the weights alone
+    Ints for_add_bytes() const { return _mm512_xor_si512(v, _mm512_set1_epi8((char)0x80)); }
+    static Ints add_bytes(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, w.v, x.v); }
+    static constexpr bool SUMS_OF_HALVES = false;
+    static constexpr int run_of(int, int lines) { return lines; }
+    Ints byte(int i) const {
+        return _mm512_and_si512(_mm512_srli_epi32(v, 8 * i), _mm512_set1_epi32(255));
     }
-    Ints nibbles(int shift) const {
-        return _mm512_and_si512(_mm512_srl_epi16(v, _mm_cvtsi32_si128(shift)),
-                                _mm512_set1_epi8(15));
+    Ints signed_byte(int i) const {
+        return _mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * i), 24);
+    }
+    Ints look_up(const int8_t* table) const {
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)),
+                                   v);
     }
     Ints low_six() const { return _mm512_and_si512(v, _mm512_set1_epi8(63)); }
     static Ints joined_six(Ints nibbles, Ints top) {
         return _mm512_or_si512(nibbles.v,
                                _mm512_and_si512(_mm512_srli_epi16(top.v, 2), _mm512_set1_epi8(48)));
     }
-    static Ints with_bits_above(Ints nibbles, Ints high, int shift, int mask) {
-        __m512i bits = _mm512_and_si512(_mm512_srl_epi16(high.v, _mm_cvtsi32_si128(shift)),
-                                        _mm512_set1_epi8((char)mask));
-        return _mm512_or_si512(nibbles.v, _mm512_slli_epi16(bits, 4));
+    static Ints with_upper_bits(Ints nibbles, Ints high, int shift) {
+        const __m512i bits =
+            shift < 4 ? _mm512_slli_epi16(high.v, 4 - shift) : _mm512_srli_epi16(high.v, shift - 4);
+        return _mm512_or_si512(nibbles.v, _mm512_and_si512(bits, _mm512_set1_epi8(48)));
     }
-    Ints times(int32_t x) const { return _mm512_mullo_epi32(v, _mm512_set1_epi32(x)); }
+    Ints byte_in_all(int i) const {
+        const __m512i words =
+            _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
+        return _mm512_shuffle_epi8(v, _mm512_add_epi8(words, _mm512_set1_epi8((char)i)));
+    }
+    static Ints with_fifth_bits(Ints nibbles, Ints high, Ints bits) {
+        return _mm512_mask_add_epi8(nibbles.v, _mm512_test_epi8_mask(high.v, bits.v), nibbles.v,
+                                    _mm512_set1_epi8(16));
+    }
 
     static Ints add(Ints a, Ints b) { return _mm512_add_epi32(a.v, b.v); }  // 32 bits
     Vec to_floats() const { return _mm512_cvtepi32_ps(v); }

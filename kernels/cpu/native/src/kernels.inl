@@ -49,4 +49,10 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     gelu_tanh_and_mul,
     scale,
     add,
+    quantized::quantized_linear<quantized::Q5_0>,
+    quantized::quantized_linear<quantized::Q5_1>,
+    quantized::quantized_linear<quantized::IQ4_NL>,
+    quantized::gguf_embedding<quantized::Q5_0>,
+    quantized::gguf_embedding<quantized::Q5_1>,
+    quantized::gguf_embedding<quantized::IQ4_NL>,
 };

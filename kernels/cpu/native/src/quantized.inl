@@ -1,5 +1,5 @@
 // Linear layers over int8 and int4 weights (abi.h: QuantizedLinear; layout: quantize.inl) and over
-// GGUF's blocks (gguf_dot.inl).
+// GGUF's blocks (gguf_types.inl, gguf_dot.inl).
 //
 //   rows of x are quantized in the same groups as weights: integers in +-127, and a scale
 //   item = a few panels, computed by one thread
@@ -44,10 +44,10 @@ inline int64_t scales_of_panel(int64_t in_features) {
     return ceil_div(in_features, Dot::SCALED) * (Dot::SCALES * Dot::SCALED / Dot::GROUP);
 }
 
-#include "gguf_dot.inl"
-#include "gguf_super_dot.inl"
+#include "gguf_types.inl"
 
 constexpr int MAX_PANELS = 4;
+constexpr int64_t ROWS_OF_BLOCKS = 2;      // that are multiplied directly by GGUF's blocks
 using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up half
 
 // How far ahead weights and scales are prefetched. Weights go to the L2 cache: L1 allows few
@@ -70,6 +70,8 @@ struct Next {
     int64_t share, shares;
 };
 
+#include "gguf_dot.inl"
+
 // About `wanted` bytes, adjusted so that the weights at the end of a panel, whose last block may be
 // short, are prefetched before a block and not within one.
 inline int64_t ahead_of(int64_t panel_bytes, int64_t wanted, int64_t block) {
@@ -81,7 +83,8 @@ inline int64_t ahead_of(int64_t panel_bytes, int64_t wanted, int64_t block) {
 // A few panels times a few rows of x
 template <typename Dot>
 struct VectorForm {
-    static constexpr int MAX_ROWS = MAX_EXACT_SUMS / 2;
+    // of GGUF's blocks few: more rows are multiplied by unpacked ones
+    static constexpr int MAX_ROWS = Dot::OWN_SCALES ? ROWS_OF_BLOCKS : MAX_EXACT_SUMS / 2;
 
     const QuantizedLinear& call;
     explicit VectorForm(const QuantizedLinear& call, const Worker&) : call(call) {}
@@ -93,24 +96,15 @@ struct VectorForm {
 
     void multiply(int64_t rows, const Panels& panels, const Next& next, int up,
                   const QuantizedRows<Dot>& x, Sums* sums) const {
-        for (int64_t row = 0, count; row < rows; row += count) {
-            count = Dot::OWN_SCALES ? at_once(rows - row) : rows;
-            multiply_exactly<MAX_ROWS>(count, panels, next, up, x.from(row), sums + row);
-        }
+        multiply_exactly<MAX_ROWS>(rows, panels, next, up, x, sums);
     }
 
 private:
-    // Blocks of GGUF are compiled for few numbers of rows: their code is long.
-    static constexpr int64_t at_once(int64_t rows) {
-        return rows >= MAX_ROWS ? MAX_ROWS : rows >= 4 ? 4 : rows >= 2 ? 2 : 1;
-    }
-
     template <int ROWS>
     void multiply_exactly(int64_t rows, const Panels& panels, const Next& next, int up,
                           const QuantizedRows<Dot>& x, Sums* sums) const {
-        constexpr int LESS = Dot::OWN_SCALES ? (int)at_once(ROWS - 1) : ROWS - 1;
         if constexpr (ROWS > 1)
-            if (rows != ROWS) return multiply_exactly<LESS>(rows, panels, next, up, x, sums);
+            if (rows != ROWS) return multiply_exactly<ROWS - 1>(rows, panels, next, up, x, sums);
         constexpr int AT_ONCE = panels_at_once(ROWS);
         if constexpr (!one_stream(ROWS))
             if (panels.count == AT_ONCE)
@@ -125,8 +119,9 @@ private:
     }
 
     template <int ROWS, int PANELS>
-    void multiply_panels(int64_t first, int64_t apart, const Next& next, int64_t place, int up,
-                         const QuantizedRows<Dot>& x, Sums* sums) const {
+    __attribute__((noinline)) void multiply_panels(int64_t first, int64_t apart, const Next& next,
+                                                   int64_t place, int up,
+                                                   const QuantizedRows<Dot>& x, Sums* sums) const {
         constexpr int VECTORS = PANELS * PARTS;
         const int64_t depth = round_up(call.in_features, Dot::DEPTH),
                       panel_bytes = depth * Dot::LINE_OF_K,
@@ -164,8 +159,8 @@ private:
             });
             const int64_t size = std::min(Dot::GROUP, depth - group * Dot::GROUP);
             if constexpr (Dot::OWN_SCALES)
-                Dot::template add<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group,
-                                                size, soon, total);
+                add_blocks<Dot, ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group,
+                                              size, soon, total);
             else
                 add_group<ROWS, PANELS>(block, here.apart, scales, scales_apart, x, group, size,
                                         soon, total);
@@ -346,6 +341,11 @@ void quantized_linear(const Call& call, const Step& step, const Worker& worker) 
             return;
         }
 #endif
+    if constexpr (Dot::OWN_SCALES)
+        if (rows > ROWS_OF_BLOCKS) {
+            FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, UnpackedForm<Dot>>(a, rows, worker)));
+            return;
+        }
     FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
 }
 

@@ -30,11 +30,13 @@ inline const char* vector_at(const char* data, int64_t apart, int i, int64_t byt
 // group has `size` numbers.
 struct Int8Dot {
     static constexpr bool OWN_SCALES = false;
-    static constexpr int64_t GROUP = GROUP_INT8, DEPTH = 64, SCALED = GROUP, LINE_OF_K = PANEL,
-                             BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8, SCALES_AT = 0,
-                             TERMS = 1;
+    static constexpr int64_t GROUP = GROUP_INT8, UNDER_SCALE = GROUP, DEPTH = 64, SCALED = GROUP,
+                             LINE_OF_K = PANEL, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8,
+                             SCALES_AT = 0, TERMS = 1;
     static constexpr int ONE_STREAM = ROWS_OF_ONE_STREAM;  // rows
-    static void terms(const int8_t* numbers, int32_t* to) { *to = -128 * sum_of(numbers, GROUP); }
+    static void terms(const int8_t* numbers, const float*, int32_t* to) {
+        *to = -128 * sum_of(numbers, GROUP);
+    }
 
     // In 16 bits a pair's products are within 2 * 127 * 127.
     template <int ROWS, int PANELS>
@@ -77,11 +79,11 @@ struct Int8Dot {
 // One half of a group after the other if the sums of both do not fit the registers.
 struct Int4Dot {
     static constexpr bool OWN_SCALES = false;
-    static constexpr int64_t GROUP = GROUP_INT4, DEPTH = 64, SCALED = GROUP, LINE_OF_K = PANEL / 2,
-                             BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4, SCALES_AT = FACTORS,
-                             TERMS = 2;
+    static constexpr int64_t GROUP = GROUP_INT4, UNDER_SCALE = GROUP, DEPTH = 64, SCALED = GROUP,
+                             LINE_OF_K = PANEL / 2, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4,
+                             SCALES_AT = FACTORS, TERMS = 2;
     static constexpr int ONE_STREAM = 0;  // measured: one row is a tenth slower as one stream
-    static void terms(const int8_t* numbers, int32_t* to) {
+    static void terms(const int8_t* numbers, const float*, int32_t* to) {
         for (int half = 0; half < 2; half++)
             to[half] = -8 * sum_of(numbers + half * HALF_GROUP, HALF_GROUP) & 0xffff;
     }

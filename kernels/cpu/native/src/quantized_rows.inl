@@ -56,31 +56,40 @@ inline int32_t sum_of(const int8_t* numbers, int64_t size) {
     return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * 32;
 }
 
-// x in the layout of a Dot: rows [groups][GROUP] padded with zeros, their scales, and the terms
-// that its numbers' sums give: they remove the offsets of the weights' numbers.
+// x in the layout of a Dot: rows [groups][GROUP] padded with zeros, a scale per UNDER_SCALE of them,
+// and the terms that its numbers' sums give: they remove the offsets of the weights' numbers.
 template <typename Dot>
 struct QuantizedRows {
-    static constexpr int64_t GROUP = Dot::GROUP, TERMS = Dot::TERMS;  // per group
+    static constexpr int64_t GROUP = Dot::GROUP, UNDER_SCALE = Dot::UNDER_SCALE,
+                             SCALES = GROUP / UNDER_SCALE, TERMS = Dot::TERMS;  // per group
 
     int64_t groups;
     int8_t* numbers;
     float* scales;
     int32_t* all_terms;
 
+    QuantizedRows(int8_t* numbers, float* scales, int32_t* terms, int64_t groups)
+        : groups(groups), numbers(numbers), scales(scales), all_terms(terms) {}
     QuantizedRows(void* memory, int64_t rows, int64_t groups)
         : groups(groups),
           numbers((int8_t*)memory),
           scales((float*)(numbers + rows * groups * GROUP)),
-          all_terms((int32_t*)(scales + rows * groups)) {}
+          all_terms((int32_t*)(scales + rows * groups * SCALES)) {}
     static int64_t bytes(int64_t rows, int64_t groups) {
-        return rows * groups * (GROUP + sizeof(float) + TERMS * sizeof(int32_t));
+        return rows * groups * (GROUP + SCALES * sizeof(float) + TERMS * sizeof(int32_t));
     }
 
     QuantizedRows from(int64_t row) const {
         QuantizedRows rest = *this;
-        rest.numbers += row * groups * GROUP, rest.scales += row * groups,
+        rest.numbers += row * groups * GROUP, rest.scales += row * groups * SCALES,
             rest.all_terms += row * groups * TERMS;
         return rest;
+    }
+
+    template <typename Other>
+    QuantizedRows<Other> as() const {
+        static_assert(Other::GROUP == GROUP && Other::TERMS == TERMS);
+        return {numbers, scales, all_terms, groups};
     }
 
     int32_t term(int64_t row, int64_t group, int64_t i) const {
@@ -101,14 +110,17 @@ struct QuantizedRows {
         }
         // after all stores: a load of data just written by smaller stores waits for them
         for (int64_t group = begin; group < end; group++)
-            Dot::terms(numbers + group * GROUP, all_terms + group * TERMS);
+            Dot::terms(numbers + group * GROUP, scales + group * SCALES, all_terms + group * TERMS);
     }
 
 private:
     template <typename T>
     void quantize_group(int64_t group, const T* x) {
-        const Scaling scaling(x, GROUP);
-        scaling.store(x, GROUP, numbers + group * GROUP);
-        scales[group] = scaling.scale;
+        for (int64_t i = 0; i < SCALES; i++) {
+            const Scaling scaling(x + i * UNDER_SCALE, UNDER_SCALE);
+            scaling.store(x + i * UNDER_SCALE, UNDER_SCALE,
+                          numbers + group * GROUP + i * UNDER_SCALE);
+            scales[group * SCALES + i] = scaling.scale;
+        }
     }
 };

@@ -1,0 +1,110 @@
+"""Blocks of GGUF's types without kernels as blocks of types that have them (gguf_linear.py).
+
+Must not know: files, speed.
+
+Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact. MXFP4 as Q8_0 is exact for scales that fp16
+holds, 2**-24 to 2**15. IQ4_XS as Q8_0 keeps the numbers and rounds the scale of each 32 to fp16, by
+at most 2**-11 of it. Q2_K as Q8_0 rounds every weight, by at most 1/253 of the largest of its 32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .gguf_blocks import (
+    PIECE,
+    block_type,
+    dequantize,
+    fp4_numbers,
+    half,
+    iq4_numbers,
+    iq4_xs_scales,
+    mxfp4_scales,
+    q3_k_scales,
+    split,
+    unpack_bits,
+)
+
+
+def repack(blocks: Tensor, type: str) -> Tensor:
+    """[rows, bytes] uint8 of `type` -> [rows, bytes] of TYPES[type]"""
+    source, (target, function) = block_type(type), _REPACKED[type]
+    rows, num_blocks = len(blocks), blocks.shape[1] // source.num_bytes
+    columns = num_blocks * source.columns
+    out = torch.empty(
+        rows,
+        columns // block_type(target).columns * block_type(target).num_bytes,
+        dtype=torch.uint8,
+    )
+    for start in range(0, rows, step := max(1, PIECE // columns)):
+        piece = blocks[start : start + step].reshape(-1, source.num_bytes)
+        out[start : start + step] = function(piece).reshape(-1, out.shape[1])
+    return out
+
+
+def _bytes_of_halves(scales: Tensor) -> Tensor:
+    """[blocks, n] f32 -> [blocks, n, 2]: as fp16"""
+    return scales.half().unsqueeze(-1).contiguous().view(torch.uint8)
+
+
+def _as_q8_0(scales: Tensor, numbers: Tensor) -> Tensor:
+    """scales [blocks, n] f32, numbers [blocks, 32 * n] within +-127"""
+    numbers = numbers.to(torch.int8).view(torch.uint8).unflatten(1, (-1, 32))
+    return torch.cat((_bytes_of_halves(scales), numbers), 2)
+
+
+def _q2_k(blocks: Tensor) -> Tensor:
+    weights = dequantize(blocks, "Q2_K").unflatten(1, (-1, 32))
+    scales = (weights.abs().amax(-1) / 127).half().float()
+    factors = torch.where(scales == 0, 0.0, 1 / scales)
+    numbers = (weights * factors.unsqueeze(-1)).round().clamp(-127, 127)
+    return _as_q8_0(scales, numbers.flatten(1))
+
+
+def _q3_k(blocks: Tensor) -> Tensor:
+    """The same scales of 16; numbers from -4 to 3, which Q6_K stores plus 32."""
+    high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
+    stored = (unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2) + 28
+    halves = stored.unflatten(1, (2, 4, 32))  # of 128: four runs of 32
+    low, upper = halves & 15, halves >> 4
+    low = (low[:, :, :2] | low[:, :, 2:] << 4).flatten(1)
+    upper = (upper << torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)).sum(2).to(torch.uint8)
+    scales = q3_k_scales(packed).to(torch.int8).view(torch.uint8)
+    return torch.cat((low, upper.flatten(1), scales, scale), 1)
+
+
+def _ternary(type: str) -> Callable[[Tensor], Tensor]:
+    def repacked(blocks: Tensor) -> Tensor:
+        """The same scale for eight blocks; numbers from -1 to 1, which Q4_0 stores plus 8."""
+        scale = blocks[:, -2:]
+        one = torch.tensor([1.0]).half().view(torch.uint8)
+        unscaled = torch.cat((blocks[:, :-2], one.expand(len(blocks), 2)), 1)
+        stored = (dequantize(unscaled, type) + 8).to(torch.uint8).unflatten(1, (8, 2, 16))
+        both = stored[:, :, 0] | stored[:, :, 1] << 4
+        return torch.cat((scale.unsqueeze(1).expand(-1, 8, 2), both), 2)
+
+    return repacked
+
+
+def _iq4_xs(blocks: Tensor) -> Tensor:
+    scale, packed, numbers = split(blocks, 2, 6, 128)
+    return _as_q8_0(half(scale) * iq4_xs_scales(packed), iq4_numbers(unpack_bits(numbers, 4, 16)))
+
+
+def _mxfp4(blocks: Tensor) -> Tensor:
+    scale, numbers = split(blocks, 1, 16)
+    return _as_q8_0(mxfp4_scales(scale), fp4_numbers(unpack_bits(numbers, 4, 16)))
+
+
+_REPACKED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
+    "Q2_K": ("Q8_0", _q2_k),
+    "Q3_K": ("Q6_K", _q3_k),
+    "IQ4_XS": ("Q8_0", _iq4_xs),
+    "MXFP4": ("Q8_0", _mxfp4),
+    "TQ1_0": ("Q4_0", _ternary("TQ1_0")),
+    "TQ2_0": ("Q4_0", _ternary("TQ2_0")),
+}
+TYPES = {type: target for type, (target, _) in _REPACKED.items()}

@@ -232,7 +232,7 @@ struct Sample : Call {
 };
 
 // As Linear, with an int8 or int4 weight and scales as written by Quantize, or with those of GGUF's
-// blocks as laid out in gguf_types.inl. x is quantized, and the results are scaled and added in fp32.
+// blocks (gguf_types.inl). x is quantized, and the results are scaled and added in fp32.
 struct QuantizedLinear : Linear {
     const void* scales;
 };

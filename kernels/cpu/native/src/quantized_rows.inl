@@ -56,8 +56,8 @@ inline int32_t sum_of(const int8_t* numbers, int64_t size) {
     return _mm_cvtsi128_si32(_mm_add_epi64(of_16, _mm_unpackhi_epi64(of_16, of_16))) - 128 * 32;
 }
 
-// x in the layout of a Dot: rows [groups][GROUP] padded with zeros, a scale per UNDER_SCALE of them,
-// and the terms that its numbers' sums give: they remove the offsets of the weights' numbers.
+// x in the layout of a Dot: rows [groups][GROUP] padded with zeros, a scale per UNDER_SCALE of
+// them, and the terms that its numbers' sums give: they remove the offsets of the weights' numbers.
 template <typename Dot>
 struct QuantizedRows {
     static constexpr int64_t GROUP = Dot::GROUP, UNDER_SCALE = Dot::UNDER_SCALE,

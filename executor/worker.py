@@ -165,9 +165,9 @@ class Worker:
             num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
             kind = "blocks of the file"
         quantization = None if directory is None else self._quantization_of(directory)
-        if quantization is not None:
+        if quantization is not None and make.multiplies_blocks:
             shapes = {name: list(tensor.shape) for name, tensor in model.weights()}
-            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize, make.keeps_blocks)
+            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)
             kind = f"{quantization.method} weights"
         check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
         if directory is None:

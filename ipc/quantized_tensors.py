@@ -6,7 +6,6 @@ Must not know: tensors' values, torch, files.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -31,7 +30,7 @@ UNUSED = (
 # a multiple of them become several blocks.
 INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
 INT8_TYPE = "Q8_0"
-# type -> columns and bytes of a block
+# type -> columns and bytes of a block; native kernels multiply all of them
 BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34)}
 
 
@@ -133,17 +132,16 @@ def saved_bytes(
     shapes: dict[str, list[int]],
     quantization: CheckpointQuantization,
     itemsize: int,
-    keeps: Callable[[str], bool],
 ) -> int:
-    """How much less memory the weights take than in a dtype of `itemsize` bytes, where blocks of
-    the types that `keeps` names are multiplied as they are.
+    """How much less memory the weights take than in a dtype of `itemsize` bytes, where blocks are
+    multiplied as they are.
     """
     layers: dict[str, list[int | None]] = {}
     for name, shape in shapes.items():
         found = quantization.format_of(name, shape)
         kind = None if found is None else packed_type(found, shape[1])
         saved = None
-        if kind is not None and keeps(kind):
+        if kind is not None:
             columns, num_bytes = BLOCKS[kind]
             saved = prod(shape) * itemsize - prod(shape) // columns * num_bytes
         if name.endswith(".weight"):

@@ -17,6 +17,7 @@ from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import NotEnoughMemoryError
 from ...ipc.gguf_weights import MEMORY_TYPES
 from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.quantized_tensors import BLOCKS
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
 from .rope import make_cos_sin_cache, query_scales
@@ -316,11 +317,11 @@ class LayerFactory:
         return kept
 
     def keeps_blocks(self, type: str) -> bool:
-        """Whether blocks of this type of a GGUF file stay blocks, of the type in MEMORY_TYPES.
+        """Whether blocks of this type stay blocks (of a GGUF file: of the type in MEMORY_TYPES).
 
         In float32 they do not: their activations would be quantized.
         """
-        return self.multiplies_blocks and type in MEMORY_TYPES
+        return self.multiplies_blocks and (type in MEMORY_TYPES or type in BLOCKS)
 
     def waiting(self, tensor: torch.Tensor) -> Linear | Embedding | None:
         """The layer that waits for this tensor of the weight-name table."""

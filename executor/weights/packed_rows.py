@@ -1,4 +1,4 @@
-"""Rows of blocks as they lie in a GGUF file.
+"""Rows of blocks as they lie in a GGUF file, or of a quantized checkpoint's weights.
 
 Must not know: files, models.
 """
@@ -25,7 +25,7 @@ class PackedRows(NamedTuple):
 
     def for_memory(self) -> PackedRows:
         """As blocks of the type in MEMORY_TYPES: the same, or packed again."""
-        target = MEMORY_TYPES[self.type]
+        target = MEMORY_TYPES.get(self.type, self.type)
         return self if target == self.type else PackedRows(repack(self.rows, self.type), target)
 
 

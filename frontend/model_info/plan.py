@@ -18,7 +18,6 @@ from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.gguf import read_gguf
 from ...ipc.gguf_weights import (
     DTYPE_BYTES,
-    MEMORY_TYPES,
     check_gguf_tensors,
     is_gguf,
     weights_in_memory,
@@ -239,9 +238,7 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     if quantization is None:
         return None
     dense = sizes.weights_bytes(model_config.dtype)
-    saved = saved_bytes(
-        shapes, quantization, DTYPE_BYTES[model_config.dtype], MEMORY_TYPES.__contains__
-    )
+    saved = saved_bytes(shapes, quantization, DTYPE_BYTES[model_config.dtype])
     return dense - saved if saved else None
 
 

@@ -27,6 +27,7 @@ from .gguf_blocks import (
     fifth_bits,
     half,
     iq4_numbers,
+    scale_and_zero,
     scales_and_leasts,
     split,
     unpack_bits,
@@ -159,6 +160,13 @@ def _q6_k(blocks: Tensor) -> _Pieces:
     return numbers, half(scale) * scales.contiguous().view(torch.int8).float(), None
 
 
+def _int4(blocks: Tensor) -> _Pieces:
+    words, numbers = split(blocks, 4, blocks.shape[1] - 4)
+    scale, zero = scale_and_zero(words)
+    parts = numbers.shape[1] // 16  # of 32 numbers
+    return unpack_bits(numbers, 4, 16), scale.expand(-1, parts), (-zero * scale).expand(-1, parts)
+
+
 _PARTS = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -169,5 +177,7 @@ _PARTS = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "INT4_32": _int4,
+    "INT4_128": _int4,
 }
 TYPES = tuple(_PARTS)

@@ -73,8 +73,7 @@ def test_bytes_in_memory():
     assert quantization is not None
     numbers = (256 + 64 + 64) * 256 + 256 * 512
     saved = numbers * 2 - numbers // 128 * 68
-    assert saved_bytes(SHAPES, quantization, 2, lambda kind: kind == "INT4_128") == saved
-    assert saved_bytes(SHAPES, quantization, 2, lambda kind: False) == 0
+    assert saved_bytes(SHAPES, quantization, 2) == saved
 
 
 def test_a_merged_layer_is_packed_if_all_of_it_is():
@@ -82,4 +81,4 @@ def test_a_merged_layer_is_packed_if_all_of_it_is():
     quantization = parse_quantization({"quantization_config": ignored})
     assert quantization is not None
     saved = 256 * 512 * 2 - 256 * 512 // 128 * 68
-    assert saved_bytes(SHAPES, quantization, 2, lambda kind: True) == saved
+    assert saved_bytes(SHAPES, quantization, 2) == saved

@@ -167,17 +167,13 @@ def random_blocks(rows: int, columns: int, type: str) -> Tensor:
     blocks = torch.randint(
         256, (rows, columns // block_type(type).columns, block_type(type).num_bytes)
     ).byte()
-    largest = {
-        "Q8_0": 128,
-        "Q4_0": 8,
-        "Q4_1": 16,
-        "Q5_0": 16,
-        "Q5_1": 32,
-        "IQ4_NL": 128,
-        "Q4_K": 1000,
-        "Q5_K": 2000,
-        "Q6_K": 4000,
-    }[type]
+    if type.startswith("INT4"):
+        scales = (torch.randn(blocks.shape[:2]) / (8 * columns**0.5)).half().float()
+        words = scales.view(torch.int32) | torch.randint(16, scales.shape, dtype=torch.int32)
+        blocks[..., :4] = words.unsqueeze(-1).view(torch.uint8)
+        return blocks.flatten(1)
+    types = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
+    largest = dict(zip(types, (128, 8, 16, 16, 32, 128, 1000, 2000, 4000), strict=True))[type]
     halves = 2 if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
     scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
     if halves == 2:  # minima are as large as the numbers times their scales

@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -53,7 +53,11 @@ class Op(IntEnum):
     LINEAR_IQ4_NL = 37
     EMBEDDING_Q5_0 = 38
     EMBEDDING_Q5_1 = 39
-    EMBEDDING_IQ4_NL = 40
+    EMBEDDING_IQ4_NL = 37
+    LINEAR_INT4_32 = 41
+    LINEAR_INT4_128 = 42
+    EMBEDDING_INT4_32 = 43
+    EMBEDDING_INT4_128 = 44
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

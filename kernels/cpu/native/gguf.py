@@ -1,4 +1,5 @@
-"""Linear layers on GGUF's blocks, and embedding look-ups in them.
+"""Linear layers on blocks of GGUF files and on those of int4 checkpoints, and embedding look-ups in
+them.
 
 Must not know: files, models, requests.
 
@@ -42,6 +43,8 @@ LAYOUTS = {
     "Q5_0": Layout(22, 32, (2, 22), ((0, 2, 2),)),
     "Q5_1": Layout(24, 32, (4, 24), ((0, 2, 2), (2, 4, 2))),
     "IQ4_NL": Layout(18, 32, (2, 18), ((0, 2, 2),)),
+    "INT4_32": Layout(20, 32, (4, 20), ((0, 4, 4),)),
+    "INT4_128": Layout(68, 128, (4, 68), ((0, 4, 4),)),
     "Q4_K": Layout(144, 256, (16, 144), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
     "Q5_K": Layout(176, 256, (16, 176), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
     "Q6_K": Layout(210, 256, (0, 192), ((192, 208, 4), (208, 210, 2))),

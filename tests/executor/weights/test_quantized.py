@@ -196,7 +196,7 @@ def build(directory: Path, dtype: torch.dtype = torch.bfloat16):
     return model, make
 
 
-KEPT = ["int8"]
+KEPT = ["awq, 128", "gptq, head", "gptq, asymmetric", "packed, per channel", "int8"]
 kept = pytest.mark.parametrize("case", KEPT)
 
 

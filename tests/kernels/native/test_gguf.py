@@ -31,8 +31,8 @@ def layers(blocks, type, dtype, bias=None):
 
 def shapes(type: str) -> list[tuple[int, int]]:
     """out, in"""
-    whole = [(16, 256), (33, 512), (96, 768)]
-    return whole if block_type(type).columns == 256 else [(1, 32), *whole, (40, 480), (20, 1184)]
+    found = [(1, 32), (16, 256), (33, 512), (96, 768), (40, 480), (24, 896), (20, 1184)]
+    return [(rows, columns) for rows, columns in found if columns % block_type(type).columns == 0]
 
 
 @types
@@ -63,6 +63,9 @@ def test_numbers_at_the_edge_of_their_range(isa, type):
         by_block[..., 2:4] = one
     if type == "Q6_K":
         by_block[0, :, 192:208] = 128  # the scale -128
+    if type.startswith("INT4"):  # scales of 1, zeros of 255 and 0
+        by_block[..., :4] = torch.tensor([1.0]).view(torch.uint8)
+        by_block[::2, :, 0] = 255
     layer, reference = layers(blocks, type, torch.float32)
     signs = torch.tensor([[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0], [0.0, 0.0]]).repeat(1, 256)
     assert same_bits(layer(signs), reference(signs))

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 9
+#define QUIRE_ABI_VERSION 10
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -53,6 +53,10 @@ enum Op : int32_t {
     OP_EMBEDDING_Q5_0,
     OP_EMBEDDING_Q5_1,
     OP_EMBEDDING_IQ4_NL,
+    OP_LINEAR_INT4_32,
+    OP_LINEAR_INT4_128,
+    OP_EMBEDDING_INT4_32,
+    OP_EMBEDDING_INT4_128,
     NUM_OPS,
 };
 

@@ -1,4 +1,4 @@
-// The types of GGUF's blocks that linear layers multiply (gguf_dot.inl): how a block stores
+// The types of blocks that linear layers multiply (gguf_dot.inl): how a block stores
 // numbers, scales and least weights. Included by quantized.inl. kernels/cpu/native/gguf.py lays
 // out panels of 16 outputs:
 //
@@ -6,7 +6,7 @@
 //            (Q5_0, Q5_1, Q5_K: the high bits first)
 //   scales   by block, in another array; fp16 [16 outputs] each:
 //            Q8_0, Q4_0, Q5_0, IQ4_NL: d. Q4_1, Q5_1: d, m. Q4_K, Q5_K: d, dmin, then three words
-//            [16][4] of 6-bit scales. Q6_K: four words [16][4] of scales, then d.
+//            [16][4] of 6-bit scales. Q6_K: four words [16][4] of scales, then d. INT4_*: a word.
 //
 // weight = scale * (stored number - ZERO) + least. Each type F has
 //   stored(numbers of a vector of outputs, sub, i, line)
@@ -141,6 +141,32 @@ struct Q4 : SmallBlock<16, 15, ZERO, LEAST> {
 };
 using Q4_0 = Q4<8, false>;
 using Q4_1 = Q4<0, true>;
+
+// weight = scale * (number - zero). A word is the scale in fp32, whose lowest byte is the zero.
+template <int64_t COLUMNS>
+struct Int4 : BlockType<COLUMNS, COLUMNS / 2, 4, 15, 0, true> {
+    using Base = BlockType<COLUMNS, COLUMNS / 2, 4, 15, 0, true>;
+    static ALWAYS_INLINE Ints stored(const char* numbers, int sub, int i, int line) {
+        const Ints both = Ints::load(numbers + ((sub + i) * 4 + line % 4) * WORDS);
+        return line < 4 ? both.low_nibbles() : both.high_nibbles();
+    }
+    static ALWAYS_INLINE void decode(const BlockScales& from, Vec* scales, Vec* leasts) {
+        const Ints word = from.words(0);
+        const Vec scale = word.upper_as_floats(),
+                  least = (Vec() - word.byte(0).to_floats()) * scale;
+        written_out<Base::SUBS>([&](int i) ALWAYS_INLINE { scales[i] = scale, leasts[i] = least; });
+    }
+    static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
+        const int64_t i = k % BLOCK_SIZE, byte = k / BLOCK_SIZE * 16 + i % 16;
+        const uint8_t both = (uint8_t)numbers[byte / 4 * WORDS + 4 * lane + byte % 4];
+        int32_t word;
+        std::memcpy(&word, scales + k / COLUMNS * WORDS + 4 * lane, 4);
+        return float_of(word & ~255) *
+               ((float)(both >> (i < 16 ? 0 : 4) & 15) - (float)(word & 255));
+    }
+};
+using INT4_32 = Int4<32>;
+using INT4_128 = Int4<128>;
 
 // Bit i of the first word is the fifth bit of number i.
 template <int ZERO, bool LEAST>

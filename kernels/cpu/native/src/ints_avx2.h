@@ -50,6 +50,10 @@ struct Ints {
     static constexpr int run_of(int most, int lines) {
         return 128 / (most + 1) < lines ? 128 / (most + 1) : lines;
     }
+    // Words without their lowest bytes, as numbers in fp32
+    Vec upper_as_floats() const {
+        return _mm256_castsi256_ps(_mm256_andnot_si256(_mm256_set1_epi32(255), v));
+    }
     // Bytes in 32 bits: byte i of each
     Ints byte(int i) const {
         return _mm256_and_si256(_mm256_srli_epi32(v, 8 * i), _mm256_set1_epi32(255));

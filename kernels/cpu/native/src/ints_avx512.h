@@ -37,6 +37,9 @@ struct Ints {
     static Ints add_bytes(Ints sum, Ints w, Ints x) { return _mm512_dpbusd_epi32(sum.v, w.v, x.v); }
     static constexpr bool SUMS_OF_HALVES = false;
     static constexpr int run_of(int, int lines) { return lines; }
+    Vec upper_as_floats() const {
+        return _mm512_castsi512_ps(_mm512_andnot_si512(_mm512_set1_epi32(255), v));
+    }
     Ints byte(int i) const {
         return _mm512_and_si512(_mm512_srli_epi32(v, 8 * i), _mm512_set1_epi32(255));
     }

@@ -55,4 +55,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::gguf_embedding<quantized::Q5_0>,
     quantized::gguf_embedding<quantized::Q5_1>,
     quantized::gguf_embedding<quantized::IQ4_NL>,
+    quantized::quantized_linear<quantized::INT4_32>,
+    quantized::quantized_linear<quantized::INT4_128>,
+    quantized::gguf_embedding<quantized::INT4_32>,
+    quantized::gguf_embedding<quantized::INT4_128>,
 };

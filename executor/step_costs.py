@@ -13,10 +13,12 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 
 from ..ipc.config import EngineConfig, resolved
+from ..ipc.kv_layout import make_layout
 from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
@@ -82,15 +84,14 @@ class StepTimer:
         self._executor = executor
         self._meters = meters
         self._block_size = config.cache_config.block_size
+        self._layout = make_layout(config, executor.kv_cache_windows)
         self._budget = resolved(config.scheduler_config.max_num_batched_tokens)
         self._vocab_size = vocab_size
 
     def decode(self, batch: int, context: int, seconds: float) -> Times:
         """Steps of `batch` rows that have `context` tokens before them, greedy."""
-        num_blocks = -(-(context + MAX_STEPS + 2) // self._block_size)
-        block_ids = [
-            list(range(1 + row * num_blocks, 1 + (row + 1) * num_blocks)) for row in range(batch)
-        ]
+        ids = itertools.count(1)
+        block_ids = [self._tables(ids, context, context + MAX_STEPS + 2) for _ in range(batch)]
         new = [self._request(row, context + 1) for row in range(batch)]
         first = SchedulerOutput(
             0, list(range(batch)), [1] * batch, [context] * batch, block_ids, new
@@ -116,7 +117,7 @@ class StepTimer:
         times, end = [], time.perf_counter() + seconds
         while not times or time.perf_counter() < end:
             new, total = [self._request(0, num_tokens)], 0.0
-            block_ids = list(range(1, 1 + -(-num_tokens // self._block_size)))
+            block_ids = self._tables(itertools.count(1), 0, num_tokens)
             for start in range(0, num_tokens, self._budget):
                 count = min(self._budget, num_tokens - start)
                 total += self._run(
@@ -127,6 +128,17 @@ class StepTimer:
             times.append(total)
             self._free(1)
         return Times(1, num_tokens, [Turn(times)])
+
+    def _tables(self, ids: Iterator[int], num_computed: int, num_tokens: int) -> list[int]:
+        """The next ids as blocks of a request in every group of layers, the null block where a
+        window has been.
+        """
+        table = []
+        for window in self._layout.windows:
+            first = self._layout.first_seen(window, num_computed)
+            num_more = -(-num_tokens // self._block_size) - first
+            table += [0] * first + list(itertools.islice(ids, num_more))
+        return table
 
     def _decodes(self, first: SchedulerOutput, num_computed: int) -> SchedulerOutput:
         batch = len(first.slots)

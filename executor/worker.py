@@ -6,7 +6,6 @@ Must not know: other ranks, requests, how steps reach it.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
@@ -30,9 +29,9 @@ from ..ipc.quantized_tensors import saved_bytes
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
-from ..kernels.ops import kv_cache_row
 from . import device as devices
 from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
+from .kv_cache_memory import KVCacheMemory, move_caches
 from .lean_import import PLUGINS
 from .models import find_model_class
 from .models.layers import LayerFactory
@@ -102,6 +101,7 @@ class Worker:
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self._weights_bytes = 0
+        self._cache: KVCacheMemory  # set by load_model
         self._num_blocks = 0
         self._num_host_blocks = 0
 
@@ -147,7 +147,9 @@ class Worker:
         stages = make_stages(
             ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars
         )
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, stages)
+        layers = self.model.attention_layers()
+        self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
+        batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
@@ -191,32 +193,21 @@ class Worker:
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
         """Of each group of layers: see Executor."""
-        return (0,)
+        return self._cache.groups.windows
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of block_size tokens in every layer."""
-        return (
-            sum(math.prod(self._cache_shape(layer, 1)) for layer in self.model.attention_layers())
-            * self.kv_cache_dtype.itemsize
-        )
-
-    def _cache_shape(self, layer: Any, num_blocks: int) -> tuple[int, ...]:
-        """Keys first, then values."""
-        return (
-            2,
-            num_blocks,
-            self.config.cache_config.block_size,
-            layer.num_kv_heads,
-            kv_cache_row(layer.head_dim, self.kv_cache_dtype),
-        )
+        """Bytes of one block of the KV cache."""
+        return self._cache.block_bytes(self.model.attention_layers())
 
     def determine_num_blocks(self) -> int:
         """The number of KV-cache blocks to allocate, including the null block.
 
         Raises NotEnoughMemoryError if one full sequence does not fit.
         """
-        return plan_num_blocks(self.config, self.block_bytes, self._free_for_cache())
+        return plan_num_blocks(
+            self.config, self.block_bytes, self._free_for_cache(), self.kv_cache_windows
+        )
 
     def _free_for_cache(self) -> int:
         """Bytes: on a CPU the free memory, which steps and other programs share; on a GPU what the
@@ -225,7 +216,7 @@ class Worker:
         if self.device.type == "cpu":
             return devices.free_bytes(self.device)
         scheduler_config = self.config.scheduler_config
-        self._bind_cache(1)
+        self._cache.bind(self.model.attention_layers(), 1)
         num_bytes = devices.free_share_bytes(
             self.device, self.config.cache_config.gpu_memory_utilization
         )
@@ -243,7 +234,7 @@ class Worker:
         """Allocates the cache, binds it to the layers and runs the model once; returns its size in
         bytes.
         """
-        self._bind_cache(num_blocks)
+        self._cache.bind(self.model.attention_layers(), num_blocks)
         self._num_blocks = self.runner.batch.num_cache_blocks = num_blocks
         self._make_program()
         # the first call of an operation may set things up, which must not delay a request; a broken
@@ -258,12 +249,6 @@ class Worker:
         )
         return num_bytes
 
-    def _bind_cache(self, num_blocks: int) -> None:
-        for layer in self.model.attention_layers():
-            layer.key_cache, layer.value_cache = devices.zeros(
-                self._cache_shape(layer, num_blocks), self.kv_cache_dtype, self.device
-            )
-
     def _make_program(self) -> None:
         """Records the model. Call it when weights or cache have moved: a program holds their
         addresses.
@@ -275,7 +260,10 @@ class Worker:
         )
         if self.device.type == "cpu":
             self.runner.program = program = record_step(
-                self.model, self._ops, Limits(max_num_tokens, max_num_seqs, max_num_seqs)
+                self.model,
+                self._ops,
+                Limits(max_num_tokens, max_num_seqs, max_num_seqs),
+                len(self.kv_cache_windows),
             )
             can_burst = self._ops.chosen.get("sample_tokens") == NATIVE
             self.runner.bursts = (
@@ -291,7 +279,14 @@ class Worker:
         elif not config.device_config.enforce_eager:
             max_model_len = resolved(config.model_config.max_model_len)
             sizes = max_num_seqs, max_model_len, config.cache_config.block_size
-            graphs = GraphedStep(self.model, self._ops, *sizes, self.device, CudaCapture())
+            graphs = GraphedStep(
+                self.model,
+                self._ops,
+                *sizes,
+                self.device,
+                CudaCapture(),
+                len(self.kv_cache_windows),
+            )
             self.runner.program = graphs
             graphs.prepare()
 
@@ -306,7 +301,10 @@ class Worker:
         )
         if mode != "recompute":
             self._num_host_blocks = plan_num_host_blocks(
-                self.config, self.block_bytes, devices.free_bytes(torch.device("cpu"))
+                self.config,
+                self.block_bytes,
+                devices.free_bytes(torch.device("cpu")),
+                self.kv_cache_windows,
             )
         mover = self._make_block_mover()
         if mode != "auto" or not self._num_host_blocks:
@@ -328,7 +326,9 @@ class Worker:
             if pass_s > MEASURING_BUDGET_S / 4:
                 break
         swap_s, swap_s_per_block = mover.measure(self.model.attention_layers())
-        costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_block / block_size)
+        # a token has a part of a block in each group
+        swap_s_per_token = swap_s_per_block * len(self.kv_cache_windows) / block_size
+        costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_token)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
         return self._num_host_blocks, costs
 
@@ -338,16 +338,12 @@ class Worker:
         return self._weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
-        layers = self.model.attention_layers() if self._num_host_blocks else ()
-        host_caches = [
-            (cache[0], cache[1]) for cache in (self._host_cache(layer) for layer in layers)
-        ]
+        num_blocks = self._num_host_blocks
+        host_caches = (
+            self._cache.host_caches(self.model.attention_layers(), num_blocks) if num_blocks else []
+        )
         self.runner.block_mover = mover = BlockMover(host_caches, self._ops)
         return mover
-
-    def _host_cache(self, layer: Any) -> torch.Tensor:
-        shape = self._cache_shape(layer, self._num_host_blocks)
-        return devices.host_zeros(shape, self.kv_cache_dtype, self.device)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         return self.runner.execute_model(scheduler_output)
@@ -430,10 +426,7 @@ class Worker:
         check_same_architecture(self.config, self._model_class, directory)
         model = self._build_model(directory, _report_nothing)
         if self.model is not None:
-            for layer, old in zip(
-                model.attention_layers(), self.model.attention_layers(), strict=True
-            ):
-                layer.key_cache, layer.value_cache = old.key_cache, old.value_cache
+            move_caches(self.model.attention_layers(), model.attention_layers())
         self.model, self._directory = model, directory
         self.runner.use_model(model)
         if "kv_cache" not in self.asleep:

@@ -216,6 +216,10 @@ class SchedulerConfig(Section, frozen=True):
     async_scheduling: Annotated[
         bool, Meta(description="Schedule the next step while one runs.")
     ] = False
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        Meta(description="Keep the whole context in layers with a sliding window, too."),
+    ] = False
     enable_jump_forward: Annotated[
         bool,
         Meta(

@@ -54,6 +54,13 @@ def group_layers(windows: Sequence[int], max_model_len: int) -> LayerGroups:
     return LayerGroups(tuple(layers for _, layers in groups), tuple(w for w, _ in groups))
 
 
+def plan_groups(config: EngineConfig, windows: Sequence[int]) -> LayerGroups:
+    """The groups of an engine whose layers can be in any."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return one_group(len(windows))
+    return group_layers(windows, resolved(config.model_config.max_model_len))
+
+
 def one_group(num_layers: int) -> LayerGroups:
     """All layers in one group that keeps the whole context."""
     return LayerGroups((tuple(range(num_layers)),), (0,))

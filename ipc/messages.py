@@ -404,7 +404,7 @@ class SchedulerOutput(Message, frozen=True):
     Columns are parallel with `slots`, in the order in which requests were scheduled.
 
     The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
-    block table of slots[i], and moves blocks: first out, then in, then copies. Then it computes
+    block tables of slots[i], and moves blocks: first out, then in, then copies. Then it computes
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
     that computes its last known token is sampled, and the runner appends the sampled token to the
     slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
@@ -418,7 +418,9 @@ class SchedulerOutput(Message, frozen=True):
     slots: list[int]
     num_scheduled_tokens: list[int]
     num_computed_tokens: list[int]  # before this step
-    new_block_ids: list[list[int]]  # a new request's row holds its whole block table
+    # A new request's row holds its whole block table. With several groups of layers: the blocks of
+    # the first group, then equally many of the next, and so on.
+    new_block_ids: list[list[int]]
     new_requests: list[NewRequestData] = []
     freed_slots: list[int] = []  # finished, aborted or preempted since the last step
     num_lookahead_tokens: list[int] = []  # parallel with slots, or empty for none

@@ -15,7 +15,7 @@ callers, at the cost of a dictionary look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,42 @@ class AttentionMetadata:
     num_decodes: int
     query_lens: list[int]  # [B]
     seq_lens_list: list[int]  # [B]
+    # Of each group of layers with block tables of its own, the first group's included: they differ
+    # in block_tables and slot_mapping, which are rows of one tensor each. Empty for one group.
+    groups: tuple[AttentionMetadata, ...] = ()
     # values that an implementation derives once per step for later layers
     scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+def make_metadata(
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_tables: Sequence[Tensor],
+    slot_mappings: Sequence[Tensor],
+    num_decodes: int,
+    query_lens: list[int],
+    seq_lens_list: list[int],
+) -> AttentionMetadata:
+    """The metadata of a model whose groups of layers have these tables, one of each per group."""
+
+    groups: tuple[AttentionMetadata, ...] = ()
+    if len(block_tables) > 1:
+        groups = tuple(
+            AttentionMetadata(
+                query_start_loc, seq_lens, table, slots, num_decodes, query_lens, seq_lens_list
+            )
+            for table, slots in zip(block_tables, slot_mappings, strict=True)
+        )
+    return AttentionMetadata(
+        query_start_loc,
+        seq_lens,
+        block_tables[0],
+        slot_mappings[0],
+        num_decodes,
+        query_lens,
+        seq_lens_list,
+        groups,
+    )
 
 
 def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
@@ -228,8 +262,9 @@ def paged_attention(
     head h // (NQ / NKV). The i-th of a request's q query tokens has position seq_len - q + i and
     sees positions up to its own; with sliding_window w > 0, the last w of these (Beltagy et al.
     2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2). Softmax and sums are in
-    fp32. A slot outside a request's context does not affect its result, whatever it holds
-    (uninitialised memory, another request's NaN).
+    fp32. A slot that none of a request's query tokens sees does not affect its result, whatever it
+    holds (uninitialised memory, another request's NaN): it is outside the context, or before the
+    window.
     """
 
 

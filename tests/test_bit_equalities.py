@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire import LLMEngine, RequestOutput
+from quire import LLM, LLMEngine, RequestOutput, SamplingParams
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
@@ -189,3 +189,70 @@ def test_quantized_weights_and_caches(small):
         )
     ) as engine:
         assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)
+
+
+# ------------------------------------------------------------ windows that return blocks
+
+LAYER_TYPES = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+WINDOWS = dict(
+    dtype="bfloat16",
+    hf_overrides={"use_sliding_window": True, "sliding_window": 21, "layer_types": LAYER_TYPES},
+)
+# three groups of two layers; one sequence fits, see KVLayout.most_blocks
+FEW_OF_GROUPS = dict(block_size=8, max_model_len=256, num_scheduler_steps=1)
+
+
+@pytest.fixture(scope="module")
+def jobs_with_windows(jobs) -> list[Job]:
+    return [replace(job, arrives_at_step=job.arrives_at_step // 8) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def kept_whole(jobs_with_windows):
+    """Run each request alone, with windows that keep the whole context."""
+    settings = dict(disable_hybrid_kv_cache_manager=True, enable_prefix_caching=False)
+    with closing(make_engine(**WINDOWS, **settings, max_num_seqs=1)) as engine:
+        return run(engine, jobs_with_windows, aborts=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_threads=2),
+        dict(
+            **FEW_OF_GROUPS,
+            num_gpu_blocks_override=97,
+            preemption_mode="recompute",
+            enable_prefix_caching=False,
+        ),
+        dict(
+            **FEW_OF_GROUPS,
+            num_gpu_blocks_override=73,
+            preemption_mode="swap",
+            max_num_batched_tokens=64,
+            async_scheduling=True,
+        ),
+        dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
+    ],
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
+)
+def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, settings):
+    with closing(make_engine(**WINDOWS, **settings)) as engine:
+        assert engine.client._engine.core.executor.kv_cache_windows == (0, 21, 21)
+        assert_same_bits(jobs_with_windows, run(engine, jobs_with_windows), kept_whole)
+        if settings.items() >= FEW_OF_GROUPS.items():
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
+        else:
+            assert engine.client.call_utility("get_metrics")["prefix_cache_hits"] > 0
+
+
+def test_completions_of_one_prompt_share_the_blocks_of_all_groups():
+    params = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
+    answers = []
+    for whole in (True, False):
+        with LLM(**WINDOWS, disable_hybrid_kv_cache_manager=whole, max_model_len=256) as llm:
+            outputs = llm.generate([{"prompt_token_ids": list(range(20, 93))}], params)
+            answers.append([completion.token_ids for completion in outputs[0].outputs])
+            num_copied = llm.get_metrics()["num_blocks_copied"]
+            assert num_copied == (2 if whole else 6)  # 72 = 4.5 blocks, for two siblings
+    assert answers[0] == answers[1] and len({*map(tuple, answers[0])}) == 3

@@ -158,3 +158,18 @@ def test_rows_that_are_not_finite_fail_alone_and_at_the_same_token(monkeypatch):
         len(result.token_ids) for result in expected.values() if result.finish_reason == "error"
     ]
     assert 5 < len(lengths) < 35 and 0 in lengths and max(lengths) > 3
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_each_group_of_layers_has_its_tables_on_the_device(with_graphs: bool) -> None:
+    layer_types = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
+    window = dict(use_sliding_window=True, sliding_window=21, layer_types=layer_types)
+    plain = dict(disable_hybrid_kv_cache_manager=True, enable_prefix_caching=False)
+    with closing(make_engine(hf_overrides=window, **plain)) as engine:
+        expected = drive(engine, JOBS[:24], aborts=False)
+    with pytest.MonkeyPatch.context() as patch:
+        keep_on_device(patch, LateCopies(), with_graphs)
+        settings = dict(async_scheduling=True, max_num_batched_tokens=64)
+        with closing(make_engine(hf_overrides=window, **settings)) as engine:
+            assert engine.client._engine.core.executor.kv_cache_windows == (0, 21, 21)
+            assert_same(JOBS[:24], drive(engine, JOBS[:24], aborts=False), expected, aborts=False)

@@ -59,6 +59,7 @@ class Attention:
         self.ops = make.ops
         # [num_blocks, block_size, num_kv_heads, head_dim], set when the cache is allocated
         self.key_cache = self.value_cache = None
+        self.kv_cache_group = 0  # of its block table, set with the cache
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         # Only if one implementer provides the fused operation and its parts: a user's kernel for
         # one part must not be bypassed.
@@ -83,6 +84,8 @@ class Attention:
         query, key, value = (
             self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
         )
+        if metadata.groups:
+            metadata = metadata.groups[self.kv_cache_group]
         slots = metadata.slot_mapping
         if self._fused and self.rope is not None:
             ops.fused_qk_rope_reshape_and_cache(

@@ -13,7 +13,7 @@ import torch
 from ...kernels.cpu.native.program import recording
 from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
 
 logger = logging.getLogger(__name__)
@@ -57,8 +57,10 @@ def run_op_by_op(
     return hidden, logits, *ops.argmax(logits)
 
 
-def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
+def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -> Program | None:
     """Records the program of a model whose layers have their caches.
+
+    `num_groups`: of layers that have block tables of their own.
 
     Returns None, and logs why, where the model must run operation by operation. The caches must
     hold nothing in block 0, which is never allocated to a request: it is overwritten during the
@@ -79,9 +81,9 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
         )
         return None
     try:
-        program = _record(model, ops, limits)
+        program = _record(model, ops, limits, num_groups)
         try:
-            _try(program, model, ops)
+            _try(program, model, ops, num_groups)
         finally:
             for layer in model.attention_layers():
                 layer.key_cache[0] = layer.value_cache[0] = 0
@@ -104,8 +106,8 @@ def record_step(model: Any, ops: OpTable, limits: Limits) -> Program | None:
 
 
 @torch.inference_mode()
-def _record(model: Any, ops: OpTable, limits: Limits) -> Program:
-    recorder = Recorder(limits)
+def _record(model: Any, ops: OpTable, limits: Limits, num_groups: int) -> Program:
+    recorder = Recorder(limits, num_groups)
     with recording(recorder, Guard()):
         results = run_op_by_op(
             model,
@@ -119,7 +121,7 @@ def _record(model: Any, ops: OpTable, limits: Limits) -> Program:
 
 
 @torch.inference_mode()
-def _try(program: Program, model: Any, ops: OpTable) -> None:
+def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
     """Runs a decode and a prompt both ways and compares bits.
 
     This detects what the recorder cannot see, such as a layer that computes with numpy.
@@ -130,14 +132,14 @@ def _try(program: Program, model: Any, ops: OpTable) -> None:
     positions = torch.tensor([0] * num_decodes + list(range(query_lens[-1])))
     slots = positions.clone()
     slots[:num_decodes] = -1  # reads the prompt's first key
-    metadata = AttentionMetadata(
-        query_start_loc=torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32),
-        seq_lens=torch.tensor(query_lens, dtype=torch.int32),
-        block_tables=torch.zeros(len(query_lens), 1, dtype=torch.int32),
-        slot_mapping=slots,
-        num_decodes=sum(length == 1 for length in query_lens),
-        query_lens=query_lens,
-        seq_lens_list=query_lens,
+    metadata = make_metadata(
+        torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32),
+        torch.tensor(query_lens, dtype=torch.int32),
+        torch.zeros(num_groups, len(query_lens), 1, dtype=torch.int32).unbind(),
+        slots.repeat(num_groups, 1).unbind(),
+        sum(length == 1 for length in query_lens),
+        query_lens,
+        query_lens,
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1

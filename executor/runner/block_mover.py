@@ -22,9 +22,9 @@ MEASURED_BLOCKS = 8
 class BlockMover:
     """Owns the host blocks.
 
-    `host_caches`: for each layer keys and values, each [num_host_blocks, block_size, num_kv_heads,
-    head_dim]; empty without swapping. Layers are passed to each call, because their caches may
-    change.
+    `host_caches`: for each page of a block keys and values, each [num_host_blocks, block_size,
+    num_kv_heads, head_dim]; empty without swapping. Layers are passed to each call, because their
+    caches may change.
     """
 
     def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
@@ -73,7 +73,9 @@ class BlockMover:
 
 
 def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
-    return [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
+    """Of each page of a block: layers of different groups have the same memory."""
+    caches = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
+    return [*{cache.data_ptr(): cache for cache in caches}.values()]
 
 
 def shortest_time(

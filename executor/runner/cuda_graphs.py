@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
 from ..program.step_program import run_op_by_op
 
@@ -59,7 +59,9 @@ class GraphedStep:
         block_size: int,
         device: torch.device,
         capture: Capture,
+        num_groups: int = 1,
     ):
+        """num_groups: of layers that have block tables of their own."""
         self._run = partial(run_op_by_op, model, ops)
         self._capture = capture
         self._sizes = graph_sizes(max_num_seqs)
@@ -69,10 +71,14 @@ class GraphedStep:
         self._positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._seq_lens = torch.ones(max_num_seqs, dtype=torch.int32, device=device)
         self._slot_mapping = torch.full(
-            (max_num_seqs,), NOT_STORED, dtype=torch.int64, device=device
+            (num_groups, max_num_seqs), NOT_STORED, dtype=torch.int64, device=device
         )
         self._block_tables = torch.zeros(
-            max_num_seqs, -(-max_model_len // block_size), dtype=torch.int32, device=device
+            num_groups,
+            max_num_seqs,
+            -(-max_model_len // block_size),
+            dtype=torch.int32,
+            device=device,
         )
         self._counts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
@@ -89,21 +95,19 @@ class GraphedStep:
         """The input buffers of a step of `count` sampled decodes, including the padding rows of its
         graph.
 
-        They are token_ids, positions, slot_mapping, seq_lens and block_tables. Inputs written there
-        are not copied. None: there is no graph for this many.
+        They are token_ids, positions, slot_mapping [groups, rows], seq_lens and block_tables
+        [groups, rows, max_blocks]. Inputs written there are not copied. None: there is no graph for
+        this many.
         """
         if not 0 < count <= self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, count)]
-        return tuple(
-            buffer[:size]
-            for buffer in (
-                self._token_ids,
-                self._positions,
-                self._slot_mapping,
-                self._seq_lens,
-                self._block_tables,
-            )
+        return (
+            self._token_ids[:size],
+            self._positions[:size],
+            self._slot_mapping[:, :size],
+            self._seq_lens[:size],
+            self._block_tables[:, :size],
         )
 
     def __call__(
@@ -132,33 +136,36 @@ class GraphedStep:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        num_blocks = metadata.block_tables.shape[1]
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
         self._seq_lens[:count].copy_(metadata.seq_lens)
-        self._slot_mapping[:count].copy_(metadata.slot_mapping)
-        self._block_tables[:count, :num_blocks].copy_(metadata.block_tables)
+        for slot_mapping, block_tables, group in zip(
+            self._slot_mapping, self._block_tables, metadata.groups or (metadata,), strict=True
+        ):
+            slot_mapping[:count].copy_(group.slot_mapping)
+            block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
         self._seq_lens[count:size] = 1
-        self._slot_mapping[count:size] = NOT_STORED
+        self._slot_mapping[:, count:size] = NOT_STORED
 
     def _graph(self, size: int) -> tuple[Callable[[], None], Tensors]:
         if size not in self._graphs:
             # Kernels take sizes from the host lists; they must hold for every later step, so these
             # are the longest possible contexts.
-            metadata = AttentionMetadata(
-                query_start_loc=self._counts[: size + 1],
-                seq_lens=self._seq_lens[:size],
-                block_tables=self._block_tables[:size],
-                slot_mapping=self._slot_mapping[:size],
-                num_decodes=size,
-                query_lens=[1] * size,
-                seq_lens_list=[self._max_model_len] * size,
+            metadata = make_metadata(
+                self._counts[: size + 1],
+                self._seq_lens[:size],
+                self._block_tables[:, :size].unbind(),
+                self._slot_mapping[:, :size].unbind(),
+                size,
+                [1] * size,
+                [self._max_model_len] * size,
             )
 
             def step() -> Tensors:
                 # values that the run before the capture has derived would not be derived by a
                 # replay
-                metadata.scratch.clear()
+                for group in (metadata, *metadata.groups):
+                    group.scratch.clear()
                 return self._run(
                     self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
                 )

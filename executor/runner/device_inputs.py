@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...ipc.messages import SchedulerOutput
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import make_metadata
 from ..device import packed
 from .input_batch import InputBatch
 from .step_inputs import StepInputs, StepLayout, lay_out
@@ -37,8 +37,9 @@ class DeviceTables:
     """
 
     def __init__(self, batch: InputBatch, ops: Any, device: torch.device):
-        (num_slots, max_model_len), max_blocks = batch.token_ids.shape, batch.block_tables.shape[1]
-        widths = (NUM_PARAMETERS, aligned(max_blocks), aligned(max_model_len))
+        num_groups, num_slots, max_blocks = batch.block_tables.shape
+        row = aligned(max_blocks)
+        widths = (NUM_PARAMETERS, num_groups * row, aligned(batch.token_ids.shape[1]))
         self.batch, self.device, self._write_runs = batch, device, ops.write_runs
         self._memory = torch.zeros(num_slots * sum(widths), dtype=torch.int32, device=device)
         self.parameters, self.block_tables, self.token_ids = (
@@ -47,6 +48,8 @@ class DeviceTables:
                 self._memory.split([num_slots * width for width in widths]), widths, strict=True
             )
         )
+        # of each group of layers: [num_slots, max_blocks]
+        self.group_tables = self.block_tables.view(num_slots, num_groups, row).unbind(1)
         # slot -> index of the first token that the device lacks
         self._unsent_tokens: dict[int, int] = {}
         # place in memory, words [N] i32: of other tables
@@ -66,13 +69,15 @@ class DeviceTables:
         for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
             if block_ids:
                 end = int(batch.num_blocks[slot])
-                start = end - len(block_ids)
-                self._unsent_runs.append(
+                start = end - len(block_ids) // batch.num_groups
+                row = self.group_tables[0].shape[1]
+                self._unsent_runs += [
                     (
-                        self._place(self.block_tables, slot, start),
-                        batch.block_tables[slot, start:end],
+                        self._place(self.block_tables, slot, group * row + start),
+                        table[slot, start:end],
                     )
-                )
+                    for group, table in enumerate(batch.block_tables)
+                ]
 
     def note_sampled_by_host(self, slots: np.ndarray) -> None:
         """Notes tokens that the host may append to `slots` [R] and the device does not know."""
@@ -213,14 +218,15 @@ class DeviceInputMaker:
         Passes are prepared in order, each after the previous one has sampled.
         """
         count, num_tokens, tables = len(layout.slots), int(layout.query_start_loc[-1]), self.tables
+        num_groups = len(tables.group_tables)
         outputs = self._graph_buffers(count) if layout.is_all_sampled_decodes() else None
         if outputs is None:
             sizes = (
                 (num_tokens,),
                 (num_tokens,),
-                (num_tokens,),
+                (num_groups, num_tokens),
                 (count,),
-                (count, -(-int(layout.seq_lens.max()) // self.block_size)),
+                (num_groups, count, -(-int(layout.seq_lens.max()) // self.block_size)),
             )
             dtypes = torch.int32, torch.int64, torch.int64, torch.int32, torch.int32
             outputs = tuple(
@@ -228,21 +234,32 @@ class DeviceInputMaker:
                 for size, dtype in zip(sizes, dtypes, strict=True)
             )
         rows = columns["slots"], columns["num_computed"], columns["query_start_loc"]
-        self._prepare(*rows, tables.token_ids, tables.block_tables, self.block_size, *outputs)
         token_ids, positions, slot_mapping, seq_lens, block_tables = outputs
+        for group, table in enumerate(tables.group_tables):
+            self._prepare(
+                *rows,
+                tables.token_ids,
+                table,
+                self.block_size,
+                token_ids,
+                positions,
+                slot_mapping[group],
+                seq_lens,
+                block_tables[group],
+            )
         return StepInputs(
             order=layout.order,
             slots=layout.slots,
             token_ids=token_ids[:num_tokens],
             positions=positions[:num_tokens],
-            metadata=AttentionMetadata(
-                query_start_loc=columns["query_start_loc"],
-                seq_lens=seq_lens[:count],
-                block_tables=block_tables[:count],
-                slot_mapping=slot_mapping[:num_tokens],
-                num_decodes=layout.num_decodes,
-                query_lens=layout.query_lens.tolist(),
-                seq_lens_list=layout.seq_lens.tolist(),
+            metadata=make_metadata(
+                columns["query_start_loc"],
+                seq_lens[:count],
+                block_tables[:, :count].unbind(),
+                slot_mapping[:, :num_tokens].unbind(),
+                layout.num_decodes,
+                layout.query_lens.tolist(),
+                layout.seq_lens.tolist(),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],

@@ -6,6 +6,7 @@ are its copy, updated by differences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -29,15 +30,26 @@ class InputBatch:
     state and are called here when requests enter and leave.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, stages: Any):
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        stages: Any,
+        kv_cache_windows: Sequence[int] = (0,),
+    ):
+        """kv_cache_windows: see Executor."""
         self.block_size = block_size
+        self.num_groups = len(kv_cache_windows)
+        # the null block stands where a window has been
+        self._least_block = 0 if any(kv_cache_windows) else 1
         # Ids of the KV cache are below this; the worker sets it when it makes the cache.
         self.num_cache_blocks = 2**31
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int32)
+        self.block_tables = np.zeros((self.num_groups, max_num_seqs, max_blocks), np.int32)
         self.num_blocks = np.zeros(max_num_seqs, np.int64)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int32)  # 0: all
@@ -119,15 +131,21 @@ class InputBatch:
             slots.discard(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
-        """Raises ValueError for an id that the cache does not have: kernels do not check."""
-        if block_ids and not 1 <= min(block_ids) <= max(block_ids) < self.num_cache_blocks:
+        """block_ids: those of the first group, then equally many of the next, and so on.
+
+        Raises ValueError for an id that the cache does not have: kernels do not check.
+        """
+        least = self._least_block
+        if block_ids and not least <= min(block_ids) <= max(block_ids) < self.num_cache_blocks:
             raise ValueError(
-                f"new_block_ids: must be between 1 and {self.num_cache_blocks - 1}, got "
+                f"new_block_ids: must be between {least} and {self.num_cache_blocks - 1}, got "
                 f"{block_ids} for slot {slot}"
             )
-        start = self.num_blocks[slot]
-        self.block_tables[slot, start : start + len(block_ids)] = block_ids
-        self.num_blocks[slot] = start + len(block_ids)
+        start, count = self.num_blocks[slot], len(block_ids) // self.num_groups
+        self.block_tables[:, slot, start : start + count] = np.reshape(
+            block_ids, (self.num_groups, count)
+        )
+        self.num_blocks[slot] = start + count
 
     def check_blocks(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """Raises ValueError unless the blocks of each of `slots` [B] have room for so many tokens

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import make_metadata
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
 from ..program.step_program import run_op_by_op
@@ -286,14 +286,15 @@ class ModelRunner:
         def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=self.device)
 
-        metadata = AttentionMetadata(
-            query_start_loc=torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device),
-            seq_lens=filled(1, torch.int32, num_tokens),
-            block_tables=filled(NULL_BLOCK, torch.int32, num_tokens, 1),
-            slot_mapping=filled(-1, torch.int64, num_tokens),
-            num_decodes=num_tokens,
-            query_lens=[1] * num_tokens,
-            seq_lens_list=[1] * num_tokens,
+        num_groups = self.batch.num_groups
+        metadata = make_metadata(
+            torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device),
+            filled(1, torch.int32, num_tokens),
+            filled(NULL_BLOCK, torch.int32, num_groups, num_tokens, 1).unbind(),
+            filled(-1, torch.int64, num_groups, num_tokens).unbind(),
+            num_tokens,
+            [1] * num_tokens,
+            [1] * num_tokens,
         )
         token_ids, positions = (
             filled(0, torch.int32, num_tokens),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ...ipc.messages import SchedulerOutput
-from ...kernels.ops import AttentionMetadata
+from ...kernels.ops import AttentionMetadata, make_metadata
 from .input_batch import InputBatch
 
 
@@ -45,7 +45,9 @@ class _Decodes:
     token_ids: np.ndarray
     positions: np.ndarray
     seq_lens: np.ndarray
-    slot_mapping: np.ndarray
+    slot_mapping: np.ndarray  # [groups, B]
+    block_tables: list[torch.Tensor]  # of each group, like the following
+    slot_mappings: list[torch.Tensor]
 
 
 class StepLayout(NamedTuple):
@@ -146,20 +148,22 @@ class StepInputMaker:
             batch.token_ids[token_slots, positions],
             self._slot_mapping(token_slots, positions),
         )
+        block_tables = self._block_tables(slots, seq_lens + num_ahead)
+        slot_mappings = [torch.from_numpy(of_group) for of_group in slot_mapping]
         inputs = StepInputs(
             order=order,
             slots=slots,
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             logits_indices=torch.from_numpy(layout.logits_indices()),
-            metadata=AttentionMetadata(
-                query_start_loc=torch.from_numpy(query_start_loc.astype(np.int32)),
-                seq_lens=torch.from_numpy(seq_lens),
-                block_tables=torch.from_numpy(self._block_tables(slots, seq_lens + num_ahead)),
-                slot_mapping=torch.from_numpy(slot_mapping),
-                num_decodes=num_decodes,
-                query_lens=query_lens.tolist(),
-                seq_lens_list=seq_lens.tolist(),
+            metadata=make_metadata(
+                torch.from_numpy(query_start_loc.astype(np.int32)),
+                torch.from_numpy(seq_lens),
+                block_tables,
+                slot_mappings,
+                num_decodes,
+                query_lens.tolist(),
+                seq_lens.tolist(),
             ),
             sampled_rows=sampled_rows,
             sampled_slots=slots[sampled_rows],
@@ -168,7 +172,15 @@ class StepInputMaker:
         if layout.is_all_sampled_decodes() and not num_ahead:
             token_index = slots * batch.token_ids.shape[1] + positions
             self._last = _Decodes(
-                scheduler_output, inputs, token_index, token_ids, positions, seq_lens, slot_mapping
+                scheduler_output,
+                inputs,
+                token_index,
+                token_ids,
+                positions,
+                seq_lens,
+                slot_mapping,
+                block_tables,
+                slot_mappings,
             )
         return inputs
 
@@ -194,18 +206,17 @@ class StepInputMaker:
         last.token_index += 1
         # raises before the copy, in case of an error
         self.batch.token_ids.ravel().take(last.token_index, out=last.token_ids, mode="clip")
-        block_tables = before.block_tables
         if (last.positions % self.block_size).all():
             last.slot_mapping += 1
         else:  # some row begins a block
             self.batch.check_blocks(inputs.slots, last.seq_lens)
             last.slot_mapping[:] = self._slot_mapping(inputs.slots, last.positions)
-            block_tables = torch.from_numpy(self._block_tables(inputs.slots, last.seq_lens))
-        metadata = AttentionMetadata(
+            last.block_tables = self._block_tables(inputs.slots, last.seq_lens)
+        metadata = make_metadata(
             before.query_start_loc,
             before.seq_lens,
-            block_tables,
-            before.slot_mapping,
+            last.block_tables,
+            last.slot_mappings,
             before.num_decodes,
             before.query_lens,
             last.seq_lens.tolist(),
@@ -226,10 +237,14 @@ class StepInputMaker:
         return last.inputs
 
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """[T] i64: the cache slot of each slot's token at each position."""
-        block_ids = self.batch.block_tables[slots, positions // self.block_size]
+        """[groups, T] i64: the cache slot of each slot's token at each position."""
+        tables = self.batch.block_tables
+        index = slots * tables.shape[2] + positions // self.block_size
+        block_ids = tables.reshape(len(tables), -1).take(index, axis=1)
         return block_ids.astype(np.int64) * self.block_size + positions % self.block_size
 
-    def _block_tables(self, slots: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
+    def _block_tables(self, slots: np.ndarray, seq_lens: np.ndarray) -> list[torch.Tensor]:
+        """Of each group: [B, max_blocks] i32."""
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
-        return self.batch.block_tables[slots, :num_blocks]
+        tables = self.batch.block_tables[:, slots, :num_blocks]
+        return [torch.from_numpy(of_group) for of_group in tables]

@@ -45,6 +45,7 @@ class EngineArguments(TypedDict, total=False):
     preemption_mode: Literal["auto", "recompute", "swap"]
     num_scheduler_steps: int
     async_scheduling: bool
+    disable_hybrid_kv_cache_manager: bool
     enable_jump_forward: bool
     device: Literal["auto", "cpu", "cuda"]
     num_threads: int | None

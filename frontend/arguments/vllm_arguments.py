@@ -69,8 +69,8 @@ WITHOUT_EFFECT = _names(
     data_parallel_rpc_port data_parallel_size_local dbo_decode_token_threshold
     dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate
     default_mm_loras disable_async_output_proc disable_cascade_attn disable_chunked_mm_input
-    disable_custom_all_reduce disable_hybrid_kv_cache_manager disable_log_requests
-    disable_nccl_for_dp_synchronization distributed_timeout_seconds dp_sync_interval
+    disable_custom_all_reduce disable_log_requests disable_nccl_for_dp_synchronization
+    distributed_timeout_seconds dp_sync_interval
     ec_manager_config enable_batch_sharded_sampling enable_bf16x3_router_gemm
     enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_expert_parallel
     enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_logging_iteration_details

@@ -123,8 +123,10 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
         for name, size in plan.weights_bytes_by_dtype.items()
         if name != plan.weights_kind
     )
-    num_blocks = -(-plan.longest_context // plan.block_size)
-    room = plan.kv_cache_bytes or num_blocks * plan.block_size * plan.kv_bytes_per_token
+    room = plan.kv_cache_bytes or plan.longest_kv_cache_bytes
+    per_token = f"{format_bytes(plan.kv_bytes_per_token)} per token"
+    if plan.num_window_layers:
+        per_token += f"; {plan.num_window_layers} of {plan.num_layers} layers keep a window of them"
     weights = (f"  weights, {plan.weights_kind}", plan.weights_bytes, others)
     if plan.device == "cuda":
         memory, free, left = "the GPU's memory", "", "  left"
@@ -145,7 +147,7 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),
         *uses,
-        ("  KV cache", room, f"{format_bytes(plan.kv_bytes_per_token)} per token"),
+        ("  KV cache", room, per_token),
         (left if rest >= 0 else "  missing", abs(rest), ""),
     ]
 

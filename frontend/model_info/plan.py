@@ -22,6 +22,7 @@ from ...ipc.gguf_weights import (
     is_gguf,
     weights_in_memory,
 )
+from ...ipc.kv_layout import make_layout, plan_groups
 from ...ipc.machine import free_memory_bytes
 from ...ipc.memory_plan import (
     CPU_MEMORY_FRACTION,
@@ -59,8 +60,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     keeps_blocks: bool  # quantized weights of the files, for the types that kernels multiply
     # "bfloat16" or "float32" unquantized, else "int8" or "int4" with this dtype
     weights_bytes_by_dtype: dict[str, int]
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int  # of all layers, while their windows see it
     block_size: int
+    block_bytes: int
+    blocks_per_sequence: int  # at most at a time, of max_model_len tokens
+    num_layers: int
+    num_window_layers: int  # layers that return the blocks that their window has left
     model_context: int | None
     max_model_len: int  # requested; default: the model's context length
     device: str
@@ -74,6 +79,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     step_bytes: int  # on a GPU: activations, graphs and request tables, estimated
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
+    longest_kv_cache_bytes: int  # of one sequence of `longest_context` tokens
     # Tokens of one sequence that fit, at most the model's context length. 0: the weights and one
     # block do not fit.
     longest_context: int
@@ -114,11 +120,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_kv_cache_bytes(self) -> int:
         """KV cache for one sequence of max_model_len, including the null block."""
-        return (
-            (1 + -(-self.max_model_len // self.block_size))
-            * self.block_size
-            * self.kv_bytes_per_token
-        )
+        return (1 + self.blocks_per_sequence) * self.block_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -150,7 +152,10 @@ def make_plan(
     step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
     bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
-    block_bytes = bytes_per_token * block_size
+    windows = sizes.config.sliding_windows or (0,) * sizes.config.num_hidden_layers
+    groups = plan_groups(config, windows)
+    layout = make_layout(config, groups.windows)
+    block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
     quantization = config.model_config.quantization
     kept_bytes = _bytes_of_blocks(config, sizes)
     weights_bytes = sizes.weights_bytes(dtype, quantization) if kept_bytes is None else kept_bytes
@@ -163,9 +168,10 @@ def make_plan(
     )
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
     context = model_context(config.model_config.hf_config)
-    longest = min(fitting_tokens(config, room), context or fitting_tokens(config, room))
+    fitting = fitting_tokens(config, room, groups.windows, context)
+    longest = min(fitting, context or fitting)
     try:
-        num_blocks = plan_num_blocks(config, block_bytes, free) if free > 0 else 0
+        num_blocks = plan_num_blocks(config, block_bytes, free, groups.windows) if free > 0 else 0
     except NotEnoughMemoryError:
         num_blocks = 0
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
@@ -201,6 +207,12 @@ def make_plan(
         },
         kv_bytes_per_token=bytes_per_token,
         block_size=block_size,
+        block_bytes=block_bytes,
+        blocks_per_sequence=layout.most_blocks(resolved(config.model_config.max_model_len)),
+        num_layers=len(windows),
+        num_window_layers=sum(
+            len(layers) for layers, window in zip(groups.layers, groups.windows) if window
+        ),
         model_context=context,
         max_model_len=resolved(config.model_config.max_model_len),
         device=config.device_config.device,
@@ -212,8 +224,9 @@ def make_plan(
         step_bytes=step_bytes,
         num_blocks=num_blocks,
         kv_cache_bytes=num_blocks * block_bytes,
+        longest_kv_cache_bytes=layout.most_blocks(longest) * block_bytes,
         longest_context=longest,
-        concurrency={length: min(most, usable // -(-length // block_size)) for length in lengths},
+        concurrency={length: min(most, usable // layout.most_blocks(length)) for length in lengths},
         flags=flags,
         fits_as=fits_as,
     )

@@ -48,6 +48,8 @@ def _attend(
     for tile in range(first, stop):
         positions = tile * TILE + tl.arange(0, TILE)
         in_context = positions < length
+        if MASKED and WINDOW:  # keys before all windows may be another request's
+            in_context = in_context & (positions > tl.min(row_positions, 0) - WINDOW)
         key_slots = slots_of(
             table,
             positions,

@@ -92,6 +92,7 @@ class Row:
     logprobs: list[tuple[np.ndarray, np.ndarray, int]] = field(default_factory=list)
     # by index of the prompt token
     prompt_logprobs: dict[int, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict)
+    # one of each group of layers for the first tokens, one of each for the next ones, …
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     error: str | None = None
@@ -109,6 +110,7 @@ class Driver:
     def __init__(self, executor: SingleProcessExecutor, num_blocks: int | None = None):
         self.executor = executor
         self.block_size = executor.worker.config.cache_config.block_size
+        self.num_groups = len(executor.kv_cache_windows)
         max_num_seqs = executor.worker.config.scheduler_config.max_num_seqs
         self.free_slots = list(range(max_num_seqs))
         self.free_blocks = list(range(1, num_blocks or executor.determine_num_blocks()))
@@ -130,7 +132,10 @@ class Driver:
         row = self.rows[request_id] = Row(
             request_id, list(prompt), params or greedy(), self.free_slots.pop()
         )
-        row.block_ids, row.num_computed = list(cached_blocks), len(cached_blocks) * self.block_size
+        row.block_ids, row.num_computed = (
+            list(cached_blocks),
+            (len(cached_blocks) // self.num_groups * self.block_size),
+        )
         self.entering.append(row)
         return row
 
@@ -185,10 +190,15 @@ class Driver:
         return result
 
     def _grow(self, row: Row, count: int) -> list[int]:
-        needed = -(-(row.num_computed + count) // self.block_size) - len(row.block_ids)
-        new = [self.free_blocks.pop() for _ in range(needed)]
+        num_blocks = -(-(row.num_computed + count) // self.block_size) * self.num_groups
+        new = [self.free_blocks.pop() for _ in range(num_blocks - len(row.block_ids))]
         row.block_ids += new
-        return list(row.block_ids) if row in self.entering else new
+        sent = row.block_ids if row in self.entering else new
+        return [
+            block_id
+            for group in range(self.num_groups)
+            for block_id in sent[group :: self.num_groups]
+        ]
 
     def _record(self, rows: list[Row], counts: list[int], result: ModelRunnerOutput) -> None:
         assert len(result.num_sampled) == len(rows)

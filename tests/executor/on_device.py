@@ -74,7 +74,14 @@ def capture_decodes(worker: Worker) -> FakeCapture:
         config.model_config.max_model_len,
         config.cache_config.block_size,
     )
-    worker.runner.program = GraphedStep(worker.model, worker._ops, *sizes, worker.device, capture)
+    worker.runner.program = GraphedStep(
+        worker.model,
+        worker._ops,
+        *sizes,
+        worker.device,
+        capture,
+        len(worker.kv_cache_windows),
+    )
     return capture
 
 

@@ -43,6 +43,11 @@ def context_slots(metadata: AttentionMetadata, row: int, block_size: int) -> tup
     return metadata.block_tables[row].long()[position // block_size], position % block_size
 
 
+def first_seen(query_len: int, seq_len: int, sliding_window: int = 0) -> int:
+    """Return the first position that some query token sees."""
+    return max(0, seq_len - query_len + 1 - sliding_window) if sliding_window else 0
+
+
 def attention_case(
     query_lens: list[int],
     seq_lens: list[int],
@@ -53,7 +58,7 @@ def attention_case(
 ) -> Case:
     """heads: (NQ, NKV, D); options: sliding_window and softcap, if any.
 
-    Every slot without an owner holds NaN.
+    Every slot without an owner holds NaN, and so does one that all windows have left.
     """
     num_heads, num_kv_heads, head_dim = heads
     num_blocks = sum(-(-n // block_size) for n in seq_lens) + 3
@@ -63,10 +68,12 @@ def attention_case(
         .to(dtype)
         .unbind(0)
     )
-    for row in range(len(seq_lens)):
-        where = context_slots(metadata, row, block_size)
+    for row, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens)):
+        first = first_seen(query_len, seq_len, *options[:1])
+        blocks, offsets = context_slots(metadata, row, block_size)
         for cache in (key_cache, value_cache):
-            cache[where] = rand(seq_lens[row], num_kv_heads, head_dim, dtype=dtype)
+            values = rand(seq_len, num_kv_heads, head_dim, dtype=dtype)
+            cache[blocks[first:], offsets[first:]] = values[first:]
     query = rand(sum(query_lens), num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)[
         :, :num_heads
     ]
@@ -102,6 +109,8 @@ def reference_attention(
         mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
         if sliding_window:
             mask = mask.triu(seq_len - query_len + 1 - sliding_window)
+        first = first_seen(query_len, seq_len, sliding_window)
+        keys, values, mask = keys[:, first:], values[:, first:], mask[:, first:]
         q = query[start : start + query_len].transpose(0, 1)
         if softcap:  # transformers' Gemma 2
             logits = (q @ keys.mT * scale / softcap).tanh() * softcap

@@ -46,6 +46,7 @@ def paged_attention(
         block_size,
         sliding_window,
         CACHE_DTYPES[key_cache.dtype],
+        0,  # the group that `metadata` is of; the recorder sets it
         scale,
         softcap,
     )

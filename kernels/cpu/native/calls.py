@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -77,6 +77,9 @@ class Step(Structure):
         block_table_row=c_int64,
         num_logits=c_int64,
         logits_indices=c_void_p,
+        num_groups=c_int64,
+        slot_mapping_group=c_int64,
+        block_table_group=c_int64,
     )
 
 
@@ -164,6 +167,7 @@ class WriteKv(Call):
         head_dim=c_int64,
         block_size=c_int64,
         cache_dtype=c_int64,
+        group=c_int64,
     )
 
 
@@ -177,6 +181,7 @@ class RotaryAndWriteKv(Rotary):
         head_dim=c_int64,
         block_size=c_int64,
         cache_dtype=c_int64,
+        group=c_int64,
     )
 
 
@@ -194,6 +199,7 @@ class Attention(Call):
         block_size=c_int64,
         sliding_window=c_int64,
         cache_dtype=c_int64,
+        group=c_int64,
         scale=c_double,
         softcap=c_double,
     )

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...ops import AttentionMetadata
+from ...ops import make_metadata
 from .calls import ALL_LOGITS, ALL_TOKENS, Call, Step
 
 
@@ -67,7 +67,8 @@ class Recorder:
     `token_ids`, `positions`, `metadata` and `logits_indices` stand for the step's own.
     """
 
-    def __init__(self, limits: Limits):
+    def __init__(self, limits: Limits, num_groups: int = 1):
+        """`num_groups`: of layers that have block tables of their own."""
         # the number of rows of an operand tells tokens from logits
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
@@ -80,25 +81,27 @@ class Recorder:
         self.token_ids = self._make((limits.num_tokens,), torch.int32)
         self.positions = self._make((limits.num_tokens,), torch.int64)
         self.logits_indices = self._make((num_logits,), torch.int64)
-        self.metadata = AttentionMetadata(
-            query_start_loc=self._make((limits.num_requests + 1,), torch.int32),
-            seq_lens=self._make((limits.num_requests,), torch.int32),
-            block_tables=self._make((limits.num_requests, 1), torch.int32),
-            slot_mapping=self._make((limits.num_tokens,), torch.int64),
-            num_decodes=_Unknown(),
-            query_lens=_Unknown(),
-            seq_lens_list=_Unknown(),
+        self.metadata = make_metadata(
+            self._make((limits.num_requests + 1,), torch.int32),
+            self._make((limits.num_requests,), torch.int32),
+            [self._make((limits.num_requests, 1), torch.int32) for _ in range(num_groups)],
+            [self._make((limits.num_tokens,), torch.int64) for _ in range(num_groups)],
+            _Unknown(),
+            _Unknown(),
+            _Unknown(),
         )
+        # by the name of the step's member; in order of groups where these have their own
         self._inputs = {
-            "token_ids": self.token_ids,
-            "positions": self.positions,
-            "logits_indices": self.logits_indices,
+            "token_ids": [self.token_ids],
+            "positions": [self.positions],
+            "logits_indices": [self.logits_indices],
+            "query_start_loc": [self.metadata.query_start_loc],
+            "seq_lens": [self.metadata.seq_lens],
         }
-        self._inputs |= {
-            name: tensor
-            for name, tensor in vars(self.metadata).items()
-            if isinstance(tensor, Tensor)
-        }
+        for name in ("block_tables", "slot_mapping"):
+            self._inputs[name] = [
+                getattr(group, name) for group in self.metadata.groups or (self.metadata,)
+            ]
 
     # ------------------------------------------------------------ called by program.py
 
@@ -116,15 +119,20 @@ class Recorder:
         return self._rows[len(x)]
 
     def submit(self, call: Call, step: Step) -> None:
-        """Checks that the call reads this step's tensors and not copies that the model made."""
+        """Checks that the call reads this step's tensors and not copies that the model made, and
+        sets which group's it reads.
+        """
         for name, kind in step._fields_:
-            if (
-                kind is c_void_p
-                and (address := getattr(step, name)) is not None
-                and address != self._inputs[name].data_ptr()
-            ):
+            if kind is not c_void_p or (address := getattr(step, name)) is None:
+                continue
+            addresses = [tensor.data_ptr() for tensor in self._inputs[name]]
+            if address not in addresses:
                 raise Unrecordable(f"{type(call).__name__} reads other {name} than the step's")
-        for name, tensor in self._inputs.items():
+            if group := addresses.index(address):
+                call.group = group
+        for name, tensor in (
+            (name, tensor) for name, tensors in self._inputs.items() for tensor in tensors
+        ):
             if any(
                 tensor.data_ptr() <= address < tensor.data_ptr() + tensor.nbytes
                 for _, address in pointers(call)

@@ -166,4 +166,10 @@ class Program:
             metadata.block_tables.stride(0),
             logits_indices.data_ptr(),
         )
+        groups = metadata.groups
+        step.num_groups = len(groups) or 1
+        if groups:
+            slots, tables = groups[1].slot_mapping, groups[1].block_tables
+            step.slot_mapping_group = (slots.data_ptr() - step.slot_mapping) // slots.itemsize
+            step.block_table_group = (tables.data_ptr() - step.block_tables) // tables.itemsize
         return step

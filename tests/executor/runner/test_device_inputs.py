@@ -17,6 +17,7 @@ from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
+from quire.kernels.ops import AttentionMetadata
 
 CPU = torch.device("cpu")
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 61, 8
@@ -27,9 +28,11 @@ class Runner:
     added as tokens need them.
     """
 
-    def __init__(self, graph_buffers=lambda count: None) -> None:
+    def __init__(self, graph_buffers=lambda count: None, windows=(0,)) -> None:
         ops = registry.select("cpu", torch.float32)
-        self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
+        self.batch = InputBatch(
+            NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS), windows
+        )
         self.tables = DeviceTables(self.batch, ops, CPU)
         self.make = DeviceInputMaker(self.tables, BLOCK_SIZE, ops, graph_buffers)
         self.num_computed: dict[int, int] = {}
@@ -63,7 +66,8 @@ class Runner:
             needed = -(-(self.num_computed[slot] + length) // BLOCK_SIZE) - int(
                 self.batch.num_blocks[slot]
             )
-            new_block_ids.append(rng.choices(range(1, 9999), k=needed))
+            count = needed * self.batch.num_groups
+            new_block_ids.append(rng.choices(range(1, 9999), k=count))
             self.batch.append_blocks(slot, new_block_ids[-1])
         output = SchedulerOutput(
             0,
@@ -86,22 +90,29 @@ def assert_equal(mine: StepInputs, oracle: StepInputs) -> None:
         np.testing.assert_array_equal(getattr(mine, name), getattr(oracle, name), name)
     for name in ("token_ids", "positions", "logits_indices"):
         torch.testing.assert_close(getattr(mine, name), getattr(oracle, name), rtol=0, atol=0)
+    for own, expected in zip(
+        (mine.metadata, *mine.metadata.groups),
+        (oracle.metadata, *oracle.metadata.groups),
+        strict=True,
+    ):
+        assert_same_metadata(own, expected)
+
+
+def assert_same_metadata(mine: AttentionMetadata, oracle: AttentionMetadata) -> None:
     for name in ("query_start_loc", "seq_lens", "slot_mapping"):
-        torch.testing.assert_close(
-            getattr(mine.metadata, name), getattr(oracle.metadata, name), rtol=0, atol=0
-        )
+        torch.testing.assert_close(getattr(mine, name), getattr(oracle, name), rtol=0, atol=0)
     for name in ("num_decodes", "query_lens", "seq_lens_list"):
-        assert getattr(mine.metadata, name) == getattr(oracle.metadata, name), name
-    for row, length in enumerate(oracle.metadata.seq_lens_list):
+        assert getattr(mine, name) == getattr(oracle, name), name
+    for row, length in enumerate(oracle.seq_lens_list):
         blocks = -(-length // BLOCK_SIZE)
         assert (
-            mine.metadata.block_tables[row, :blocks].tolist()
-            == oracle.metadata.block_tables[row, :blocks].tolist()
+            mine.block_tables[row, :blocks].tolist() == oracle.block_tables[row, :blocks].tolist()
         )
 
 
+@pytest.mark.parametrize("windows", [(0,), (0, 9, 9)], ids=["one group", "three groups"])
 @pytest.mark.parametrize("has_buffers", [False, True])
-def test_random_lives_of_slots(has_buffers):
+def test_random_lives_of_slots(has_buffers, windows):
     """Requests come and go, prompts are chunked, rows pause or fail, the host or the device
     samples, the host appends tokens.
     """
@@ -111,16 +122,16 @@ def test_random_lives_of_slots(has_buffers):
         for shape, dtype in (
             ((size,), torch.int32),
             ((size,), torch.int64),
-            ((size,), torch.int64),
+            ((len(windows), size), torch.int64),
             ((size,), torch.int32),
-            ((size, 8), torch.int32),
+            ((len(windows), size, 8), torch.int32),
         )
     )
     num_in_buffers = 0
     for seed in range(8):
         rng, runner = (
             random.Random(seed),
-            Runner((lambda count: buffers) if has_buffers else (lambda count: None)),
+            Runner((lambda count: buffers) if has_buffers else (lambda count: None), windows),
         )
         batch = runner.batch
         for _ in range(50):

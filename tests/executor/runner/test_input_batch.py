@@ -113,7 +113,7 @@ def test_blocks_and_tokens_are_appended():
     batch.append_blocks(3, [9, 4])
     batch.append_blocks(3, [7])
     batch.append_blocks(3, [])
-    assert batch.block_tables[3, : batch.num_blocks[3]].tolist() == [9, 4, 7]
+    assert batch.block_tables[0, 3, : batch.num_blocks[3]].tolist() == [9, 4, 7]
     batch.add(request(0, [8]))
     batch.append_tokens(np.array([3, 0]), np.array([11, 12]))
     assert batch.token_ids[3, :3].tolist() == [1, 2, 11] and batch.token_ids[0, :2].tolist() == [
@@ -139,7 +139,9 @@ def test_a_slot_is_reused():
     batch.remove(1)
     batch.add(request(1, [4]))
     batch.append_blocks(1, [8])
-    assert batch.num_tokens[1] == 1 and batch.block_tables[1, : batch.num_blocks[1]].tolist() == [8]
+    assert batch.num_tokens[1] == 1 and batch.block_tables[
+        0, 1, : batch.num_blocks[1]
+    ].tolist() == [8]
     assert batch.num_logprobs[1] == batch.num_prompt_logprobs[1] == NO_LOGPROBS
     assert not batch.refusals and not batch.prompt_logprobs_slots
 
@@ -188,3 +190,16 @@ def test_an_unresolved_seed_and_pooling_are_named():
     assert find_unsupported(SamplingParams(seed=0)) is None
     assert find_unsupported(SamplingParams()).startswith("seed: ")
     assert find_unsupported(PoolingParams()).startswith("params: ")
+
+
+def test_each_group_of_layers_has_its_blocks():
+    batch = InputBatch(4, 50, 16, LogitsStages((), 4), kv_cache_windows=(0, 20))
+    batch.num_cache_blocks = 10
+    batch.append_blocks(1, [1, 2, 0, 3])  # the null block, where the window has been
+    batch.append_blocks(1, [8, 9])
+    assert batch.num_blocks[1] == 3
+    assert batch.block_tables[:, 1, :3].tolist() == [[1, 2, 8], [0, 3, 9]]
+    with pytest.raises(ValueError, match=r"between 0 and 9, got \[10, 2\]"):
+        batch.append_blocks(1, [10, 2])
+    with pytest.raises(ValueError):  # not equally many of each group
+        batch.append_blocks(1, [5])

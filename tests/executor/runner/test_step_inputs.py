@@ -21,8 +21,10 @@ NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 64, 8
 class Tables:
     """Plays the runner: tables of the slots, with blocks for all their tokens, and steps."""
 
-    def __init__(self) -> None:
-        self.batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS))
+    def __init__(self, windows: tuple[int, ...] = (0,)) -> None:
+        self.batch = InputBatch(
+            NUM_SLOTS, MAX_LEN, BLOCK_SIZE, LogitsStages((), NUM_SLOTS), windows
+        )
         self.make = StepInputMaker(self.batch, BLOCK_SIZE)
         self.num_computed: dict[int, int] = {}
 
@@ -35,7 +37,8 @@ class Tables:
             SamplingParams(seed=0),
         )
         self.batch.add(request)
-        self.batch.append_blocks(slot, rng.sample(range(1, 1000), MAX_LEN // BLOCK_SIZE))
+        num_blocks = MAX_LEN // BLOCK_SIZE * self.batch.num_groups
+        self.batch.append_blocks(slot, rng.sample(range(1, 1000), num_blocks))
         self.num_computed[slot] = 0
         return request
 
@@ -72,24 +75,42 @@ def assert_equal(one: StepInputs, other: StepInputs) -> None:
             torch.equal(getattr(one, name), getattr(other, name))
             and getattr(one, name).dtype == getattr(other, name).dtype
         ), name
-    mine, theirs = one.metadata, other.metadata
-    for name in ("query_start_loc", "seq_lens", "block_tables", "slot_mapping"):
-        assert (
-            torch.equal(getattr(mine, name), getattr(theirs, name))
-            and getattr(mine, name).dtype == getattr(theirs, name).dtype
-        ), name
-    for name in ("num_decodes", "query_lens", "seq_lens_list"):
-        assert getattr(mine, name) == getattr(theirs, name), name
-    assert mine.scratch == {}
+    for mine, theirs in zip(
+        (one.metadata, *one.metadata.groups), (other.metadata, *other.metadata.groups), strict=True
+    ):
+        for name in ("query_start_loc", "seq_lens", "block_tables", "slot_mapping"):
+            assert (
+                torch.equal(getattr(mine, name), getattr(theirs, name))
+                and getattr(mine, name).dtype == getattr(theirs, name).dtype
+            ), name
+        for name in ("num_decodes", "query_lens", "seq_lens_list"):
+            assert getattr(mine, name) == getattr(theirs, name), name
+        assert mine.scratch == {}
 
 
-def test_random_lives_of_slots():
+def test_groups_differ_in_blocks_alone():
+    tables = Tables((0, 9))
+    new = tables.add(2, 20, random.Random(0))
+    inputs, _ = tables.step({2: 20}, [new])
+    for group, metadata in enumerate(inputs.metadata.groups):
+        blocks = tables.batch.block_tables[group, 2, :3]
+        assert metadata.block_tables.tolist() == [blocks.tolist()]
+        assert metadata.slot_mapping.is_contiguous()
+        assert metadata.slot_mapping.tolist() == [
+            blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+            for position in range(20)
+        ]
+    assert len(inputs.metadata.groups) == 2
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 9, 9)], ids=["one group", "three groups"])
+def test_random_lives_of_slots(windows):
     """Requests come and go, prompts are chunked, rows pause, fail to sample, or gain several tokens
     at once.
     """
     num_reused = 0
     for seed in range(40):
-        rng, tables = random.Random(seed), Tables()
+        rng, tables = random.Random(seed), Tables(windows)
         last: StepInputs | None = None
         for _ in range(60):
             new = []

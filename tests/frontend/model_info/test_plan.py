@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
+from quire.frontend.cli.plan import render
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
@@ -65,6 +66,10 @@ SLOW = {"pack_quantized_linear": "reference"}  # present even without the native
             {"quantization": "int4", "dtype": "bfloat16", "kernels": SLOW},
         ),
         ("qwen3", {}, {"quantization": "int8", "kernels": SLOW}),
+        # windows that return blocks: of all layers, and of two thirds
+        ("mistral", {}, {"max_num_seqs": 3, "max_num_batched_tokens": 64}),
+        ("gemma3_text", {}, {"max_num_seqs": 3, "max_num_batched_tokens": 64}),
+        ("gemma3_text", {}, {"max_num_seqs": 3, "disable_hybrid_kv_cache_manager": True}),
         # a type for which the plan and the loader once disagreed
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
     ],
@@ -86,6 +91,37 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ready.config.model_config.dtype,
         ready.config.model_config.max_model_len,
     )
+
+
+def test_windows_multiply_the_requests_that_fit(tmp_path: Path) -> None:
+    """The shape of Gemma 3 270M: 15 of 18 layers have a window of 512."""
+    shape = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "vocab_size": 262_144,
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "max_position_embeddings": 32_768,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    arguments = {"dtype": "bfloat16", "kv_cache_memory_bytes": GIB}
+    stated = plan(str(tmp_path), 40 * GIB, **arguments)
+    whole = plan(str(tmp_path), 40 * GIB, **arguments, disable_hybrid_kv_cache_manager=True)
+    assert stated.kv_bytes_per_token == whole.kv_bytes_per_token == 18 * 2 * 256 * 2
+    assert (stated.num_window_layers, whole.num_window_layers) == (15, 0)
+    assert whole.concurrency == {1024: 56, 4096: 14, 16_384: 3, 32_768: 1}
+    assert stated.concurrency == {1024: 56, 4096: 20, 16_384: 11, 32_768: 7}
+    assert stated.blocks_per_sequence * 3 < 0.24 * whole.blocks_per_sequence * 18
+    assert "15 of 18 layers keep a window" in render(stated)
 
 
 def test_memory_is_divided(big: str) -> None:

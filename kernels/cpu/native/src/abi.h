@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 10
+#define QUIRE_ABI_VERSION 11
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -74,6 +74,9 @@ struct Step {
     int64_t block_table_row;         // elements from one request's table to the next
     int64_t num_logits;              // R
     const int64_t* logits_indices;   // [R] in [0, T): the tokens whose logits are needed
+    // Groups of layers have slot_mapping and block_tables of their own: elements from one group's
+    // to the next.
+    int64_t num_groups, slot_mapping_group, block_table_group;
 };
 
 struct Call {
@@ -168,6 +171,7 @@ struct WriteKv : Call {
     int64_t key_row, key_head, value_row, value_head;
     int64_t kv_heads, head_dim, block_size;
     int64_t cache_dtype;  // Dtype
+    int64_t group;        // of the layer, see Step
 };
 
 // Rotary, then WriteKv of the rotated key.
@@ -177,7 +181,7 @@ struct RotaryAndWriteKv : Rotary {
     void* value_cache;
     int64_t value_row, value_head;
     int64_t head_dim, block_size;
-    int64_t cache_dtype;
+    int64_t cache_dtype, group;
 };
 
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads,
@@ -191,7 +195,7 @@ struct Attention : Call {
     void* out;
     int64_t query_row, query_head;
     int64_t heads, kv_heads, head_dim, block_size, sliding_window;
-    int64_t cache_dtype;
+    int64_t cache_dtype, group;
     double scale, softcap;
 };
 

@@ -104,9 +104,11 @@ void next_tokens(const Call& call, const Step& step, const Worker& worker) {
         int64_t position = ++step.positions[row];
         step.token_ids[row] = (int32_t)a.token_ids[row];
         step.seq_lens[row]++;
-        step.slot_mapping[row] =
-            step.block_tables[row * step.block_table_row + position / a.block_size] * a.block_size +
-            position % a.block_size;
+        const int32_t* blocks = step.block_tables + row * step.block_table_row;
+        for (int64_t group = 0; group < step.num_groups; group++)
+            step.slot_mapping[group * step.slot_mapping_group + row] =
+                blocks[group * step.block_table_group + position / a.block_size] * a.block_size +
+                position % a.block_size;
         if (a.draw_positions) a.draw_positions[row]++;
     }
 }

@@ -51,9 +51,10 @@ void rotary(const Call& call, const Step& step, const Worker& worker) {
 template <typename T>
 void write_kv_rows(const WriteKv& a, const Step& step, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(2 * a.kv_heads * a.head_dim);
+    const int64_t* slots = step.slot_mapping + a.group * step.slot_mapping_group;
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++)
-            store_token<T>(a, row, step.slot_mapping[row]);
+            store_token<T>(a, row, slots[row]);
 }
 
 void write_kv(const Call& call, const Step& step, const Worker& worker) {
@@ -66,10 +67,11 @@ void rotary_and_write_kv_rows(const RotaryAndWriteKv& a, const Step& step, int64
                               const Worker& worker) {
     float* turn = (float*)worker.scratch(a.rotary_dim * sizeof(float));
     int64_t piece = piece_of_rows((a.heads + 2 * a.kv_heads) * a.head_dim);
+    const int64_t* slots = step.slot_mapping + a.group * step.slot_mapping_group;
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
             rotate_row<T>(a, step, row, turn);
-            store_token<T>(a, row, step.slot_mapping[row]);
+            store_token<T>(a, row, slots[row]);
         }
 }
 

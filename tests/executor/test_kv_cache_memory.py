@@ -1,0 +1,65 @@
+"""Which layers share pages of the KV cache, and when windows keep the whole context."""
+
+import logging
+from types import SimpleNamespace
+
+import torch
+from quire.executor.kv_cache_memory import KVCacheMemory, move_caches
+from quire.tests.fakes import make_config
+
+CPU = torch.device("cpu")
+
+
+def make_layers(*windows: int, **fields) -> list[SimpleNamespace]:
+    shape = {"num_kv_heads": 2, "head_dim": 8, "kv_cache_group": 0, **fields}
+    return [SimpleNamespace(sliding_window=window, **shape) for window in windows]
+
+
+def make_memory(layers: list[SimpleNamespace], **arguments) -> KVCacheMemory:
+    return KVCacheMemory(layers, make_config(**arguments), torch.float32, CPU)
+
+
+def test_layers_of_different_groups_share_their_pages():
+    layers = make_layers(20, 0, 20, 0, 20)
+    memory = make_memory(layers)
+    assert memory.groups.windows == (0, 20, 20)
+    page = 2 * 16 * 2 * 8 * 4  # keys and values, tokens, heads, numbers, bytes
+    assert memory.block_bytes(layers) == 2 * page
+    memory.bind(layers, 7)
+    assert [layer.kv_cache_group for layer in layers] == [1, 0, 1, 0, 2]
+    addresses = [layer.key_cache.data_ptr() for layer in layers]
+    assert addresses[0] == addresses[1] == addresses[4] != addresses[2] == addresses[3]
+    assert all(layer.value_cache.shape == (7, 16, 2, 8) for layer in layers)
+    host = memory.host_caches(layers, 3)
+    assert [keys.shape for keys, _ in host] == [(3, 16, 2, 8)] * 2
+    others = make_layers(20, 0, 20, 0, 20)
+    move_caches(layers, others)
+    assert [layer.kv_cache_group for layer in others] == [1, 0, 1, 0, 2]
+    assert [layer.key_cache.data_ptr() for layer in others] == addresses
+
+
+def test_windows_keep_the_context_where_groups_are_not_possible(caplog):
+    layers = make_layers(20) + make_layers(0, head_dim=16)
+    with caplog.at_level(logging.INFO):
+        memory = make_memory(layers)
+    assert memory.groups.windows == (0,) and "different shapes" in caplog.text
+    assert make_memory(layers, disable_hybrid_kv_cache_manager=True).groups.windows == (0,)
+    memory.bind(layers, 3)
+    assert layers[0].key_cache.data_ptr() != layers[1].key_cache.data_ptr()
+    assert [layer.key_cache.shape[-1] for layer in layers] == [layer.head_dim for layer in layers]
+
+
+def test_a_layer_that_cannot_be_told_its_group_keeps_the_context(caplog):
+    layers = make_layers(20, 0)
+    del layers[0].kv_cache_group
+    with caplog.at_level(logging.INFO):
+        assert make_memory(layers).groups.windows == (0,)
+    assert "kv_cache_group" in caplog.text
+
+
+def test_one_window_for_all_layers_returns_blocks_whatever_their_shapes(caplog):
+    layers = make_layers(20, 20) + make_layers(20, head_dim=16)
+    with caplog.at_level(logging.INFO):
+        memory = make_memory(layers)
+    assert memory.groups.windows == (20,) and "windows of 20 return blocks" in caplog.text
+    assert memory.block_bytes(layers) == 2 * 16 * 2 * (8 + 8 + 16) * 4

@@ -149,8 +149,8 @@ struct Attender {
     // Locates the keys from `start` on: at most a tile of them, none from `end` on.
     void find_slots(const Request& r, int64_t start, int64_t end, int64_t kv_head,
                     Slots<C>& slots) const {
-        const int32_t* blocks = step.block_tables + a.group * step.block_table_group +
-                                r.index * step.block_table_row;
+        const int32_t* blocks =
+            step.block_tables + a.group * step.block_table_group + r.index * step.block_table_row;
         const BlockLayout<C> layout{a.block_size, a.kv_heads, a.head_dim};
         const int64_t slot_size = a.kv_heads * a.head_dim;
         slots.count = (int)std::min<int64_t>(KEYS, std::max<int64_t>(end - start, 0));

@@ -21,6 +21,7 @@ from ....ipc.fallback_architectures import FallbackConfig, parse_fallback_config
 from ....kernels.ops import AttentionMetadata
 from ..layers import LayerFactory, Weights
 from .attention import NAME, PagedAttention, during, exploring
+from .faster import replace_faster
 from .modules import replace_modules
 from .names import Conversion, plan_conversions
 
@@ -93,6 +94,7 @@ class TransformersModel:
         self.torch_products = [
             name for name, parameter in model.named_parameters() if parameter.dim() > 1
         ]
+        self._norms = replace_faster(model, make)
         if on_meta := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
             raise ModelLoadError(f"transformers leaves {on_meta[0]} without values")
         model.eval()
@@ -101,6 +103,9 @@ class TransformersModel:
         self._given = _Given()
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, prefix: self._given}
+        for module in model.modules():
+            # found without nn.Module.__getattr__, which is Python
+            module.__dict__.update(module._modules)
         self._layers: list[PagedAttention] | None = None
         logger.info("%s runs in transformers' code: Quire has no page for it", type(model).__name__)
 
@@ -146,6 +151,8 @@ class TransformersModel:
         Call it when all weights are there: the first call runs the model to find them.
         """
         if self._layers is None:
+            for norm in self._norms:
+                norm.prepare()
             with exploring(self.ops) as found:
                 self._hidden(torch.zeros(2, dtype=torch.int32), torch.arange(2))
             self._check([layer for _, layer in found])

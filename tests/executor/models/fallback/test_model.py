@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire.executor.models.fallback.faster import (
+    QuireMLP,
+    QuireNorm,
+    gated_form,
+    is_norm,
+    norm_form,
+)
 from quire.executor.models.fallback.model import TransformersModel
+from quire.executor.models.layers import LayerFactory
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.fallback_architectures import FALLBACKS
@@ -256,3 +264,40 @@ def test_longrope_beyond_its_original_length_is_refused(made, tmp_path):
     with pytest.raises(InvalidParameterError, match="max_model_len: must be at most 64"):
         start(long)
     start(long, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "norms", "mlps"),
+    [("gemma3_text", 3 * 6 + 1, 3), ("cohere2", 0, 3), ("gpt2", 0, 0)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_norms_and_gated_mlps_are_quires_where_they_are_equal(model_type, norms, mlps, dtype, made):
+    modules = list(start(made(model_type)[0], dtype=dtype).worker.model._model.modules())
+    assert sum(isinstance(module, QuireNorm) for module in modules) == norms
+    assert sum(isinstance(module, QuireMLP) for module in modules) == mlps
+
+
+class OddRMSNorm(torch.nn.Module):
+    """Divides by the mean of absolute values."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+class OddMLP(torch.nn.Module):
+    """Its factor is behind the last projection."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        inner: Any = torch.nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)
+        return 1.5 * self.down_proj(inner)
+
+
+def test_other_formulas_stay_as_they_are(made):
+    make = LayerFactory(start(made("gpt2")[0]).worker._ops, torch.bfloat16, torch.device("cpu"))
+    odd = OddRMSNorm(8)
+    assert is_norm(odd) and norm_form(odd, make) is None
+    assert gated_form(OddMLP(), make) is None

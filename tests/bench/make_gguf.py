@@ -1,0 +1,83 @@
+"""Writes a GGUF file of a known shape with random weights in F16, for llama.cpp's llama-quantize.
+
+python tests/bench/make_gguf.py 0.5B OUT.gguf
+llama-quantize OUT.gguf OUT-Q4_K_M.gguf Q4_K_M
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import gguf
+import numpy as np
+from quire.tests.bench.gpu_shapes import SHAPES
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Qwen2 model with a tied head."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    head_dim = hidden // heads
+    yield "token_embd.weight", (shape["vocab_size"], hidden)
+    for i in range(shape["num_hidden_layers"]):
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+            yield f"blk.{i}.attn_{name}.weight", (rows * head_dim, hidden)
+            yield f"blk.{i}.attn_{name}.bias", (rows * head_dim,)
+        yield f"blk.{i}.attn_output.weight", (hidden, heads * head_dim)
+        yield f"blk.{i}.attn_norm.weight", (hidden,)
+        yield f"blk.{i}.ffn_norm.weight", (hidden,)
+        yield f"blk.{i}.ffn_gate.weight", (inner, hidden)
+        yield f"blk.{i}.ffn_up.weight", (inner, hidden)
+        yield f"blk.{i}.ffn_down.weight", (hidden, inner)
+    yield "output_norm.weight", (hidden,)
+
+
+def write(shape: dict, path: str) -> None:
+    writer = gguf.GGUFWriter(path, "qwen2", use_temp_file=True)
+    writer.add_context_length(32_768)
+    writer.add_embedding_length(shape["hidden_size"])
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(shape["num_attention_heads"])
+    writer.add_head_count_kv(shape["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(1e6)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    tokens = list(bytes_to_unicode().values()) + ["Ġa", "<|end|>"]
+    kinds = [gguf.TokenType.NORMAL] * (len(tokens) - 1) + [gguf.TokenType.CONTROL]
+    writer.add_eos_token_id(len(tokens) - 1)
+    missing = shape["vocab_size"] - len(tokens)
+    writer.add_token_list(tokens + [f"[token {i}]" for i in range(missing)])
+    writer.add_token_types(kinds + [gguf.TokenType.NORMAL] * missing)
+    writer.add_token_merges(["Ġ a"])
+    random = np.random.default_rng(0)
+    for name, size in tensors(shape):
+        if "norm" in name:
+            values = np.ones(size, np.float32)
+        else:
+            values = random.standard_normal(size, np.float32) * np.float32(0.02)
+        # vectors are F32 in every file that llama.cpp writes
+        writer.add_tensor(name, values.astype(np.float16) if values.ndim == 2 else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("shape", choices=[name for name, of in SHAPES.items() if is_tied_qwen2(of)])
+    parser.add_argument("path", help="the file to write")
+    args = parser.parse_args()
+    write(SHAPES[args.shape], args.path)
+
+
+def is_tied_qwen2(shape: dict) -> bool:
+    return shape["tie_word_embeddings"] and "architectures" not in shape
+
+
+if __name__ == "__main__":
+    main()

@@ -5,9 +5,10 @@
 
 Both servers stay loaded and take turns, so that disturbances affect both. Prompts are random token
 ids, new ones in every round; sampling is greedy and ignores the end of the sequence. Figures are
-medians: tokens per second for decoding, prompt tokens per second for the long prompt. Each start is
-timed from the command to the first token, with the file in the page cache, and peak memory is the
-sum of the processes' resident sets.
+medians: tokens per second for decoding, prompt tokens per second for the long prompt. Starts are
+timed from the command to the first token, with the file in the page cache and llama.cpp in one
+slot. Peak memory is the sum of the processes' largest resident sets: after the first token of such
+a start, and after all work.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 import psutil
 from quire.ipc.gguf import read_gguf
 from quire.tests.bench.report import hardware, write_result
@@ -58,6 +59,7 @@ class Server:
 
     name = ""
     path = ""
+    ready_path = "/health"
 
     def __init__(self, command: list[str], log: Path):
         self.started = time.perf_counter()
@@ -70,7 +72,7 @@ class Server:
             if self.process.poll() is not None:
                 sys.exit(f"{self.name} ended while it started; its log is {self.log}")
             try:
-                if client.get(f"{url}/health").status_code == 200:
+                if client.get(url + self.ready_path).status_code == 200:
                     return
             except httpx.TransportError:
                 pass
@@ -97,8 +99,9 @@ class Server:
 class Quire(Server):
     name = "quire"
     path = "/v1/completions"
+    ready_path = "/health/ready"
 
-    def __init__(self, args: argparse.Namespace, port: int, log: Path):
+    def __init__(self, args: argparse.Namespace, slots: int, port: int, log: Path):
         command = [sys.executable, "-m", "quire", "serve", args.file, "--port", str(port)]
         command += ["--num-threads", str(args.threads), "--max-model-len", str(args.context)]
         super().__init__(command, log)
@@ -111,8 +114,7 @@ class LlamaServer(Server):
     name = "llama.cpp"
     path = "/completion"
 
-    def __init__(self, args: argparse.Namespace, port: int, log: Path):
-        slots = max(cell.requests for cell in CELLS.values())
+    def __init__(self, args: argparse.Namespace, slots: int, port: int, log: Path):
         command = [args.llama_server, "-m", args.file, "--port", str(port), "-np", str(slots)]
         command += ["-t", str(args.threads), "-c", str(args.context * slots), "--no-webui"]
         super().__init__(command, log)
@@ -135,11 +137,11 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def start(kind: type, args: argparse.Namespace) -> tuple[Server, str, float]:
+def start(kind: type, args: argparse.Namespace, slots: int) -> tuple[Server, str, float]:
     """A running server, its URL, and the seconds from its start to its first token."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    server = kind(args, port, Path(args.logs) / f"{kind.name}.log")
+    server = kind(args, slots, port, Path(args.logs) / f"{kind.name}.log")
     with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
         server.wait_until_ready(client, url)
         prompt = list(range(FIRST_ORDINARY_TOKEN, FIRST_ORDINARY_TOKEN + 16))
@@ -191,12 +193,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     vocab_size = number_of_tokens(args.file)
     kinds = [Quire, LlamaServer]
     starts: dict[str, list[float]] = {kind.name: [] for kind in kinds}
+    first_peaks: dict[str, list[float]] = {kind.name: [] for kind in kinds}
     for _ in range(args.rounds):
         for kind in kinds:
-            server, _, seconds = start(kind, args)
+            server, _, seconds = start(kind, args, slots=1)
             starts[kind.name].append(seconds)
+            first_peaks[kind.name].append(server.peak_mib())
             server.stop()
-    servers = [start(kind, args)[:2] for kind in kinds]
+    slots = max(cell.requests for cell in CELLS.values())
+    servers = [start(kind, args, slots)[:2] for kind in kinds]
     rates: dict[str, dict[str, list[float]]] = {
         name: {server.name: [] for server, _ in servers} for name in CELLS
     }
@@ -222,6 +227,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "rounds": args.rounds,
         "tokens_per_s": {name: medians(values) for name, values in rates.items()},
         "start_to_first_token_s": medians(starts),
+        "first_token_peak_mib": medians(first_peaks),
         "peak_mib": peaks,
     }
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
-from ..ipc.memory_plan import fitting_tokens
 from ..ipc.messages import EngineCoreRequest
+from ..ipc.models.memory_plan import fitting_tokens
 from ..ipc.params import ALL_LOGPROBS, SamplingParams
 
 

@@ -20,7 +20,7 @@ import torch
 from ..ipc.config import resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes
-from ..ipc.memory_plan import free_of_share
+from ..ipc.models.memory_plan import free_of_share
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)

@@ -37,7 +37,7 @@ class Executor(Protocol):
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
         """For each group of layers that has block tables of its own, the positions that a token
-        sees; 0: all (ipc/kv_layout.py). Known once the model is loaded.
+        sees; 0: all (ipc/models/kv_layout.py). Known once the model is loaded.
         """
         ...
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig
-from ..ipc.kv_layout import LayerGroups, one_group, plan_groups
+from ..ipc.models.kv_layout import LayerGroups, one_group, plan_groups
 from ..kernels.ops import kv_cache_row
 from . import device as devices
 
@@ -24,7 +24,7 @@ class KVCacheMemory:
     """`layers` are a model's attention layers, which may be replaced by others of the same shape.
 
     A layer has num_kv_heads and head_dim, and gets key_cache and value_cache. If it has a
-    sliding_window and a kv_cache_group, the window returns blocks (ipc/kv_layout.py).
+    sliding_window and a kv_cache_group, the window returns blocks (ipc/models/kv_layout.py).
     """
 
     def __init__(

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import msgspec
 
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.kv_layout import make_layout
 from ..ipc.messages import NewRequestData, SchedulerOutput
+from ..ipc.models.kv_layout import make_layout
 from ..ipc.params import SamplingParams
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .single_process import SingleProcessExecutor

@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 
-from ..ipc.architectures import text_part
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.decoder_config import unread_keys
 from ..ipc.errors import ModelLoadError
-from ..ipc.gguf import read_gguf
-from ..ipc.gguf_config import gguf_config
-from ..ipc.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ..ipc.json_files import read_json
-from ..ipc.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
-from ..ipc.quantization_config import CheckpointQuantization, parse_quantization
-from ..ipc.quantized_tensors import saved_bytes
+from ..ipc.models.architectures import text_part
+from ..ipc.models.decoder_config import unread_keys
+from ..ipc.models.gguf import read_gguf
+from ..ipc.models.gguf_config import gguf_config
+from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
+from ..ipc.models.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
+from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
+from ..ipc.models.quantized_tensors import saved_bytes
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory

@@ -15,7 +15,7 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
-from ..ipc.rope_config import model_context
+from ..ipc.models.rope_config import model_context
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .model_info.cpu import prefers_bfloat16

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.kv_layout import make_layout
 from quire.ipc.messages import (
     Array,
     FinishReason,
@@ -27,6 +26,7 @@ from quire.ipc.messages import (
     SchedulerOutput,
     SlotLogprobs,
 )
+from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 
 _MASK = 2**64 - 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from struct import pack
 from typing import Any
 
-from quire.ipc import gguf
+from quire.ipc.models import gguf
 
 UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64 = 4, 5, 6, 7, 8, 9, 10
 TYPE_NUMBERS = {name: number for number, (name, _, _) in gguf._TYPES.items()}

@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 import tokenizers
-from quire.ipc.gguf import read_gguf
-from quire.ipc.gguf_tokenizer import (
+from quire.ipc.models.gguf import read_gguf
+from quire.ipc.models.gguf_tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,

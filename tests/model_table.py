@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.ipc import gguf_config
-from quire.ipc.architectures import ARCHITECTURES
-from quire.ipc.fallback_architectures import FALLBACKS, REFUSED
+from quire.ipc.models import gguf_config
+from quire.ipc.models.architectures import ARCHITECTURES
+from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- {}: tests/model_table.py -->", "<!-- end -->"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.ipc import fallback_architectures
+from quire.ipc.models import fallback_architectures
 from quire.tests.model_table import PAGE, updated
 
 

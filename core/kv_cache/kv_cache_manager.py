@@ -12,7 +12,7 @@ from hashlib import sha256
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ...ipc.kv_layout import KVLayout
+from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, KVCacheBlock
 
@@ -34,7 +34,7 @@ def key_of(block_hash: bytes, group: int) -> bytes:
 
 
 class KVCacheManager:
-    """Owns the block tables, one for each group of layers (ipc/kv_layout.py).
+    """Owns the block tables, one for each group of layers (ipc/models/kv_layout.py).
 
     A table only grows: while a request runs, its position i is in entry i // block_size. In a group
     with a window, entries that the window has left become the null block, which is never read.

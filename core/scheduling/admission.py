@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...ipc.kv_layout import KVLayout
+from ...ipc.models.kv_layout import KVLayout
 from ..forks import Family
 from ..kv_cache.block_pool import KVCacheBlock
 from ..kv_cache.kv_cache_manager import Blocks, KVCacheManager

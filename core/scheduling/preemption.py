@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ipc.kv_layout import KVLayout
 from ...ipc.messages import PreemptionCosts
+from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 
 

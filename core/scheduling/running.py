@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...ipc.kv_layout import MAX_BURST
+from ...ipc.models.kv_layout import MAX_BURST
 from ..request import Request
 from .step import ScheduledStep, add_row
 

@@ -28,7 +28,6 @@ from operator import attrgetter
 from typing import Any
 
 from ...ipc.config import EngineConfig, resolved
-from ...ipc.kv_layout import make_layout
 from ...ipc.messages import (
     EngineCoreRequest,
     FinishReason,
@@ -37,6 +36,7 @@ from ...ipc.messages import (
     SchedulerOutput,
     SchedulerStats,
 )
+from ...ipc.models.kv_layout import make_layout
 from ..counters import Counters
 from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager

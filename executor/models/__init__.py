@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from ...ipc.fallback_architectures import QUIRE, choose_implementation
+from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
 
 _MODELS: dict[str, str | type] = {
     "LlamaForCausalLM": "llama",

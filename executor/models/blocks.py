@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from ...ipc.decoder_config import DecoderConfig
+from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from .layers import LayerFactory, Rope, Weights
 
@@ -37,7 +37,7 @@ class Attention:
         is_merged: bool = False,
     ):
         """ropes: from make.ropes; layer: its index in the stack; qk_norm_whole and is_merged: see
-        ipc/architectures.py
+        ipc/models/architectures.py
         """
         self.num_heads, self.num_kv_heads, self.head_dim = (
             config.num_attention_heads,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...ipc.architectures import PRE_NORMS, LayerNorms
-from ...ipc.decoder_config import DecoderConfig
+from ...ipc.models.architectures import PRE_NORMS, LayerNorms
+from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from .blocks import Attention, GatedMLP
 from .layers import LayerFactory, RMSNorm, Weights

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ...ipc.architectures import ARCHITECTURES, SANDWICH_NORMS
-from ...ipc.decoder_config import DecoderConfig
+from ...ipc.models.architectures import ARCHITECTURES, SANDWICH_NORMS
+from ...ipc.models.decoder_config import DecoderConfig
 from .blocks import Attention, GatedMLP
 from .decoder import Decoder
 from .layers import LayerFactory

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import NotEnoughMemoryError
-from ...ipc.gguf_weights import MEMORY_TYPES
-from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
-from ...ipc.quantized_tensors import BLOCKS
+from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.gguf_weights import MEMORY_TYPES
+from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
 from .rope import make_cos_sin_cache, query_scales

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...ipc.decoder_config import DecoderConfig, parse_decoder_config
+from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
 from .blocks import Attention, GatedMLP
 from .decoder import Decoder
 from .layers import LayerFactory

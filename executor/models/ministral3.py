@@ -6,7 +6,7 @@ Must not know: files, requests, devices.
 
 from __future__ import annotations
 
-from ...ipc.architectures import ARCHITECTURES
+from ...ipc.models.architectures import ARCHITECTURES
 from .llama import LlamaForCausalLM
 
 

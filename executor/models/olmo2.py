@@ -6,8 +6,8 @@ Must not know: files, requests, devices.
 
 from __future__ import annotations
 
-from ...ipc.architectures import ARCHITECTURES, POST_NORMS
-from ...ipc.decoder_config import DecoderConfig
+from ...ipc.models.architectures import ARCHITECTURES, POST_NORMS
+from ...ipc.models.decoder_config import DecoderConfig
 from .blocks import Attention, GatedMLP
 from .decoder import Decoder
 from .layers import LayerFactory

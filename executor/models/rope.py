@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...ipc.rope_config import rotary_dim
+from ...ipc.models.rope_config import rotary_dim
 
 
 def inverse_frequencies(

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...ipc.checkpoint import FLOAT_BYTES, find_weight_files, read_header
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf_weights import is_gguf
+from ...ipc.models.checkpoint import FLOAT_BYTES, find_weight_files, read_header
+from ...ipc.models.gguf_weights import is_gguf
 
 Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor], None]

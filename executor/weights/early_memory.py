@@ -18,11 +18,11 @@ import sys
 import threading
 from pathlib import Path
 
-from ...ipc.checkpoint import OTHER_PARTS
 from ...ipc.config import EngineConfig
-from ...ipc.gguf_weights import is_gguf
 from ...ipc.machine import free_memory_bytes
-from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.models.checkpoint import OTHER_PARTS
+from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from .packed_cache import PackedCache, weight_files
 
 HUGE_PAGE_BYTES = 2 * 2**20

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf import GGUFTensor, read_gguf
-from ...ipc.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
+from ...ipc.models.gguf import GGUFTensor, read_gguf
+from ...ipc.models.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
 from ..device import release_mapped
 from .load_times import LoadTimes
 from .packed_rows import PackedRows

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ...ipc.checkpoint import check_checkpoint
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf_weights import is_gguf
-from ...ipc.quantization_config import CheckpointQuantization
+from ...ipc.models.checkpoint import check_checkpoint
+from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.quantization_config import CheckpointQuantization
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
 from .load_times import LoadTimes

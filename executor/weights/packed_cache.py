@@ -29,8 +29,8 @@ from typing import NamedTuple
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.gguf import part_names
-from ...ipc.gguf_weights import is_gguf
+from ...ipc.models.gguf import part_names
+from ...ipc.models.gguf_weights import is_gguf
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...ipc.gguf_weights import MEMORY_TYPES
+from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...kernels.reference.gguf_blocks import dequantize
 from ...kernels.reference.gguf_repack import repack
 from ..device import copy_mapped

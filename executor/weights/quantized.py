@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.quantization_config import CheckpointQuantization, WeightFormat
-from ...ipc.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
+from ...ipc.models.quantization_config import CheckpointQuantization, WeightFormat
+from ...ipc.models.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
 from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS
 from ..device import release_mapped
 from .packed_rows import PackedRows
@@ -105,7 +105,7 @@ def pack_weight(
 ) -> tuple[PackedRows | Tensor, str | None]:
     """The weight, and why it is not packed, if it is not: then it is a tensor of `dtype`.
 
-    parts: the stored tensors by the last part of their names (ipc/quantized_tensors.py).
+    parts: the stored tensors by the last part of their names (ipc/models/quantized_tensors.py).
 
     Raises ValueError for indices that lead out of the tensors.
     """

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.decoder_config import DecoderConfig
 from ...ipc.errors import QuireError
+from ...ipc.models.decoder_config import DecoderConfig
 from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
 STEP_COSTS = "quire.executor.step_costs"

@@ -12,10 +12,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ...ipc.checkpoint import find_weight_files, read_header
 from ...ipc.errors import InvalidParameterError
-from ...ipc.gguf import read_gguf
-from ...ipc.gguf_weights import is_gguf
+from ...ipc.models.checkpoint import find_weight_files, read_header
+from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.params import SamplingParams
 from ..model_info.model_sizes import DTYPE_BYTES
 from .machine import measure_read_bandwidth

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf import GGUFFile, part_names, read_gguf
-from ...ipc.gguf_weights import ROPE_FACTORS
+from ...ipc.models.gguf import GGUFFile, part_names, read_gguf
+from ...ipc.models.gguf_weights import ROPE_FACTORS
 from ..engine_args import EngineArgs
 from . import gguf_names
 from .model_files import find_cached_directory, find_model_directory

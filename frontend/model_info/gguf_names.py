@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf import part_names
+from ...ipc.models.gguf import part_names
 
 # small files of a repository that override what is in the GGUF file
 BESIDE = ["*.json", "*.jinja"]

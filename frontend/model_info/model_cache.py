@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.checkpoint import missing_weight_files
 from ...ipc.errors import ModelLoadError, QuireError
-from ...ipc.gguf import part_names
-from ...ipc.gguf_weights import is_gguf
+from ...ipc.models.checkpoint import missing_weight_files
+from ...ipc.models.gguf import part_names
+from ...ipc.models.gguf_weights import is_gguf
 from ..engine_args import EngineArgs
 from .gguf_names import first_parts, quantization_of
 from .model_files import BUNDLED, find_model_directory, read_hf_config

@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...ipc.architectures import ARCHITECTURES
-from ...ipc.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
-from ...ipc.decoder_config import unread_keys
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
-from ...ipc.gguf_weights import is_gguf
-from ...ipc.quantization_config import CheckpointQuantization, parse_quantization
+from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
+from ...ipc.models.decoder_config import unread_keys
+from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig

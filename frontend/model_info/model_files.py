@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.architectures import text_part
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf import part_names, read_gguf
-from ...ipc.gguf_config import gguf_config, gguf_generation_config
-from ...ipc.gguf_weights import is_gguf
 from ...ipc.json_files import read_json, read_json_if_exists
+from ...ipc.models.architectures import text_part
+from ...ipc.models.gguf import part_names, read_gguf
+from ...ipc.models.gguf_config import gguf_config, gguf_generation_config
+from ...ipc.models.gguf_weights import is_gguf
 from . import gguf_names
 
 BUNDLED = "bundled"

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import msgspec
 
 from ...ipc.errors import ModelLoadError, QuireError
-from ...ipc.gguf import part_names
+from ...ipc.models.gguf import part_names
 from . import gguf_names
 from .gguf_names import BESIDE, HubFile
 from .model_files import CONFIG_PATTERNS, NOT_NEEDED, WEIGHT_PATTERNS, find_model_directory

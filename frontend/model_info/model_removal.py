@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.gguf import part_names
+from ...ipc.models.gguf import part_names
 from .gguf_names import HubFile, choose, parse_hub_name
 from .model_files import BUNDLED
 

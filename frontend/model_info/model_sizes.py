@@ -14,17 +14,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...ipc.architectures import ARCHITECTURES
-from ...ipc.checkpoint import find_weight_files, read_header
-from ...ipc.decoder_config import DecoderConfig
-from ...ipc.fallback_architectures import (
+from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.checkpoint import find_weight_files, read_header
+from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.fallback_architectures import (
     FALLBACKS,
     TRANSFORMERS,
     choose_implementation,
     parse_fallback_config,
 )
-from ...ipc.gguf_weights import DTYPE_BYTES
-from ...ipc.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.models.gguf_weights import DTYPE_BYTES
+from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8

@@ -12,19 +12,19 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.architectures import ARCHITECTURES
 from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
-from ...ipc.gguf import read_gguf
-from ...ipc.gguf_weights import (
+from ...ipc.machine import free_memory_bytes
+from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf_weights import (
     DTYPE_BYTES,
     check_gguf_tensors,
     is_gguf,
     weights_in_memory,
 )
-from ...ipc.kv_layout import make_layout, plan_groups
-from ...ipc.machine import free_memory_bytes
-from ...ipc.memory_plan import (
+from ...ipc.models.kv_layout import make_layout, plan_groups
+from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,
     QUANTIZATION_BITS,
     affordable_blocks,
@@ -32,9 +32,9 @@ from ...ipc.memory_plan import (
     free_of_share,
     plan_num_blocks,
 )
-from ...ipc.quantization_config import parse_quantization
-from ...ipc.quantized_tensors import saved_bytes
-from ...ipc.rope_config import model_context
+from ...ipc.models.quantization_config import parse_quantization
+from ...ipc.models.quantized_tensors import saved_bytes
+from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
 from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes

@@ -14,10 +14,10 @@ import msgspec
 import tokenizers
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ...ipc.gguf import read_gguf
-from ...ipc.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
-from ...ipc.gguf_weights import is_gguf
 from ...ipc.json_files import check_regular_file, read_json_if_exists
+from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
+from ...ipc.models.gguf_weights import is_gguf
 from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import httpx2 as httpx
 import psutil
-from quire.ipc.gguf import read_gguf
+from quire.ipc.models.gguf import read_gguf
 from quire.tests.bench.report import hardware, write_result
 
 START_TIMEOUT_S, REQUEST_TIMEOUT_S = 300, 900

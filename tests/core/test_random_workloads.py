@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.core.engine_core import EngineCore
 from quire.core.request import split
-from quire.ipc.kv_layout import make_layout
 from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams
 from quire.tests.core.engine_loop import Answer, assert_nothing_left, collect, make_core, step
 from quire.tests.fakes import expected_output, make_config

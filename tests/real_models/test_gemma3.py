@@ -16,9 +16,9 @@ import torch
 from quire import LLM, SamplingParams
 from quire.executor.single_process import SingleProcessExecutor
 from quire.frontend.text.tokenizer import Tokenizer
-from quire.ipc.gguf import read_gguf
-from quire.ipc.gguf_config import gguf_config
-from quire.ipc.gguf_weights import model_name
+from quire.ipc.models.gguf import read_gguf
+from quire.ipc.models.gguf_config import gguf_config
+from quire.ipc.models.gguf_weights import model_name
 from quire.tests.executor.driver import generate, make_config
 from quire.tests.real_models.fetch import fetch
 from quire.tests.real_models.test_smollm2 import NUM_TOKENS, PROMPTS

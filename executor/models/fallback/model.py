@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from ....ipc.errors import InvalidParameterError, ModelLoadError
-from ....ipc.fallback_architectures import FallbackConfig, parse_fallback_config
+from ....ipc.models.fallback_architectures import FallbackConfig, parse_fallback_config
 from ....kernels.ops import AttentionMetadata
 from ..layers import LayerFactory, Weights
 from .attention import NAME, PagedAttention, during, exploring

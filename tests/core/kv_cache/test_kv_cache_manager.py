@@ -5,8 +5,8 @@ check that detects corruption.
 import pytest
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.core.request import Request
-from quire.ipc.kv_layout import KVLayout
 from quire.ipc.messages import EngineCoreRequest
+from quire.ipc.models.kv_layout import KVLayout
 from quire.ipc.params import SamplingParams
 
 

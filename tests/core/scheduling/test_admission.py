@@ -4,8 +4,8 @@ from quire.core.forks import Family
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.core.request import Request, RequestStatus
 from quire.core.scheduling.admission import Start, find_start, has_room, num_missing_blocks
-from quire.ipc.kv_layout import KVLayout
 from quire.ipc.messages import EngineCoreRequest
+from quire.ipc.models.kv_layout import KVLayout
 from quire.ipc.params import SamplingParams
 
 LAYOUT = KVLayout(16)

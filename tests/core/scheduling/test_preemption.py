@@ -3,8 +3,8 @@
 import pytest
 from quire.core.request import Request
 from quire.core.scheduling.preemption import PreemptionPolicy
-from quire.ipc.kv_layout import KVLayout
 from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
+from quire.ipc.models.kv_layout import KVLayout
 from quire.ipc.params import SamplingParams
 from quire.tests.core.scheduling.loop import Loop, distinct
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from quire.executor.models.layers import LayerFactory
-from quire.ipc.decoder_config import parse_decoder_config
+from quire.ipc.models.decoder_config import parse_decoder_config
 from quire.kernels import registry
 from quire.tests.ipc.test_decoder_config import MINIMAL
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from quire.executor.models.rope import inverse_frequencies, make_cos_sin_cache, query_scales
-from quire.ipc.rope_config import parse_rope_parameters
+from quire.ipc.models.rope_config import parse_rope_parameters
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}
 LLAMA3 = {

@@ -15,7 +15,7 @@ import torch
 from quire.executor.weights import early_memory
 from quire.executor.weights.packed_cache import PackedCache, weight_files
 from quire.frontend.engine_args import EngineArgs
-from quire.ipc.memory_plan import quantized_bytes
+from quire.ipc.models.memory_plan import quantized_bytes
 from quire.kernels.cpu.native import weights
 from quire.tests.gguf_checkpoints import write_gguf
 

@@ -20,7 +20,7 @@ from quire.executor.weights.packed_rows import PackedRows
 from quire.executor.weights.quantized import QuantizedWeights
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.quantization_config import parse_quantization
+from quire.ipc.models.quantization_config import parse_quantization
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, start_executor
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY

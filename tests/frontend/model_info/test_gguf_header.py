@@ -13,7 +13,7 @@ from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.model_pull import DownloadError
 from quire.frontend.model_info.plan import make_plan
-from quire.ipc.gguf import read_gguf
+from quire.ipc.models.gguf import read_gguf
 from quire.tests.fake_hub import FakeHub, fake_hub, use_hub
 from quire.tests.gguf_checkpoints import write_gguf
 from quire.tests.gguf_files import gguf_bytes

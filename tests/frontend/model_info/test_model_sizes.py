@@ -16,7 +16,7 @@ from quire.frontend.model_info.model_sizes import (
     kv_bytes_per_token,
     measure_model,
 )
-from quire.ipc.memory_plan import QUANTIZATION_BITS
+from quire.ipc.models.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
 from quire.kernels.ops import kv_cache_row
 from quire.tests.tiny_models import KINDS, make_tiny_config

@@ -16,7 +16,7 @@ from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
-from quire.ipc.memory_plan import free_of_share
+from quire.ipc.models.memory_plan import free_of_share
 from quire.tests.tiny_models import save_tiny_model
 
 GIB = 2**30

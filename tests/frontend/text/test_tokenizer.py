@@ -188,7 +188,7 @@ def test_the_frontend_imports_neither_torch_nor_transformers() -> None:
 
 
 def test_a_gguf_file_is_a_tokenizer(tmp_path: Path) -> None:
-    """Ids are compared in tests/ipc/test_gguf_tokenizer.py. Files beside it replace its parts."""
+    """Files beside it replace its parts. tests/ipc/models/test_gguf_tokenizer.py compares ids."""
     tokens = ["<s>", "</s>", "a", "b", "ab"]
     metadata = {
         "tokenizer.ggml.model": "gpt2",

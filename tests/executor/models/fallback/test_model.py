@@ -24,7 +24,7 @@ from quire.executor.models.fallback.model import TransformersModel
 from quire.executor.models.layers import LayerFactory
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.fallback_architectures import FALLBACKS
+from quire.ipc.models.fallback_architectures import FALLBACKS
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
 from quire.tests.tiny_fallbacks import HEAD_DIM, VOCAB_SIZE, save_tiny_fallback
 from safetensors.torch import load_file, save_file

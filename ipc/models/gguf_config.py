@@ -8,7 +8,7 @@ from __future__ import annotations
 from struct import pack, unpack
 from typing import Any
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .gguf import GGUFFile
 from .gguf_weights import LONG_ROPE_FACTORS, read_rope_factors
 

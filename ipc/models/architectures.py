@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..errors import ModelLoadError
 from .decoder_config import DecoderConfig, parse_decoder_config
-from .errors import ModelLoadError
 
 TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none

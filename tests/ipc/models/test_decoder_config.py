@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from quire.ipc.decoder_config import MOST, parse_decoder_config, unread_keys
 from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.decoder_config import MOST, parse_decoder_config, unread_keys
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 MINIMAL = {

@@ -17,8 +17,8 @@ from pathlib import Path
 from struct import Struct, unpack_from
 from typing import Any, NamedTuple
 
-from .errors import ModelLoadError
-from .json_files import check_regular_file
+from ..errors import ModelLoadError
+from ..json_files import check_regular_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

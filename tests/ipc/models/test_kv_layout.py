@@ -1,7 +1,7 @@
 """Groups of layers, and how many blocks a request holds, compared with a simulation."""
 
 import pytest
-from quire.ipc.kv_layout import MAX_BURST, KVLayout, group_layers, make_layout, one_group
+from quire.ipc.models.kv_layout import MAX_BURST, KVLayout, group_layers, make_layout, one_group
 from quire.tests.fakes import make_config
 
 GEMMA = [512, 512, 512, 512, 512, 0]  # five layers with a window, one without

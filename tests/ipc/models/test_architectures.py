@@ -11,8 +11,8 @@ import pytest
 import torch
 from quire.executor import models
 from quire.executor.models.layers import LayerFactory
-from quire.ipc.architectures import ARCHITECTURES, find_architecture, text_part
 from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.architectures import ARCHITECTURES, find_architecture, text_part
 from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
 
 # general.architecture. "llama" stands for Mistral too.
@@ -26,7 +26,8 @@ READABLE_TYPES = (
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
 # Type of blocks in a file -> their type in memory, which native kernels multiply. Types without
 # kernels are packed again at load (kernels/reference/gguf_repack.py). Numbers of 16 and 32 bits
-# become numbers of the model's dtype. tests/ipc/test_gguf_weights.py compares it with the kernels.
+# become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares this table
+# with the kernels.
 _WITH_KERNELS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
 MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
     "Q2_K": "Q8_0",

@@ -9,7 +9,7 @@ import pytest
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from quire.ipc.failures import pack_exception, unpack_exception
-from quire.ipc.memory_plan import check_weights_fit, plan_num_blocks
+from quire.ipc.models.memory_plan import check_weights_fit, plan_num_blocks
 
 BLOCK_BYTES = 1000
 PLENTY = 10**12

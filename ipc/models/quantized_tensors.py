@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .gguf_weights import layer_of
 from .quantization_config import CheckpointQuantization, WeightFormat
 

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, find_architecture
 from .decoder_config import MOST, MOST_OF_A_SIZE, DecoderConfig
-from .errors import ModelLoadError
 
 QUIRE, TRANSFORMERS = "quire", "transformers"
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from quire.ipc.checkpoint import (
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.checkpoint import (
     check_checkpoint,
     find_weight_files,
     missing_weight_files,
     read_header,
 )
-from quire.ipc.errors import ModelLoadError
 from quire.tests.mutations import mutated
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file

@@ -6,7 +6,12 @@ from __future__ import annotations
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.rope_config import model_context, parse_rope_parameters, parse_ropes, rotary_dim
+from quire.ipc.models.rope_config import (
+    model_context,
+    parse_rope_parameters,
+    parse_ropes,
+    rotary_dim,
+)
 
 BASE = {"max_position_embeddings": 4096, "hidden_size": 256, "num_attention_heads": 4}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.fallback_architectures import (
+from quire.ipc.models.fallback_architectures import (
     FALLBACKS,
     REFUSED,
     choose_implementation,

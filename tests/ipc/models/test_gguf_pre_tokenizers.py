@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import tokenizers
 from quire.frontend.model_info.model_files import find_model_directory
-from quire.ipc.gguf_pre_tokenizers import PRE_TOKENIZERS
+from quire.ipc.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from quire.tests.gguf_tokenizers import built, differences, metadata_of, texts
 from tokenizers import Regex, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Sequence, Split

@@ -8,7 +8,7 @@ import time
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.quantization_config import METHODS, CheckpointQuantization, parse_quantization
+from quire.ipc.models.quantization_config import METHODS, CheckpointQuantization, parse_quantization
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64}

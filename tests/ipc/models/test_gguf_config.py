@@ -9,11 +9,11 @@ from struct import pack
 from typing import Any
 
 import pytest
-from quire.ipc.architectures import ARCHITECTURES
-from quire.ipc.decoder_config import unread_keys
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.gguf import GGUFFile, read_gguf
-from quire.ipc.gguf_config import gguf_config, gguf_generation_config
+from quire.ipc.models.architectures import ARCHITECTURES
+from quire.ipc.models.decoder_config import unread_keys
+from quire.ipc.models.gguf import GGUFFile, read_gguf
+from quire.ipc.models.gguf_config import gguf_config, gguf_generation_config
 from quire.tests.gguf_files import write_gguf
 
 LLAMA = {

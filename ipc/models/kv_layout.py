@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .config import EngineConfig, resolved
+from ..config import EngineConfig, resolved
 
 MAX_BURST = 8  # most tokens of a request in one step for num_scheduler_steps=0
 # A set of layers that is at most this much larger than the smallest is padded, not split.

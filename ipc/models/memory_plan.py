@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from .config import EngineConfig, resolved
-from .errors import NotEnoughMemoryError
+from ..config import EngineConfig, resolved
+from ..errors import NotEnoughMemoryError
 from .kv_layout import make_layout
 
 logger = logging.getLogger(__name__)

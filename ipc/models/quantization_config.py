@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 
 Json = dict[str, Any]
 

@@ -12,8 +12,8 @@ import pytest
 import sentencepiece
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.gguf import read_gguf
-from quire.ipc.gguf_tokenizer import (
+from quire.ipc.models.gguf import read_gguf
+from quire.ipc.models.gguf_tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .gguf import GGUFFile, read_gguf
 from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from struct import pack
 
 import pytest
-from quire.ipc.architectures import ARCHITECTURES
-from quire.ipc.checkpoint import check_checkpoint, missing_weight_files
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.gguf import GGUFFile, GGUFTensor
-from quire.ipc.gguf_config import ARCHITECTURES as GGUF
-from quire.ipc.gguf_weights import (
+from quire.ipc.models.architectures import ARCHITECTURES
+from quire.ipc.models.checkpoint import check_checkpoint, missing_weight_files
+from quire.ipc.models.gguf import GGUFFile, GGUFTensor
+from quire.ipc.models.gguf_config import ARCHITECTURES as GGUF
+from quire.ipc.models.gguf_weights import (
     MEMORY_TYPES,
     READABLE_TYPES,
     check_gguf_tensors,
@@ -21,7 +21,7 @@ from quire.ipc.gguf_weights import (
     model_name,
     read_rope_factors,
 )
-from quire.ipc.quantized_tensors import INT4_TYPES
+from quire.ipc.models.quantized_tensors import INT4_TYPES
 from quire.kernels.reference import gguf_linear, gguf_repack
 from quire.kernels.reference.gguf_blocks import TYPES
 from quire.tests.gguf_checkpoints import gguf_name

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.quantization_config import WeightFormat, parse_quantization
-from quire.ipc.quantized_tensors import BLOCKS, packed_type, parts_of, saved_bytes, stored_parts
+from quire.ipc.models.quantization_config import WeightFormat, parse_quantization
+from quire.ipc.models.quantized_tensors import (
+    BLOCKS,
+    packed_type,
+    parts_of,
+    saved_bytes,
+    stored_parts,
+)
 from quire.kernels.reference.gguf_blocks import block_type
 
 AWQ = {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}

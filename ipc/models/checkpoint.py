@@ -15,10 +15,10 @@ from typing import Annotated
 
 import msgspec
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
+from ..json_files import check_regular_file, read_json
 from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
-from .json_files import check_regular_file, read_json
 from .quantization_config import CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, parse_ropes
 

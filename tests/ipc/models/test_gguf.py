@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.gguf import _TYPES, BLOCK_SIZES, MAX_ARRAY_ELEMENTS, read_gguf
+from quire.ipc.models.gguf import _TYPES, BLOCK_SIZES, MAX_ARRAY_ELEMENTS, read_gguf
 from quire.tests.gguf_files import gguf_bytes, write_gguf
 from quire.tests.mutations import mutated
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Any
 
-from .errors import ModelLoadError
+from ..errors import ModelLoadError
 
 _ROPE_KEYS = {  # by type: required, optional
     "default": (set(), set()),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from quire.executor.models.layers import LayerFactory
 from quire.ipc.models.decoder_config import parse_decoder_config
 from quire.kernels import registry
-from quire.tests.ipc.test_decoder_config import MINIMAL
+from quire.tests.ipc.models.test_decoder_config import MINIMAL
 
 
 def make_factory(dtype: torch.dtype = torch.float32) -> LayerFactory:

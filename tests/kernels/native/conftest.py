@@ -17,6 +17,15 @@ NEEDS_LIBRARY = (
 )
 
 
+COMPILE_TIMEOUT_S = 600  # for the test that compiles the emulated library
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "emulated_library" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.timeout(COMPILE_TIMEOUT_S))
+
+
 @contextmanager
 def redirect_to(original: Library, other: Library) -> Iterator[None]:
     """Redirects every wrapper's calls to another compiled library."""

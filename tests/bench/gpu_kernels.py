@@ -74,13 +74,15 @@ def elementwise(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:
     yield KernelCall(
         "gather_rows", lambda: ops.gather_rows(x, indices), "bytes", 2 * len(indices) * row
     )
+    yield KernelCall("scale", lambda: ops.scale(x, 0.5), "bytes", 2 * s.tokens * row)
+    yield KernelCall("add", lambda: ops.add(x, residual), "bytes", 3 * s.tokens * row)
     both = normal(device, s.tokens, 2 * s.intermediate)
-    yield KernelCall(
-        "silu_and_mul",
-        lambda: ops.silu_and_mul(both),
-        "bytes",
-        3 * s.tokens * s.intermediate * BF16,
-    )
+    for name, gate in (
+        ("silu_and_mul", ops.silu_and_mul),
+        ("gelu_tanh_and_mul", ops.gelu_tanh_and_mul),
+    ):
+        amount = 3 * s.tokens * s.intermediate * BF16
+        yield KernelCall(name, lambda gate=gate: gate(both), "bytes", amount)
 
 
 def attention_inputs(ops: Any, s: Sizes, device: str) -> Iterator[KernelCall]:

@@ -57,7 +57,7 @@ def list_all(*, as_json: bool) -> int:
             print(msgspec.json.encode(model).decode())
     else:
         header = (
-            *("model", "revision", "size", "dtype", "parameters", "architecture", "needs"),
+            *("model", "revision", "size", "weights", "parameters", "architecture", "needs"),
             "state",
         )
         rows = [
@@ -65,7 +65,7 @@ def list_all(*, as_json: bool) -> int:
                 model.model,
                 model.revision,
                 format_bytes(model.size_bytes),
-                model.dtype or "?",
+                model.weights or "?",
                 format_count(model.num_parameters) if model.num_parameters else "?",
                 model.architecture or "?",
                 format_bytes(model.needs_bytes) if model.needs_bytes else "?",
@@ -109,6 +109,8 @@ def show(name: str, *, as_json: bool) -> int:
             continue
         revision = f", revision {model.revision}" * bool(model.revision)
         print(f"{model.model}{revision}: {format_bytes(model.size_bytes)} in {model.directory}")
+        if model.weights is not None:
+            print(f"weights: {model.weights}")
         print(f"state: {state_of(model)}")
         if plan is not None:
             print(f"\n{render(plan)}", end="")

@@ -21,6 +21,7 @@ from .gguf_names import first_parts, quantization_of
 from .model_files import BUNDLED, find_model_directory, read_hf_config
 from .model_sizes import measure_model
 from .plan import Plan, make_plan
+from .stored_weights import stored_weights
 
 SHORT_CONTEXT = 4096
 
@@ -30,7 +31,7 @@ class CachedModel(msgspec.Struct, frozen=True, kw_only=True):
     revision: str  # branches and tags of this commit, or the commit
     directory: str
     size_bytes: int
-    dtype: str | None  # dtype of the saved weights, from config.json or a GGUF file's name
+    weights: str | None  # type of the saved numbers: BF16, AWQ INT4, Q4_K_M
     architecture: str | None
     num_parameters: int | None  # None if the architecture is not supported
     problems: list[str]  # reasons why it cannot run; empty: ready, if it fits
@@ -98,10 +99,10 @@ def _gguf_files(snapshot: Path) -> list[tuple[str, Path]]:
 def describe(
     model: str, revision: str, directory: Path, size_bytes: int, problems: Iterable[str] = ()
 ) -> CachedModel:
-    problems, hf_config, sizes = list(problems), {}, None
-    is_file = is_gguf(directory)
+    problems, hf_config, numbers, sizes = list(problems), {}, None, None
     try:
         hf_config = read_hf_config(directory, {})
+        numbers = stored_weights(directory, hf_config).numbers
         sizes = measure_model(hf_config, directory)
     except ModelLoadError as error:
         problems.append(_short(error, directory))
@@ -112,7 +113,7 @@ def describe(
             )
     except ModelLoadError as error:
         problems.append(_short(error, directory))
-    if not is_file and not (directory / "tokenizer.json").is_file():
+    if not is_gguf(directory) and not (directory / "tokenizer.json").is_file():
         problems.append("no tokenizer.json")
     plan = None
     if not problems:
@@ -126,9 +127,7 @@ def describe(
         revision=revision,
         directory=str(directory),
         size_bytes=size_bytes,
-        dtype=quantization_of(directory.name)
-        if is_file
-        else _text(hf_config.get("dtype") or hf_config.get("torch_dtype")),
+        weights=numbers,
         architecture=sizes.architecture
         if sizes
         else _text(architectures[0])

@@ -38,7 +38,7 @@ from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
 from .gguf_header import find_description
 from .gpu_memory import gpu_memory_bytes
-from .model_sizes import ModelSizes, kv_bytes_per_token, measure_model
+from .model_sizes import ModelSizes, StoredSizes, kv_bytes_per_token, measure_model
 
 # Of a GPU, for the CUDA context and the cuBLAS workspace. An estimate, not a measurement.
 CUDA_BYTES = 640 * 2**20
@@ -156,9 +156,7 @@ def make_plan(
     groups = plan_groups(config, windows)
     layout = make_layout(config, groups.windows)
     block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
-    quantization = config.model_config.quantization
-    kept_bytes = _bytes_of_blocks(config, sizes)
-    weights_bytes = sizes.weights_bytes(dtype, quantization) if kept_bytes is None else kept_bytes
+    weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     free = (
         memory.total_bytes
         - memory.withheld_bytes
@@ -197,8 +195,8 @@ def make_plan(
         num_parameters=sizes.num_parameters,
         dtype=dtype,
         weights_bytes=weights_bytes,
-        quantization=quantization,
-        keeps_blocks=kept_bytes is not None,
+        quantization=config.model_config.quantization,
+        keeps_blocks=keeps_blocks,
         weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
         | {
             name: sizes.weights_bytes(dtype, name)
@@ -232,6 +230,15 @@ def make_plan(
     )
 
 
+def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, bool]:
+    """Bytes of the weights in the engine's memory, and whether they are the blocks of the files."""
+    kept_bytes = _bytes_of_blocks(config, sizes)
+    if kept_bytes is not None:
+        return kept_bytes, True
+    model_config = config.model_config
+    return sizes.weights_bytes(model_config.dtype, model_config.quantization), False
+
+
 def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     """Bytes of the weights of a GGUF file or a quantized checkpoint, whose blocks are multiplied as
     they are; None for others. The engine's LayerFactory.keeps_blocks decides the same.
@@ -241,6 +248,7 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
         (model_config.dtype, model_config.quantization) != ("bfloat16", None)
         or (device.device, device.cpu_isa != "none") != ("cpu", True)
         or device.kernels.get("pack_gguf_linear") == "reference"
+        or isinstance(sizes, StoredSizes)  # models in transformers' code have neither
     ):
         return None
     shapes = ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)

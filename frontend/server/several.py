@@ -235,8 +235,7 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
 
 def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
     def tag(slot: ModelSlot) -> dict[str, Any]:
-        size = {"size": slot.needs.weights_bytes}  # the plan knows what a GGUF file's blocks take
-        return ollama_models.tag(slot.name, slot.config) | size
+        return ollama_models.tag(slot.name, slot.config)
 
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,6 +19,8 @@ from starlette.routing import Route
 from .... import __version__
 from ....ipc.config import EngineConfig, ModelConfig
 from ...model_info.model_sizes import ModelSizes, measure_model
+from ...model_info.plan import weights_in_engine
+from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import described
@@ -94,7 +97,7 @@ def routes(state: ServerState) -> list[Route]:
 def tag(name: str, config: EngineConfig) -> dict[str, Any]:
     """A model in a list."""
     model_config = config.model_config
-    size = _sizes(model_config).weights_bytes(model_config.dtype, model_config.quantization)
+    size, _ = weights_in_engine(config, _sizes(model_config))
     digest = sha256(msgspec.json.encode((name, model_config.hf_config))).hexdigest()
     return {
         "name": name,
@@ -106,27 +109,23 @@ def tag(name: str, config: EngineConfig) -> dict[str, Any]:
 
 
 def _details(config: ModelConfig) -> dict[str, Any]:
-    family = config.hf_config.get("model_type", "")
+    stored = _stored(config)
+    # `quantization` is made of the stored weights when they are loaded
+    made = None if config.quantization is None else config.quantization.upper()
     return {
         "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family],
+        "format": stored.file_format,
+        "family": stored.family,
+        "families": [stored.family],
         "parameter_size": _short(_sizes(config).num_parameters),
-        "quantization_level": {
-            "bfloat16": "BF16",
-            "float16": "F16",
-            "float32": "F32",
-            "int8": "INT8",
-            "int4": "INT4",
-        }[config.quantization or config.dtype],
+        "quantization_level": made or stored.numbers or DTYPES[config.dtype],
     }
 
 
 def shown(state: ServerState) -> dict[str, Any]:
     engine, format = state.ready_engine(), state.answer_format
     config = engine.config.model_config
-    family = config.hf_config.get("model_type", "")
+    family = _stored(config).family
     info = {
         "general.architecture": family,
         "general.parameter_count": _sizes(config).num_parameters,
@@ -164,6 +163,10 @@ def _short(number: int) -> str:
 
 def time_text(moment: float) -> str:
     return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _stored(config: ModelConfig) -> StoredWeights:
+    return stored_weights(Path(config.model), config.hf_config)
 
 
 def _sizes(config: ModelConfig) -> ModelSizes:

@@ -19,7 +19,7 @@ READY = CachedModel(
     revision="",
     directory="d",
     size_bytes=2**20,
-    dtype="bfloat16",
+    weights="BF16",
     architecture="Qwen2ForCausalLM",
     num_parameters=3_970_304,
     problems=[],
@@ -31,7 +31,7 @@ BROKEN = CachedModel(
     revision="main",
     directory="e",
     size_bytes=5 * 2**30,
-    dtype=None,
+    weights=None,
     architecture=None,
     num_parameters=None,
     problems=["no config.json", "no tokenizer.json"],
@@ -51,7 +51,7 @@ def test_a_table(capsys: pytest.CaptureFixture) -> None:
         "model",
         "revision",
         "size",
-        "dtype",
+        "weights",
         "parameters",
         "architecture",
         "needs",
@@ -61,7 +61,7 @@ def test_a_table(capsys: pytest.CaptureFixture) -> None:
         "bundled",
         "1.0",
         "MiB",
-        "bfloat16",
+        "BF16",
         "3.97M",
         "Qwen2ForCausalLM",
         "400.0",
@@ -97,8 +97,9 @@ def test_one_model(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatc
     ready = msgspec.structs.replace(READY, directory=directory)
     monkeypatch.setattr(model_cache, "list_models", lambda: ([ready, BROKEN], []))
     code, out, _ = call(capsys, "models", "show", "Bundled")
-    first, second, *plan = out.splitlines()
-    assert (code, first, second) == (0, f"bundled: 1.0 MiB in {directory}", "state: ready")
+    first, second, third, *plan = out.splitlines()
+    assert (code, first) == (0, f"bundled: 1.0 MiB in {directory}")
+    assert (second, third) == ("weights: BF16", "state: ready")
     assert any(line.startswith("longest context") for line in plan)
     code, out, _ = call(capsys, "models", "show", "bundled", "--json")
     shown = json.loads(out)

@@ -73,7 +73,7 @@ def test_complete_models_are_ready(cache: Path) -> None:
     models = listed()
     assert set(models) == {"somebody/small@main", f"somebody/small@{'b' * 12}"}
     model = models["somebody/small@main"]
-    assert (model.dtype, model.architecture, model.problems) == ("float16", "LlamaForCausalLM", [])
+    assert (model.weights, model.architecture, model.problems) == ("F16", "LlamaForCausalLM", [])
     assert (model.fits, model.flags) == (True, [])
     kv_bytes = (1 + 64 // 16) * 16 * 2 * 8 * 2  # with the null block; a 0.4 of what is free
     assert (
@@ -203,7 +203,7 @@ def test_gguf_files_are_listed_by_their_quantization(cache: Path) -> None:
     found = listed()
     assert list(found) == ["org/g:Q4_K_M@main", "org/g:Q8_0@main", "org/g/odd.gguf@main"]
     good = found["org/g:Q4_K_M@main"]
-    assert (good.dtype, good.architecture, good.problems) == ("Q4_K_M", "LlamaForCausalLM", [])
+    assert (good.weights, good.architecture, good.problems) == ("F32", "LlamaForCausalLM", [])
     assert good.size_bytes == (repository / "blobs" / "g-Q4_K_M.gguf").stat().st_size
     (problem,) = set(found["org/g:Q8_0@main"].problems)
     assert "not a readable GGUF file" in problem

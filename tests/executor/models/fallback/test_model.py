@@ -22,7 +22,9 @@ from quire.executor.models.fallback.faster import (
 )
 from quire.executor.models.fallback.model import TransformersModel
 from quire.executor.models.layers import LayerFactory
+from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
+from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.models.fallback_architectures import FALLBACKS
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
@@ -234,7 +236,9 @@ def test_a_window_that_is_only_in_the_mask_is_found(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")]
+)
 @pytest.mark.parametrize("model_type", ["cohere2", "phi"])
 def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
     directory, _ = made(model_type)
@@ -246,6 +250,8 @@ def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
         worker._weights_bytes, rel=0.02 if quantization else 0
     )
     assert kv_bytes_per_token(sizes.config, dtype) * BLOCK_SIZE == worker.block_bytes
+    planned = make_plan(EngineArgs(str(directory), dtype=dtype, quantization=quantization))
+    assert planned.weights_bytes == sizes.weights_bytes(dtype, quantization)
 
 
 def test_longrope_beyond_its_original_length_is_refused(made, tmp_path):

@@ -2,10 +2,18 @@
 refusals.
 """
 
+import json
 from datetime import datetime
+from pathlib import Path
 
 import pytest
+from quire.frontend.engine_args import EngineArgs
+from quire.frontend.model_info.plan import make_plan
+from quire.frontend.server.routes.ollama_models import tag
 from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app, talk
+from quire.tests.gguf_checkpoints import write_gguf
+from quire.tests.quantized_checkpoints import FORMATS
+from quire.tests.tiny_models import save_tiny_model
 
 APP = scripted_app(ScriptedEngine([""]))
 PLAIN_APP = scripted_app(ScriptedEngine([""]), "{{ messages }}")
@@ -22,12 +30,14 @@ def test_the_model_in_the_lists() -> None:
         and len(model["digest"]) == 64
         and model["size"] > 10**6
     )
-    details = model["details"]
-    assert (
-        details["format"] == "safetensors"
-        and details["parameter_size"].endswith("M")
-        and details["quantization_level"] in ("BF16", "F32")
-    )
+    assert model["details"] == {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": "qwen2",
+        "families": ["qwen2"],
+        "parameter_size": "4.0M",
+        "quantization_level": "BF16",
+    }
     assert (
         running["digest"] == model["digest"]
         and running["size_vram"] == 0
@@ -57,6 +67,31 @@ def test_the_capabilities_of_a_model() -> None:
         post(APP, "/api/show", {}).status_code == 400
         and post(APP, "/api/show", {"model": "other"}).status_code == 404
     )
+
+
+def test_the_details_of_other_files(tmp_path: Path) -> None:
+    """Format, family and numbers are those of the files; the size is what the engine takes."""
+    plain = save_tiny_model(tmp_path / "plain", "gemma3_text", hidden_size=64)
+    write_gguf(tmp_path / "m.gguf", plain, "Q8_0")
+    quantized = tmp_path / "quantized"
+    quantized.mkdir()
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"] = FORMATS["awq"][1]()
+    (quantized / "config.json").write_text(json.dumps(config))
+
+    def listed(path: Path, **arguments: str) -> tuple[str, str, str]:
+        args = EngineArgs(str(path), device="cpu", dtype="bfloat16", **arguments)
+        found = tag("m", args.create_engine_config())
+        assert found["size"] == make_plan(args).weights_bytes
+        details = found["details"]
+        assert details["parameter_size"] == sizes
+        return details["format"], details["family"], details["quantization_level"]
+
+    sizes = tag("m", EngineArgs(str(plain)).create_engine_config())["details"]["parameter_size"]
+    assert listed(plain) == ("safetensors", "gemma3_text", "F32")
+    assert listed(plain, quantization="int4") == ("safetensors", "gemma3_text", "INT4")
+    assert listed(tmp_path / "m.gguf") == ("gguf", "gemma3", "Q8_0")
+    assert listed(quantized) == ("safetensors", "gemma3_text", "AWQ INT4")
 
 
 def test_the_version_can_be_compared_by_clients() -> None:

@@ -22,6 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .moe import add_gated as add_gated
+from .moe import fused_moe as fused_moe
+from .moe import route_experts as route_experts
 from .registry import operation
 
 

@@ -22,7 +22,7 @@ MODELS = {
     f"executor/models/{name}.py"
     for name in (
         *("gemma3", "granite", "llama", "ministral3", "olmo2", "phi3", "qwen2", "qwen3"),
-        "smollm3",
+        *("smollm3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     )
 }
 

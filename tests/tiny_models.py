@@ -42,7 +42,7 @@ TINY = {
 }
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
-    *("granite", "ministral3"),
+    *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
 
 
@@ -75,6 +75,21 @@ def make_tiny_config(kind: str, **overrides: Any):
             "logits_scaling": 0.7,
         },
         "ministral3": {"head_dim": 16, "pad_token_id": 0},
+        "mixtral": {"rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2},
+        "qwen2_moe": {
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 80,
+        },
+        "qwen3_moe": {
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+        },
+        "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
     }[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 
@@ -156,8 +171,8 @@ def randomize(model, seed: int) -> None:
                 parameter.copy_(0.3 * noise)
             elif "embed" in name:
                 parameter.copy_(noise)
-            else:
-                parameter.copy_(noise * (1.6 / parameter.shape[1] ** 0.5))
+            else:  # experts have a dimension more
+                parameter.copy_(noise * (1.6 / parameter.shape[-1] ** 0.5))
 
 
 def save_tiny_tokenizer(directory: str | Path) -> None:

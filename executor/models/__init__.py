@@ -2,8 +2,8 @@
 
 Must not know: how a model is built; its module is imported on first use.
 
-`decoder.py`, `blocks.py`, `layers.py` and `rope.py` are shared by the other modules: the
-architectures.
+`decoder.py`, `blocks.py`, `experts.py`, `layers.py` and `rope.py` are shared by the other modules:
+the architectures.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ _MODELS: dict[str, str | type] = {
     "Olmo3ForCausalLM": "olmo2",
     "GraniteForCausalLM": "granite",
     "Ministral3ForCausalLM": "ministral3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "OlmoeForCausalLM": "olmoe",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Mistral3ForConditionalGeneration": "ministral3",
 }

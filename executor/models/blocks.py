@@ -137,10 +137,18 @@ class Attention:
 class GatedMLP:
     """down(activation(gate(x)) * up(x))"""
 
+    name = "mlp"
+
     def __init__(
-        self, make: LayerFactory, config: DecoderConfig, bias: bool, is_merged: bool = False
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        bias: bool,
+        is_merged: bool = False,
+        size: int = 0,
     ):
-        size = config.intermediate_size
+        """size: the inner size, default the config's intermediate_size"""
+        size = size or config.intermediate_size
         shards = {"gate_up_proj": 2 * size} if is_merged else {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = make.linear(config.hidden_size, shards, bias)
         self.down_proj = make.row_linear("down_proj", size, config.hidden_size, bias)

@@ -7,14 +7,25 @@ Must not know: the architectures that are built from it, files, requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from ...ipc.models.architectures import PRE_NORMS, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
-from .blocks import Attention, GatedMLP
+from .blocks import Attention
 from .layers import LayerFactory, RMSNorm, Weights
+
+
+class MLP(Protocol):
+    """What follows attention in a layer."""
+
+    name: str  # of the layer's part that has its tensors
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...  # [T, hidden_size], as the result
+
+    def weights(self, prefix: str) -> Weights: ...
 
 
 class DecoderLayer:
@@ -27,7 +38,7 @@ class DecoderLayer:
         make: LayerFactory,
         config: DecoderConfig,
         self_attn: Attention,
-        mlp: GatedMLP,
+        mlp: MLP,
         norms: LayerNorms,
     ):
         self.self_attn = self_attn
@@ -38,7 +49,7 @@ class DecoderLayer:
 
     def weights(self, prefix: str) -> Weights:
         yield from self.self_attn.weights(f"{prefix}self_attn.")
-        yield from self.mlp.weights(f"{prefix}mlp.")
+        yield from self.mlp.weights(f"{prefix}{self.mlp.name}.")
         for norm in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp):
             if norm is not None:
                 yield from norm.weights(prefix)
@@ -47,7 +58,7 @@ class DecoderLayer:
 class Decoder:
     """A causal language model.
 
-    `make_attention`, a function of the layer's index, and `make_mlp` build the blocks of a layer.
+    `make_attention` and `make_mlp`, functions of the layer's index, build the blocks of a layer.
     Architectures differ only in these.
     """
 
@@ -56,7 +67,7 @@ class Decoder:
         make: LayerFactory,
         config: DecoderConfig,
         make_attention: Callable[[int], Attention],
-        make_mlp: Callable[[], GatedMLP],
+        make_mlp: Callable[[int], MLP],
         norms: LayerNorms = PRE_NORMS,
     ):
         self.config = config
@@ -64,7 +75,7 @@ class Decoder:
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = make.embedding("embed_tokens", config.vocab_size, config.hidden_size)
         self.layers = [
-            DecoderLayer(make, config, make_attention(i), make_mlp(), norms)
+            DecoderLayer(make, config, make_attention(i), make_mlp(i), norms)
             for i in range(config.num_hidden_layers)
         ]
         self.norm = make.norm("norm", config.hidden_size, config)

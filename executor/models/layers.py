@@ -140,6 +140,11 @@ class Linear:
         self._weight, self._stored, self._blocks = None, {}, {}
 
     @property
+    def packed(self) -> Multiply:
+        """What multiplies by the packed weight, once all its values are there."""
+        return self._multiply
+
+    @property
     def can_restore(self) -> bool:
         return self._from_arrays is not None
 
@@ -369,6 +374,12 @@ class LayerFactory:
         Under tensor parallelism a rank keeps a part of the columns, and the results are added.
         """
         return self.linear(in_features, {name: out_features}, bias)
+
+    def router(self, name: str, in_features: int, out_features: int) -> Linear:
+        """The choice of experts, by `logits`: its weight keeps the dtype in every quantization."""
+        return self._linear(
+            {name: out_features}, self.parameter(out_features, in_features), None, None
+        )
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         embedding = Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)

@@ -29,7 +29,7 @@ class LlamaForCausalLM(Decoder):
             make_attention=lambda layer: Attention(
                 make, config, ropes, layer, qkv_bias=bias, o_bias=bias, qk_norm=False
             ),
-            make_mlp=lambda: GatedMLP(make, config, bias=config.mlp_bias),
+            make_mlp=lambda layer: GatedMLP(make, config, bias=config.mlp_bias),
         )
 
 

@@ -32,7 +32,7 @@ class Olmo2ForCausalLM(Decoder):
                 qk_norm=True,
                 qk_norm_whole=True,
             ),
-            make_mlp=lambda: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
             norms=POST_NORMS,
         )
 

@@ -31,5 +31,5 @@ class Phi3ForCausalLM(Decoder):
                 qk_norm=False,
                 is_merged=True,
             ),
-            make_mlp=lambda: GatedMLP(make, config, bias=False, is_merged=True),
+            make_mlp=lambda layer: GatedMLP(make, config, bias=False, is_merged=True),
         )

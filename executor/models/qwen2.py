@@ -29,5 +29,5 @@ class Qwen2ForCausalLM(Decoder):
             make_attention=lambda layer: Attention(
                 make, config, ropes, layer, qkv_bias=True, o_bias=False, qk_norm=False
             ),
-            make_mlp=lambda: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
         )

@@ -29,5 +29,5 @@ class Qwen3ForCausalLM(Decoder):
             make_attention=lambda layer: Attention(
                 make, config, ropes, layer, qkv_bias=bias, o_bias=bias, qk_norm=True
             ),
-            make_mlp=lambda: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
         )

@@ -18,6 +18,7 @@ from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import check_checkpoint
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
+from ...ipc.models.stacked_experts import Piece, stacked_pieces
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
 from .load_times import LoadTimes
@@ -64,12 +65,19 @@ def load_weights(
     shapes = {name: list(tensor.shape) for name, tensor in missing.items()}
     origin = check_checkpoint(directory, shapes, tied, quantization)
     quantized = QuantizedWeights(shapes, quantization, set(origin))
+    pieces = stacked_pieces(shapes)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path, names in groupby(origin, key=origin.__getitem__):
         try:
             with safe_open(path, framework="pt") as file:
+                stored_names = set(file.keys())
                 wanted = (
-                    (name, file.get_tensor(name))
+                    (
+                        name,
+                        file.get_tensor(name)
+                        if name in stored_names
+                        else _piece(file, pieces[name]),
+                    )
                     for name in names
                     if name in missing or quantized.weight_of(name) is not None
                 )
@@ -88,6 +96,12 @@ def load_weights(
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
     times.log()
     _check_tied(tied, origin, dtype)
+
+
+def _piece(file: Any, piece: Piece) -> torch.Tensor:
+    """A weight that lies in a stored tensor with others: a view of the mapped file."""
+    whole = file.get_tensor(piece.stored)
+    return whole if piece.expert is None else whole[piece.expert, piece.begin : piece.end]
 
 
 def _check_tied(tied: dict[str, str], origin: dict[str, Path], dtype: torch.dtype) -> None:

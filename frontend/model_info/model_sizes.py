@@ -73,9 +73,11 @@ class ModelSizes:
         """
         config = self.config
         attention = 2 * (config.num_attention_heads + config.num_key_value_heads) * config.head_dim
-        per_token = (
-            2 * config.hidden_size + max(attention, 3 * config.intermediate_size)
-        ) * DTYPE_BYTES[dtype]
+        inner, results = 3 * config.intermediate_size, 0
+        if config.experts is not None:  # results of experts are in fp32
+            inner = max(inner, config.experts.per_token * config.experts.size)
+            results = 4 * config.experts.per_token * config.hidden_size
+        per_token = (2 * config.hidden_size + max(attention, inner)) * DTYPE_BYTES[dtype] + results
         pieces = config.num_attention_heads * ATTENTION_PIECES * (config.head_dim + 2) * 4
         return num_tokens * per_token + num_logits * (
             2 * config.vocab_size * 4 + SAMPLING_ROW_BYTES + pieces
@@ -144,9 +146,13 @@ def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
         config.num_attention_heads * config.head_dim,
     )
     qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
-    return [
-        (qkv_rows, hidden),
-        (hidden, q_rows),
-        (2 * inner, hidden),
-        (hidden, inner),
-    ] * config.num_hidden_layers
+    attention = [(qkv_rows, hidden), (hidden, q_rows)]
+    mlp, num_layers = [(2 * inner, hidden), (hidden, inner)], config.num_hidden_layers
+    if config.experts is None:
+        return (attention + mlp) * num_layers
+    size, shared = config.experts.size, config.experts.shared_size
+    experts = [(2 * size, hidden), (hidden, size)] * config.experts.count
+    if shared:
+        experts += [(2 * shared, hidden), (hidden, shared)]
+    dense = len(config.experts.dense_layers)
+    return attention * num_layers + mlp * dense + experts * (num_layers - dense)

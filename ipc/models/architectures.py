@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .decoder_config import DecoderConfig, parse_decoder_config
+from .experts_config import ExpertsFormat
 
 TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
@@ -52,6 +53,7 @@ class Architecture:
     constants: dict[str, Any] = field(default_factory=dict)
     scaled_embedding: bool = False  # by the root of hidden_size
     prefix: str = ""  # of all names of tensors
+    experts: ExpertsFormat | None = None
 
     def parse(self, hf_config: dict[str, Any]) -> DecoderConfig:
         missing = {key: self.defaults[key] for key in self.defaults if hf_config.get(key) is None}
@@ -63,6 +65,8 @@ class Architecture:
         )
         scale = config.hidden_size**0.5 if self.scaled_embedding else config.embedding_scale
         constants = {"embedding_scale": scale, "name_prefix": self.prefix, **self.constants}
+        if self.experts is not None:
+            constants["experts"] = self.experts.parse(hf_config | missing)
         return replace(config, **constants)
 
     def weight_shapes(self, config: DecoderConfig) -> dict[str, list[int]]:
@@ -72,7 +76,7 @@ class Architecture:
         hidden, embedding = config.hidden_size, [config.vocab_size, config.hidden_size]
         shapes = {"model.embed_tokens.weight": embedding}
         for layer in range(config.num_hidden_layers):
-            for name, shape in self._layer(config):
+            for name, shape in self._layer(config, layer):
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes["model.norm.weight"] = [hidden]
         if not config.tie_word_embeddings:
@@ -84,7 +88,7 @@ class Architecture:
         head, table = f"{self.prefix}lm_head.weight", f"{self.prefix}model.embed_tokens.weight"
         return {head: table} if config.tie_word_embeddings else {}
 
-    def _layer(self, config: DecoderConfig) -> Iterator[tuple[str, list[int]]]:
+    def _layer(self, config: DecoderConfig, layer: int) -> Iterator[tuple[str, list[int]]]:
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_rows = config.num_attention_heads * head_dim
         kv_rows = config.num_key_value_heads * head_dim
@@ -99,11 +103,17 @@ class Architecture:
                 (("qkv_proj", q_rows + 2 * kv_rows),),
                 (("gate_up_proj", 2 * inner),),
             )
+        mlp = [
+            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        ]
+        if self.experts and config.experts and layer not in config.experts.dense_layers:
+            yield from self.experts.weight_shapes(config.experts, hidden)
+            mlp = []
         for name, rows, columns, bias in (
             *((f"self_attn.{name}", rows, hidden, qkv_bias) for name, rows in qkv),
             ("self_attn.o_proj", hidden, q_rows, o_bias),
-            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up),
-            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+            *mlp,
         ):
             yield f"{name}.weight", [rows, columns]
             if bias:
@@ -114,6 +124,7 @@ class Architecture:
         yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
 
 
+_EXPERTS = ("num_experts", "num_local_experts")
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias")),
     "MistralForCausalLM": Architecture("mistral", honours=("sliding_window",)),
@@ -207,6 +218,51 @@ ARCHITECTURES = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
+    ),
+    "MixtralForCausalLM": Architecture(
+        "mixtral",
+        honours=("sliding_window", *_EXPERTS),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts_per_tok": 2,
+        },
+        experts=ExpertsFormat(
+            renormalizes=True, block="block_sparse_moe", gate="w1", up="w3", down="w2"
+        ),
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        "qwen2_moe",
+        honours=_EXPERTS,
+        qkv_bias=True,
+        o_bias=False,
+        defaults={
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+        },
+        experts=ExpertsFormat("moe_intermediate_size", has_shared=True, has_dense_layers=True),
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        "qwen3_moe",
+        honours=("attention_bias", *_EXPERTS),
+        qk_norm=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+        },
+        experts=ExpertsFormat("moe_intermediate_size", has_dense_layers=True),
+    ),
+    "OlmoeForCausalLM": Architecture(
+        "olmoe",
+        honours=("attention_bias", *_EXPERTS),
+        qk_norm=True,
+        qk_norm_whole=True,
+        defaults={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8},
+        experts=ExpertsFormat(),
     ),
 }
 

@@ -21,6 +21,7 @@ from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
 from .quantization_config import CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of
+from .stacked_experts import stacked_pieces
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -97,7 +98,7 @@ def check_checkpoint(
     quantization: CheckpointQuantization | None = None,
 ) -> dict[str, Path]:
     """Tensor -> the file that holds it, file by file and sorted by name, once the headers of all
-    files agree with the model.
+    files agree with the model. A weight may also lie in a tensor of several (stacked_experts.py).
 
     shapes: every tensor that must be there. tied: tensors that may be there besides, and the one
     that each is a copy of. quantization: of the weights that are stored as several tensors.
@@ -120,6 +121,13 @@ def check_checkpoint(
         name: StoredPart(name, tuple(FLOAT_BYTES), (shapes[original],), is_required=False)
         for name, original in tied.items()
     }
+    stacks: dict[str, list[str]] = {}
+    for weight, piece in stacked_pieces(shapes).items():
+        if weight not in quantized:
+            stacks.setdefault(piece.stored, []).append(weight)
+            allowed[piece.stored] = StoredPart(
+                piece.stored, tuple(FLOAT_BYTES), (piece.shape,), is_required=False
+            )
     files = find_weight_files(directory)
     origin: dict[str, Path] = {}
     for path in files:
@@ -130,10 +138,11 @@ def check_checkpoint(
                 continue  # a buffer that old checkpoints saved; it follows from the config
             if quantization is not None and name.endswith(UNUSED) and name not in allowed:
                 continue
-            if name in origin:
-                raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name].name}")
             _check_tensor(path, name, tensor, allowed)
-            origin[name] = path
+            for weight in stacks.get(name, [name]):
+                if weight in origin:
+                    raise ModelLoadError(f"{path}: tensor {name} is also in {origin[weight].name}")
+                origin[weight] = path
     if missing := [name for name in required if name not in origin]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         read = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")

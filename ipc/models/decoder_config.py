@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ModelLoadError
+from .experts_config import ExpertsConfig
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, parse_ropes
 
@@ -48,6 +49,8 @@ _HARMLESS = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
         "output_scores",
         "pretraining_tp",
         "pruned_heads",
@@ -87,8 +90,14 @@ _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", 
 # Keys that are read, in addition to those of DecoderConfig.
 _READ = frozenset(
     {
+        "decoder_sparse_step",
         "layer_types",
         "max_window_layers",
+        "mlp_only_layers",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "shared_expert_intermediate_size",
         "no_rope_layer_interval",
         "sliding_window_pattern",
         "original_max_position_embeddings",
@@ -126,6 +135,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "qkv_bias": (True,),
+    "clip_qkv": (),
 }
 FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 # Keys that name the activation of the MLP; a model has one activation, under these names.
@@ -187,6 +198,7 @@ class DecoderConfig:
     name_prefix: str = ""  # of all names of tensors
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
+    experts: ExpertsConfig | None = None  # of a mixture of experts
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """The rope parameters of a layer; None: it does not rotate."""

@@ -9,6 +9,7 @@ from . import (
     gguf_linear,
     grammar,
     linear,
+    moe,
     norm,
     quantized,
     rotary,

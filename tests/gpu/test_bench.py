@@ -52,6 +52,10 @@ NOT_TIMED = {
     "pack_quantized_linear",
     "pack_gguf_linear",
     "random_gumbel",  # within sample_tokens
+    # no kernels for GPUs yet
+    "route_experts",
+    "fused_moe",
+    "add_gated",
     "write_runs",
     "gather_sampling_parameters",  # when requests enter
 }

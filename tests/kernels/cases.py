@@ -13,6 +13,7 @@ from quire.kernels.reference import gguf_linear, quantized
 from quire.kernels.reference.gguf_blocks import block_type, dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand
+from quire.tests.kernels.moe_cases import add_gated, fused_moe
 from torch import Tensor
 
 
@@ -478,6 +479,8 @@ MODEL_OPS = {
         gelu_tanh_and_mul,
         scale,
         add,
+        add_gated,
+        fused_moe,
         rotary_embedding,
         reshape_and_cache,
         fused_qk_rope_reshape_and_cache,
@@ -493,3 +496,4 @@ SAMPLING_OPS = (
     "random_gumbel",
     "gather_logprobs",
 )
+ROUTING_OPS = ("route_experts",)  # tests/kernels/test_moe.py

@@ -101,8 +101,8 @@ def test_only_unread_keys_that_could_change_results_are_logged():
         "top_k": 50,
     }
     assert unread_keys({**MINIMAL, **harmless}) == []
-    assert unread_keys({**MINIMAL, **harmless, "wobble": 3, "clip_qkv": 8}) == [
-        "clip_qkv",
+    assert unread_keys({**MINIMAL, **harmless, "wobble": 3, "attention_clip": 8}) == [
+        "attention_clip",
         "wobble",
     ]
 

@@ -61,7 +61,7 @@ def test_refused_by_name_with_the_reason(model_type: str) -> None:
     ids=str,
 )
 def test_unknown_ones_are_refused_with_a_list(config: dict) -> None:
-    with pytest.raises(ModelLoadError, match=r"^[^\n]{,400}docs/models.md lists"):
+    with pytest.raises(ModelLoadError, match=r"^[^\n]{,600}docs/models.md lists"):
         choose_implementation(config, "auto")
 
 

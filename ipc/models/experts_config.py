@@ -1,0 +1,105 @@
+"""What config.json says about a mixture of experts, and the names of its tensors.
+
+Must not know: tensors' values, layers, how any of it is computed, which architectures there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelLoadError
+
+MOST_EXPERTS = 65_536
+# Keys that give the number of experts; a model has one of them.
+_COUNT_KEYS = ("num_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes are counts of experts or features."""
+
+    count: int
+    per_token: int
+    size: int  # inner size of an expert
+    renormalizes: bool  # the weights of a token's experts add up to 1
+    shared_size: int = 0  # inner size of the expert that all tokens share; 0: there is none
+    dense_layers: tuple[int, ...] = ()  # that have a gated MLP instead
+
+
+@dataclass(frozen=True)
+class ExpertsFormat:
+    """How an architecture writes its experts: keys of config.json, names of tensors.
+
+    `size`: the key of an expert's inner size. `renormalizes`: None follows norm_topk_prob.
+    `block`: the prefix of the layer's tensors; `gate`, `up` and `down`: names within an expert.
+    """
+
+    size: str = "intermediate_size"
+    renormalizes: bool | None = None
+    has_shared: bool = False
+    has_dense_layers: bool = False
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def parse(self, hf_config: dict[str, Any]) -> ExpertsConfig:
+        """Raises ModelLoadError, naming the key, for one that is missing or out of range."""
+        count_key = next((k for k in _COUNT_KEYS if hf_config.get(k) is not None), _COUNT_KEYS[0])
+        count = _count(hf_config, count_key, MOST_EXPERTS)
+        normalizes = hf_config.get("norm_topk_prob", False)
+        if normalizes not in (False, True):
+            raise ModelLoadError(
+                f"config.json: norm_topk_prob must be true or false, got {normalizes!r:.100}"
+            )
+        return ExpertsConfig(
+            count,
+            _count(hf_config, "num_experts_per_tok", count),
+            _count(hf_config, self.size),
+            bool(normalizes) if self.renormalizes is None else self.renormalizes,
+            _count(hf_config, "shared_expert_intermediate_size") if self.has_shared else 0,
+            _dense_layers(hf_config) if self.has_dense_layers else (),
+        )
+
+    def weight_shapes(
+        self, config: ExpertsConfig, hidden_size: int
+    ) -> Iterator[tuple[str, list[int]]]:
+        """Name and shape of every tensor of a layer's experts."""
+        yield f"{self.block}.gate.weight", [config.count, hidden_size]
+        for expert in range(config.count):
+            for name in (self.gate, self.up):
+                yield f"{self.block}.experts.{expert}.{name}.weight", [config.size, hidden_size]
+            yield f"{self.block}.experts.{expert}.{self.down}.weight", [hidden_size, config.size]
+        if self.has_shared:
+            shared = f"{self.block}.shared_expert"
+            for name in ("gate_proj", "up_proj"):
+                yield f"{shared}.{name}.weight", [config.shared_size, hidden_size]
+            yield f"{shared}.down_proj.weight", [hidden_size, config.shared_size]
+            yield f"{shared}_gate.weight", [1, hidden_size]
+
+
+def _dense_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
+    """The layers of mlp_only_layers, and all but every decoder_sparse_step-th."""
+    num_layers, listed = hf_config["num_hidden_layers"], hf_config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(i, int) for i in listed):
+        raise ModelLoadError(
+            f"config.json: mlp_only_layers must be a list of layers, got {listed!r:.100}"
+        )
+    every = _count(
+        hf_config | {"decoder_sparse_step": hf_config.get("decoder_sparse_step", 1)},
+        "decoder_sparse_step",
+    )
+    return tuple(i for i in range(num_layers) if i in listed or (i + 1) % every)
+
+
+def _count(hf_config: dict[str, Any], key: str, most: int = 2**31 - 1) -> int:
+    value = hf_config.get(key)
+    if value is None:
+        raise ModelLoadError(f"config.json lacks {key}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelLoadError(
+            f"config.json: {key} must be an integer from 1 to {most:,}, got {value!r:.100}"
+        )
+    return value

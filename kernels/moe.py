@@ -1,0 +1,79 @@
+"""The operations of mixtures of experts and their contracts; a part of ops.py.
+
+Must not know: how an operation is implemented, models, requests.
+
+T, H, "dtype": as in ops.py. E is the number of a layer's experts, K how many a token has, I their
+inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .registry import operation
+
+Multiply = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The packed weights of a layer's experts: what pack_linear, pack_quantized_linear or
+    pack_gguf_linear return, for each expert.
+    """
+
+    gate_up: list[Multiply]  # [n, H] -> [n, 2 * I]
+    down: list[Multiply]  # [n, I] -> [n, H]
+    activation: str  # "silu" or "gelu_tanh": of ops.silu_and_mul or ops.gelu_tanh_and_mul
+    # values that an implementation derives once for later steps
+    scratch: dict[Any, Any] = field(default_factory=dict)
+
+
+@operation
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Chooses the experts of each token: logits [T, E] fp32 -> ids [T, K] i32, all different, and
+    weights [T, K] fp32; K = top_k.
+
+    A token's scores are softmax(logits) or sigmoid(logits), as `scoring` says. Its experts are
+    those with the largest score + bias, in descending order, the lowest id first among equals; bias
+    [E] fp32 counts for the choice alone (Wang et al. 2024). With num_groups > 1 the experts form
+    groups of E / num_groups >= 2 neighbours, and only the top_groups groups take part whose two
+    largest score + bias have the largest sum (DeepSeek-V3). The weights are the chosen scores,
+    divided by their sum plus 1e-20 if `renormalize`, times `scale`.
+
+    Softmax with `renormalize` is also the softmax of the K largest logits (gpt-oss). A row with NaN
+    gives arbitrary ids, all different, in [0, E); other rows are not affected.
+    """
+
+
+@operation
+def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """x [T, H], expert_ids [T, K] i32, weights [T, K] fp32 -> [T, H]: the weighted sum of what a
+    token's experts return.
+
+    An expert returns down(activation(gate_up(x))) (Shazeer et al. 2017, with gated activations).
+    The activation's result is rounded to dtype; down's is not. A token's sum is in fp32, in the
+    order of its ids, with one fused multiply-add each, and is rounded once. So it does not depend
+    on the other tokens, as far as the packed layers do not.
+    """
+
+
+@operation
+def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    """In place, x and out [T, H], gate [T, 1] fp32: out += sigmoid(gate) * x in fp32, rounded to
+    dtype.
+
+    For an expert that all tokens share (Qwen2-MoE).
+    """

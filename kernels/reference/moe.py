@@ -1,0 +1,62 @@
+"""Specification of mixtures of experts.
+
+Must not know: speed.
+"""
+
+import torch
+from torch import Tensor
+
+from ..moe import Experts
+from ..registry import register
+from .activation import gelu_tanh_and_mul, silu_and_mul
+from .quantized import fused
+
+ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+LEAST_SUM = 1e-20  # added to the sum of scores
+
+
+@register("route_experts", name="reference", priority=0)
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    scores = {"softmax": lambda: logits.softmax(-1), "sigmoid": logits.sigmoid}[scoring]()
+    # the order of logits is that of scores, but has no ties by rounding
+    choice = scores + bias if bias is not None else logits if num_groups == 1 else scores
+    if num_groups > 1:
+        groups = choice.unflatten(-1, (num_groups, -1))
+        of_groups = groups.topk(2).values.sum(-1)
+        last = of_groups.sort(descending=True, stable=True).indices[:, top_groups:]
+        excluded = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, last, True)
+        choice = groups.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(1)
+    ids = choice.sort(descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
+    return ids.int(), weights * scale
+
+
+@register("fused_moe", name="reference", priority=0)
+def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    activate = ACTIVATIONS[experts.activation]
+    returned = torch.zeros(*expert_ids.shape, x.shape[1], device=x.device)  # of each slot
+    for expert in expert_ids.unique().tolist():
+        tokens, slots = (expert_ids == expert).nonzero(as_tuple=True)
+        inner = activate(experts.gate_up[expert](x[tokens]))
+        down = experts.down[expert]
+        returned[tokens, slots] = getattr(down, "logits", down)(inner).float()
+    total = torch.zeros(x.shape, device=x.device)
+    for slot in range(expert_ids.shape[1]):
+        total = fused(returned[:, slot], weights[:, slot, None], total)
+    return total.to(x.dtype)
+
+
+@register("add_gated", name="reference", priority=0)
+def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    out.copy_(out.float() + gate.sigmoid() * x.float())

@@ -1,0 +1,62 @@
+"""What config.json says about experts; mistakes are named."""
+
+from __future__ import annotations
+
+import pytest
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.architectures import ARCHITECTURES
+from quire.ipc.models.experts_config import ExpertsConfig
+from quire.tests.tiny_models import make_tiny_config
+
+
+def parse(kind: str, **change: object) -> ExpertsConfig | None:
+    hf_config = {**make_tiny_config(kind).to_dict(), **change}
+    name = next(n for n, known in ARCHITECTURES.items() if known.model_type == kind)
+    return ARCHITECTURES[name].parse(hf_config).experts
+
+
+def test_each_familys_experts() -> None:
+    assert parse("mixtral") == ExpertsConfig(4, 2, 96, True)
+    assert parse("qwen2_moe") == ExpertsConfig(6, 3, 32, False, shared_size=80)
+    assert parse("qwen3_moe") == ExpertsConfig(8, 3, 48, True, dense_layers=(0, 2))
+    assert parse("olmoe", norm_topk_prob=True) == ExpertsConfig(5, 2, 96, True)
+    assert parse("llama") is None
+
+
+def test_dense_layers_are_listed_or_between_every_nth() -> None:
+    dense = parse("qwen2_moe", mlp_only_layers=[1], decoder_sparse_step=1)
+    assert dense is not None and dense.dense_layers == (1,)
+    dense = parse("qwen2_moe", mlp_only_layers=[2], decoder_sparse_step=3)
+    assert dense is not None and dense.dense_layers == (0, 1, 2)
+
+
+def test_the_number_of_experts_has_two_names() -> None:
+    experts = parse("qwen3_moe", num_experts=None, num_local_experts=6)
+    assert experts is not None and experts.count == 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("mixtral", {"num_local_experts": None, "num_experts": None}, "lacks num_experts"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok must be an integer from 1 to 4",
+        ),
+        ("olmoe", {"num_experts": 0}, "num_experts must be an integer from 1 to 65,536, got 0"),
+        ("olmoe", {"norm_topk_prob": "yes"}, "norm_topk_prob must be true or false"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias=False is not supported"),
+        ("qwen2_moe", {"mlp_only_layers": "0"}, "mlp_only_layers must be a list"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step must be an integer from 1"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "moe_intermediate_size must be an integer"),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ("llama", {"num_experts": 8}, "num_experts=8 is not supported"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(kind: str, change: dict[str, object], words: str) -> None:
+    with pytest.raises(ModelLoadError, match=words):
+        parse(kind, **change)

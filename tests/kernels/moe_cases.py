@@ -1,0 +1,92 @@
+"""Inputs for the operations of mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from quire.kernels import registry
+from quire.kernels.moe import Experts
+from quire.tests.kernels.case import Case, rand
+from torch import Tensor
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def experts_of(gate_up: Tensor, down: Tensor, activation: str, bits: int | None = None) -> Experts:
+    """gate_up [E, 2 I, H], down [E, H, I], packed by the default kernels."""
+    ops = registry.select("cpu", gate_up.dtype)
+
+    def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        if bits is None:
+            return ops.pack_linear(weight, None)
+        return ops.pack_quantized_linear(weight, None, bits)
+
+    return Experts([pack(w) for w in gate_up], [pack(w) for w in down], activation)
+
+
+def random_ids(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
+    """[T, K] i32, different in each row"""
+    order = torch.rand(num_tokens, num_experts).argsort(-1)
+    return order[:, :top_k].int()
+
+
+def fused_moe(dtype: torch.dtype) -> list[Case]:
+    class Packed(Case):
+        """Packs the weights, then runs the experts."""
+
+        def call(self, function: Callable, args: list[Any]) -> Tensor:
+            x, ids, weights, gate_up, down, activation = args
+            with torch.inference_mode():
+                return function(x, ids, weights.float(), experts_of(gate_up, down, activation))
+
+    def own(
+        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+    ) -> tuple[Tensor, ...]:
+        total = torch.zeros_like(x)
+        for token, row in enumerate(x):
+            for weight, expert in zip(weights[token], ids[token].tolist()):
+                gate, up = (gate_up[expert] @ row).chunk(2)
+                total[token] += weight * (down[expert] @ (ACTIVATIONS[activation](gate) * up))
+        return (total,)
+
+    def case(
+        name: str, ids: Tensor, num_experts: int, hidden: int, inner: int, activation: str = "silu"
+    ) -> Case:
+        gate_up, down = (
+            (torch.randn(num_experts, n, k) / k**0.5).to(dtype)
+            for n, k in ((2 * inner, hidden), (hidden, inner))
+        )
+        x, weights = rand(len(ids), hidden, dtype=dtype), torch.rand(ids.shape) + 0.1
+        return Packed(name, (x, ids, weights, gate_up, down, activation), own)
+
+    one = torch.full((70, 1), 2, dtype=torch.int32)
+    return [
+        case("one token", random_ids(1, 8, 3), 8, 64, 48),
+        case("experts without rows", random_ids(5, 16, 2), 16, 96, 32, "gelu_tanh"),
+        case("all tokens on one expert", one, 4, 64, 32),
+        case("every expert", random_ids(9, 4, 4), 4, 100, 64),
+        case("many rows", random_ids(150, 6, 2), 6, 64, 80),
+        case("no token", random_ids(0, 4, 2), 4, 64, 32),
+    ]
+
+
+def add_gated(dtype: torch.dtype) -> list[Case]:
+    def own(x: Tensor, gate: Tensor, out: Tensor) -> tuple[Tensor, ...]:
+        return (out + gate.sigmoid() * x,)
+
+    class Gated(Case):
+        def call(self, function: Callable, args: list[Any]) -> None:
+            function(args[0], args[1].float(), args[2])
+
+    def case(name: str, x: Tensor, out: Tensor) -> Case:
+        return Gated(name, (x, 3 * torch.randn(len(x), 1), out), own, in_place=(2,))
+
+    wide = rand(5, 80, dtype=dtype)[:, 3:70]
+    shapes = [(1, 2), (33, 100), (4, 2048)]
+    return [
+        *(case(f"{s}", rand(*s, dtype=dtype), rand(*s, dtype=dtype)) for s in shapes),
+        case("strided", rand(5, 67, dtype=dtype), wide),
+    ]

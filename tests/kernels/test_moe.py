@@ -1,0 +1,116 @@
+"""Routing against plain formulas, and experts that no token, every token or all tokens choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.kernels import ops, registry
+from quire.tests.kernels.implementations import each
+from quire.tests.kernels.moe_cases import experts_of, random_ids
+from torch import Tensor
+
+PLAIN = {"bias": None, "scale": 1.0, "num_groups": 1, "top_groups": 1}
+
+
+def sorted_by_id(ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    order = ids.argsort(-1)
+    return ids.gather(1, order), weights.gather(1, order)
+
+
+def check(result: tuple[Tensor, Tensor], ids: Tensor, weights: Tensor) -> None:
+    """Compares with ids and weights of the formula, in descending order of the choice."""
+    assert result[0].dtype == torch.int32 and result[1].dtype == torch.float32
+    assert torch.equal(result[0], ids.int())
+    torch.testing.assert_close(result[1], weights, rtol=1e-6, atol=1e-7)
+
+
+@each("route_experts")
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"), [(1, 8, 2), (70, 128, 8), (9, 60, 4), (5, 3, 3), (0, 4, 1)]
+)
+def test_softmax_with_and_without_renormalising(route_experts, tokens, experts, top_k):
+    """As Qwen3-MoE and OLMoE do; and the softmax of the chosen logits, as gpt-oss does."""
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(tokens, experts)
+    values, ids = logits.softmax(-1).topk(top_k)
+    plain = route_experts(logits, top_k=top_k, scoring="softmax", renormalize=False, **PLAIN)
+    check(plain, ids, values)
+    normal = route_experts(logits, top_k=top_k, scoring="softmax", renormalize=True, **PLAIN)
+    check(normal, ids, values / values.sum(-1, keepdim=True))
+    check(normal, ids, logits.topk(top_k).values.softmax(-1))
+    scaled = route_experts(
+        logits, top_k=top_k, scoring="softmax", renormalize=True, **{**PLAIN, "scale": 2.5}
+    )
+    check(scaled, ids, 2.5 * values / values.sum(-1, keepdim=True))
+
+
+@each("route_experts")
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (8, 3), (8, 8), (2, 1)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_sigmoid_with_bias_and_groups(route_experts, num_groups, top_groups, renormalize):
+    """As DeepSeek-V3 routes, written with a loop."""
+    torch.manual_seed(1)
+    logits, bias = torch.randn(30, 32), 0.3 * torch.randn(32)
+    ids, weights = route_experts(
+        logits, bias, 4, "sigmoid", renormalize, 1.7, num_groups, top_groups
+    )
+    size = 32 // num_groups
+    for token in range(30):
+        scores = logits[token].sigmoid()
+        choice = (scores + bias).tolist()
+        groups = [sorted(choice[g * size : (g + 1) * size])[-2:] for g in range(num_groups)]
+        kept = sorted(range(num_groups), key=lambda g: -sum(groups[g]))[:top_groups]
+        expected = sorted((e for e in range(32) if e // size in kept), key=lambda e: -choice[e])[:4]
+        assert ids[token].tolist() == expected
+        chosen = scores[expected]
+        total = chosen.sum() if renormalize else 1.0
+        torch.testing.assert_close(weights[token], 1.7 * chosen / total, rtol=1e-6, atol=1e-7)
+
+
+@each("route_experts")
+def test_ties_take_the_lowest_id_and_nan_stays_in_its_row(route_experts):
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0], [torch.nan] * 4, [0.0, torch.nan, 1.0, 5.0]])
+    for scoring in ("softmax", "sigmoid"):
+        ids, weights = route_experts(logits, top_k=3, scoring=scoring, renormalize=True, **PLAIN)
+        assert ids[0].tolist() == [1, 2, 0]
+        for row in ids.tolist():
+            assert len({*row}) == 3 and all(0 <= expert < 4 for expert in row)
+        assert weights[0].isfinite().all() and weights[1].isnan().all()
+
+
+@each("route_experts")
+def test_a_token_is_routed_alike_in_every_batch(route_experts):
+    torch.manual_seed(2)
+    logits = torch.randn(40, 128)
+    options = {"top_k": 8, "scoring": "softmax", "renormalize": True, **PLAIN}
+    ids, weights = route_experts(logits, **options)
+    for start, end in ((0, 1), (7, 8), (3, 29)):
+        some_ids, some_weights = route_experts(logits[start:end].clone(), **options)
+        assert torch.equal(some_ids, ids[start:end])
+        assert torch.equal(some_weights, weights[start:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_native_experts_give_the_references_bits_of_the_same_packed_layers(dtype, bits):
+    """The reference calls each packed layer with the rows of its expert."""
+    ops_of = registry.select("cpu", dtype)
+    if ops_of.chosen["pack_linear"] != "native":
+        pytest.skip("the native library is not built")
+    torch.manual_seed(3)
+    gate_up, down = torch.randn(6, 96, 128).to(dtype) / 11, torch.randn(6, 128, 48).to(dtype) / 7
+    experts = experts_of(gate_up, down, "silu", bits)
+    reference = next(i for i in registry.implementations("fused_moe") if i.name == "reference")
+    for tokens, top_k in ((1, 3), (2, 6), (50, 2), (300, 4)):
+        x, ids = torch.randn(tokens, 128).to(dtype), random_ids(tokens, 6, top_k)
+        weights = torch.rand(ids.shape)
+        expected = reference.function(x, ids, weights, experts)
+        assert torch.equal(ops_of.fused_moe(x, ids, weights, experts), expected)
+        alone = ops_of.fused_moe(x[:1], ids[:1], weights[:1], experts)
+        assert torch.equal(alone, expected[:1])
+
+
+def test_add_gated_rounds_once():
+    x, out = torch.full((1, 4), 3.0), torch.full((1, 4), 1.0)
+    ops.add_gated(x.bfloat16(), torch.tensor([[0.0]]), mine := out.bfloat16())
+    assert mine.tolist() == [[2.5] * 4]

@@ -33,6 +33,7 @@ PLAIN = dict(
     num_scheduler_steps=1,
 )
 GGUF_MODEL = "the bundled model as a GGUF file"  # in settings: written when it is needed
+GGUF_FILE = "bundled-Q4_0.gguf"
 # One request of the longest kind fits; shorter ones preempt each other.
 FEW_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 1
 PAUSE_AT_STEP = 6
@@ -80,15 +81,15 @@ def settings_of(*features: Feature) -> dict[str, Any]:
     for feature in features:
         settings |= feature.settings
     if settings.get("model") == GGUF_MODEL:
-        settings["model"] = str(Path(_gguf_folder().name) / "bundled-Q4_0.gguf")
+        settings["model"] = str(Path(gguf_folder().name) / GGUF_FILE)
     return settings
 
 
 @cache
-def _gguf_folder() -> tempfile.TemporaryDirectory[str]:
+def gguf_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with GGUF_FILE, the bundled model in blocks, for all tests of a process."""
     folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name) / "bundled-Q4_0.gguf"
-    write_gguf(path, find_model_directory("bundled"), "Q4_0")
+    write_gguf(Path(folder.name) / GGUF_FILE, find_model_directory("bundled"), "Q4_0")
     return folder
 
 

@@ -13,6 +13,7 @@ import pytest
 from quire import LLM, LLMEngine, RequestOutput, SamplingParams
 from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import closing, make_engine
+from quire.tests.feature_run import GGUF_FILE, GGUF_MODEL, gguf_folder
 from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
 
 pytestmark = pytest.mark.skipif(
@@ -169,11 +170,18 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
 
 @pytest.mark.parametrize(
     "small",
-    [{"quantization": "int8"}, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}],
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"model": GGUF_MODEL},
+    ],
     ids=str,
 )
 def test_quantized_weights_and_caches(small):
-    few = make_jobs(14, seed=12)
+    if small.get("model") == GGUF_MODEL:
+        small = {"model": f"{gguf_folder().name}/{GGUF_FILE}"}
+    few = [replace(job, arrives_at_step=job.arrives_at_step // 8) for job in make_jobs(14, seed=12)]
     with closing(
         make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)
     ) as engine:
@@ -189,6 +197,7 @@ def test_quantized_weights_and_caches(small):
         )
     ) as engine:
         assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)
+        assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
 
 
 # ------------------------------------------------------------ windows that return blocks

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from quire import LLM, EngineArgs, ModelLoadError, SamplingParams
 from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.params import StructuredOutputsParams
+from quire.tests.frontend.cli.command import QUIRE, Terminal, run
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.test_same_answers import wait_for
 from quire.tests.gguf_checkpoints import write_gguf
@@ -156,32 +158,69 @@ def test_sleep_and_other_weights(file: Path, tmp_path: Path) -> None:
         assert answers(llm) == expected
 
 
-def test_daemon_server_and_commands(file: Path, tmp_path: Path) -> None:
-    """One daemon with the file; a program, a server and a command attach to it."""
-    socket = tmp_path / "engine.sock"
-    question = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
-    command = [sys.executable, "-m", "quire"]
+@pytest.fixture(scope="module")
+def address(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A daemon with the file, which the next tests attach to."""
+    socket = tmp_path_factory.mktemp("daemon") / "engine.sock"
+    words = [*QUIRE, "engine", str(file), "--listen", f"ipc://{socket}"]
     settings = ["--dtype", "float32", "--max-model-len", "256"]
-    with LLM(str(file), **SETTINGS) as llm:
-        expected = answers(llm)[-1]
-        assert llm.tokenizer is not None
-        text = llm.tokenizer.decode(expected, skip_special_tokens=True)
-    listen = ["engine", str(file), "--listen", f"ipc://{socket}", *settings]
-    with subprocess.Popen([*command, *listen], stderr=subprocess.DEVNULL) as daemon:
+    with subprocess.Popen([*words, *settings], stderr=subprocess.DEVNULL) as daemon:
         try:
             wait_for(socket, daemon)
-            attached = ["--engine", f"ipc://{socket}"]
-            with LLM(str(file), engine=f"ipc://{socket}") as llm:
-                assert answers(llm)[-1] == expected
-            with running_server(str(file), *attached) as client:
-                answer = client.post("/v1/chat/completions", json=question).json()
-                assert answer["choices"][0]["message"]["content"] == text
-                assert client.get("/").status_code == 200  # the page
-            words = ["generate", "--model", str(file), "--max-tokens", "8", *attached, "Once"]
-            done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
-            assert done.returncode == 0 and done.stdout.strip(), done.stderr
+            yield f"ipc://{socket}"
         finally:
             daemon.terminate()
+
+
+@pytest.fixture(scope="module")
+def greedy_text(file: Path, address: str) -> str:
+    """The greedy answer to MESSAGES, the same from the daemon and from an engine in a program."""
+    with LLM(str(file), **SETTINGS) as llm, LLM(str(file), engine=address) as attached:
+        expected = answers(llm)
+        assert answers(attached) == expected
+        assert llm.tokenizer is not None
+        return llm.tokenizer.decode(expected[-1], skip_special_tokens=True)
+
+
+def test_a_server_with_the_files_own_template(file: Path, address: str, greedy_text: str) -> None:
+    """Plain, structured, and as a call in the format that is found in the template."""
+    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}
+    with running_server(str(file), "--engine", address) as client:
+
+        def message(**fields: Any) -> dict[str, Any]:
+            answer = client.post("/v1/chat/completions", json=body | fields)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]["message"]
+
+        assert message()["content"] == greedy_text
+        schema = {"type": "object", "properties": {"day": {"enum": [7, 8]}}, "required": ["day"]}
+        as_json = {"type": "json_schema", "json_schema": {"name": "day", "schema": schema}}
+        structured = message(response_format=as_json, max_tokens=100)["content"]
+        jsonschema.validate(json.loads(structured), schema)
+        tool = {"type": "function", "function": {"name": "set_day", "parameters": schema}}
+        calls = message(tools=[tool], tool_choice="required", max_tokens=100)["tool_calls"]
+        assert calls
+        for call in calls:
+            assert call["function"]["name"] == "set_day"
+            jsonschema.validate(json.loads(call["function"]["arguments"]), schema)
+        assert client.get("/").status_code == 200  # the page
+        assert client.get("/api/tags").json()["models"][0]["details"]["format"] == "gguf"
+
+
+def test_commands(file: Path, address: str, greedy_text: str, tmp_path: Path) -> None:
+    words = ["--max-tokens", "24", "--temperature", "0", "--engine", address]
+    done = run("generate", "--model", str(file), *words, "Once")
+    assert done.returncode == 0 and done.stdout.strip(), done.stderr
+    terminal = Terminal(
+        "chat", "--model", str(file), *words, XDG_STATE_HOME=str(tmp_path), TERM="xterm"
+    )
+    terminal.wait_for("> ")
+    terminal.type(f"{MESSAGES[0]['content']}\r")
+    terminal.wait_for("story.")  # the question, as it is typed
+    terminal.wait_for(greedy_text.splitlines()[0][:60])
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.exit_code() == 0
 
 
 def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:

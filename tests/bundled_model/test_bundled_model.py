@@ -190,6 +190,16 @@ def test_chat_template_writes_tools_as_the_generator_does(tokenizer):
         )
 
 
+def test_chat_template_takes_schemas_without_a_type(tokenizer):
+    schema = {"properties": {"day": {"enum": [7, 8]}, "any": True, "either": {"anyOf": [{}]}}}
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "When?"}],
+        tools=[{"type": "function", "function": {"name": "set_day", "parameters": schema}}],
+        tokenize=False,
+    )
+    assert '{"day": "string", "any": "string", "either": "string"}' in rendered
+
+
 def test_tool_documents_tokenize_as_one_text(tokenizer):
     for seed in range(200):
         parts = [text for text, _ in tool_data.tool_document(Random(seed), 0)]

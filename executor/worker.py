@@ -47,6 +47,7 @@ from .sampling.grammar import Grammars
 from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages
 from .weights.early_memory import take as take_early_memory
+from .weights.gguf import tensors_of_file
 from .weights.loader import fill_with_random_weights, load_weights
 from .weights.packed_cache import PackedCache
 
@@ -117,7 +118,10 @@ class Worker:
         self._model_class = find_model_class(model_config.hf_config, model_config.model_impl)
         shape = self._model_class.parse_config(model_config.hf_config)
         is_fallback = getattr(self._model_class, "IS_FALLBACK", False)
-        if not is_fallback and (unread := unread_keys(model_config.hf_config)):
+        unread = unread_keys(model_config.hf_config)
+        if is_fallback:  # transformers reads all keys but those that only a GGUF file has
+            unread = [key for key in unread if "." in key]
+        if unread:
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
         sizes = {
             "head_dim": shape.head_dim,
@@ -162,7 +166,7 @@ class Worker:
         # pages are allocated when they are filled, not yet
         num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
         if directory is not None and is_gguf(directory) and make.multiplies_blocks:
-            shapes = {name: list(tensor.shape) for name, tensor in model.weights()}
+            shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
             tensors = check_gguf_tensors(read_gguf(directory), shapes)
             num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
             kind = "blocks of the file"

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
-from quire.ipc.models import gguf_config
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED
+from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- {}: tests/model_table.py -->", "<!-- end -->"
@@ -20,23 +20,27 @@ QUANTIZED = "AWQ, GPTQ, AutoRound, compressed-tensors, FP8"
 
 
 def supported() -> Iterator[str]:
-    gguf: dict[str, list[str]] = {}
-    for name, (architecture, _) in gguf_config.ARCHITECTURES.items():
-        gguf.setdefault(architecture, []).append(f"`{name}`")
+    gguf = {
+        known.architecture: f"GGUF (`{name}`)"
+        for name, known in [*GGUF_ARCHITECTURES.items(), *VARIANTS.items()]
+    }
     yield "| architecture | model_type | code | formats | compared with |"
     yield "|---|---|---|---|---|"
     for architecture, known in ARCHITECTURES.items():
-        formats = ["safetensors", QUANTIZED]
-        if architecture in gguf:
-            formats.append(f"GGUF ({', '.join(gguf[architecture])})")
+        formats = [
+            "safetensors",
+            QUANTIZED,
+            *([gguf[architecture]] if architecture in gguf else []),
+        ]
         yield (
             f"| `{architecture}` | `{known.model_type}` | Quire | {'; '.join(formats)} | "
             f"transformers, `tests/executor/test_models.py` |"
         )
     for model_type, fallback in FALLBACKS.items():
-        if fallback.architecture not in ARCHITECTURES:
+        if (architecture := fallback.architecture) not in ARCHITECTURES:
+            formats = ["safetensors", *([gguf[architecture]] if architecture in gguf else [])]
             yield (
-                f"| `{fallback.architecture}` | `{model_type}` | transformers | safetensors | "
+                f"| `{architecture}` | `{model_type}` | transformers | {'; '.join(formats)} | "
                 f"transformers, `pytest -m all_models` |"
             )
 

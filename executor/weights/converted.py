@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import FLOAT_BYTES, find_weight_files, read_header
-from ...ipc.models.gguf_weights import is_gguf
 
 Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
@@ -27,8 +26,6 @@ def load_converted_weights(model: Any, directory: Path, report: Report, fill: Fi
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, and for a wrong shape or type.
     """
-    if is_gguf(directory):
-        raise ModelLoadError(f"{directory}: transformers' models are read from safetensors only")
     missing, tied = dict(model.weights()), model.tied_weights()
     origin: dict[str, Path] = {}
     for path in find_weight_files(directory):

@@ -16,7 +16,12 @@ import torch
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.gguf import GGUFTensor, read_gguf
-from ...ipc.models.gguf_weights import check_gguf_tensors, is_permuted, read_rope_factors
+from ...ipc.models.gguf_weights import (
+    architecture_of,
+    check_gguf_tensors,
+    is_permuted,
+    read_rope_factors,
+)
 from ..device import release_mapped
 from .load_times import LoadTimes
 from .packed_rows import PackedRows
@@ -37,7 +42,8 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     model and one tensor.
     """
     file = read_gguf(path)
-    missing = dict(model.weights())
+    missing = tensors_of_file(model)
+    norm_offset = architecture_of(file).norm_offset
     origin = check_gguf_tensors(
         file, {name: list(tensor.shape) for name, tensor in missing.items()}
     )
@@ -48,7 +54,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
             else f"{path}: it has no rope_freqs.weight, which the configuration names"
         )
     num_elements = {name: tensor.numel() for name, tensor in missing.items()}
-    kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) == 2)
+    kinds = Counter(origin[name].type for name in origin if len(origin[name].shape) > 1)
     logger.info(
         "%s: matrices in %s",
         path.name,
@@ -65,8 +71,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
             target = missing.pop(name)
-            is_matrix = target.dim() == 2
-            fill(target, packed if is_matrix else _vector(packed, name, model.config.norm_offset))
+            fill(target, packed if target.dim() > 1 else _vector(packed, name, norm_offset))
         del target
         # of all tensors so far: a layer's blocks are read when the last of them is there
         if times.num_bytes - released >= _RELEASED_AT_ONCE:
@@ -76,8 +81,24 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
         report("load weights", num_loaded / num_expected)
 
 
+def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors to fill under the names and in the shapes of a GGUF file: stacked experts have
+    gate and up apart, [experts, rows, columns] each.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in model.weights():
+        if name.endswith(".experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            tensors[f"{name.removesuffix('gate_up_proj')}gate_proj.weight"] = gate
+            tensors[f"{name.removesuffix('gate_up_proj')}up_proj.weight"] = up
+        else:
+            is_expert = name.endswith(".experts.down_proj")
+            tensors[f"{name}.weight" if is_expert else name] = tensor
+    return tensors
+
+
 def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:
-    """A norm's weight or a bias. The conversion to GGUF adds norm_offset to norms' weights."""
+    """A norm's weight or a bias. norm_offset: what the conversion to GGUF adds to the former."""
     values = packed.dequantized(torch.float32).flatten()
     if norm_offset and name.endswith("norm.weight"):
         return values.double() - norm_offset
@@ -103,7 +124,7 @@ def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:
 
 
 def _rows(mapped: mmap.mmap, tensor: GGUFTensor) -> torch.Tensor:
-    """[rows, bytes] uint8: of a vector, the bytes of one element each"""
+    """[rows, bytes] uint8: of a vector, the bytes of one element each; of experts, of one each"""
     return _bytes(mapped, tensor.num_bytes, tensor.offset).view(tensor.shape[0], -1)
 
 

@@ -51,13 +51,13 @@ def load_weights(
     All headers are checked before the first tensor is read. Raises what check_checkpoint does, and
     ModelLoadError for a file that cannot be read.
     """
-    if hasattr(model, "plan_conversions"):
-        load_converted_weights(model, directory, report, fill)
-        return
     times = LoadTimes()
     if is_gguf(directory):
         load_gguf_weights(model, directory, report, fill, times)
         times.log()
+        return
+    if hasattr(model, "plan_conversions"):
+        load_converted_weights(model, directory, report, fill)
         return
     missing = dict(model.weights())
     tied = model.tied_weights()

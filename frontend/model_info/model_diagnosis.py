@@ -129,17 +129,17 @@ def check_weights(
             fix,
         )
     try:
-        if isinstance(sizes, StoredSizes):  # the headers are read; transformers knows the names
+        if isinstance(sizes, StoredSizes) and not is_gguf(directory):
+            # the headers are read; transformers knows the names
             num_bytes = sum(path.stat().st_size for path in find_weight_files(directory))
             detail = f"{len(sizes.shapes)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
             return passed("weights", detail)
-        table = ARCHITECTURES[sizes.architecture]
-        origin = check_checkpoint(
-            directory,
-            table.weight_shapes(sizes.config),
-            table.tied_weights(sizes.config),
-            quantization,
-        )
+        if isinstance(sizes, StoredSizes):
+            shapes, tied = dict(sizes.shapes), {}
+        else:
+            table = ARCHITECTURES[sizes.architecture]
+            shapes, tied = table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
+        origin = check_checkpoint(directory, shapes, tied, quantization)
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))

@@ -23,7 +23,8 @@ from ...ipc.models.fallback_architectures import (
     choose_implementation,
     parse_fallback_config,
 )
-from ...ipc.models.gguf_weights import DTYPE_BYTES
+from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf_weights import DTYPE_BYTES, is_gguf, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
@@ -120,11 +121,7 @@ def measure_model(
     """
     implementation, name = choose_implementation(hf_config, model_impl)
     if implementation == TRANSFORMERS:
-        shapes = {
-            tensor: header.shape
-            for path in find_weight_files(Path(directory))
-            for tensor, header in read_header(path).items()
-        }
+        shapes = _stored_shapes(Path(directory))
         config = parse_fallback_config(hf_config)
         architecture = FALLBACKS[name].architecture
         num_parameters = sum(map(prod, shapes.values()))
@@ -134,6 +131,17 @@ def measure_model(
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
     num_fp32 = sum(map(prod, norms)) if config.fp32_norms else 0
     return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
+
+
+def _stored_shapes(path: Path) -> dict[str, list[int]]:
+    """Shapes of the tensors of a directory or a GGUF file; of the latter by the model's names."""
+    if is_gguf(path):
+        return {name: list(found.shape) for name, found in tensors_by_name(read_gguf(path)).items()}
+    return {
+        name: header.shape
+        for file in find_weight_files(path)
+        for name, header in read_header(file).items()
+    }
 
 
 def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:

@@ -248,10 +248,13 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
         (model_config.dtype, model_config.quantization) != ("bfloat16", None)
         or (device.device, device.cpu_isa != "none") != ("cpu", True)
         or device.kernels.get("pack_gguf_linear") == "reference"
-        or isinstance(sizes, StoredSizes)  # models in transformers' code have neither
     ):
         return None
-    shapes = ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)
+    shapes = (
+        dict(sizes.shapes)
+        if isinstance(sizes, StoredSizes)
+        else ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)
+    )
     if is_gguf(path := Path(model_config.model)):
         tensors = check_gguf_tensors(read_gguf(path), shapes)
         return weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)

@@ -190,7 +190,7 @@ def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:
         tie_word_embeddings=False,
         attention_bias=False,
         mlp_bias=False,
-        rope={},
+        rope=dict(hf_config.get("rope_scaling") or {}),
         sliding_windows=(0,) * num_layers,
         hf_config=hf_config,
     )

@@ -5,29 +5,25 @@ Must not know: weights, torch, tokens' texts beyond the names of those that end 
 
 from __future__ import annotations
 
+from math import nextafter
 from struct import pack, unpack
 from typing import Any
 
 from ..errors import ModelLoadError
+from .architectures import ARCHITECTURES
 from .gguf import GGUFFile
-from .gguf_weights import LONG_ROPE_FACTORS, read_rope_factors
+from .gguf_architectures import OLMO3, VARIANT_KEYS, VARIANTS, GGUFArchitecture
+from .gguf_weights import (
+    ARCHITECTURE_KEY,
+    LONG_ROPE_FACTORS,
+    architecture_of,
+    read_rope_factors,
+)
+from .rope_config import DEFAULT_THETA
 
-ARCHITECTURE_KEY = "general.architecture"
-# general.architecture -> (architectures, model_type). llama.cpp writes Mistral as llama; without a
-# sliding window they are the same.
-ARCHITECTURES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
-    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
-    "phi3": ("Phi3ForCausalLM", "phi3"),
-    "smollm3": ("SmolLM3ForCausalLM", "smollm3"),
-    "olmo2": ("Olmo2ForCausalLM", "olmo2"),  # OLMo 3 too, which has windows
-    "granite": ("GraniteForCausalLM", "granite"),
-}
-_OLMO3 = ("Olmo3ForCausalLM", "olmo3")
 _GEMMA3_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
-_GEMMA3_27B_LAYERS = 62  # its attention is scaled by other than the size of a head
+# Number of layers of the models whose attention is scaled by other than the size of a head.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 # Key without the architecture's name -> key of config.json.
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -40,13 +36,8 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
-    "expert_count": "num_local_experts",
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
-    "logit_scale": "logits_scaling",
-    "residual_scale": "residual_multiplier",
-    "embedding_scale": "embedding_multiplier",
-    "attention.scale": "attention_multiplier",
 }
 _LISTED = ("num_key_value_heads", "num_attention_heads", "intermediate_size")  # may be per layer
 _READ = (
@@ -55,8 +46,10 @@ _READ = (
     "rope.freq_base_swa",
     "rope.dimension_count",
     "attention.value_length",
-    "expert_used_count",
+    "expert_feed_forward_length",  # of tensors' shapes
+    "expert_shared_feed_forward_length",
 )
+_ZERO_IS_NONE = ("attention.sliding_window", "expert_count", "expert_used_count")
 _ORIGINAL = "original_max_position_embeddings"
 # rope.scaling.* -> key of rope_scaling
 _SCALING_KEYS = {
@@ -93,22 +86,26 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     cannot be expressed.
     """
     path, metadata, tensors = file.paths[0], file.metadata, file.tensors
-    architecture = metadata.get(ARCHITECTURE_KEY)
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{path}: {ARCHITECTURE_KEY} {architecture!r:.100} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    known, architecture = architecture_of(file), metadata[ARCHITECTURE_KEY]
     own = {
         key.removeprefix(f"{architecture}."): _decimal(metadata[key])
         for key in metadata
         if key.startswith(f"{architecture}.")
     }
-    name, model_type = ARCHITECTURES[architecture]
-    config: dict[str, Any] = {"architectures": [name], "model_type": model_type}
+    if any(own.get(key) for key in VARIANT_KEYS.get(architecture, ())):
+        known = VARIANTS[architecture]
+    config: dict[str, Any] = {
+        "architectures": [known.architecture],
+        "model_type": known.model_type,
+        "hidden_act": "silu",
+        **known.constants,
+    }
+    keys = {**_KEYS, **known.keys}
     for key, value in own.items():
-        if key in _KEYS:
-            config[_KEYS[key]] = value
+        if key in _ZERO_IS_NONE and not value:
+            continue
+        if key in keys:
+            config[keys[key]] = value
         elif key not in _READ and not key.startswith("rope.scal"):
             config[f"{architecture}.{key}"] = value
     for key in _LISTED:
@@ -119,13 +116,13 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     embedding = tensors.get("token_embd.weight")
     if embedding is not None:  # its rows count: vocab_size may leave out padding
         config["vocab_size"] = embedding.shape[0]
+    for key, name in known.sizes.items():
+        if (tensor := tensors.get(f"blk.0.{name}")) is not None:
+            config[key] = tensor.shape[-2]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config["hidden_act"] = "silu"
-    if architecture in ("llama", "smollm3", "granite"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
-        config["mlp_bias"] = "blk.0.ffn_up.bias" in tensors
-    _check_heads(path, own, config)
-    _add_of_architecture(architecture, own, config)
+    config |= {key: f"blk.0.{name}" in tensors for key, name in known.presence.items()}
+    _check_heads(path, known, own, config)
+    _add_of_architecture(architecture, known, own, config)
     if (scaling := _rope_scaling(file, own)) is not None:
         config["rope_scaling"] = scaling
         if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
@@ -157,44 +154,61 @@ def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
     return config
 
 
-def _add_of_architecture(architecture: str, own: dict[str, Any], config: dict[str, Any]) -> None:
+def _add_of_architecture(
+    name: str, known: GGUFArchitecture, own: dict[str, Any], config: dict[str, Any]
+) -> None:
     """What llama.cpp knows of an architecture without a key for it, and windows by layer."""
-    if not config.get("sliding_window"):  # Phi-4 has 0
-        config.pop("sliding_window", None)
-    if architecture == "gemma3":
-        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
-        config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
+    num_layers = config.get("num_hidden_layers")
+    if name in _LAYERS_OF_27B:
         scaled_by = config.get("head_dim")
-        if config.get("num_hidden_layers") == _GEMMA3_27B_LAYERS:
+        if num_layers == _LAYERS_OF_27B[name]:
             scaled_by = config["hidden_size"] // config["num_attention_heads"]
         config["query_pre_attn_scalar"] = scaled_by
-    elif architecture == "olmo2" and "sliding_window" in config:
-        name, config["model_type"] = _OLMO3
-        config["architectures"] = [name]
+    if name == "gemma3":
+        config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
+        config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)
+    elif known is OLMO3:
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", config.get("rope_theta"))
+    config.setdefault("rope_theta", DEFAULT_THETA)  # llama.cpp's, whatever the model's
+    if known.architecture not in ARCHITECTURES:
+        config["pad_token_id"] = None  # transformers' may be out of the vocabulary
+    kinds = ("full_attention", "sliding_attention")
     pattern = own.get("attention.sliding_window_pattern")
+    if name == "exaone4" and config["sliding_window"] is None and isinstance(num_layers, int):
+        pattern = [False] * num_layers
     if isinstance(pattern, list):
-        kinds = ("full_attention", "sliding_attention")
         config["layer_types"] = [kinds[bool(has_window)] for has_window in pattern]
     elif pattern is not None:
         config["sliding_window_pattern"] = pattern
 
 
-def _check_heads(path: Any, own: dict[str, Any], config: dict[str, Any]) -> None:
-    """Values have as many features as keys, and all of a head's features rotate, or the model is
-    refused.
+def _check_heads(
+    path: Any, known: GGUFArchitecture, own: dict[str, Any], config: dict[str, Any]
+) -> None:
+    """Values have as many features as keys, and all of a head's features rotate where the model
+    can rotate no part of them, or the model is refused.
     """
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     if "head_dim" not in config:
         if not (isinstance(hidden, int) and isinstance(heads, int) and heads > 0):
-            return  # parse_decoder_config names what is wrong
+            return  # the parser of the configuration names what is wrong
         config["head_dim"] = hidden // heads
     head_dim = config["head_dim"]
     if own.get("attention.value_length", head_dim) != head_dim:
         raise ModelLoadError(f"{path}: attention.value_length differs from the keys' {head_dim}")
     rotated = own.get("rope.dimension_count", head_dim)
-    if rotated != head_dim and isinstance(rotated, int) and isinstance(head_dim, int) and head_dim:
-        config["partial_rotary_factor"] = rotated / head_dim
+    if rotated == head_dim or not (isinstance(rotated, int) and isinstance(head_dim, int)):
+        return
+    if known.architecture not in ARCHITECTURES and "partial_rotary_factor" not in known.constants:
+        raise ModelLoadError(
+            f"{path}: rope.dimension_count must be the size of a head, {head_dim}, for "
+            f"{known.architecture}, got {rotated}"
+        )
+    part = rotated / max(head_dim, 1)
+    # head_dim times the quotient may be less than `rotated`
+    config["partial_rotary_factor"] = (
+        part if int(part * head_dim) == rotated else nextafter(part, 1)
+    )
 
 
 def _rope_scaling(file: GGUFFile, own: dict[str, Any]) -> dict[str, Any] | None:

@@ -13,11 +13,16 @@ from pathlib import Path
 
 from ..errors import ModelLoadError
 from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
+from .gguf_architectures import (
+    GGUF_ARCHITECTURES,
+    REFUSED_ARCHITECTURES,
+    GGUFArchitecture,
+)
+from .stacked_experts import stacked_pieces
 
-# general.architecture. "llama" stands for Mistral too.
-ARCHITECTURES = (*("llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3", "olmo2", "granite"),)
-# Rows of these are interleaved by the conversion to GGUF: see executor/weights/gguf.py.
-PERMUTED = dict.fromkeys(("llama", "smollm3", "granite"), ("self_attn.q_proj", "self_attn.k_proj"))
+ARCHITECTURE_KEY = "general.architecture"
+_ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
+
 # The types that kernels/reference/gguf_blocks.py dequantizes.
 READABLE_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
@@ -39,7 +44,7 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
 }
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # weights that are one layer, whose blocks are kept if all of them can be
-_MERGED = re.compile(r"\b(?:[qkv]|gate|up)_proj\.weight$")
+_MERGED = re.compile(r"\b(?:(?:[qkv]|gate|up)_proj|w[13])\.weight$")
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
     "rope_factors_long.weight": "long_factor",
@@ -47,54 +52,9 @@ LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
 }
 MAX_ROPE_FACTORS = 65_536
 
-_WHOLE_MODEL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_SANDWICH = {  # norms after the blocks as well
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_PRE_NORMS = ("attn_norm", "ffn_norm")
-_LAYER_OF = {
-    "gemma3": _LAYER | _SANDWICH,
-    "olmo2": {name: part for name, part in (_LAYER | _SANDWICH).items() if name not in _PRE_NORMS},
-    "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
-}
-
 
 def is_gguf(path: Path) -> bool:
     return path.suffix == ".gguf"
-
-
-def model_name(name: str, architecture: str = ARCHITECTURES[0]) -> str | None:
-    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown name"""
-    stem, _, kind = name.rpartition(".")
-    if kind not in ("weight", "bias"):
-        return None
-    if stem in _WHOLE_MODEL:
-        return f"{_WHOLE_MODEL[stem]}.{kind}"
-    parts = _LAYER_OF.get(architecture, _LAYER)
-    block, _, rest = stem.partition(".")
-    layer, _, part = rest.partition(".")
-    if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer or part not in parts:
-        return None
-    return f"model.layers.{layer}.{parts[part]}.{kind}"
 
 
 def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:
@@ -106,38 +66,99 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
     Raises ModelLoadError, naming file and tensor, for an architecture whose names are unknown, a
     tensor that is missing or unexpected, a wrong shape, and a type that cannot be read.
     """
-    architecture = file.metadata.get("general.architecture")
-    path = file.paths[0]
-    if architecture not in ARCHITECTURES:
-        raise ModelLoadError(
-            f"{path}: architecture {architecture!r:.50} is not supported in GGUF files; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+    architecture, path = architecture_of(file), file.paths[0]
+    experts = _stacked_experts(shapes)
     found: dict[str, GGUFTensor] = {}
     for tensor in sorted(file.tensors.values(), key=lambda t: (t.path, t.offset)):
         if tensor.name == ROPE_FACTORS or tensor.name in LONG_ROPE_FACTORS:
             continue  # part of the configuration: read_rope_factors
-        name = model_name(tensor.name, architecture)
-        if name is None or name not in shapes:
+        name = architecture.model_name(tensor.name)
+        names = [] if name is None else experts.get(name, [name])
+        if name is not None and name not in shapes and ".qkv_proj." in name:
+            names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
+        if not names or not all(one in shapes for one in names):
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"
             )
-        if list(tensor.shape) != shapes[name]:
-            raise ModelLoadError(
-                f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
-                f"model needs {shapes[name]}"
-            )
-        types = READABLE_TYPES if len(tensor.shape) > 1 else VECTOR_TYPES
-        if tensor.type not in types:
-            raise ModelLoadError(
-                f"{tensor.path}: tensor {tensor.name} is of type {tensor.type:.20}; supported: "
-                f"{', '.join(types)}"
-            )
-        found[name] = tensor
+        for one, part in zip(names, _parts(tensor, [shapes[one] for one in names]), strict=True):
+            _check_tensor(part, one, shapes)
+            found[one] = part
     if missing := [name for name in shapes if name not in found]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{path}: there is no tensor for {missing[0]}{more}")
     return found
+
+
+def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
+    """Name of a projection of all experts -> the model's names of the experts', in order; also
+    other names that differ in models with a tensor per expert.
+    """
+    experts: dict[str, list[str]] = {}
+    for weight, piece in stacked_pieces(shapes).items():
+        stored = piece.stored
+        if piece.expert is not None:
+            stored = stored.replace("gate_up_proj", "up_proj" if piece.begin else "gate_proj")
+            stored += ".weight"
+        experts.setdefault(stored, []).append(weight)
+    return experts
+
+
+def _parts(tensor: GGUFTensor, shapes: list[list[int]]) -> list[GGUFTensor]:
+    """The tensor, or what it consists of: weights of these shapes, one behind the other."""
+    if len(shapes) == 1:
+        # a matrix of one row is stored as a vector
+        is_row = shapes[0] == [1, *tensor.shape]
+        return [tensor._replace(shape=(1, *tensor.shape)) if is_row else tensor]
+    is_stack = len(tensor.shape) > len(shapes[0])
+    rows = [1 if is_stack else shape[0] for shape in shapes]
+    if sum(rows) != tensor.shape[0]:
+        raise ModelLoadError(
+            f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
+            f"model needs {sum(rows)} {'experts' if is_stack else 'rows'}"
+        )
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    return [
+        tensor._replace(
+            shape=tensor.shape[1:] if is_stack else (count, *tensor.shape[1:]),
+            offset=tensor.offset + sum(rows[:i]) * row_bytes,
+            num_bytes=count * row_bytes,
+        )
+        for i, count in enumerate(rows)
+    ]
+
+
+def _check_tensor(tensor: GGUFTensor, name: str, shapes: Mapping[str, list[int]]) -> None:
+    if list(tensor.shape) != shapes[name]:
+        raise ModelLoadError(
+            f"{tensor.path}: tensor {tensor.name} has shape {list(tensor.shape)!s:.100}, the "
+            f"model needs {shapes[name]}"
+        )
+    types = READABLE_TYPES if len(tensor.shape) > 1 else VECTOR_TYPES
+    if tensor.type not in types:
+        raise ModelLoadError(
+            f"{tensor.path}: tensor {tensor.name} is of type {tensor.type:.20}; supported: "
+            f"{', '.join(types)}"
+        )
+
+
+def architecture_of(file: GGUFFile) -> GGUFArchitecture:
+    """Raises ModelLoadError, naming the file, for one that is not supported."""
+    name = file.metadata.get(ARCHITECTURE_KEY)
+    if isinstance(name, str) and name in GGUF_ARCHITECTURES:
+        return GGUF_ARCHITECTURES[name]
+    problem = f"{file.paths[0]}: {ARCHITECTURE_KEY} {name!r:.100} is not supported"
+    if isinstance(name, str) and name in REFUSED_ARCHITECTURES:
+        raise ModelLoadError(f"{problem}: {REFUSED_ARCHITECTURES[name]}")
+    raise ModelLoadError(f"{problem}; supported: {', '.join(GGUF_ARCHITECTURES)}")
+
+
+def tensors_by_name(file: GGUFFile) -> dict[str, GGUFTensor]:
+    """The tensors of a file by the names of a model in transformers' code, which alone knows
+    whether they are those that it needs.
+    """
+    architecture = architecture_of(file)
+    named = {architecture.model_name(name): tensor for name, tensor in file.tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
 
 
 def bytes_in_memory(tensor: GGUFTensor, dtype: str, keeps_blocks: bool) -> int:
@@ -175,10 +196,7 @@ def _are_kept(tensors: Iterable[GGUFTensor]) -> bool:
 
 def is_permuted(file: GGUFFile, name: str) -> bool:
     """Whether the rows of the model's tensor `name` are interleaved in the file."""
-    permuted = PERMUTED.get(file.metadata["general.architecture"], ())
-    return name.endswith(
-        tuple(f"{part}.{kind}" for part in permuted for kind in ("weight", "bias"))
-    )
+    return architecture_of(file).is_permuted and name.rpartition(".")[0].endswith(_ROTATED)
 
 
 def read_rope_factors(file: GGUFFile, name: str = ROPE_FACTORS) -> list[float] | None:

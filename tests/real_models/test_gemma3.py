@@ -17,8 +17,8 @@ from quire import LLM, SamplingParams
 from quire.executor.single_process import SingleProcessExecutor
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.ipc.models.gguf import read_gguf
+from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES
 from quire.ipc.models.gguf_config import gguf_config
-from quire.ipc.models.gguf_weights import model_name
 from quire.tests.executor.driver import generate, make_config
 from quire.tests.real_models.fetch import fetch
 from quire.tests.real_models.test_smollm2 import NUM_TOKENS, PROMPTS
@@ -53,7 +53,7 @@ def oracle(path):
     model = Gemma3ForCausalLM._from_config(config, dtype=torch.float32).eval()
     parameters = dict(model.named_parameters())
     for stored in gguf.GGUFReader(path).tensors:
-        name = model_name(stored.name, "gemma3")
+        name = GGUF_ARCHITECTURES["gemma3"].model_name(stored.name)
         values = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
         parameters.pop(name).data.copy_(values - 1 if "norm" in name else values)
     assert not parameters

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, initialization
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
@@ -192,6 +193,17 @@ def check_rope(hf_config: Any, max_model_len: int) -> None:
                 f"must be at most {length}, the original length of longrope, for a model that runs "
                 f"in transformers' code, got {max_model_len}",
             )
+
+
+def _divided_frequencies(config: Any, device: Any = None, **_: Any) -> tuple[torch.Tensor, float]:
+    """The frequencies of rope_type "factors", which only GGUF files have: each has a divisor."""
+    rope = config.rope_parameters
+    factors = torch.tensor(rope["factors"], device=device)
+    exponents = torch.arange(0, len(factors), device=device) / len(factors)
+    return 1.0 / (rope["rope_theta"] ** exponents) / factors, 1.0
+
+
+ROPE_INIT_FUNCTIONS["factors"] = _divided_frequencies
 
 
 def _transposed(convert: Any) -> Any:

@@ -78,10 +78,3 @@ def test_what_does_not_fit_is_named(change, words, tmp_path):
     save_file(values, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=words):
         load(tmp_path, Model())
-
-
-def test_a_gguf_file_is_refused(tmp_path):
-    path = tmp_path / "model.gguf"
-    path.write_bytes(b"GGUF")
-    with pytest.raises(ModelLoadError, match="safetensors only"):
-        load(path, Model())

@@ -203,7 +203,7 @@ def put(name: str, array: torch.Tensor, kind=F32):
         (put("rope_freqs.weight", torch.ones(2, 4)), r"rope_freqs\.weight must be a vector of F32"),
         (
             lambda tensors: tensors.update(architecture="mamba"),
-            r"architecture 'mamba' is not supported in GGUF files; supported: llama, qwen2, "
+            r"architecture 'mamba' is not supported; supported: llama, qwen2, "
             r"qwen3, gemma3",
         ),
     ],

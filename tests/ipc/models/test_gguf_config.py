@@ -68,7 +68,7 @@ def test_a_llama_has_the_config_json_it_came_from(tmp_path: Path) -> None:
         ({"llama.attention.key_length": 32, "llama.rope.dimension_count": 32}, {"head_dim": 32}),
         ({"llama.rope.dimension_count": 8}, {"partial_rotary_factor": 0.5}),
         ({"llama.attention.head_count_kv": [2, 2]}, {"num_key_value_heads": 2}),
-        ({"llama.expert_count": 8}, {"num_local_experts": 8}),
+        ({"llama.expert_count": 0, "llama.expert_used_count": 0}, {}),
         ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 2.0}, {}),
         (
             {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.5},

@@ -1,0 +1,231 @@
+"""What general.architecture of a GGUF file stands for: the model type, the names of its tensors and
+of its metadata, and what the conversion to GGUF does to weights.
+
+Must not know: files, tensors' values, torch. tests/executor/models/fallback/test_gguf.py compares
+the names with those of the gguf package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Parts of tensors' names: a file's -> those of most models. A name is blk.LAYER.PART.weight in a
+# file and model.layers.LAYER.PART.weight in a model.
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_POST_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
+_FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
+
+_BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
+_EXPERT_SIZE = {"moe_intermediate_size": "ffn_gate_exps.weight"}
+_EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+
+
+@dataclass(frozen=True)
+class GGUFArchitecture:
+    """names: where they differ from most models' (None: there is no such tensor). keys: of the
+    metadata, without the architecture's name -> key of config.json. constants: of config.json,
+    known without a key; the file's keys take precedence. presence: key of config.json -> the
+    tensor of the first layer that makes it true. sizes: key of config.json -> the tensor of the
+    first layer that has as many rows for each expert.
+
+    is_permuted: the conversion interleaves the rows of q and k (executor/weights/gguf.py).
+    norm_offset: what it adds to the weights of norms.
+    """
+
+    architecture: str
+    model_type: str
+    names: Mapping[str, str | None] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    presence: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+
+    def model_name(self, name: str) -> str | None:
+        """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown
+        name.
+        """
+        stem, _, kind = name.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return None
+        if stem in _WHOLE_MODEL:
+            return f"{self.names.get(stem, _WHOLE_MODEL[stem])}.{kind}"
+        block, _, rest = stem.partition(".")
+        layer, _, part = rest.partition(".")
+        if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer:
+            return None
+        found = self.names.get(part, _LAYER.get(part))
+        return None if found is None else f"model.layers.{layer}.{found}.{kind}"
+
+
+# "llama" stands for Mistral too, which is the same without a sliding window.
+GGUF_ARCHITECTURES = {
+    "llama": GGUFArchitecture("LlamaForCausalLM", "llama", presence=_BIASES, is_permuted=True),
+    "qwen2": GGUFArchitecture("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": GGUFArchitecture("Qwen3ForCausalLM", "qwen3"),
+    "gemma3": GGUFArchitecture("Gemma3ForCausalLM", "gemma3_text", _SANDWICH, norm_offset=1.0),
+    "phi3": GGUFArchitecture("Phi3ForCausalLM", "phi3", _FUSED_UP),
+    "smollm3": GGUFArchitecture(
+        "SmolLM3ForCausalLM", "smollm3", presence=_BIASES, is_permuted=True
+    ),
+    "olmo2": GGUFArchitecture("Olmo2ForCausalLM", "olmo2", _WITHOUT_PRE_NORMS),
+    "granite": GGUFArchitecture(
+        "GraniteForCausalLM",
+        "granite",
+        keys={
+            "logit_scale": "logits_scaling",
+            "residual_scale": "residual_multiplier",
+            "embedding_scale": "embedding_multiplier",
+            "attention.scale": "attention_multiplier",
+        },
+        presence=_BIASES,
+        is_permuted=True,
+    ),
+    "qwen2moe": GGUFArchitecture(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        keys=_EXPERTS,
+        constants={"norm_topk_prob": False},
+        sizes=_EXPERT_SIZE | {"shared_expert_intermediate_size": "ffn_gate_shexp.weight"},
+    ),
+    "qwen3moe": GGUFArchitecture(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        keys=_EXPERTS,
+        constants={"norm_topk_prob": True},
+        presence=_BIASES,
+        sizes=_EXPERT_SIZE,
+    ),
+    "olmoe": GGUFArchitecture(
+        "OlmoeForCausalLM",
+        "olmoe",
+        keys=_EXPERTS,
+        constants={"norm_topk_prob": False},
+        presence=_BIASES,
+    ),
+    # the following run in transformers' code
+    "gemma": GGUFArchitecture(
+        "GemmaForCausalLM",
+        "gemma",
+        constants={"hidden_act": "gelu_pytorch_tanh"},
+        norm_offset=1.0,
+    ),
+    "gemma2": GGUFArchitecture(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        _SANDWICH,
+        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        norm_offset=1.0,
+    ),
+    "starcoder2": GGUFArchitecture(
+        "Starcoder2ForCausalLM",
+        "starcoder2",
+        {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        keys={"attention.layer_norm_epsilon": "norm_epsilon"},
+        constants={"hidden_act": "gelu_pytorch_tanh"},
+        presence={"use_bias": "attn_q.bias"},
+    ),
+    "phi2": GGUFArchitecture(
+        "PhiForCausalLM",
+        "phi",
+        {
+            "output_norm": "model.final_layernorm",
+            "attn_output": "self_attn.dense",
+            "ffn_up": "mlp.fc1",
+            "ffn_down": "mlp.fc2",
+        },
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps"},
+        constants={"hidden_act": "gelu_new", "partial_rotary_factor": 1.0},
+    ),
+    "glm4": GGUFArchitecture(
+        "Glm4ForCausalLM",
+        "glm4",
+        _FUSED_UP
+        | {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        constants={"partial_rotary_factor": 1.0},
+        presence=_BIASES,
+    ),
+    "command-r": GGUFArchitecture(
+        "CohereForCausalLM",
+        "cohere",
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        presence=_BIASES | {"use_qk_norm": "attn_q_norm.weight"},
+    ),
+    "cohere2": GGUFArchitecture(
+        "Cohere2ForCausalLM",
+        "cohere2",
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
+        presence=_BIASES,
+    ),
+    "nemotron": GGUFArchitecture(
+        "NemotronForCausalLM",
+        "nemotron",
+        keys={"attention.layer_norm_epsilon": "norm_eps"},
+        constants={"hidden_act": "relu2", "partial_rotary_factor": 1.0},
+        presence=_BIASES,
+        norm_offset=1.0,
+    ),
+    "exaone4": GGUFArchitecture(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        _WITHOUT_PRE_NORMS,
+        constants={"sliding_window": None},
+    ),
+    "seed_oss": GGUFArchitecture(
+        "SeedOssForCausalLM",
+        "seed_oss",
+        {"post_attention_norm": "post_attention_layernorm"},
+        presence=_BIASES | {"attention_out_bias": "attn_output.bias"},
+    ),
+    "ernie4_5": GGUFArchitecture(
+        "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}
+    ),
+}
+# Models that llama.cpp writes under the name of another, from which their metadata sets them apart.
+OLMO3 = GGUFArchitecture("Olmo3ForCausalLM", "olmo3")  # olmo2 with windows
+MIXTRAL = GGUFArchitecture(  # llama with experts
+    "MixtralForCausalLM", "mixtral", keys=_EXPERTS | {"expert_count": "num_local_experts"}
+)
+VARIANTS = {"olmo2": OLMO3, "llama": MIXTRAL}
+VARIANT_KEYS = {"olmo2": ("attention.sliding_window",), "llama": ("expert_count",)}
+REFUSED_ARCHITECTURES = {
+    "stablelm": "transformers does not declare that other attention functions serve it",
+    "gpt-oss": "its attention has sinks, which the attention kernels do not have",
+}

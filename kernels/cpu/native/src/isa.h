@@ -10,7 +10,12 @@ using Kernel = void (*)(const Call&, const Step&, const Worker&);
 
 struct Isa {
     const char* name;
-    const Kernel* kernels;  // [NUM_OPS], by Op; null: not implemented
+    const Kernel* kernels;  // [NUM_OPS], by Op; null: as in `base`
+    const Isa* base;        // an instruction set that this one includes, or null
+
+    Kernel kernel(int32_t op) const {
+        return kernels[op] || !base ? kernels[op] : base->kernel(op);
+    }
 };
 
 extern const Isa isa_avx2, isa_avx512, isa_amx;

@@ -1,5 +1,5 @@
 // The kernels for AMX, whose tiles multiply matrices of bf16 and int8: Intel since Sapphire Rapids.
-// The rest is as in AVX-512.
+// The other kernels are those of AVX-512.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -38,5 +38,5 @@ namespace amx {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_amx = {"amx", amx::KERNELS};
+const Isa isa_amx = {"amx", amx::KERNELS.by_op, &isa_avx512};
 #endif

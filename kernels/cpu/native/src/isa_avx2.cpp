@@ -24,5 +24,5 @@ namespace avx2 {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_avx2 = {"avx2", avx2::KERNELS};
+const Isa isa_avx2 = {"avx2", avx2::KERNELS, nullptr};
 #endif

@@ -34,5 +34,5 @@ namespace avx512 {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_avx512 = {"avx512", avx512::KERNELS};
+const Isa isa_avx512 = {"avx512", avx512::KERNELS, nullptr};
 #endif

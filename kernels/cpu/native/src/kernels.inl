@@ -7,9 +7,23 @@
 #include "linear.inl"
 #include "quantized.inl"
 #include "kv_cache.inl"
-#include "rotary.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
+
+#ifdef QUIRE_AMX
+// Those that use tiles; the others are AVX-512's.
+struct Kernels {
+    Kernel by_op[NUM_OPS] = {};
+    constexpr Kernels() {
+        by_op[OP_LINEAR] = linear;
+        by_op[OP_LINEAR_INT8] = quantized::linear_int8;
+        by_op[OP_LINEAR_INT4] = quantized::linear_int4;
+        by_op[OP_ATTENTION] = attention;
+    }
+};
+constexpr Kernels KERNELS;
+#else
+#include "rotary.inl"
 #include "sampling.inl"
 
 // In the order of Op.
@@ -60,3 +74,4 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::gguf_embedding<quantized::INT4_32>,
     quantized::gguf_embedding<quantized::INT4_128>,
 };
+#endif

@@ -243,28 +243,60 @@ inline void ask_for_results(const QuantizedLinear& a, int64_t first, int64_t row
         __builtin_prefetch((char*)a.out + ((first + row) * a.out_row + panel * PANEL) * width, 1);
 }
 
+// Products of quantized rows and panels, whatever the types of both: one loop serves all.
+struct Products {
+    static constexpr int MOST_ROWS = 16;
+    const int max_rows;  // of one `multiply`
+    const int64_t row_bytes, panel_bytes;
+
+    Products(int max_rows, int64_t row_bytes, int64_t panel_bytes)
+        : max_rows(max_rows), row_bytes(row_bytes), panel_bytes(panel_bytes) {}
+    virtual int panels_at_once(int64_t rows) const = 0;
+    virtual bool one_stream(int64_t rows) const = 0;
+    // sums [rows] of rows `first` to `first + rows`
+    virtual void multiply(int64_t first, int64_t rows, const Panels& panels, const Next& next,
+                          int up, Sums* sums) = 0;
+};
+
+template <typename Form, typename Dot>
+struct ProductsOf final : Products {
+    static_assert(Form::MAX_ROWS <= MOST_ROWS);
+    Form& form;
+    const QuantizedRows<Dot> x;
+
+    ProductsOf(Form& form, const QuantizedRows<Dot>& x, int64_t panel_bytes)
+        : Products(Form::MAX_ROWS, x.groups * Dot::GROUP, panel_bytes), form(form), x(x) {}
+
+    int panels_at_once(int64_t rows) const override { return Form::panels_at_once(rows); }
+    bool one_stream(int64_t rows) const override { return Form::one_stream(rows); }
+    void multiply(int64_t first, int64_t rows, const Panels& panels, const Next& next, int up,
+                  Sums* sums) override {
+        form.multiply(rows, panels, next, up, x.from(first), sums);
+    }
+};
+
 // All panels for `rows` quantized rows, whose first result is out[first].
-template <typename T, typename Form, typename X>
-void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int64_t rows,
-                        const X& x, int64_t panel_bytes, const Worker& worker) {
+template <typename T>
+__attribute__((noinline)) void multiply_quantized(Products& products, const QuantizedLinear& a,
+                                                  int64_t first, int64_t rows,
+                                                  const Worker& worker) {
     const bool gated = a.epilogue != PLAIN;
     const int64_t all_columns = gated ? a.out_features / 2 : a.out_features,
-                  panels = (all_columns + PANEL - 1) / PANEL;
-    const int64_t chunk =
-        std::min(rows, std::max<int64_t>(1, CACHED_BYTES / (x.groups * X::GROUP) / Form::MAX_ROWS) *
-                           Form::MAX_ROWS);
-    const int64_t beside = std::max<int64_t>(
-        1, std::min<int64_t>(Form::panels_at_once(std::min<int64_t>(chunk, Form::MAX_ROWS)),
-                             panels / worker.count));
+                  panels = (all_columns + PANEL - 1) / PANEL, max_rows = products.max_rows;
+    const int64_t chunk = std::min(
+        rows, std::max<int64_t>(1, CACHED_BYTES / products.row_bytes / max_rows) * max_rows);
+    const int64_t beside =
+        std::max<int64_t>(1, std::min<int64_t>(products.panels_at_once(std::min(chunk, max_rows)),
+                                               panels / worker.count));
     const int64_t sets = (panels + beside - 1) / beside,
-                  worth = rows <= Form::MAX_ROWS ? STREAMS_BYTES : ITEM_BYTES;
+                  worth = rows <= max_rows ? STREAMS_BYTES : ITEM_BYTES;
     const int64_t items =
-        std::min(sets, std::max<int64_t>(8 * worker.count, panels * panel_bytes / worth));
-    Sums sums[Form::MAX_ROWS];
+        std::min(sets, std::max<int64_t>(8 * worker.count, panels * products.panel_bytes / worth));
+    Sums sums[Products::MOST_ROWS];
     const auto start_of = [=](int64_t item) {
         return std::min(item * sets / items * beside, panels);
     };
-    const bool one_stream = Form::one_stream(chunk);
+    const bool one_stream = products.one_stream(chunk);
     // the panels of an incomplete set come one by one
     const auto side_of = [=](int64_t item, int64_t set) {
         const int64_t start = start_of(item), end = start_of(item + 1),
@@ -278,7 +310,7 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
         const int64_t following = worker.following(i, items);
         for (int64_t begin = 0; begin < rows; begin += chunk) {
             const int64_t here = std::min(chunk, rows - begin),
-                          tiles = (here + Form::MAX_ROWS - 1) / Form::MAX_ROWS;
+                          tiles = (here + max_rows - 1) / max_rows;
             const int64_t size = start_of(i + 1) - start_of(i),
                           count_of_sets =
                               one_stream ? ceil_div(size, beside) : size / beside + size % beside;
@@ -292,10 +324,10 @@ void multiply_quantized(Form& form, const QuantizedLinear& a, int64_t first, int
                     for (int64_t p = 0; p < side.count; p++)
                         ask_for_results(a, first + row, count, side.first + p * side.apart);
                     for (int up = 0; up <= gated; up++)
-                        form.multiply(
-                            count, Panels{up * panels + side.first, side.count, side.apart},
+                        products.multiply(
+                            row, count, Panels{up * panels + side.first, side.count, side.apart},
                             Next{{up * panels + next.first, next.count, next.apart}, tile, tiles},
-                            up, x.from(row), sums);
+                            up, sums);
                     for (int64_t p = 0; p < side.count; p++)
                         finish_panel<T>(a, sums, p, first + row, count, side.first + p * side.apart,
                                         all_columns);
@@ -324,8 +356,9 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
                 x.quantize(row, from + row * a.x_row, a.in_features);
             worker.barrier();
         }
-        multiply_quantized<T>(form, a, first, count, x,
-                              round_up(a.in_features, Dot::DEPTH) * Dot::LINE_OF_K, worker);
+        ProductsOf<Form, Dot> products(form, x,
+                                       round_up(a.in_features, Dot::DEPTH) * Dot::LINE_OF_K);
+        multiply_quantized<T>(products, a, first, count, worker);
         if (first + most < rows) worker.barrier();
     }
 }

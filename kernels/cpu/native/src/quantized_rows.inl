@@ -97,7 +97,7 @@ struct QuantizedRows {
     }
 
     template <typename T>
-    void quantize(int64_t row, const T* x, int64_t size) {
+    __attribute__((noinline)) void quantize(int64_t row, const T* x, int64_t size) {
         const int64_t begin = row * groups, end = begin + groups;
         for (int64_t group = begin; group < end; group++, x += GROUP, size -= GROUP) {
             if (size >= GROUP) {

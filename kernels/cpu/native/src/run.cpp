@@ -60,7 +60,7 @@ struct Run {
 void run(const Worker& worker, void* argument, int32_t index) {
     const Run& all = *static_cast<Run*>(argument);
     const Call& call = *all.calls[index];
-    all.isa->kernels[call.op](call, *all.step, worker);
+    all.isa->kernel(call.op)(call, *all.step, worker);
 }
 
 }  // namespace
@@ -83,7 +83,7 @@ void quire_wake() { wake_threads(); }
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     for (int32_t i = 0; i < num_calls; i++)
         if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS ||
-            !chosen->kernels[calls[i]->op])
+            !chosen->kernel(calls[i]->op))
             return -1 - i;
     Run all{calls, step, chosen};
     run_on_all(run, &all, num_calls);

@@ -27,8 +27,9 @@ ARCHITECTURES = {
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "granite": "granite",
+    "ministral3": "mistral3",
 }
-_PERMUTED = ("llama", "smollm3", "granite")
+_PERMUTED = ("llama", "smollm3", "granite", "mistral3")
 _PARTS = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -192,6 +193,14 @@ def _add_config(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+    if config["model_type"] == "ministral3" and rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+        writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope.get("rope_type") == "longrope":
         writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
         for kind in ("long", "short"):

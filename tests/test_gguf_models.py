@@ -92,6 +92,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
     "granite": ("granite", {}),
+    "mistral3": (
+        "ministral3",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 16.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "mistral3, default rope": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}},
+    ),
 }
 
 

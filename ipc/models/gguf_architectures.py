@@ -48,6 +48,7 @@ _SANDWICH = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
 _WITHOUT_PRE_NORMS = _POST_NORMS | {"attn_norm": None, "ffn_norm": None}
 _FUSED_UP = {"ffn_up": "mlp.gate_up_proj"}
 
+QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _EXPERT_SIZE = {"moe_intermediate_size": "ffn_gate_exps.weight"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -113,6 +114,16 @@ GGUF_ARCHITECTURES = {
             "attention.scale": "attention_multiplier",
         },
         presence=_BIASES,
+        is_permuted=True,
+    ),
+    "mistral3": GGUFArchitecture(  # Ministral 3 with YaRN, Mistral Small 3.1 without
+        "Ministral3ForCausalLM",
+        "ministral3",
+        keys={
+            "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+            "attention.temperature_scale": QUERY_GROWTH,
+        },
+        constants={"rope_scaling": {"rope_type": "default"}},
         is_permuted=True,
     ),
     "qwen2moe": GGUFArchitecture(

@@ -12,7 +12,13 @@ from typing import Any
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES
 from .gguf import GGUFFile
-from .gguf_architectures import OLMO3, VARIANT_KEYS, VARIANTS, GGUFArchitecture
+from .gguf_architectures import (
+    OLMO3,
+    QUERY_GROWTH,
+    VARIANT_KEYS,
+    VARIANTS,
+    GGUFArchitecture,
+)
 from .gguf_weights import (
     ARCHITECTURE_KEY,
     LONG_ROPE_FACTORS,
@@ -104,9 +110,11 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     for key, value in own.items():
         if key in _ZERO_IS_NONE and not value:
             continue
+        if key.startswith("rope.scal"):
+            continue
         if key in keys:
             config[keys[key]] = value
-        elif key not in _READ and not key.startswith("rope.scal"):
+        elif key not in _READ:
             config[f"{architecture}.{key}"] = value
     for key in _LISTED:
         if isinstance(values := config.get(key), list):
@@ -123,8 +131,13 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     config |= {key: f"blk.0.{name}" in tensors for key, name in known.presence.items()}
     _check_heads(path, known, own, config)
     _add_of_architecture(architecture, known, own, config)
-    if (scaling := _rope_scaling(file, own)) is not None:
+    growth = config.pop(QUERY_GROWTH, None)
+    if (scaling := _rope_scaling(file, known, own)) is not None:
         config["rope_scaling"] = scaling
+        if growth:
+            scaling[QUERY_GROWTH] = growth
+    elif growth:
+        raise ModelLoadError(f"{path}: attention.temperature_scale needs rope.scaling.type yarn")
         if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
             config[_ORIGINAL] = original  # Phi-3's config.json has it here
     for end in ("bos", "eos"):
@@ -211,7 +224,9 @@ def _check_heads(
     )
 
 
-def _rope_scaling(file: GGUFFile, own: dict[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(
+    file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any]
+) -> dict[str, Any] | None:
     path, prefix = file.paths[0], "rope.scaling."
     if (factors := read_rope_factors(file)) is not None:
         return {"rope_type": "factors", "factors": factors}
@@ -232,11 +247,14 @@ def _rope_scaling(file: GGUFFile, own: dict[str, Any]) -> dict[str, Any] | None:
         return None
     scaling = {"rope_type": rope_type}
     for key, value in parameters.items():
-        if key not in _SCALING_KEYS:
+        name = _SCALING_KEYS.get(key) or known.keys.get(prefix + key)
+        if name is None:
             raise ModelLoadError(f"{path}: {prefix}{key:.50} is not supported")
-        scaling[_SCALING_KEYS[key]] = value
+        scaling[name] = value
     if rope_type == "linear":
         scaling.pop("original_max_position_embeddings", None)
+    if rope_type == "yarn" and scaling.get("mscale_all_dim"):
+        scaling["mscale"] = 1.0
     return scaling
 
 

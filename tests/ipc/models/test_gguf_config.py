@@ -158,6 +158,10 @@ def test_gemma3_has_windows_in_five_of_six_layers(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": [1, 2]}, "intermediate_size differs between layers"),
         ({"llama.attention.value_length": 8}, "value_length differs from the keys' 16"),
         ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.x": 1}, "rope.scaling.x is not"),
+        (
+            {"general.architecture": "mistral3", "mistral3.attention.temperature_scale": 0.1},
+            "attention.temperature_scale needs rope.scaling.type yarn",
+        ),
     ],
 )
 def test_unsupported_metadata_is_refused(

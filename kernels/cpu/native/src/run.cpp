@@ -82,8 +82,7 @@ void quire_wake() { wake_threads(); }
 
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     for (int32_t i = 0; i < num_calls; i++)
-        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS ||
-            !chosen->kernel(calls[i]->op))
+        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernel(calls[i]->op))
             return -1 - i;
     Run all{calls, step, chosen};
     run_on_all(run, &all, num_calls);

@@ -5,7 +5,6 @@ Must not know: torch, the engine, the effect of a resolved value.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,6 +14,7 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
+from ..ipc.machine import user_cache
 from ..ipc.models.rope_config import model_context
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
@@ -233,8 +233,7 @@ def _names_model(name: str, wanted: Any, config: EngineConfig) -> bool:
 def _resolve_load(load_config: Any) -> Any:
     directory = load_config.packed_weights_cache
     if directory == "auto":
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        directory = str(Path(base) / "quire" / "packed_weights")
+        directory = str(user_cache() / "packed_weights")
     elif directory is not None:
         directory = str(Path(directory).expanduser().resolve())
     return replace(

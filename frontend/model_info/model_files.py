@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -172,8 +173,14 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
     """
     if is_gguf(directory):
         beside = read_json_if_exists(directory.with_name("generation_config.json"))
-        return beside or gguf_generation_config(read_gguf(directory))
+        return beside or _read_gguf_generation_config(directory, directory.stat().st_mtime_ns)
     return read_json_if_exists(directory / "generation_config.json")
+
+
+# a start reads it several times, each time all tokens of the vocabulary
+@lru_cache(maxsize=8)
+def _read_gguf_generation_config(path: Path, mtime_ns: int) -> dict[str, Any]:
+    return gguf_generation_config(read_gguf(path))
 
 
 def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:

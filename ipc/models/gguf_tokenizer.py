@@ -13,9 +13,18 @@ import msgspec
 from ..errors import ModelLoadError
 from .gguf import GGUFFile, read_gguf
 from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
+from .merge_cache import merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
-KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}  # tokenizer.ggml.model
+# tokenizer.ggml.model -> what it is
+KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}
+OTHER_KINDS = {
+    "bert": "WordPiece",
+    "no_vocab": "no tokenizer",
+    "plamo2": "PLaMo's longest matches",
+    "rwkv": "RWKV's longest matches",
+    "t5": "SentencePiece unigram",
+}
 REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
 PHI3_KEEPS_SPACES_BEHIND = ("<s>", "<|endoftext|>")
 MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
@@ -39,6 +48,7 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
 
     Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
     """
+    vocabulary.check()
     if vocabulary.kind == "gpt2":
         parts = _byte_level(vocabulary)
     else:
@@ -57,7 +67,7 @@ def gguf_tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
     roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     config: dict[str, Any] = {}
     for key, role in roles.items():
-        if (token_id := vocabulary.token_id(f"{key}_token_id")) is not None:
+        if vocabulary.tokens and (token_id := vocabulary.token_id(f"{key}_token_id")) is not None:
             config[f"{role}_token"] = vocabulary.tokens[token_id]
     templates = {
         key.removeprefix(prefix).removeprefix(".") or "default": vocabulary.metadata[key]
@@ -74,27 +84,34 @@ def gguf_tokenizer_config(vocabulary: Vocabulary) -> dict[str, Any]:
 class Vocabulary:
     """The metadata under tokenizer.ggml.
 
-    Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
+    Raises ModelLoadError, naming file and key, for a value of the wrong type or length.
     """
 
     def __init__(self, file: GGUFFile):
         self.path, self.metadata = file.paths[0], file.metadata
         self.kind = self.get("model", str, None)
-        if self.kind not in KINDS:
-            raise self.unsound(
-                "model",
-                f"is {self.kind!r:.100}; supported: {', '.join(KINDS)}; {REMEDY}",
-            )
         self.tokens = self.listed("tokens", str)
-        if not self.tokens:
-            raise self.unsound("tokens", "is missing or empty")
-        self.types = self.listed("token_type", int, len(self.tokens)) or [NORMAL] * len(self.tokens)
+        num_tokens = len(self.tokens)
+        self.types = self.listed("token_type", int, num_tokens or None) or [NORMAL] * num_tokens
         if self.kind == "llama":
             # the conversion writes its users' tokens with spaces
             self.tokens = [
                 text.replace(" ", "▁") if kind == USER_DEFINED else text
                 for text, kind in zip(self.tokens, self.types)
             ]
+
+    def check(self) -> None:
+        """Raises ModelLoadError for what no tokenizer can be built of; a tokenizer.json beside the
+        file needs none.
+        """
+        if self.kind not in KINDS:
+            what = f" ({OTHER_KINDS[self.kind]})" if self.kind in OTHER_KINDS else ""
+            supported = ", ".join(f"{kind} ({what})" for kind, what in KINDS.items())
+            raise self.unsound(
+                "model", f"is {self.kind!r:.100}{what}; supported: {supported}; {REMEDY}"
+            )
+        if not self.tokens:
+            raise self.unsound("tokens", "is missing or empty")
         if len(set(self.tokens)) != len(self.tokens):
             raise self.unsound("tokens", "has a token twice")
 
@@ -235,22 +252,16 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
     """SentencePiece merges the two neighbours whose joined piece has the highest score: every way
     to cut a piece in two is a merge with that piece's score.
     """
-    pieces = {
+    scores_of = {
         text: -score
         for text, kind, score in zip(vocabulary.tokens, vocabulary.types, scores)
         if kind in (NORMAL, UNUSED)
     }
-    longest = max(map(len, pieces), default=0)
+    longest = max(map(len, scores_of), default=0)
     if longest > MAX_PIECE_CHARACTERS:
         raise vocabulary.unsound("tokens", f"has a piece of {longest} characters")
-    found = [
-        (score, left, right)
-        for text, score in pieces.items()
-        for at in range(1, len(text))
-        if (left := text[:at]) in pieces and (right := text[at:]) in pieces
-    ]
-    found.sort(key=lambda merge: merge[0])  # stable: pieces in the order of their ids
-    return [(left, right) for _, left, right in found]
+    # stable: pieces of the same score in the order of their ids
+    return merges_of(sorted(scores_of, key=scores_of.__getitem__))
 
 
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:

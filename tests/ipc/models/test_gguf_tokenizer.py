@@ -166,7 +166,12 @@ def test_a_tokenizer_json_beside_the_file_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model": "rwkv"}, "model is 'rwkv'; supported: gpt2, llama"),
+        (
+            {"model": "t5"},
+            r"model is 't5' \(SentencePiece unigram\); supported: gpt2 \(byte-level BPE\), llama "
+            r"\(SentencePiece BPE\); a tokenizer.json beside the file",
+        ),
+        ({"model": "new"}, r"model is 'new'; supported: gpt2 "),
         ({"model": 3}, "model must be of type str, got 3"),
         ({"pre": "new"}, "pre is 'new'; supported: default, gpt-2, .*; a tokenizer.json beside"),
         ({"tokens": []}, "tokens is missing or empty"),

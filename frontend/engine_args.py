@@ -14,8 +14,8 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
-from ..ipc.machine import user_cache
 from ..ipc.models.rope_config import model_context
+from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .model_info.cpu import prefers_bfloat16

@@ -1,7 +1,6 @@
-"""The cores and memory that the operating system gives this process, by affinity and cgroups, and
-the folder for what can be made again.
+"""The cores and memory that the operating system gives this process, by affinity and cgroups.
 
-Must not know: torch, what the cores, the memory and the folder are for.
+Must not know: torch, what the cores and the memory are for.
 """
 
 from __future__ import annotations
@@ -95,8 +94,3 @@ def free_memory_bytes() -> int:
     free = psutil.virtual_memory().available
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
-
-
-def user_cache() -> Path:
-    """Quire's folder in the user's cache, which may not exist yet."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"

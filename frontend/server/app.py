@@ -22,23 +22,8 @@ from .http.errors import ApiError, from_status
 from .http.openapi import description_routes
 from .http.sse import Json
 from .models import Models
-from .routes import (
-    admin,
-    chat,
-    completions,
-    engine_view,
-    health,
-    messages,
-    metrics,
-    models,
-    ollama,
-    ollama_models,
-    page,
-    pooling,
-    responses,
-    tokenize,
-)
-from .several import several_routes
+from .routes import health, metrics, models, ollama_models, page
+from .several import OF_ONE_MODEL, several_routes
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -49,22 +34,7 @@ POLLS = frozenset(
     {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/engine/state", "/v1/requests"}
 )
 CLIENT_LEFT = 499  # nginx's status for a closed connection; used in metrics only
-FAMILIES = (  # in the order in which the router tries them
-    chat,
-    completions,
-    responses,
-    messages,
-    ollama,
-    health,
-    metrics,
-    models,
-    tokenize,
-    pooling,
-    ollama_models,
-    engine_view,
-    admin,
-    page,
-)
+FAMILIES = (*OF_ONE_MODEL, health, metrics, models, ollama_models, page)  # as they are tried
 
 
 def make_app(state: ServerState, models: Models | None = None) -> App | CORSMiddleware:

@@ -235,7 +235,7 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
 
 def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
     def tag(slot: ModelSlot) -> dict[str, Any]:
-        return ollama_models.tag(slot.name, slot.config)
+        return ollama_models.tag(slot.name, slot.config) | {"size": slot.needs.weights_bytes}
 
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:

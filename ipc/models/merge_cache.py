@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..machine import user_cache
+from ..user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 LAYOUT = b"1"

@@ -6,11 +6,9 @@ gguf package dequantizes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import gguf
-import msgspec
 import pytest
 import torch
 from quire import LLM, SamplingParams
@@ -19,9 +17,8 @@ from quire.frontend.text.tokenizer import Tokenizer
 from quire.ipc.models.gguf import read_gguf
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES
 from quire.ipc.models.gguf_config import gguf_config
-from quire.tests.executor.driver import generate, make_config
 from quire.tests.real_models.fetch import fetch
-from quire.tests.real_models.test_smollm2 import NUM_TOKENS, PROMPTS
+from quire.tests.real_models.greedy import PROMPTS, count_equal, start
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
 
@@ -61,43 +58,16 @@ def oracle(path):
 
 
 @pytest.fixture(scope="module")
-def executor(path, oracle, tmp_path_factory) -> SingleProcessExecutor:
-    """The engine in fp32, with the configuration that the file's metadata gives."""
-    directory = tmp_path_factory.mktemp("config")
-    (directory / "config.json").write_text(json.dumps(gguf_config(read_gguf(path))))
-    config = make_config(directory, max_num_seqs=50, max_num_batched_tokens=2048)
-    model_config = msgspec.structs.replace(config.model_config, model=str(path))
-    cache_config = msgspec.structs.replace(config.cache_config, kv_cache_memory_bytes=2**28)
-    executor = SingleProcessExecutor(
-        msgspec.structs.replace(config, model_config=model_config, cache_config=cache_config)
-    )
-    executor.load_model(lambda stage, fraction: None)
-    executor.initialize_kv_cache(executor.determine_num_blocks())
-    return executor
+def executor(path, tmp_path_factory) -> SingleProcessExecutor:
+    """With the configuration that the file's metadata gives."""
+    return start(path, gguf_config(read_gguf(path)), tmp_path_factory.mktemp("config"))
 
 
 def test_greedy_tokens_are_those_of_transformers(path, executor, oracle, record_property):
-    """Every token is the oracle's first choice, given the tokens before it; a row is compared up
-    to its first near-tie.
-    """
     tokenizer = Tokenizer(path)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
     assert all(prompt[0] == tokenizer.bos_token_id for prompt in prompts)
-    rows = generate(executor, prompts, NUM_TOKENS)
-    num_equal, ties = 0, []
-    for row in rows:
-        with torch.no_grad():
-            logits = oracle(torch.tensor([row.prompt + row.output])).logits[0]
-        logits = logits[len(row.prompt) - 1 : -1]
-        chosen = torch.tensor(row.output)
-        gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
-        (others,) = torch.where(logits.argmax(-1) != chosen)
-        num_equal += len(chosen) if not len(others) else int(others[0])
-        ties += [gaps[others[0]].item()] if len(others) else []
-    record_property("equal tokens", num_equal)
-    print(f"{num_equal} of {len(rows) * NUM_TOKENS} tokens compared equal; gaps of ties: {ties}")
-    assert all(gap < NEAR_TIE for gap in ties)
-    assert num_equal > 0.9 * len(rows) * NUM_TOKENS
+    record_property("equal tokens", count_equal(executor, oracle, prompts, NEAR_TIE))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

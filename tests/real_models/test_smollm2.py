@@ -6,36 +6,22 @@ that the gguf package dequantizes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import gguf
-import msgspec
 import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.executor.single_process import SingleProcessExecutor
-from quire.tests.executor.driver import generate, make_config
 from quire.tests.gguf_checkpoints import gguf_name
 from quire.tests.real_models.fetch import fetch
+from quire.tests.real_models.greedy import PROMPTS, count_equal, start
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1200)]
 
 # Where the two differ, the logits of both tokens are nearer than this in transformers. Logits of
 # this model are up to 30; sums in another order move them by 1e-4.
 NEAR_TIE = 2e-3
-NUM_TOKENS = 40
-TOPICS = (
-    *("the sea", "a bicycle", "photosynthesis", "the Roman Empire", "bread", "gravity", "a cat"),
-    *("the violin", "volcanoes", "chess", "the number seven", "glass", "rain"),
-)
-FORMS = (
-    "Explain {} to a child.",
-    "{} is",
-    "def describe():\n    # about {}\n    return",
-    "Q: What do you know of {}?\nA:",
-)
-PROMPTS = [form.format(topic) for topic in TOPICS for form in FORMS][:50]
 
 
 @pytest.fixture(scope="module")
@@ -71,39 +57,12 @@ def oracle(path):
 
 @pytest.fixture(scope="module")
 def executor(path, oracle, tmp_path_factory) -> SingleProcessExecutor:
-    directory = tmp_path_factory.mktemp("config")
-    (directory / "config.json").write_text(json.dumps(oracle.config.to_dict()))
-    config = make_config(directory, max_num_seqs=50, max_num_batched_tokens=8192)
-    model_config = msgspec.structs.replace(config.model_config, model=str(path))
-    cache_config = msgspec.structs.replace(config.cache_config, kv_cache_memory_bytes=2**29)
-    executor = SingleProcessExecutor(
-        msgspec.structs.replace(config, model_config=model_config, cache_config=cache_config)
-    )
-    executor.load_model(lambda stage, fraction: None)
-    executor.initialize_kv_cache(executor.determine_num_blocks())
-    return executor
+    return start(path, oracle.config.to_dict(), tmp_path_factory.mktemp("config"))
 
 
 def test_greedy_tokens_are_those_of_transformers(executor, oracle, tokenizer, record_property):
-    """Every token is the oracle's first choice, given the tokens before it; a row is compared up
-    to its first near-tie.
-    """
     prompts = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    rows = generate(executor, prompts, NUM_TOKENS)
-    num_equal, ties = 0, []
-    for row in rows:
-        with torch.no_grad():
-            logits = oracle(torch.tensor([row.prompt + row.output])).logits[0]
-        logits = logits[len(row.prompt) - 1 : -1]
-        chosen = torch.tensor(row.output)
-        gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
-        (others,) = torch.where(logits.argmax(-1) != chosen)
-        num_equal += len(chosen) if not len(others) else int(others[0])
-        ties += [gaps[others[0]].item()] if len(others) else []
-    record_property("equal tokens", num_equal)
-    print(f"{num_equal} of {len(rows) * NUM_TOKENS} tokens compared equal; gaps of ties: {ties}")
-    assert all(gap < NEAR_TIE for gap in ties)
-    assert num_equal > 0.9 * len(rows) * NUM_TOKENS
+    record_property("equal tokens", count_equal(executor, oracle, prompts, NEAR_TIE))
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

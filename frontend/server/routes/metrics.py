@@ -71,29 +71,22 @@ OWN_COUNTERS = (
 
 
 def routes(state: ServerState) -> list[Route]:
-    registry = CollectorRegistry()
-    collector = Collector(state)
-    registry.register(collector)
-    ProcessCollector(registry=registry)
-
-    async def metrics(request: Request) -> Response:
-        await collector.ask_engine()
-        # takes some milliseconds, so it runs in a thread
-        text = await asyncio.to_thread(generate_latest, registry)
-        return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
-
-    return [Route("/metrics", metrics)]
+    return _routes(Collector(state))
 
 
 def routes_of_several(front: ServerState, of_models: list[ServerState]) -> list[Route]:
     """The same for a server with several models: those of engines have the label model_name."""
+    return _routes(CollectorOfSeveral(Collector(front), [Collector(state) for state in of_models]))
+
+
+def _routes(collector: Collector | CollectorOfSeveral) -> list[Route]:
     registry = CollectorRegistry()
-    collector = CollectorOfSeveral(Collector(front), [Collector(state) for state in of_models])
     registry.register(collector)
     ProcessCollector(registry=registry)
 
     async def metrics(request: Request) -> Response:
         await collector.ask_engines()
+        # takes some milliseconds, so it runs in a thread
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
@@ -109,7 +102,7 @@ class Collector:
         self._status: dict[str, Any] = {}
         self._is_engine_up = False
 
-    async def ask_engine(self) -> None:
+    async def ask_engines(self) -> None:
         """If the engine does not answer, its metrics stay as they were, and engine_up is 0."""
         engine = self._state.engine
         self._is_engine_up = False
@@ -348,7 +341,7 @@ class CollectorOfSeveral:
         self._of_models = of_models
 
     async def ask_engines(self) -> None:
-        await asyncio.gather(*(collector.ask_engine() for collector in self._of_models))
+        await asyncio.gather(*(collector.ask_engines() for collector in self._of_models))
 
     def describe(self) -> list[Metric]:
         return []

@@ -100,6 +100,17 @@ def test_a_process_that_died_between_two_checks_refuses_nothing(check):
     check.check(FINE)
 
 
+def run_python(code: str, settings: CompilerSettings) -> subprocess.CompletedProcess[bytes]:
+    """Run `code` in a process of its own that reads the settings from its input."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        input=msgspec.msgpack.encode(settings),
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
 def test_memory_is_limited(settings, monkeypatch):
     """Runs in a child process, since the limit applies to the process."""
     code = (
@@ -119,13 +130,7 @@ def test_memory_is_limited(settings, monkeypatch):
         "try: bytearray(2**28)\n"
         "except MemoryError: print('limited')\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=msgspec.msgpack.encode(settings),
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(code, settings)
     assert done.stdout == b"limited\n", done.stderr.decode()
 
 
@@ -160,13 +165,7 @@ def test_the_process_ends_with_its_parent(settings):
         "check.check(StructuredOutputsParams(choice=['a']))\n"
         "print(check._child.pid, flush=True); os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        input=msgspec.msgpack.encode(settings),
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_python(code, settings)
     pid = int(done.stdout)
     deadline = time.monotonic() + 10
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

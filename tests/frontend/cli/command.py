@@ -34,6 +34,13 @@ def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]
     return code, captured.out, captured.err
 
 
+def assert_refused(capsys: pytest.CaptureFixture, arguments: str, sentence: str) -> None:
+    """The command, in this process, prints one line with `sentence` and exits with 2."""
+    code, out, err = call(capsys, *arguments.split())
+    assert (code, out) == (2, "")
+    assert sentence in err and err.count("\n") == 1
+
+
 def json_lines(done: subprocess.CompletedProcess) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 

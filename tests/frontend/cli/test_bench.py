@@ -5,22 +5,17 @@ import subprocess
 import sys
 
 import pytest
-from quire.__main__ import main
 from quire.frontend.bench.workloads import WorkloadOptions
 from quire.frontend.cli.bench import MODES
 from quire.frontend.cli.bench_flags import options_of, settings_of
 from quire.frontend.cli.bench_serve import serve_parser
+from quire.tests.frontend.cli import command
 
 HEAVY = {"torch", "numpy", "asyncio", "uvloop", "httptools", "tokenizers", "tqdm", "zmq", "psutil"}
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as leaving:  # argparse
-        code = leaving.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "bench", *arguments)
 
 
 def test_modes(capsys: pytest.CaptureFixture) -> None:

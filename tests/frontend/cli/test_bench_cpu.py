@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 from quire import EngineArgs, InvalidParameterError
-from quire.__main__ import main
 from quire.frontend.bench import cpu
 from quire.frontend.bench.cpu import ROOM, Limits, Phase, Plan, model_work
 from quire.frontend.cli.bench_cpu import BATCHES, cpu_parser, draw, fitting, format_limits, sweeps
 from quire.ipc.config import EngineConfig
+from quire.tests.frontend.cli import command
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["bench", "cpu", *arguments])
-    except SystemExit as leaving:  # argparse
-        code = leaving.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "bench", "cpu", *arguments)
 
 
 def test_phases_are_compared_with_their_limits(

@@ -4,20 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from quire.__main__ import main
 from quire.frontend.bench.offline import Phases, ReadLimit, Steps
 from quire.frontend.cli.bench_offline import format_phases, format_steps
+from quire.tests.frontend.cli import command
 
 ENGINE = ["--engine", "inproc", "--max-model-len", "128", "--num-threads", "1"]
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["bench", *arguments])
-    except SystemExit as leaving:  # argparse
-        code = leaving.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "bench", *arguments)
 
 
 def test_throughput(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -138,6 +133,4 @@ def test_steps_are_compared_with_the_limit() -> None:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: str, sentence: str, capsys: pytest.CaptureFixture
 ) -> None:
-    code, out, err = call(capsys, *arguments.split())
-    assert (code, out) == (2, "")
-    assert sentence in err and err.count("\n") == 1
+    command.assert_refused(capsys, f"bench {arguments}", sentence)

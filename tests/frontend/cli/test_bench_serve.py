@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from quire.__main__ import main
+from quire.tests.frontend.cli import command
 from quire.tests.scripted_server import (
     HANG,
     STREAM_HEAD,
@@ -64,12 +64,7 @@ def server(request: dict[str, Any]) -> Script:
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["bench", "serve", *arguments])
-    except SystemExit as leaving:  # argparse
-        code = leaving.code or 0
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "bench", "serve", *arguments)
 
 
 def test_a_run_and_its_file(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -191,9 +186,7 @@ def test_only_failures_is_exit_code_1(capsys: pytest.CaptureFixture) -> None:
 def test_bad_input_is_one_sentence_and_exit_code_2(
     arguments: str, sentence: str, capsys: pytest.CaptureFixture
 ) -> None:
-    code, out, err = call(capsys, *arguments.split())
-    assert (code, out) == (2, "")
-    assert sentence in err and err.count("\n") == 1
+    command.assert_refused(capsys, f"bench serve {arguments}", sentence)
 
 
 def test_a_terminal_shows_the_progress() -> None:

@@ -9,16 +9,11 @@ import socket
 import sys
 
 import pytest
-from quire.__main__ import main
+from quire.tests.frontend.cli import command
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["doctor", *arguments])
-    except SystemExit as leaving:
-        code = leaving.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "doctor", *arguments)
 
 
 def test_lines_and_their_count(capsys: pytest.CaptureFixture) -> None:

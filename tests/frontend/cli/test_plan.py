@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from quire.__main__ import main
 from quire.frontend.model_info import gpu_memory
+from quire.tests.frontend.cli.command import call
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -26,15 +26,6 @@ CONFIG = {
     "max_position_embeddings": 40_960,
     "tie_word_embeddings": False,
 }  # (Qwen3-8B)
-
-
-def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(list(arguments))
-    except SystemExit as leaving:
-        code = leaving.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from quire.__main__ import main
 from quire.frontend.cli.top import Server, ServerError
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.browser.mock_server import Mock, serving
+from quire.tests.frontend.cli import command
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +32,7 @@ def ready(mock: Mock) -> None:
 
 
 def call(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
-    try:
-        code = main(["top", *arguments])
-    except SystemExit as leaving:
-        code = leaving.code
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
+    return command.call(capsys, "top", *arguments)
 
 
 def test_one_observation_as_text(mock: Mock, capsys: pytest.CaptureFixture) -> None:

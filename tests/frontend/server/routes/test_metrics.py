@@ -281,7 +281,7 @@ def test_an_engine_that_does_not_answer_does_not_block_the_scrape(
         get_metrics=get_metrics, call_utility=call_utility, config=make_config()
     )
     collector = metrics.Collector(state)
-    asyncio.run(collector.ask_engine())
+    asyncio.run(collector.ask_engines())
     found = {
         family.name: family.samples[0].value for family in collector.collect() if family.samples
     }

@@ -59,6 +59,7 @@ FALLBACKS = {
     "exaone4": Fallback("Exaone4ForCausalLM", kv_heads=32),
     "exaone_moe": Fallback("ExaoneMoeForCausalLM", kv_heads=32),
     "flex_olmo": Fallback("FlexOlmoForCausalLM"),
+    "flint": Fallback("FlintForCausalLM", head_dim=128, kv_heads=4),
     "gemma": Fallback("GemmaForCausalLM", head_dim=256, kv_heads=16),
     "gemma2": Fallback("Gemma2ForCausalLM", head_dim=256, kv_heads=4),
     "gemma3_text": Fallback("Gemma3ForCausalLM", head_dim=256, kv_heads=4),
@@ -69,8 +70,11 @@ FALLBACKS = {
     "gpt2": Fallback("GPT2LMHeadModel", keys=_GPT2),
     "gpt_bigcode": Fallback("GPTBigCodeForCausalLM", keys=_GPT2),
     "gpt_neox": Fallback("GPTNeoXForCausalLM"),
+    "gpt_oss": Fallback("GptOssForCausalLM", head_dim=64, kv_heads=8),
     "granite": Fallback("GraniteForCausalLM"),
+    "granite_swa": Fallback("GraniteSWAForCausalLM", kv_heads=4),
     "granitemoe": Fallback("GraniteMoeForCausalLM"),
+    "granitemoe_swa": Fallback("GraniteMoeSWAForCausalLM"),
     "granitemoeshared": Fallback("GraniteMoeSharedForCausalLM"),
     "helium": Fallback("HeliumForCausalLM", head_dim=128, kv_heads=20),
     "hunyuan_v1_dense": Fallback("HunYuanDenseV1ForCausalLM"),
@@ -204,7 +208,6 @@ _ENCODER_DECODER = "it is an encoder with a decoder"
 _OWN_ATTENTION = "its attention does not call transformers' attention interface"
 _UNDECLARED = "transformers does not declare that other attention functions serve it"
 _COMPOSITE = "it is a model of images or sound, and only its text model could run"
-_SINKS = "its attention has sinks, which the attention kernels do not have"
 _TWICE = "its layers attend more than once"
 _PER_LAYER = "its layers have heads of different sizes, or share keys and values"
 _CHUNKED = "its attention is cut into chunks"
@@ -232,7 +235,6 @@ REFUSED = {
         _COMPOSITE: "cohere_compass_text dots3_note emu3 fuyu gemma3 gemma3n gemma4 "
         "gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 llama4 mllama "
         "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
-        _SINKS: "flint gpt_oss granite_swa granitemoe_swa",
         _TWICE: "diffllama hrm_text",
         _PER_LAYER: "gemma3n_text gemma4_text gemma4_unified_text",
         _CHUNKED: "llama4_text",

@@ -6,8 +6,8 @@ Decode: requests of similar length share one gather and one attention call; ther
 requests. The query heads of a KV head become the rows of one small matrix, [requests, NKV, group,
 D], so keys and values are read once. This is about twice as fast as `enable_gqa`. Prefill: one
 request at a time; query heads see the KV heads through a view of stride 0. Sliding window:
-positions before the window of a request's first token are not gathered. Soft-cap: torch's attention
-has none, so matrix products compute it.
+positions before the window of a request's first token are not gathered. Soft-cap and sinks:
+torch's attention has neither, so matrix products compute it.
 
 The gather works by token, not by block (`index_select` costs the same). A padded position repeats
 the request's own first token, so unwritten slots and slots of other requests are never read. A mask
@@ -54,23 +54,25 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     num_decodes = start = metadata.num_decodes
     out = torch.empty(query.shape, dtype=query.dtype)
     buckets, prefill_slots, buffers = _plan_once(metadata, key_cache, sliding_window)
-    attend = partial(
-        F.scaled_dot_product_attention
-        if not softcap
-        else partial(_capped_attention, softcap=softcap),
-        scale=scale,
-    )
+    attend = attend_decodes = partial(F.scaled_dot_product_attention, scale=scale)
+    if softcap or sinks is not None:
+        attend = attend_decodes = partial(_attend_by_products, scale=scale, softcap=softcap)
+    if sinks is not None:
+        by_kv_head = sinks.view(key_cache.shape[2], -1, 1)
+        attend_decodes = partial(attend, sinks=by_kv_head)
+        attend = partial(attend, sinks=by_kv_head[..., None])
     for bucket in buckets:
         _decode(
             bucket,
             query[:num_decodes],
             _gather(key_cache, value_cache, bucket.slots, buffers),
             out[:num_decodes],
-            attend,
+            attend_decodes,
         )
     for query_len, slots in zip(metadata.query_lens[num_decodes:], prefill_slots):
         end = start + query_len
@@ -201,25 +203,30 @@ def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int)
 # ---------------------------------------------------------------- in every layer
 
 
-def _capped_attention(
+def _attend_by_products(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
     *,
     scale: float,
     softcap: float,
+    sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Tensor:
-    """As `F.scaled_dot_product_attention`, with softcap tanh(logit / softcap) for each logit,
-    in fp32.
+    """As `F.scaled_dot_product_attention` in fp32, with softcap tanh(logit / softcap) for each
+    logit, and with sinks, which broadcast to one more column of logits.
     """
-    logits = softcap * torch.tanh(
-        query.float() @ keys.float().transpose(-1, -2) * (scale / softcap)
-    )
+    logits = query.float() @ keys.float().transpose(-1, -2) * (scale / (softcap or 1.0))
+    if softcap:
+        logits = softcap * torch.tanh(logits)
     if is_causal:
         attn_mask = torch.full(logits.shape[-2:], float("-inf")).triu_(1)
-    weights = (logits if attn_mask is None else logits + attn_mask).softmax(-1)
+    if attn_mask is not None:
+        logits = logits + attn_mask
+    if sinks is not None:
+        logits = torch.cat((logits, sinks.expand(*logits.shape[:-1], 1)), -1)
+    weights = logits.softmax(-1)[..., : keys.shape[-2]]
     return (weights @ values.float()).to(query.dtype)
 
 

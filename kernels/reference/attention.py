@@ -54,6 +54,7 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     block_size = key_cache.shape[1]
     group_size = query.shape[1] // key_cache.shape[2]
@@ -80,7 +81,10 @@ def paged_attention(
             scores = q[:, head] @ k[:, kv_head].T * scale
             if softcap:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(is_unseen, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(is_unseen, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].expand(len(q), 1)), -1)
+            weights = scores.softmax(-1)[:, : len(k)]
             out[starts[row] : starts[row + 1], head] = (weights @ v[:, kv_head]).to(query.dtype)
     return out
 

@@ -39,8 +39,9 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap)
+    return attend(query, key_cache, value_cache, metadata, scale, sliding_window, softcap, sinks)
 
 
 @register(
@@ -54,6 +55,7 @@ def paged_attention_in_two_launches(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """paged_attention with the decode states merged by a second launch. The results are bitwise
     equal.
@@ -61,7 +63,15 @@ def paged_attention_in_two_launches(
     It avoids the synchronisation between programs of one launch that attention_decode describes.
     """
     return attend(
-        query, key_cache, value_cache, metadata, scale, sliding_window, softcap, one_launch=False
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale,
+        sliding_window,
+        softcap,
+        sinks,
+        one_launch=False,
     )
 
 
@@ -73,6 +83,7 @@ def attend(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
@@ -103,6 +114,8 @@ def attend(
     options = {"WINDOW": sliding_window, "SOFTCAP": float(softcap), **_layout(query, key_cache)}
     # fused multiply-adds are explicit: the same bits in every kernel that inlines them
     options["enable_fp_fusion"] = False
+    options["SINKS"] = sinks is not None
+    cache["sinks"] = query if sinks is None else sinks  # without SINKS it is not read
     scale *= key_scale
     if metadata.num_decodes:
         _decode(
@@ -143,6 +156,7 @@ def _decode(
         query,
         cache["key"],
         cache["value"],
+        cache["sinks"],
         metadata.block_tables,
         metadata.seq_lens,
         out,
@@ -198,6 +212,7 @@ def _prefill(
         query,
         cache["key"],
         cache["value"],
+        cache["sinks"],
         metadata.block_tables,
         metadata.query_start_loc,
         metadata.seq_lens,

@@ -29,7 +29,16 @@ without this synchronisation, and the bits are the same.
 import triton
 import triton.language as tl
 
-from .attention_tile import NOTHING, capped, in_dtype, merge, normalised, online_softmax, slots_of
+from .attention_tile import (
+    NOTHING,
+    capped,
+    in_dtype,
+    merge,
+    normalised,
+    online_softmax,
+    slots_of,
+    with_sinks,
+)
 
 MAX_PIECES = 32
 # tiles per piece. More would leave a GPU idle at batch size 1; fewer would cost more time in
@@ -111,6 +120,7 @@ def decode_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     tables_ptr,
     lengths_ptr,
     out_ptr,
@@ -139,6 +149,7 @@ def decode_kernel(
     MAX_PIECES: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     ONE_LAUNCH: tl.constexpr,
 ):
     """Grid (requests, KV heads, num_programs).
@@ -181,6 +192,8 @@ def decode_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
     fold_largest, fold_total, fold_acc = largest, total, acc
+    if SINKS:  # program 0 has the first state of every fold
+        fold_largest, fold_total = with_sinks(sinks_ptr, heads, in_group)
     first = program * share * piece_tiles
     stop = tl.minimum(first + share * piece_tiles, num_tiles)
     for tile in range(first, stop):

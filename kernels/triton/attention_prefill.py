@@ -11,7 +11,15 @@ window are.
 import triton
 import triton.language as tl
 
-from .attention_tile import NOTHING, capped, in_dtype, normalised, online_softmax, slots_of
+from .attention_tile import (
+    NOTHING,
+    capped,
+    in_dtype,
+    normalised,
+    online_softmax,
+    slots_of,
+    with_sinks,
+)
 
 
 @triton.jit
@@ -102,6 +110,7 @@ def prefill_kernel(
     query_ptr,
     key_ptr,
     value_ptr,
+    sinks_ptr,
     tables_ptr,
     starts_ptr,
     lengths_ptr,
@@ -127,6 +136,7 @@ def prefill_kernel(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Grid (KV heads, work items).
 
@@ -163,6 +173,8 @@ def prefill_kernel(
     largest = tl.full((ROWS,), NOTHING, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    if SINKS:
+        largest, total = with_sinks(sinks_ptr, heads, in_block)
     full_first, full_stop, stop = 0, (first_position + 1) // TILE, last_position // TILE + 1
     if WINDOW:
         full_first = tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE)

@@ -65,6 +65,16 @@ def capped(scores, scale, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def with_sinks(sinks_ptr, heads, is_row):
+    """-> (largest, total) of rows of these heads [M] that have seen nothing but their sinks.
+
+    is_row [M]: the others' results are arbitrary.
+    """
+    sinks = tl.load(sinks_ptr + heads, mask=is_row, other=0.0) * LOG2_E
+    return tl.maximum(sinks, NOTHING), tl.full(heads.shape, 1.0, tl.float32)
+
+
+@triton.jit
 def online_softmax(scores, factor, values, largest, total, acc):
     """Adds a tile to its rows' state.
 

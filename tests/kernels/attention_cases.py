@@ -56,7 +56,7 @@ def attention_case(
     dtype: torch.dtype,
     *options: Any,
 ) -> Case:
-    """heads: (NQ, NKV, D); options: sliding_window and softcap, if any.
+    """heads: (NQ, NKV, D); options: sliding_window, softcap and sinks, if any.
 
     Every slot without an owner holds NaN, and so does one that all windows have left.
     """
@@ -80,12 +80,19 @@ def attention_case(
     batch = (
         f"queries {query_lens} of {seq_lens}" if len(seq_lens) < 6 else f"{len(seq_lens)} requests"
     )
-    name = f"{batch}, {heads}, blocks of {block_size}, {options}"
+    name = f"{batch}, {heads}, blocks of {block_size}, {options[:2]}{' sinks' * len(options[2:])}"
     return Case(
         name,
         (query, key_cache, value_cache, metadata, head_dim**-0.5, *options),
         reference_attention,
     )
+
+
+def make_sinks(num_heads: int) -> Tensor:
+    """[num_heads]: from one without effect to one that takes nearly all weight."""
+    sinks = torch.linspace(-4, 9, num_heads)
+    sinks[0] = -math.inf
+    return sinks
 
 
 def reference_attention(
@@ -96,6 +103,7 @@ def reference_attention(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     backend: SDPBackend = SDPBackend.MATH,
 ) -> tuple[Tensor, ...]:
     out = torch.empty_like(query)
@@ -112,9 +120,14 @@ def reference_attention(
         first = first_seen(query_len, seq_len, sliding_window)
         keys, values, mask = keys[:, first:], values[:, first:], mask[:, first:]
         q = query[start : start + query_len].transpose(0, 1)
-        if softcap:  # transformers' Gemma 2
-            logits = (q @ keys.mT * scale / softcap).tanh() * softcap
-            attended = logits.masked_fill(~mask, -math.inf).softmax(-1) @ values
+        if softcap or sinks is not None:  # transformers' Gemma 2 and gpt-oss
+            logits = q @ keys.mT * scale
+            logits = (logits / softcap).tanh() * softcap if softcap else logits
+            logits = logits.masked_fill(~mask, -math.inf)
+            if sinks is not None:
+                column = sinks.to(q.dtype)[:, None, None].expand(-1, query_len, 1)
+                logits = torch.cat((logits, column), -1)
+            attended = logits.softmax(-1)[..., : keys.shape[1]] @ values
         else:
             with sdpa_kernel(backend):
                 (attended,) = F.scaled_dot_product_attention(
@@ -132,6 +145,7 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
             attention_case([1, 1, 1], [15, 1, 33], bundled, 16, dtype),
             attention_case([1, 1, 7, 80], [300, 3, 100, 80], (4, 1, 32), 16, dtype),
             attention_case([1, 9], [150, 100], (4, 2, 32), 16, dtype, 40, 3.0),
+            attention_case([1, 9], [150, 40], (4, 2, 32), 16, dtype, 40, 0.0, make_sinks(4)),
         ]
     ragged = [50 + i for i in range(31)] + [1500]
     return [
@@ -149,4 +163,6 @@ def paged_attention(dtype: torch.dtype) -> list[Case]:
         attention_case([1, 1, 9, 30], [40, 300, 9, 200], (4, 1, 32), 16, dtype, 0, 2.0),
         attention_case([1, 1, 300], [600, 3, 700], (3, 3, 16), 8, dtype, 33, 5.0),
         attention_case([1, 5], [9, 100], (2, 2, 8), 16, dtype, 1),
+        attention_case([1, 1, 9], [1, 700, 90], qwen, 16, dtype, 0, 0.0, make_sinks(14)),
+        attention_case([1, 300], [600, 700], (4, 1, 32), 16, dtype, 33, 5.0, make_sinks(4)),
     ]

@@ -35,6 +35,7 @@ class PagedAttention:
     scale: float
     sliding_window: int  # 0: none
     softcap: float  # 0: none
+    sinks: torch.Tensor | None  # [num_heads] fp32
     key_cache: Any = None  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Any = None
 
@@ -112,6 +113,7 @@ def attend(
         layer.scale,
         layer.sliding_window,
         layer.softcap,
+        layer.sinks,
     ).unsqueeze(0), None
 
 
@@ -126,8 +128,6 @@ def _explore(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     kind = type(module).__name__
-    if sinks is not None:
-        raise ModelLoadError(f"{kind} has attention sinks, which are not supported")
     if key.shape != value.shape:
         raise ModelLoadError(
             f"{kind} has keys of shape {list(key.shape)} and values of shape {list(value.shape)}, "
@@ -151,6 +151,7 @@ def _explore(
         scale,
         int(sliding_window or 0),
         float(softcap or 0.0),
+        None if sinks is None else sinks.detach().float().contiguous(),
     )
     explored.append((module, layer))
     return query.transpose(1, 2).contiguous()

@@ -27,6 +27,7 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     block_size, num_kv_heads = key_cache.shape[1:3]
     out = empty(*query.shape, dtype=query.dtype)
@@ -49,6 +50,7 @@ def paged_attention(
         0,  # the group that `metadata` is of; the recorder sets it
         scale,
         softcap,
+        None if sinks is None else sinks.data_ptr(),
     )
     step = Step(
         num_tokens=len(query),

@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -202,6 +202,7 @@ class Attention(Call):
         group=c_int64,
         scale=c_double,
         softcap=c_double,
+        sinks=c_void_p,
     )
 
 

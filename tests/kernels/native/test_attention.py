@@ -15,7 +15,12 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.ops import AttentionMetadata, kv_cache_row
 from quire.kernels.reference.kv_cache import parts
 from quire.kernels.registry import Facts
-from quire.tests.kernels.attention_cases import FOREIGN_BLOCK, attention_case, reference_attention
+from quire.tests.kernels.attention_cases import (
+    FOREIGN_BLOCK,
+    attention_case,
+    make_sinks,
+    reference_attention,
+)
 from quire.tests.kernels.case import Case, rand
 from torch import Tensor
 from torch.nn.attention import SDPBackend
@@ -136,7 +141,7 @@ def make_request(
     kind: tuple[torch.dtype, torch.dtype],
     options: tuple = (),
 ) -> Request:
-    """Options: sliding_window and softcap.
+    """Options: sliding_window, softcap and sinks.
 
     The expected output is that of a single thread that computes the tokens one by one, without
     other requests.
@@ -186,6 +191,8 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     )
     torch.manual_seed(sum(lengths))
     options = data.draw(st.sampled_from([(), (), (1,), (40,), (64, 3.0), (0, 1.5)]))
+    if options and data.draw(st.booleans()):
+        options = (*options, 0.0)[:2] + (make_sinks(heads[0]),)
     requests = [make_request(length, heads, kind, options) for length in lengths]
     check_in_steps(
         requests,
@@ -195,7 +202,7 @@ def test_a_token_is_the_same_bits_in_any_chunk_batch_and_pool(kind, data):
     )
 
 
-@pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0)], ids=str)
+@pytest.mark.parametrize("options", [(), (70,), (SPLIT + 5, 4.0, make_sinks(6))], ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_contexts_that_are_summed_in_pieces(kind, options):
     torch.manual_seed(10)
@@ -211,7 +218,7 @@ def test_contexts_that_are_summed_in_pieces(kind, options):
 
 def test_the_bits_are_the_same_on_every_instruction_set(isa):
     for kind in KINDS:
-        for options in ((), (20, 2.0)):
+        for options in ((), (20, 2.0, make_sinks(6))):
             torch.manual_seed(11)
             requests = [
                 make_request(length, (6, 2, 48 if kind[1] == torch.int8 else 40), kind, options)
@@ -291,6 +298,16 @@ def test_large_scores_are_exact_enough():
         rtol=1e-3,
         atol=1e-3,
     )
+
+
+def test_a_sink_without_weight_changes_nothing_and_one_with_all_weight_leaves_zeros(isa):
+    torch.manual_seed(18)
+    for dtype in DTYPES:
+        case = attention_case([3, 1], [SPLIT + 60, 90], (4, 2, 64), 16, dtype)
+        (plain,) = case.run(attention.paged_attention)
+        for sink, expected in ((-math.inf, plain), (1e30, torch.zeros_like(plain))):
+            sinks = torch.full((4,), sink)
+            assert torch.equal(attention.paged_attention(*case.args, sinks=sinks), expected), sink
 
 
 def test_unsupported_heads_are_declined():

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 11
+#define QUIRE_ABI_VERSION 12
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -187,7 +187,8 @@ struct RotaryAndWriteKv : Rotary {
 // query [rows, heads, head_dim] over the context in the caches [blocks, block_size, kv_heads,
 // head_dim] -> out, contiguous. head_dim is a multiple of 8, at most 256. cache_dtype: as in
 // WriteKv. sliding_window: the number of positions a token sees, up to and including its own; 0:
-// all. softcap c replaces a logit x by c tanh(x / c); 0: no change.
+// all. softcap c replaces a logit x by c tanh(x / c); 0: no change. sinks [heads], unless null: one
+// more logit of each head's softmax, without a value.
 struct Attention : Call {
     const void* query;
     const void* key_cache;
@@ -197,6 +198,7 @@ struct Attention : Call {
     int64_t heads, kv_heads, head_dim, block_size, sliding_window;
     int64_t cache_dtype, group;
     double scale, softcap;
+    const float* sinks;
 };
 
 enum Epilogue : int32_t { PLAIN = 0, GATED = 1, GATED_GELU = 2 };

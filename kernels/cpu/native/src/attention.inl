@@ -212,15 +212,13 @@ struct Attender {
         soon_head = (item - r.first_item) % plan.kv_heads;
     }
 
-    void finish(float* row, T* out) {
-        Running::divide(row, running_row);
-        rows.store(row, out);
-    }
-
-    T* out_of(const Request& r, int64_t token, int64_t row, int64_t kv_head) const {
-        int64_t head = kv_head * plan.group + row % plan.group;
-        return (T*)a.out +
-               ((r.first_token + token + row / plan.group) * a.heads + head) * a.head_dim;
+    // row: the index of a row of the tile, whose sums are `sums`.
+    void finish(const Request& r, int64_t token, int64_t row, int64_t kv_head, float* sums) {
+        const int64_t head = kv_head * plan.group + row % plan.group;
+        if (a.sinks) Running::divide_with_sink(sums, running_row, (float)(a.sinks[head] * LOG2_E));
+        else Running::divide(sums, running_row);
+        rows.store(sums, (T*)a.out + ((r.first_token + token + row / plan.group) * a.heads + head) *
+                                         a.head_dim);
     }
 
     // A tile's rows in the shared memory of pieces.
@@ -262,7 +260,7 @@ struct Attender {
                 Running::join(total + row * running_row, piece + row * running_row, running_row);
         }
         for (int64_t row = 0; row < num_rows; row++)
-            finish(total + row * running_row, out_of(r, token, row, kv_head));
+            finish(r, token, row, kv_head, total + row * running_row);
     }
 
     // The second phase: joins the pieces of a KV head's rows of one query tile.
@@ -274,7 +272,7 @@ struct Attender {
             float* joined = first + row * running_row;
             for (int64_t split = 1; split < r.splits; split++)
                 Running::join(joined, joined + split * num_rows * running_row, running_row);
-            finish(joined, out_of(r, token, row, kv_head));
+            finish(r, token, row, kv_head, joined);
         }
     }
 };

@@ -210,7 +210,20 @@ struct Running {
     // Sums of values over the sum of weights. Adding 0 makes a negative zero positive, so that the
     // result does not show whether a masked key's 0 * value was added.
     static void divide(float* row, int64_t size) {
-        Vec factor(1.0f / Vec::load(row + TOTAL).sum());
+        multiply(row, size, 1.0f / Vec::load(row + TOTAL).sum());
+    }
+    // The same with one more weight in the sum, that of a sink: a score in powers of 2, which may be
+    // larger than the row's maximum.
+    static void divide_with_sink(float* row, int64_t size, float sink) {
+        const float maximum = std::max(row[0], sink);
+        const float keep = exp2_of_nonpositive(Vec(row[0] - maximum)).largest(),
+                    added = exp2_of_nonpositive(Vec(sink - maximum)).largest();
+        multiply(row, size, keep / std::fma(Vec::load(row + TOTAL).sum(), keep, added));
+    }
+
+private:
+    static void multiply(float* row, int64_t size, float by) {
+        const Vec factor(by);
         for (int64_t i = VALUES; i < size; i += Vec::LANES)
             Vec::fma(Vec::load(row + i), factor, Vec()).store(row + i);
     }

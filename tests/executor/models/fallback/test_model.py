@@ -42,6 +42,7 @@ USUAL = (
     "phi",  # a head with a bias, partial rotation
     "qwen3_moe",  # experts
     "gemma2",  # soft caps
+    "gpt_oss",  # sinks
 )
 
 

@@ -106,6 +106,8 @@ OTHERS = [
         sliding_window=4096,
         softcap=50.0,
     ),
+    budget("0.5B, sinks", 128, 40, "decode", HALF_B, sinks=torch.empty(HALF_B[0]), archs=(90,)),
+    budget("0.5B, sinks", 176, 49, "prefill", HALF_B, sinks=torch.empty(HALF_B[0]), archs=(90,)),
     budget(
         "7B, fp8 cache", 176, 46, "decode", SEVEN_B, cache_dtype=torch.float8_e4m3fn, archs=(90,)
     ),

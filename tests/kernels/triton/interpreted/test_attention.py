@@ -20,6 +20,7 @@ from quire.tests.kernels.attention_cases import (
     attention_case,
     context_slots,
     make_metadata,
+    make_sinks,
     reference_attention,
 )
 from quire.tests.kernels.case import Case
@@ -193,6 +194,22 @@ def test_windows_and_softcaps(window, softcap):
         )
         < 1e-6
     )
+
+
+def test_sinks():
+    """They join the first state of a decode's pieces, or a prefill's rows, however many programs
+    share a request, and in padding requests give zeros.
+    """
+    torch.manual_seed(10)
+    sinks = make_sinks(3)
+    case = attention_case([1, 1, 20], [2, 300, 70], (3, 1, 48), 8, FP32, 40, 0.0, sinks)
+    (exact,) = case.truth(torch.float64)
+    for num_programs, one_launch in ((1, True), (3, True), (3, False)):
+        result = attend(*case.args, num_programs=num_programs, one_launch=one_launch)
+        assert root_mean_square(result - exact) < 1e-6
+    query, keys, values, metadata, *rest = case.args
+    empty = replace(metadata, seq_lens=torch.zeros_like(metadata.seq_lens), query_lens=[1, 1])
+    assert not attend(query[:2], keys, values, empty, *rest, num_programs=2).any()
 
 
 @pytest.mark.parametrize(

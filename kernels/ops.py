@@ -265,11 +265,11 @@ def paged_attention(
     values times their scale, and keys rotated back. NQ is a multiple of NKV: query head h reads KV
     head h // (NQ / NKV). The i-th of a request's q query tokens has position seq_len - q + i and
     sees positions up to its own; with sliding_window w > 0, the last w of these (Beltagy et al.
-    2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2). With sinks
-    [NQ] fp32, contiguous, each head's sink is one more logit of all its softmaxes, without a value:
-    it only adds to their denominators (Xiao et al. 2023; gpt-oss). Softmax and sums are in fp32. A slot that none of a request's query tokens sees does not affect its result, whatever it
-    holds (uninitialised memory, another request's NaN): it is outside the context, or before the
-    window.
+    2020). With softcap c > 0 a logit x becomes c tanh(x / c) (Gemma 2). With sinks [NQ] fp32,
+    contiguous, each head's sink is one more logit of all its softmaxes, without a value: it only
+    adds to their denominators (Xiao et al. 2023; gpt-oss). Softmax and sums are in fp32. A slot
+    that none of a request's query tokens sees does not affect its result, whatever it holds
+    (uninitialised memory, another request's NaN): it is outside the context, or before the window.
     """
 
 

@@ -212,8 +212,8 @@ struct Running {
     static void divide(float* row, int64_t size) {
         multiply(row, size, 1.0f / Vec::load(row + TOTAL).sum());
     }
-    // The same with one more weight in the sum, that of a sink: a score in powers of 2, which may be
-    // larger than the row's maximum.
+    // The same with one more weight in the sum. Its score, in powers of 2, may be larger than the
+    // row's maximum.
     static void divide_with_sink(float* row, int64_t size, float sink) {
         const float maximum = std::max(row[0], sink);
         const float keep = exp2_of_nonpositive(Vec(row[0] - maximum)).largest(),

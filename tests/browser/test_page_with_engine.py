@@ -36,6 +36,12 @@ def address_without_template(tmp_path_factory):
         yield str(client.base_url)
 
 
+@pytest.fixture(scope="module")
+def two_models():
+    with running_server("first=bundled", "second=bundled", "--memory-limit", "4GiB") as client:
+        yield client
+
+
 @pytest.fixture
 def open_page(chromium):
     contexts, problems = [], []
@@ -110,3 +116,31 @@ def test_a_running_engine_is_shown_and_stopped(page) -> None:
     wait_for(page, "document.getElementById('health').textContent === 'idle'")
     cells = "[...document.querySelectorAll('#recent-rows .request > :last-child')]"
     wait_for(page, f"{cells}.some((cell) => cell.textContent === 'abort')")
+
+
+def test_the_second_of_two_models_is_chosen(open_page, two_models) -> None:
+    """It is loaded by its first message; the engine's half and a reload keep to it."""
+    page = open_page(str(two_models.base_url))
+    names = page.locator("#models option").all_text_contents()
+    assert names == ["first", "second"] and page.input_value("#models") == "first"
+    page.select_option("#models", "second")
+    page.wait_for_selector("#health[data-is=absent]")
+    assert page.input_value("#models") == "second"
+    send(page, "What is 12 + 30?")
+    page.wait_for_selector(".answer .meta button", timeout=90_000)
+    assert page.inner_text(".answer .text").strip()
+    page.wait_for_selector("#health[data-is=ready]")
+    page.wait_for_selector("#recent-rows .request")
+    answered = {
+        name: two_models.get("/v1/requests", params={"model": name}).json()["data"]
+        for name in names
+    }
+    assert [request["model"] for request in answered["second"]] == ["second"]
+    assert answered["first"] == []
+    page.reload()
+    page.wait_for_selector("#health[data-is=ready]")
+    assert page.input_value("#models") == "second"
+    page.select_option("#models", "first")
+    page.wait_for_selector("#health[data-is=ready]")
+    assert page.input_value("#models") == "first"
+    assert page.locator("#recent-rows .request").count() == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, find_architecture
-from .decoder_config import MOST, MOST_OF_A_SIZE, DecoderConfig
+from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
 
 QUIRE, TRANSFORMERS = "quire", "transformers"
 
@@ -118,6 +118,9 @@ FALLBACKS = {
     "vaultgemma": Fallback("VaultGemmaForCausalLM", head_dim=256, kv_heads=4),
 }
 
+# of those whose configuration has no layer_types
+WINDOW_IN_ALL_LAYERS = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
+
 
 @dataclass(frozen=True)
 class FallbackConfig(DecoderConfig):
@@ -195,9 +198,21 @@ def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:
         attention_bias=False,
         mlp_bias=False,
         rope=dict(hf_config.get("rope_scaling") or {}),
-        sliding_windows=(0,) * num_layers,
+        sliding_windows=_windows(hf_config, num_layers),
         hf_config=hf_config,
     )
+
+
+def _windows(hf_config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The window of each layer, 0: none, as far as config.json has it. The engine finds it out by
+    running the model; a window that is only in transformers' defaults is missing in plans.
+    """
+    window, layer_types = hf_config.get("sliding_window"), hf_config.get("layer_types")
+    if layer_types is None and hf_config["model_type"] in WINDOW_IN_ALL_LAYERS:
+        layer_types = [SLIDING] * num_layers
+    if type(window) is not int or type(layer_types) is not list or len(layer_types) < num_layers:
+        return (0,) * num_layers
+    return tuple(window if kind == SLIDING else 0 for kind in layer_types[:num_layers])
 
 
 _RECURRENT = "its layers keep a recurrent state, which the KV cache has no place for"

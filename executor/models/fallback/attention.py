@@ -38,6 +38,7 @@ class PagedAttention:
     sinks: torch.Tensor | None  # [num_heads] fp32
     key_cache: Any = None  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: Any = None
+    kv_cache_group: int = 0  # of its block table, set with the cache
 
 
 class _Step(local):
@@ -102,6 +103,8 @@ def attend(
         return _explore(module, query, key, value, scaling, window, softcap, s_aux), None
     layer: Any = module.quire_attention
     metadata: Any = _step.metadata
+    if metadata.groups:
+        metadata = metadata.groups[layer.kv_cache_group]
     ops = layer.ops
     query, key, value = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     ops.reshape_and_cache(key, value, layer.key_cache, layer.value_cache, metadata.slot_mapping)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire import SamplingParams
 from quire.executor.models.fallback.faster import (
     QuireMLP,
     QuireNorm,
@@ -27,6 +28,8 @@ from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_mo
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.models.fallback_architectures import FALLBACKS
+from quire.ipc.models.kv_layout import KVLayout
+from quire.tests.client_forms import make_engine
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
 from quire.tests.tiny_fallbacks import HEAD_DIM, VOCAB_SIZE, save_tiny_fallback
 from safetensors.torch import load_file, save_file
@@ -90,13 +93,16 @@ def test_exact_whole_chunked_cached_alone_and_batched(model_type, tmp_path):
     executor = start(tmp_path)
     model = executor.worker.model
     assert isinstance(model, TransformersModel)
+    # the plan, which does not run the model, has the same groups of layers
+    layers = model.attention_layers()
+    assert model.config.sliding_windows == tuple(layer.sliding_window for layer in layers)
     driver, params = Driver(executor), greedy(logprobs=2)
 
     alone = driver.add("alone", prompt(37, 1), params)
     driver.run(NUM_TOKENS)
     assert_greedy(oracle, alone)
 
-    cached = driver.add("cached", alone.prompt, params, cached_blocks=alone.block_ids[:2])
+    cached = driver.add("cached", alone.prompt, params, cached_blocks=alone.block_ids[: 2 * driver.num_groups])
     driver.run(NUM_TOKENS)
     chunked = driver.add("chunked", alone.prompt, params)
     beside = driver.add("beside", prompt(21, 2), params)
@@ -253,6 +259,45 @@ def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
     assert kv_bytes_per_token(sizes.config, dtype) * BLOCK_SIZE == worker.block_bytes
     planned = make_plan(EngineArgs(str(directory), dtype=dtype, quantization=quantization))
     assert planned.weights_bytes == sizes.weights_bytes(dtype, quantization)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "windows"), [("gpt_oss", (0, 8, 8)), ("gemma3_text", (8,))]
+)
+def test_windows_return_blocks(model_type, windows, made):
+    """There are as many blocks as one sequence needs if it returns them. Two sequences, which
+    preempt each other, have transformers' tokens.
+    """
+    directory, oracle = made(model_type)
+    most = KVLayout(8, windows, max_new_tokens=16).most_blocks(128)
+    assert most < len(windows) * 128 // 8
+    engine = make_engine(
+        model=str(directory),
+        skip_tokenizer_init=True,
+        model_impl="transformers",
+        max_model_len=128,
+        block_size=8,
+        max_num_batched_tokens=16,
+        num_scheduler_steps=1,
+        num_gpu_blocks_override=most + 1,
+    )
+    try:
+        assert engine.client._engine.core.executor.kv_cache_windows == windows
+        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+        prompts = {"a": prompt(112, 5), "b": prompt(90, 6)}
+        for request_id, token_ids in prompts.items():
+            engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
+        answers: dict[str, list[int]] = {name: [] for name in prompts}
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                answers[output.request_id] = list(output.outputs[0].token_ids)
+        for name, answer in answers.items():
+            with torch.inference_mode():
+                whole = torch.tensor([prompts[name] + answer])
+                expected = oracle(whole, use_cache=False).logits[0].argmax(-1)
+            assert answer == expected[len(prompts[name]) - 1 : -1].tolist()
+    finally:
+        engine.shutdown()
 
 
 def test_longrope_beyond_its_original_length_is_refused(made, tmp_path):

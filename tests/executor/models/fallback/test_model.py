@@ -102,7 +102,9 @@ def test_exact_whole_chunked_cached_alone_and_batched(model_type, tmp_path):
     driver.run(NUM_TOKENS)
     assert_greedy(oracle, alone)
 
-    cached = driver.add("cached", alone.prompt, params, cached_blocks=alone.block_ids[: 2 * driver.num_groups])
+    cached = driver.add(
+        "cached", alone.prompt, params, cached_blocks=alone.block_ids[: 2 * driver.num_groups]
+    )
     driver.run(NUM_TOKENS)
     chunked = driver.add("chunked", alone.prompt, params)
     beside = driver.add("beside", prompt(21, 2), params)
@@ -261,9 +263,7 @@ def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
     assert planned.weights_bytes == sizes.weights_bytes(dtype, quantization)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "windows"), [("gpt_oss", (0, 8, 8)), ("gemma3_text", (8,))]
-)
+@pytest.mark.parametrize(("model_type", "windows"), [("gpt_oss", (0, 8, 8)), ("gemma3_text", (8,))])
 def test_windows_return_blocks(model_type, windows, made):
     """There are as many blocks as one sequence needs if it returns them. Two sequences, which
     preempt each other, have transformers' tokens.

@@ -19,6 +19,7 @@ from ..ipc.errors import ModelLoadError
 from ..ipc.json_files import read_json
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.models.architectures import text_part
+from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import unread_keys
 from ..ipc.models.gguf import read_gguf
 from ..ipc.models.gguf_config import gguf_config
@@ -171,8 +172,12 @@ class Worker:
             num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
             kind = "blocks of the file"
         quantization = None if directory is None else self._quantization_of(directory)
-        if quantization is not None and make.multiplies_blocks:
-            shapes = {name: list(tensor.shape) for name, tensor in model.weights()}
+        if directory is not None and quantization is not None and make.multiplies_blocks:
+            shapes = (
+                read_stored_weights(directory, quantization).kept
+                if hasattr(model, "plan_conversions")
+                else {name: list(tensor.shape) for name, tensor in model.weights()}
+            )
             num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)
             kind = f"{quantization.method} weights"
         check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))

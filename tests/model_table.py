@@ -11,7 +11,7 @@ from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models.architectures import ARCHITECTURES
-from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED
+from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED, WITH_CONV1D
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -38,7 +38,8 @@ def supported() -> Iterator[str]:
         )
     for model_type, fallback in FALLBACKS.items():
         if (architecture := fallback.architecture) not in ARCHITECTURES:
-            formats = ["safetensors", *([gguf[architecture]] if architecture in gguf else [])]
+            formats = ["safetensors", *([] if model_type in WITH_CONV1D else [QUANTIZED])]
+            formats += [gguf[architecture]] if architecture in gguf else []
             yield (
                 f"| `{architecture}` | `{model_type}` | transformers | {'; '.join(formats)} | "
                 f"transformers, `pytest -m all_models` |"

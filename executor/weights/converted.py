@@ -5,6 +5,7 @@ Must not know: architectures, what a parameter is for, requests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,59 +15,63 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.checkpoint import FLOAT_BYTES, find_weight_files, read_header
+from ...ipc.models.checkpoint import StoredWeights, read_stored_weights
+from ...ipc.models.quantization_config import CheckpointQuantization
+from .packed_rows import PackedRows
+from .quantized import QuantizedWeights
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[str, float], None]
-Fill = Callable[[torch.Tensor, torch.Tensor], None]
+Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
 
 
-def load_converted_weights(model: Any, directory: Path, report: Report, fill: Fill) -> None:
+def load_converted_weights(
+    model: Any,
+    directory: Path,
+    report: Report,
+    fill: Fill,
+    quantization: CheckpointQuantization | None = None,
+) -> None:
     """As loader.load_weights, for a model with `plan_conversions(stored names)`.
+
+    Quantized weights that are one tensor of the model by themselves reach `fill` as blocks. Others,
+    as those of experts, are unpacked to the model's dtype, and the log says so.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, and for a wrong shape or type.
     """
     missing, tied = dict(model.weights()), model.tied_weights()
-    origin: dict[str, Path] = {}
-    for path in find_weight_files(directory):
-        for name, tensor in read_header(path).items():
-            if name in origin:
-                raise ModelLoadError(f"{path}: tensor {name} is also in {origin[name].name}")
-            if tensor.dtype not in FLOAT_BYTES:
-                raise ModelLoadError(
-                    f"{path}: tensor {name} is of type {tensor.dtype:.20}; supported: "
-                    f"{', '.join(FLOAT_BYTES)} (no quantized weights)"
-                )
-            origin[name] = path
+    stored = read_stored_weights(directory, quantization)
     try:
-        conversions = model.plan_conversions(list(origin))
+        conversions = model.plan_conversions(list(stored.shapes))
     except ModelLoadError as error:
         raise ModelLoadError(f"{directory}: {error}") from error
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
+    dtype = next(iter(missing.values())).dtype
     sources: dict[str, str] = {}
     try:
         with ExitStack() as stack:
-            files = {
-                path: stack.enter_context(safe_open(path, framework="pt"))
-                for path in dict.fromkeys(origin.values())
-            }
-
-            def read(name: str) -> torch.Tensor:
-                return files[origin[name]].get_tensor(name)
-
+            read = _Reader(stored, stack, quantization, dtype)
             for conversion in conversions:
-                found = conversion.convert([read(name) for name in conversion.sources])
+                found: dict[str, torch.Tensor | PackedRows]
+                if conversion.is_plain:
+                    found = {conversion.target: read(conversion.sources[0])}
+                else:
+                    found = conversion.convert([read.unpacked(name) for name in conversion.sources])
                 for name, values in found.items():
-                    sources.setdefault(name, conversion.sources[0])
+                    source = sources.setdefault(name, conversion.sources[0])
                     if name in tied:
                         continue
                     if name not in missing:
                         raise ModelLoadError(f"{directory}: tensor {name:.100} is there twice")
                     tensor = missing.pop(name)
-                    if values.shape != tensor.shape:
+                    is_packed = isinstance(values, PackedRows)
+                    shape = stored.shapes[source] if is_packed else list(values.shape)
+                    if shape != list(tensor.shape):
                         raise ModelLoadError(
-                            f"{origin[conversion.sources[0]]}: tensor {conversion.sources[0]} has "
-                            f"shape {list(values.shape)}, the model needs {list(tensor.shape)}"
+                            f"{stored.origin.get(source, directory)}: tensor {source} has shape "
+                            f"{shape}, the model needs {list(tensor.shape)}"
                         )
                     num_loaded += tensor.numel()
                     fill(tensor, values)
@@ -75,14 +80,62 @@ def load_converted_weights(model: Any, directory: Path, report: Report, fill: Fi
                 if (
                     name in sources
                     and original in sources
-                    and not torch.equal(read(sources[name]), read(sources[original]))
+                    and not torch.equal(
+                        read.unpacked(sources[name]), read.unpacked(sources[original])
+                    )
                 ):
                     raise ModelLoadError(
-                        f"{origin[sources[name]]}: tensor {sources[name]} differs from the "
-                        f"embedding, yet the config says tie_word_embeddings"
+                        f"{directory}: tensor {sources[name]} differs from the embedding, yet the "
+                        f"config says tie_word_embeddings"
                     )
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{directory}: not readable safetensors files: {error}") from error
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{directory}: no file has the tensor {next(iter(missing))}{more}")
+
+
+class _Reader:
+    """Reads weights, of which each may be stored as several tensors."""
+
+    def __init__(
+        self,
+        stored: StoredWeights,
+        stack: ExitStack,
+        quantization: CheckpointQuantization | None,
+        dtype: torch.dtype,
+    ):
+        """dtype: of what is unpacked. The files stay open until `stack` ends."""
+        self._stored, self._dtype = stored, dtype
+        self._files = {
+            path: stack.enter_context(safe_open(path, framework="pt"))
+            for path in dict.fromkeys(stored.origin.values())
+        }
+        shapes = {name: stored.shapes[name] for name in stored.quantized}
+        self._quantized = QuantizedWeights(shapes, quantization, set(stored.origin))
+        self._has_logged = False
+
+    def __call__(self, name: str) -> torch.Tensor | PackedRows:
+        if name not in self._stored.quantized:
+            return self._tensor(name)
+        values = None
+        for part in self._stored.quantized[name]:
+            values = self._quantized.add(part, self._tensor(part), self._dtype)
+        assert values is not None
+        return values
+
+    def unpacked(self, name: str) -> torch.Tensor:
+        values = self(name)
+        if not isinstance(values, PackedRows):
+            return values
+        if not self._has_logged:
+            logger.info(
+                "%s and others are unpacked to %s: the model has several weights in one tensor",
+                name,
+                self._dtype,
+            )
+            self._has_logged = True
+        return values.dequantized(self._dtype)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._files[self._stored.origin[name]].get_tensor(name)

@@ -57,7 +57,7 @@ def load_weights(
         times.log()
         return
     if hasattr(model, "plan_conversions"):
-        load_converted_weights(model, directory, report, fill)
+        load_converted_weights(model, directory, report, fill, quantization)
         return
     missing = dict(model.weights())
     tied = model.tied_weights()

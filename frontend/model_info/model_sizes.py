@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ipc.models.architectures import ARCHITECTURES
-from ...ipc.models.checkpoint import find_weight_files, read_header
+from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.fallback_architectures import (
     FALLBACKS,
@@ -26,6 +26,7 @@ from ...ipc.models.fallback_architectures import (
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, is_gguf, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.models.quantization_config import parse_quantization
 
 # kernels/triton/cut.py: tokens listed for a cut, their orders and masses
 SAMPLING_ROW_BYTES = 2 * 8192 * 8
@@ -90,6 +91,7 @@ class StoredSizes(ModelSizes):
     """Sizes of a model whose tensors are known from its files alone."""
 
     shapes: Mapping[str, list[int]]
+    kept: Mapping[str, list[int]]  # of quantized weights that may stay blocks
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
         """As of ModelSizes. Embeddings, experts and vectors keep the dtype."""
@@ -121,27 +123,22 @@ def measure_model(
     """
     implementation, name = choose_implementation(hf_config, model_impl)
     if implementation == TRANSFORMERS:
-        shapes = _stored_shapes(Path(directory))
+        kept: Mapping[str, list[int]] = {}
+        if is_gguf(path := Path(directory)):
+            file = tensors_by_name(read_gguf(path))
+            shapes = {name: list(tensor.shape) for name, tensor in file.items()}
+        else:
+            stored = read_stored_weights(path, parse_quantization(hf_config))
+            shapes, kept = stored.shapes, stored.kept
         config = parse_fallback_config(hf_config)
         architecture = FALLBACKS[name].architecture
         num_parameters = sum(map(prod, shapes.values()))
-        return StoredSizes(architecture, config, num_parameters, 0, shapes)
+        return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
     config = ARCHITECTURES[name].parse(hf_config)
     shapes = ARCHITECTURES[name].weight_shapes(config)
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
     num_fp32 = sum(map(prod, norms)) if config.fp32_norms else 0
     return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
-
-
-def _stored_shapes(path: Path) -> dict[str, list[int]]:
-    """Shapes of the tensors of a directory or a GGUF file; of the latter by the model's names."""
-    if is_gguf(path):
-        return {name: list(found.shape) for name, found in tensors_by_name(read_gguf(path)).items()}
-    return {
-        name: header.shape
-        for file in find_weight_files(path)
-        for name, header in read_header(file).items()
-    }
 
 
 def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:

@@ -261,6 +261,8 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     quantization = parse_quantization(model_config.hf_config)
     if quantization is None:
         return None
+    if isinstance(sizes, StoredSizes):
+        shapes = dict(sizes.kept)
     dense = sizes.weights_bytes(model_config.dtype)
     saved = saved_bytes(shapes, quantization, DTYPE_BYTES[model_config.dtype])
     return dense - saved if saved else None

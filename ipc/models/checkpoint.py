@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from math import prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,7 @@ from ..json_files import check_regular_file, read_json
 from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
 from .quantization_config import CheckpointQuantization
-from .quantized_tensors import UNUSED, StoredPart, parts_of
+from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
 from .stacked_experts import stacked_pieces
 
 SINGLE_FILE = "model.safetensors"
@@ -150,6 +150,58 @@ def check_checkpoint(
             f"{directory}: no file has the tensor {missing[0]}{more}; read: {read}"
         )
     return origin
+
+
+class StoredWeights(NamedTuple):
+    """The tensors of a checkpoint, without a model's names to compare them with."""
+
+    origin: dict[str, Path]  # stored tensor -> its file
+    shapes: dict[str, list[int]]  # of all weights
+    quantized: dict[str, list[str]]  # weight -> the tensors that are stored for it
+
+    @property
+    def kept(self) -> dict[str, list[int]]:
+        """Shapes of the quantized weights that memory may hold as blocks: transformers has one
+        tensor for all experts of a layer.
+        """
+        return {name: self.shapes[name] for name in self.quantized if ".experts." not in name}
+
+
+def read_stored_weights(
+    directory: Path, quantization: CheckpointQuantization | None
+) -> StoredWeights:
+    """Raises ModelLoadError, naming file and tensor, for a name that is there twice, a type that
+    cannot be read, and a tensor of a quantized weight that is missing or has another shape.
+    """
+    stored: dict[str, tuple[Path, StoredTensor]] = {}
+    shapes: dict[str, list[int]] = {}
+    for path in find_weight_files(directory):
+        for name, tensor in read_header(path).items():
+            if name in stored:
+                raise ModelLoadError(f"{path}: tensor {name} is also in {stored[name][0].name}")
+            stored[name] = path, tensor
+            layer, _, part = name.rpartition(".")
+            weight = f"{layer}.weight"
+            found = quantization.format_of(weight, [0, 0]) if quantization is not None else None
+            if found and (shape := shape_of_weight(part, tensor.dtype, tensor.shape, found)):
+                shapes[weight] = shape
+    parts = parts_of(shapes, quantization)
+    quantized: dict[str, list[str]] = {weight: [] for weight in shapes}
+    origin: dict[str, Path] = {}
+    for name, (path, tensor) in stored.items():
+        if quantization is not None and name.endswith(UNUSED) and name not in parts:
+            continue
+        allowed = parts.get(name) or StoredPart(name, tuple(FLOAT_BYTES), (tensor.shape,))
+        _check_tensor(path, name, tensor, {name: allowed})
+        origin[name] = path
+        if name in parts:
+            quantized[allowed.weight].append(name)
+        else:
+            shapes[name] = tensor.shape
+    for name, part in parts.items():
+        if part.is_required and name not in origin:
+            raise ModelLoadError(f"{directory}: no file has the tensor {name}")
+    return StoredWeights(origin, shapes, quantized)
 
 
 def _check_tensor(

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, find_architecture
 from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
+from .quantization_config import parse_quantization
 
 QUIRE, TRANSFORMERS = "quire", "transformers"
 
@@ -122,6 +123,9 @@ FALLBACKS = {
 WINDOW_IN_ALL_LAYERS = {"ministral3", "mistral", "mixtral", "phi3", "phimoe", "starcoder2"}
 
 
+WITH_CONV1D = ("gpt-sw3", "gpt2")  # transposed linear layers, in the words of transformers
+
+
 @dataclass(frozen=True)
 class FallbackConfig(DecoderConfig):
     hf_config: Mapping[str, Any] = field(default_factory=dict)  # what transformers reads
@@ -160,10 +164,11 @@ def parse_fallback_config(hf_config: Mapping[str, Any]) -> FallbackConfig:
     Raises ModelLoadError, naming the key, for one that is missing or out of range.
     """
     known = FALLBACKS[hf_config["model_type"]]
-    if hf_config.get("quantization_config"):
+    quantization = parse_quantization(dict(hf_config))  # refuses what is unsupported
+    if quantization is not None and hf_config["model_type"] in WITH_CONV1D:
         raise ModelLoadError(
-            "config.json: quantization_config is not supported for models that run through "
-            "transformers"
+            f"config.json: quantization_config is not supported for {hf_config['model_type']}, "
+            f"whose linear layers are transposed"
         )
 
     def size(name: str, default: int | None = None) -> int:

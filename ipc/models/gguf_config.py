@@ -236,8 +236,8 @@ def _rope_scaling(
         if (factors := read_rope_factors(file, name)) is not None
     }:
         original = own.get(f"{prefix}original_context_length")
-        known = {} if original is None else {_ORIGINAL: original}
-        return {"rope_type": "longrope"} | long | known
+        length = {} if original is None else {_ORIGINAL: original}
+        return {"rope_type": "longrope"} | long | length
     parameters = {key.removeprefix(prefix): own[key] for key in own if key.startswith(prefix)}
     if "rope.scale_linear" in own:  # of old files
         parameters = {"type": "linear", "factor": own["rope.scale_linear"]} | parameters

@@ -56,6 +56,27 @@ def parts_of(
     return parts
 
 
+def shape_of_weight(
+    part: str, dtype: str, shape: list[int], found: WeightFormat
+) -> list[int] | None:
+    """The shape of the weight whose numbers are in the stored tensor LAYER.`part`; None for other
+    tensors.
+    """
+    if len(shape) != 2:
+        return None
+    (rows, columns), per_word = shape, 32 // found.bits
+    match found.layout, part:
+        case "awq", "qweight":
+            return [columns * per_word, rows]
+        case "gptq", "qweight":
+            return [columns, rows * per_word]
+        case "packed", "weight_packed":
+            return [rows, columns * per_word]
+        case "plain", "weight" if dtype in (E4M3, "I8"):
+            return shape
+    return None
+
+
 def stored_parts(name: str, shape: list[int], found: WeightFormat) -> dict[str, StoredPart]:
     """Name in the checkpoint -> tensor, for a weight [rows, columns] of the model.
 

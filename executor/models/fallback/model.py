@@ -77,7 +77,7 @@ class TransformersModel:
         if make.device.type != "cpu":
             raise ModelLoadError("models that run through transformers need device=cpu")
         self.config, self.ops = config, make.ops
-        hf_config = dict(config.hf_config)
+        hf_config = {k: v for k, v in config.hf_config.items() if k != "quantization_config"}
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
         check_rope(hf, max_model_len)
         self._model = model = _build(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], hf, make.dtype)
@@ -141,7 +141,7 @@ class TransformersModel:
         conversions = plan_conversions(self._model, names, stored)
         for conversion in conversions:
             if conversion.target in self._transposed:
-                conversion.convert = _transposed(conversion.convert)
+                conversion.convert, conversion.is_plain = _transposed(conversion.convert), False
         return conversions
 
     @torch.inference_mode()

@@ -32,6 +32,7 @@ class Conversion:
     # values of the sources, in order -> values by name in the model
     convert: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
     target: str  # the first of its names
+    is_plain: bool = False  # one tensor under another name
 
 
 def plan_conversions(model: Any, names: set[str], stored: Iterable[str]) -> list[Conversion]:
@@ -56,7 +57,7 @@ def plan_conversions(model: Any, names: set[str], stored: Iterable[str]) -> list
                 continue
             raise ModelLoadError(f"the model has no place for tensor {name:.100}")
         if pattern is None:
-            plain.append(Conversion([name], _renamed(target), target))
+            plain.append(Conversion([name], _renamed(target), target, is_plain=True))
         else:
             joined.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
     return plain + [

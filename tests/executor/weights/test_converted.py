@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 class Stack:
     sources: list[str]
     target: str
+    is_plain: bool = False
 
     def convert(self, values: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         return {self.target: torch.stack(values) if len(values) > 1 else values[0]}

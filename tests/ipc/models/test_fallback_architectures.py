@@ -99,7 +99,7 @@ def test_sizes_are_those_that_transformers_reads(model_type: str) -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers must be an integer from 1 to 1,024"),
         ({"vocab_size": "many"}, "vocab_size must be an integer from 1"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quant_method 'hqq' is not supported"),
     ],
     ids=str,
 )

@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "mixtral": "llama",
+    "gpt_oss": "gpt-oss",
 }
 SHIFTED = ("gemma", "gemma2", "nemotron")  # norms are stored with 1 added
 PERMUTED = ("mixtral",)
@@ -55,17 +56,23 @@ def write_fallback_gguf(
     fused: dict[str, list[np.ndarray]] = {}
     for name, parameter in model.named_parameters():
         parts = {name: parameter.data}
-        if name.endswith("experts.gate_up_proj"):
+        if "experts.gate_up_proj" in name and config.model_type == "gpt_oss":
+            rows = parameter.data if name.endswith("_bias") else parameter.data.transpose(1, 2)
+            halves = (rows[:, ::2], rows[:, 1::2])
+            parts = {name.replace("gate_up", half): t for half, t in zip(("gate", "up"), halves)}
+        elif name.endswith("experts.down_proj") and config.model_type == "gpt_oss":
+            parts = {name: parameter.data.transpose(1, 2)}
+        elif name.endswith("experts.gate_up_proj"):
             gate, up = parameter.data.chunk(2, 1)
             stem = name.removesuffix("gate_up_proj")
             parts = {f"{stem}gate_proj": gate, f"{stem}up_proj": up}
         for part, tensor in parts.items():
-            found = names.get_name(part, (".weight", ".bias"))
+            found = names.get_name(part.replace("_bias", ".bias"), (".weight", ".bias"))
             assert found is not None, part
-            found += ".weight" if tensor.dim() == 3 else ""
+            found += "" if found.endswith((".weight", ".bias")) else ".weight"
             shift = 1.0 if name.endswith("norm.weight") and config.model_type in SHIFTED else 0.0
-            values = (tensor.squeeze(0) if tensor.shape[0] == 1 else tensor).numpy()
-            is_plain = values.ndim == 1 or "ffn_gate_inp" in found
+            values = (tensor.squeeze(0) if tensor.shape[0] == 1 else tensor).contiguous().numpy()
+            is_plain = values.ndim == 1 or "ffn_gate_inp" in found or found.endswith(".bias")
             packed, kind = quantize(values + np.float32(shift), "F32" if is_plain else type)
             exact = torch.from_numpy(gguf.dequantize(packed, kind).copy())
             tensor.copy_((exact.double() - shift).view(tensor.shape))
@@ -119,7 +126,12 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
             writer.add_expert_used_count(config.num_experts_per_tok)
     if "moe_intermediate_size" in given:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type in ("gemma2", "cohere2", "exaone4") and config.sliding_window:
+    if config.model_type == "gpt_oss":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if config.model_type in ("gemma2", "cohere2", "exaone4", "gpt_oss") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if config.model_type == "exaone4" and config.sliding_window:
         writer.add_sliding_window_pattern([t == "sliding_attention" for t in config.layer_types])

@@ -82,19 +82,36 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
 
 
 def tensors_of_file(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors to fill under the names and in the shapes of a GGUF file: stacked experts have
-    gate and up apart, [experts, rows, columns] each.
+    """The tensors to fill under the names and in the shapes of a GGUF file: all names end with
+    weight or bias, and stacked experts have gate and up apart, [experts, rows, columns] each.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in model.weights():
-        if name.endswith(".experts.gate_up_proj"):
-            gate, up = tensor.chunk(2, 1)
-            tensors[f"{name.removesuffix('gate_up_proj')}gate_proj.weight"] = gate
-            tensors[f"{name.removesuffix('gate_up_proj')}up_proj.weight"] = up
-        else:
-            is_expert = name.endswith(".experts.down_proj")
-            tensors[f"{name}.weight" if is_expert else name] = tensor
+        stem, kind = name, "weight"
+        if name.endswith((".weight", ".bias")):
+            stem, _, kind = name.rpartition(".")
+        elif name.endswith("_bias"):
+            stem, kind = name.removesuffix("_bias"), "bias"
+        parts = {stem: tensor}
+        if stem.endswith(".experts.gate_up_proj"):
+            gate, up = _gate_and_up(tensor, model.has_transposed_experts)
+            parts = {stem.replace("gate_up_proj", "gate_proj"): gate}
+            parts[stem.replace("gate_up_proj", "up_proj")] = up
+        elif stem.endswith(".experts.down_proj") and kind == "weight":
+            parts = {stem: tensor.transpose(1, 2) if model.has_transposed_experts else tensor}
+        tensors |= {f"{part}.{kind}": values for part, values in parts.items()}
     return tensors
+
+
+def _gate_and_up(tensor: torch.Tensor, is_transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of gate_up_proj: [experts, 2 * rows, columns], or of gpt-oss [experts, columns,
+    2 * rows] and its bias, where both take turns.
+    """
+    if not is_transposed:
+        gate, up = tensor.chunk(2, 1)
+        return gate, up
+    gate, up = tensor[..., ::2], tensor[..., 1::2]
+    return (gate, up) if tensor.dim() == 2 else (gate.transpose(1, 2), up.transpose(1, 2))
 
 
 def _vector(packed: PackedRows, name: str, norm_offset: float) -> torch.Tensor:

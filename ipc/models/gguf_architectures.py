@@ -52,6 +52,7 @@ QUERY_GROWTH = "llama_4_scaling_beta"  # a key of rope_scaling
 _BIASES = {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
 _EXPERT_SIZE = {"moe_intermediate_size": "ffn_gate_exps.weight"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_LOCAL_EXPERTS = _EXPERTS | {"expert_count": "num_local_experts"}
 
 
 @dataclass(frozen=True)
@@ -225,6 +226,17 @@ GGUF_ARCHITECTURES = {
         {"post_attention_norm": "post_attention_layernorm"},
         presence=_BIASES | {"attention_out_bias": "attn_output.bias"},
     ),
+    "gpt-oss": GGUFArchitecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        keys=_LOCAL_EXPERTS,
+        presence={"attention_bias": "attn_q.bias"},
+    ),
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}
     ),
@@ -232,11 +244,10 @@ GGUF_ARCHITECTURES = {
 # Models that llama.cpp writes under the name of another, from which their metadata sets them apart.
 OLMO3 = GGUFArchitecture("Olmo3ForCausalLM", "olmo3")  # olmo2 with windows
 MIXTRAL = GGUFArchitecture(  # llama with experts
-    "MixtralForCausalLM", "mixtral", keys=_EXPERTS | {"expert_count": "num_local_experts"}
+    "MixtralForCausalLM", "mixtral", keys=_LOCAL_EXPERTS
 )
 VARIANTS = {"olmo2": OLMO3, "llama": MIXTRAL}
 VARIANT_KEYS = {"olmo2": ("attention.sliding_window",), "llama": ("expert_count",)}
 REFUSED_ARCHITECTURES = {
     "stablelm": "transformers does not declare that other attention functions serve it",
-    "gpt-oss": "its attention has sinks, which the attention kernels do not have",
 }

@@ -136,6 +136,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         config["rope_scaling"] = scaling
         if growth:
             scaling[QUERY_GROWTH] = growth
+        if architecture == "gpt-oss" and scaling["rope_type"] == "yarn":
+            scaling["truncate"] = False
     elif growth:
         raise ModelLoadError(f"{path}: attention.temperature_scale needs rope.scaling.type yarn")
         if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):

@@ -84,6 +84,10 @@ class TransformersModel:
         self._transposed = {
             f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D
         }
+        # of transformers' experts: their weights are [experts, inputs, outputs]
+        self.has_transposed_experts = any(
+            getattr(module, "is_transposed", False) for module in model.modules()
+        )
         head = model.get_output_embeddings()
         head_name = next(name for name, module in model.named_modules() if module is head)
         self._tied = {

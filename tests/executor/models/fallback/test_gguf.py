@@ -32,6 +32,15 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": 2},
     "qwen3_moe": {"norm_topk_prob": True},
     "mixtral": {"sliding_window": None},
+    "gpt_oss": {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 32,
+            "truncate": False,
+        },
+    },
 }
 
 
@@ -132,7 +141,7 @@ def test_blocks_are_kept_and_planned(model_type: str, tmp_path: Path) -> None:
     ("architecture", "changes", "problem"),
     [
         ("stablelm", {}, "'stablelm' is not supported: transformers does not declare"),
-        ("mamba", {}, "'mamba' is not supported; supported: llama, .*, olmoe"),
+        ("mamba", {}, "'mamba' is not supported; supported: llama, .*, gpt-oss"),
         ("gemma", {"rope.dimension_count": 8}, "must be the size of a head, 16, for GemmaFor"),
     ],
 )

@@ -138,10 +138,10 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             scaling[QUERY_GROWTH] = growth
         if architecture == "gpt-oss" and scaling["rope_type"] == "yarn":
             scaling["truncate"] = False
-    elif growth:
-        raise ModelLoadError(f"{path}: attention.temperature_scale needs rope.scaling.type yarn")
         if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
             config[_ORIGINAL] = original  # Phi-3's config.json has it here
+    elif growth:
+        raise ModelLoadError(f"{path}: attention.temperature_scale needs rope.scaling.type yarn")
     for end in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
             config[f"{end}_token_id"] = token

@@ -38,6 +38,8 @@ __all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str):
+    if name == "testing":
+        return import_module(".kernels.testing", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     value = getattr(import_module("." + _HOME[name], __name__), name)

@@ -15,6 +15,7 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
 from .executor import PendingOutput
+from .plugins import naming_plugins
 from .worker import Worker
 
 
@@ -37,7 +38,8 @@ class SingleProcessExecutor:
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
-        self.worker.load_model(report)
+        with naming_plugins():
+            self.worker.load_model(report)
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
@@ -53,7 +55,8 @@ class SingleProcessExecutor:
 
     def initialize_kv_cache(self, num_blocks: int) -> int:
         """Allocates the cache; returns its size in bytes."""
-        return self.worker.initialize_kv_cache(num_blocks)
+        with naming_plugins():
+            return self.worker.initialize_kv_cache(num_blocks)
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Allocates host memory for preempted requests.

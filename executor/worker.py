@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
 from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
 from .kv_cache_memory import KVCacheMemory, move_caches
-from .lean_import import PLUGINS
 from .models import find_model_class
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
+from .plugins import load_plugins
 from .program.step_program import NATIVE, record_step
 from .runner.block_mover import BlockMover, shortest_time
 from .runner.bursts import Bursts
@@ -57,22 +56,6 @@ logger = logging.getLogger(__name__)
 # tokens of a forward pass that measures recomputation; the larger ones only for fast models
 MEASURED_TOKENS = (8, 32)
 MEASURING_BUDGET_S = 0.02  # of start-up; a slower pass is run once
-
-
-def load_plugins() -> None:
-    """Imports the plugins of installed packages, wherever the engine runs.
-
-    A child process has none of its parent's imports. Raises ModelLoadError naming the entry point
-    that fails: a model must not run on other kernels than the user installed.
-    """
-    for plugin in entry_points(group=PLUGINS):
-        try:
-            plugin.load()
-        except Exception as error:
-            raise ModelLoadError(
-                f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
 
 class Worker:

@@ -19,8 +19,9 @@ from ..ipc.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
-# operation -> the function in ops.py whose signature and docstring are its contract
+# operation -> the function whose signature and docstring are its contract
 CONTRACTS: dict[str, Callable] = {}
+_functions: dict[str, Callable] = {}  # operation -> its default choice, see `operation`
 # operation -> implementation's name -> implementation
 _implementations: dict[str, dict[str, Implementation]] = {}
 _unimported: dict[str, str] = {}  # device -> module that registers more implementations
@@ -78,13 +79,19 @@ class OpTable:
 
 
 def operation(contract: Callable) -> Callable:
-    """Declares an operation in ops.py: the decorated function supplies name, signature and
-    docstring.
+    """Declares an operation: the decorated function supplies name, signature and docstring.
+
+    Quire's own are in ops.py. A plugin's needs an implementation named `reference` that runs
+    everywhere. Raises InvalidParameterError if there is an operation of this name already.
 
     Returns a function for occasional calls, which runs the default choice for its arguments' device
     and dtype: the one named, or that of the first floating-point tensor.
     """
     name = contract.__name__
+    if name in CONTRACTS:
+        raise InvalidParameterError(
+            "contract", f"there is an operation {name!r} already, of {CONTRACTS[name].__module__}"
+        )
     CONTRACTS[name] = contract
     _implementations[name] = {}
 
@@ -101,7 +108,22 @@ def operation(contract: Callable) -> Callable:
         dtype = (*named, *found, torch.float32)[0]
         return getattr(_default_table(tensors[0].device.type, dtype), name)(*args, **kwargs)
 
+    _functions[name] = call
     return call
+
+
+def function(op: str) -> Callable:
+    """What `operation` returned for `op`: the default choice for the arguments of each call."""
+    _check_op("op", op)
+    return _functions[op]
+
+
+def withdraw(op: str) -> None:
+    """Removes a plugin's operation with its implementations. Selected tables keep it."""
+    _check_op("op", op)
+    for by_name in (CONTRACTS, _functions, _implementations):
+        del by_name[op]
+    _default_table.cache_clear()
 
 
 def register(
@@ -197,10 +219,14 @@ def _choose(op: str, facts: Facts, override: str | None) -> Implementation:
                 "kernels", f"implementation {override!r} of {op} does not run with {facts}"
             )
         return chosen
-    # max() keeps the first of equals: the one registered first.
-    return max(
-        (i for i in _implementations[op].values() if i.predicate(facts)), key=lambda i: i.priority
-    )
+    able = [i for i in _implementations[op].values() if i.predicate(facts)]
+    if not able:
+        raise InvalidParameterError(
+            "kernels",
+            f"no implementation of {op} (of {CONTRACTS[op].__module__}) runs with {facts}; it "
+            "needs one named 'reference' that runs everywhere",
+        )
+    return max(able, key=lambda i: i.priority)  # the first of equals: the one registered first
 
 
 @functools.cache

@@ -1,4 +1,5 @@
-"""Maps architectures to model classes; `register_model` adds one from outside the package.
+"""Maps architectures to model classes; `register_model` adds one from outside the package, and
+`register_layer` replaces a layer of the built-in ones.
 
 Must not know: how a model is built; its module is imported on first use.
 
@@ -12,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
+from .layer_registry import register_layer as register_layer
 
 _MODELS: dict[str, str | type] = {
     "LlamaForCausalLM": "llama",

@@ -28,15 +28,15 @@ class Attention:
         self,
         make: LayerFactory,
         config: DecoderConfig,
-        ropes: list[Rope | None],
         layer: int,
+        ropes: list[Rope | None],
         qkv_bias: bool,
         o_bias: bool,
         qk_norm: bool,
         qk_norm_whole: bool = False,
         is_merged: bool = False,
     ):
-        """ropes: from make.ropes; layer: its index in the stack; qk_norm_whole and is_merged: see
+        """layer: its index in the stack; ropes: from make.ropes; qk_norm_whole and is_merged: see
         ipc/models/architectures.py
         """
         self.num_heads, self.num_kv_heads, self.head_dim = (
@@ -143,6 +143,7 @@ class GatedMLP:
         self,
         make: LayerFactory,
         config: DecoderConfig,
+        layer: int,
         bias: bool,
         is_merged: bool = False,
         size: int = 0,

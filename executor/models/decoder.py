@@ -7,7 +7,7 @@ Must not know: the architectures that are built from it, files, requests.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -95,8 +95,10 @@ class Decoder:
         x = residual if norm is None else norm(residual)
         for i, layer in enumerate(self.layers):
             x = layer.self_attn(x, positions, metadata)
+            check_block(layer.self_attn, x, residual)
             x = self._add(x, residual, layer.after_attention, layer.before_mlp)
             x = layer.mlp(x)
+            check_block(layer.mlp, x, residual)
             is_last = i + 1 == len(self.layers)
             following = self.norm if is_last else self.layers[i + 1].before_attention
             x = self._add(x, residual, layer.after_mlp, following)
@@ -148,3 +150,15 @@ class Decoder:
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order; each owns its key_cache and value_cache."""
         return [layer.self_attn for layer in self.layers]
+
+
+def check_block(block: Any, x: torch.Tensor, residual: torch.Tensor) -> None:
+    """Raises ValueError unless a block's result can be added to the residual stream: kernels do not
+    check sizes, and a plugin's layer may return anything.
+    """
+    if x.shape != residual.shape or x.dtype != residual.dtype:
+        kind = type(block)
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} returns {list(x.shape)} {x.dtype}; a block "
+            f"returns what it is called with, here {list(residual.shape)} {residual.dtype}"
+        )

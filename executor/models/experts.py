@@ -21,7 +21,7 @@ class MixtureOfExperts:
     one, the expert that all tokens share, times the sigmoid of its gate.
     """
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, names: ExpertsFormat):
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, names: ExpertsFormat):
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
         self.name = names.block
@@ -37,7 +37,7 @@ class MixtureOfExperts:
         ]
         self.shared: GatedMLP | None = None
         if shared_size := self.config.shared_size:
-            self.shared = GatedMLP(make, config, bias=False, size=shared_size)
+            self.shared = GatedMLP(make, config, layer, bias=False, size=shared_size)
             self.shared_gate = make.router("shared_expert_gate", hidden_size, 1)
 
     @cached_property
@@ -79,5 +79,5 @@ def experts_or_mlp(
     """The block of this layer of a model with experts, which may be dense."""
     assert names is not None and config.experts is not None
     if layer in config.experts.dense_layers:
-        return GatedMLP(make, config, bias=False)
-    return MixtureOfExperts(make, config, names)
+        return make.block(GatedMLP, config, layer, bias=False)
+    return make.block(MixtureOfExperts, config, layer, names)

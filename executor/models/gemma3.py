@@ -24,10 +24,10 @@ class Gemma3ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make, config, ropes, layer, qkv_bias=bias, o_bias=bias, qk_norm=True
+            make_attention=lambda layer: make.block(
+                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
             norms=SANDWICH_NORMS,
         )
         # transformers multiplies by a number of the model's dtype

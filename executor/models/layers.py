@@ -20,6 +20,7 @@ from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_by
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import copy_mapped, free_bytes, release_mapped
 from ..weights.packed_rows import PackedRows, copy_weights
+from .layer_registry import choose_layer
 from .rope import make_cos_sin_cache, query_scales
 
 logger = logging.getLogger(__name__)
@@ -399,12 +400,18 @@ class LayerFactory:
         bits = self._bits and HEAD_BITS
         return self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
 
+    def block(
+        self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
+    ) -> Any:
+        """The block of a layer of the stack, or what a plugin has registered in its place."""
+        return choose_layer(built_in, config, layer)(self, config, layer, *args, **kw)
+
     def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
         """A norm of the model's kind. Its offset is added to the weight when it is filled."""
         weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
         if config.norm_offset:
             self._offsets[weight.data_ptr()] = config.norm_offset
-        return RMSNorm(name, weight, config.rms_norm_eps, self.ops)
+        return choose_layer(RMSNorm, config, None)(name, weight, config.rms_norm_eps, self.ops)
 
     def ropes(self, config: DecoderConfig, num_positions: int) -> list[Rope | None]:
         """The tables of each layer, None where it does not rotate; layers share equal ones. See

@@ -26,10 +26,10 @@ class LlamaForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make, config, ropes, layer, qkv_bias=bias, o_bias=bias, qk_norm=False
+            make_attention=lambda layer: make.block(
+                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=False
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=config.mlp_bias),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=config.mlp_bias),
         )
 
 

@@ -23,8 +23,8 @@ class MixtralForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make, config, ropes, layer, qkv_bias=False, o_bias=False, qk_norm=False
+            make_attention=lambda layer: make.block(
+                Attention, config, layer, ropes, qkv_bias=False, o_bias=False, qk_norm=False
             ),
             make_mlp=lambda layer: experts_or_mlp(make, config, _ARCHITECTURE.experts, layer),
         )

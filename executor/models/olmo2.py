@@ -22,17 +22,17 @@ class Olmo2ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make,
+            make_attention=lambda layer: make.block(
+                Attention,
                 config,
-                ropes,
                 layer,
+                ropes,
                 qkv_bias=bias,
                 o_bias=bias,
                 qk_norm=True,
                 qk_norm_whole=True,
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
             norms=POST_NORMS,
         )
 

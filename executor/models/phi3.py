@@ -21,15 +21,15 @@ class Phi3ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make,
+            make_attention=lambda layer: make.block(
+                Attention,
                 config,
-                ropes,
                 layer,
+                ropes,
                 qkv_bias=False,
                 o_bias=False,
                 qk_norm=False,
                 is_merged=True,
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=False, is_merged=True),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False, is_merged=True),
         )

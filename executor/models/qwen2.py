@@ -26,8 +26,8 @@ class Qwen2ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make, config, ropes, layer, qkv_bias=True, o_bias=False, qk_norm=False
+            make_attention=lambda layer: make.block(
+                Attention, config, layer, ropes, qkv_bias=True, o_bias=False, qk_norm=False
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
         )

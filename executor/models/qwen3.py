@@ -26,8 +26,8 @@ class Qwen3ForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make, config, ropes, layer, qkv_bias=bias, o_bias=bias, qk_norm=True
+            make_attention=lambda layer: make.block(
+                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True
             ),
-            make_mlp=lambda layer: GatedMLP(make, config, bias=False),
+            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
         )

@@ -23,11 +23,11 @@ class Qwen3MoeForCausalLM(Decoder):
         super().__init__(
             make,
             config,
-            make_attention=lambda layer: Attention(
-                make,
+            make_attention=lambda layer: make.block(
+                Attention,
                 config,
-                ropes,
                 layer,
+                ropes,
                 qkv_bias=config.attention_bias,
                 o_bias=config.attention_bias,
                 qk_norm=True,

@@ -5,6 +5,7 @@ Must not know: requests beyond their slot, why something was scheduled, other pr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import islice
 from typing import Any
@@ -16,6 +17,7 @@ from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.ops import make_metadata
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
+from ..plugins import plugin_failure
 from ..program.step_program import run_op_by_op
 from ..sampling.grammar import Grammars
 from ..sampling.logprob_arrays import join_logprobs
@@ -28,6 +30,8 @@ from .device_inputs import DeviceInputMaker, DeviceTables
 from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
 from .step_inputs import StepInputMaker, StepInputs
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
 
@@ -90,7 +94,8 @@ class ModelRunner:
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes the scheduled tokens and samples the rows that are complete.
 
-        Logits that are not finite are their own row's error.
+        Logits that are not finite are their own row's error. An exception from a plugin's code ends
+        the requests of its step, except on a GPU, whose state is unknown then.
         """
         if self.launcher is not None:
             return self.launch_model(scheduler_output).result()
@@ -100,7 +105,14 @@ class ModelRunner:
             return ModelRunnerOutput([], [])
         if scheduler_output.num_lookahead_tokens and (bursts := self._bursts_for(scheduler_output)):
             return bursts.run(scheduler_output)
-        return self._end(scheduler_output, *self._begin(scheduler_output))
+        try:
+            return self._end(scheduler_output, *self._begin(scheduler_output))
+        except Exception as error:
+            slots, failure = scheduler_output.slots, plugin_failure(error)
+            if failure is None or self.device.type != "cpu":
+                raise
+            logger.error("%s", failure, exc_info=error)
+            return ModelRunnerOutput([0] * len(slots), [], errors=dict.fromkeys(slots, failure))
 
     def _bursts_for(self, scheduler_output: SchedulerOutput) -> Bursts | None:
         """The bursts that run several steps of this one in a single call, if they support it."""

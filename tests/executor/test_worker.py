@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire import LLM, SamplingParams
+from quire import LLM
 from quire.executor.runner.model_runner import NULL_BLOCK
-from quire.executor.worker import Worker, load_plugins
+from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.kernels import registry
@@ -176,52 +176,6 @@ def test_unknown_kernel_and_architecture(tiny):
         load(kernels={"rms_norm": "no_such_kernel"})
     with pytest.raises(ModelLoadError, match="architecture GPT2LMHeadModel is not supported"):
         load({"architectures": ["GPT2LMHeadModel"]})
-
-
-def install_plugin(directory, code: str) -> None:
-    """Create what pip installs for a package `my_kernels` that declares itself as a plugin."""
-    (directory / "my_kernels.py").write_text(code)
-    info = directory / "my_kernels-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_kernels\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[quire.plugins]\nmine = my_kernels\n")
-
-
-PLUGIN = """
-from quire.kernels.registry import register
-
-@register("silu_and_mul", name="mine")
-def silu_and_mul(x):
-    gate, up = x.chunk(2, dim=-1)
-    return gate.sigmoid() * gate * up
-"""
-
-
-def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypatch):
-    """The plugin is registered in the child process: it is not imported here, and naming it as an
-    override would fail if it were not registered there.
-    """
-    install_plugin(tmp_path, PLUGIN)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with LLM(engine="process", kernels={"silu_and_mul": "mine"}, dtype="float32") as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=20)
-        mine = llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs[0].token_ids
-    assert "mine" not in {
-        implementation.name for implementation in registry.implementations("silu_and_mul")
-    }
-    # once installed it is also the default; the answer is the same
-    with LLM(engine="process", dtype="float32") as llm:
-        assert llm.generate("12 + 30 =", params, use_tqdm=False)[0].outputs[0].token_ids == mine
-
-
-def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
-    install_plugin(tmp_path, "raise ValueError('no such device')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        ModelLoadError,
-        match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device",
-    ):
-        load_plugins()
 
 
 def test_unread_keys_of_the_configuration_are_logged_once(tiny, tmp_path, caplog):

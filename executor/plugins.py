@@ -1,0 +1,56 @@
+"""Plugins: installed packages with an entry point in the group `quire.plugins`, and which of them
+an exception comes from.
+
+Must not know: what plugins register.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+
+from ..ipc.errors import ModelLoadError
+from .lean_import import PLUGINS
+
+_loaded: dict[str, str] = {}  # entry point -> the module that it names
+
+
+def load_plugins() -> None:
+    """Imports the plugins of installed packages, wherever the engine runs.
+
+    A child process has none of its parent's imports. Raises ModelLoadError naming the entry point
+    that fails: a model must not run on other kernels than the user installed.
+    """
+    for plugin in entry_points(group=PLUGINS):
+        try:
+            plugin.load()
+        except Exception as error:
+            raise ModelLoadError(
+                f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        _loaded[plugin.name] = plugin.module
+
+
+def plugin_failure(error: BaseException) -> str | None:
+    """One sentence that names the plugin whose code the exception went through, or None."""
+    traceback, found = error.__traceback__, None
+    while traceback is not None:
+        module = traceback.tb_frame.f_globals.get("__name__", "")
+        for name, root in _loaded.items():
+            if module == root or module.startswith(f"{root}."):
+                found = f"the plugin {name} = {root} failed: {type(error).__name__}: {error}"
+        traceback = traceback.tb_next
+    return found
+
+
+@contextlib.contextmanager
+def naming_plugins() -> Iterator[None]:
+    """Within it, an exception from a plugin's code becomes a ModelLoadError that names it."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ModelLoadError) or (failure := plugin_failure(error)) is None:
+            raise
+        raise ModelLoadError(failure) from error

@@ -1,0 +1,137 @@
+"""Installed plugins: they reach every engine, and their faults are named."""
+
+from pathlib import Path
+
+import pytest
+from quire import LLM, SamplingParams
+from quire.executor.plugins import load_plugins
+from quire.ipc.errors import EngineStartError, ModelLoadError
+from quire.kernels import registry
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+def install_plugin(directory: Path, code: str) -> None:
+    """Create what pip installs for a package `my_kernels` that declares itself as a plugin."""
+    (directory / "my_kernels.py").write_text(code)
+    info = directory / "my_kernels-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_kernels\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[quire.plugins]\nmine = my_kernels\n")
+
+
+PLUGIN = """
+from quire.kernels.registry import register
+
+@register("silu_and_mul", name="mine")
+def silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    return gate.sigmoid() * gate * up
+"""
+
+
+def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypatch):
+    """The plugin is registered in the child process: it is not imported here, and naming it as an
+    override would fail if it were not registered there.
+    """
+    install_plugin(tmp_path, PLUGIN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LLM(engine="process", kernels={"silu_and_mul": "mine"}, dtype="float32") as llm:
+        mine = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    assert "mine" not in {
+        implementation.name for implementation in registry.implementations("silu_and_mul")
+    }
+    # once installed it is also the default; the answer is the same
+    with LLM(engine="process", dtype="float32") as llm:
+        assert llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == mine
+
+
+def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
+    install_plugin(tmp_path, "raise ValueError('no such device')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(
+        ModelLoadError,
+        match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device",
+    ):
+        load_plugins()
+
+
+WRONG_SHAPE = """
+from quire.executor.models import register_layer
+
+class Half:
+    name = "mlp"
+    def __init__(self, make, config, layer, bias, is_merged=False):
+        self.parts = [make.parameter(config.intermediate_size, config.hidden_size) for _ in "gu"]
+        self.down = make.parameter(config.hidden_size, config.intermediate_size)
+    def __call__(self, x):
+        return x[:, ::2]
+    def weights(self, prefix):
+        for name, part in zip(("gate_proj", "up_proj", "down_proj"), (*self.parts, self.down)):
+            yield f"{prefix}{name}.weight", part
+
+register_layer("GatedMLP", Half)
+"""
+NO_REFERENCE = """
+import torch
+from quire.kernels.registry import operation
+
+@operation
+def mine(x: torch.Tensor) -> torch.Tensor:
+    "x -> x"
+"""
+RAISES_AT_CONSTRUCTION = """
+from quire.executor.models import register_layer
+
+def make_layer(make, config, layer, bias, is_merged=False):
+    raise KeyError("no table for layer 0")
+
+register_layer("GatedMLP", make_layer)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (WRONG_SHAPE, r"my_kernels\.Half returns \[\d+, 128\].* here \[\d+, 256\]"),
+        (NO_REFERENCE, r"no implementation of mine \(of my_kernels\).* named 'reference'"),
+        (
+            RAISES_AT_CONSTRUCTION,
+            "the plugin mine = my_kernels failed: KeyError: 'no table for layer 0'",
+        ),
+    ],
+    ids=["wrong_shape", "no_reference", "construction"],
+)
+def test_an_engine_refuses_to_start_with_a_faulty_plugin(tmp_path, monkeypatch, code, sentence):
+    install_plugin(tmp_path, code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises((ModelLoadError, EngineStartError, ValueError), match=sentence):
+        LLM(engine="process").close()
+
+
+RAISES_LATER = """
+from quire.kernels.registry import register
+
+@register("silu_and_mul", name="mine")
+def silu_and_mul(x):
+    if len(x) >= 77:
+        raise ValueError(f"no table for {len(x)} rows")
+    gate, up = x.chunk(2, dim=-1)
+    return gate.sigmoid() * gate * up
+"""
+
+
+def test_an_exception_in_a_kernel_ends_the_requests_of_its_step(tmp_path, monkeypatch):
+    install_plugin(tmp_path, RAISES_LATER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with LLM(engine="process") as llm:
+        before = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        failing, other = llm.generate(
+            [{"prompt_token_ids": [5] * 77}, "12 + 30 ="], GREEDY, use_tqdm=False
+        )
+        after = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    problem = "the plugin mine = my_kernels failed: ValueError: no table for "
+    for output in (failing, other):  # both are in the step that fails
+        assert output.outputs[0].finish_reason == "error", output
+        assert problem in output.error
+    assert before == after

@@ -28,11 +28,11 @@ def main() -> None:
         with LLM(engine="inproc", dtype="float32", **settings) as llm:
             return llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids
 
-    mine = tokens(kernels={"silu_and_mul": "example"})
+    own_tokens = tokens(kernels={"silu_and_mul": "example"})
     print(f"the kernel ran {num_calls} times")
-    theirs = tokens(kernels={"silu_and_mul": "reference"})
-    print("same tokens as the reference:", mine == theirs)
-    if not num_calls or mine != theirs:
+    reference_tokens = tokens(kernels={"silu_and_mul": "reference"})
+    print("same tokens as the reference:", own_tokens == reference_tokens)
+    if not num_calls or own_tokens != reference_tokens:
         sys.exit(1)
 
 

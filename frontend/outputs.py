@@ -112,14 +112,14 @@ class CompletionOutput:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
-    def extend(self, news: CompletionOutput) -> None:
+    def extend(self, delta: CompletionOutput) -> None:
         """Appends the delta that follows this one."""
-        self.text += news.text
-        self.token_ids += news.token_ids
+        self.text += delta.text
+        self.token_ids += delta.token_ids
         if self.logprobs is not None:
-            self.logprobs += news.logprobs or []
-        self.cumulative_logprob = news.cumulative_logprob
-        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+            self.logprobs += delta.logprobs or []
+        self.cumulative_logprob = delta.cumulative_logprob
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
 
 @dataclass(slots=True)
@@ -162,10 +162,10 @@ class RequestOutput:
         self.error, self.error_parameter = newer.error, newer.error_parameter
 
     def _add_deltas(self, newer: list[CompletionOutput]) -> None:
-        mine = {completion.index: completion for completion in self.outputs}
-        for news in newer:
-            if news.index in mine:
-                mine[news.index].extend(news)
+        by_index = {completion.index: completion for completion in self.outputs}
+        for delta in newer:
+            if delta.index in by_index:
+                by_index[delta.index].extend(delta)
             else:
-                mine[news.index] = news
-        self.outputs = [mine[index] for index in sorted(mine)]
+                by_index[delta.index] = delta
+        self.outputs = [by_index[index] for index in sorted(by_index)]

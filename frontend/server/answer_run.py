@@ -3,7 +3,7 @@ every API, streamed or whole.
 
 Must not know: the API of the request. Its answer only encodes these events.
 
-    [Job, ...] ──▶ AnswerRun ──news()──▶ ChoiceNews, ...      each choice's new output
+    [Job, ...] ──▶ AnswerRun ──deltas()──▶ ChoiceDelta, ...   each choice's new output
                              ──written()──▶ bytes, ...        the same, encoded by the API
                              ──messages()──▶ [Message, ...]   the same, put together
 """
@@ -26,7 +26,7 @@ from .usage import Usage
 
 
 @dataclass(slots=True)
-class ChoiceNews:
+class ChoiceDelta:
     """New output of one choice.
 
     `finish_reason`: "stop", "length", "tool_calls", or None while the choice is unfinished.
@@ -41,20 +41,20 @@ class ChoiceNews:
 
 
 @dataclass(slots=True)
-class Message(ChoiceNews):
-    """A whole choice, assembled from its news."""
+class Message(ChoiceDelta):
+    """A whole choice, assembled from its deltas."""
 
     index: int = 0
     parts: list[Part] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
 
-    def add(self, news: ChoiceNews) -> None:
-        self.parts += news.parts
-        self.token_ids += news.token_ids
-        if news.logprobs is not None:
+    def add(self, delta: ChoiceDelta) -> None:
+        self.parts += delta.parts
+        self.token_ids += delta.token_ids
+        if delta.logprobs is not None:
             self.logprobs = [] if self.logprobs is None else self.logprobs
-            self.logprobs += news.logprobs
-        self.finish_reason, self.stop_reason = news.finish_reason, news.stop_reason
+            self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
     def answer(self) -> Answer:
         return collect(self.parts)
@@ -111,7 +111,7 @@ class AnswerRun:
     ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         return merged([run(self._state, self._call, job, at_once) for job in self.jobs])
 
-    async def news(self) -> AsyncGenerator[ChoiceNews, None]:
+    async def deltas(self) -> AsyncGenerator[ChoiceDelta, None]:
         """The new output of each choice."""
         async with aclosing(self._outputs()) as outputs:
             async for prompt_index, output in outputs:
@@ -122,14 +122,14 @@ class AnswerRun:
     async def messages(self) -> list[Message]:
         """The whole choices."""
         found = [Message(index) for index in range(len(self._choices))]
-        async with aclosing(self.news()) as all_news:
-            async for news in all_news:
-                found[news.index].add(news)
+        async with aclosing(self.deltas()) as deltas:
+            async for delta in deltas:
+                found[delta.index].add(delta)
         return found
 
     async def written(
         self,
-        write: Callable[[ChoiceNews], bytes],
+        write: Callable[[ChoiceDelta], bytes],
         around_text: dict[int, tuple[bytes, bytes]] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """The pieces of a stream, as `write` encodes them.
@@ -146,7 +146,7 @@ class AnswerRun:
             if prompt_index not in self.usage.num_cached_tokens:
                 self._begin(output, prompt_index)
             first = prompt_index * self._n
-            found: list[bytes | ChoiceNews] = []
+            found: list[bytes | ChoiceDelta] = []
             for completion in output.outputs:
                 index = first + completion.index
                 choice, text = self._choices[index], completion.text
@@ -177,7 +177,7 @@ class AnswerRun:
         self.usage.add_prompt(prompt_index, output)
         self.outputs.setdefault(prompt_index, output)
 
-    def _read(self, index: int, completion: CompletionOutput) -> ChoiceNews:
+    def _read(self, index: int, completion: CompletionOutput) -> ChoiceDelta:
         choice, reason = self._choices[index], completion.finish_reason
         parts = choice.parser.feed(completion.text) if completion.text else []
         if reason is not None:
@@ -197,7 +197,7 @@ class AnswerRun:
                 reason = "tool_calls"
             elif reason == "abort":  # by a pause, for example: the output is truncated
                 reason = "length"
-        return ChoiceNews(
+        return ChoiceDelta(
             index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason
         )
 

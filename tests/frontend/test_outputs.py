@@ -68,7 +68,7 @@ def test_merged_deltas_contain_all_unread_output() -> None:
 
 
 def test_merged_deltas_of_several_completions_are_matched_by_index() -> None:
-    def news(*indices: int, **fields) -> RequestOutput:
+    def delta(*indices: int, **fields) -> RequestOutput:
         completions = [
             CompletionOutput(i, f"{i}", [i], finish_reason=fields.get("finish")) for i in indices
         ]
@@ -82,9 +82,9 @@ def test_merged_deltas_of_several_completions_are_matched_by_index() -> None:
             prompt_logprobs=fields.get("prompt_logprobs"),
         )
 
-    unread = news(2, prompt_logprobs=[None])
-    unread.merge(news(0, 2))
-    unread.merge(news(1, 2, finish="stop"))
+    unread = delta(2, prompt_logprobs=[None])
+    unread.merge(delta(0, 2))
+    unread.merge(delta(1, 2, finish="stop"))
     assert [(c.index, c.text, c.token_ids, c.finish_reason) for c in unread.outputs] == [
         (0, "0", [0], None),
         (1, "1", [1], "stop"),

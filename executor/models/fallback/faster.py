@@ -159,13 +159,13 @@ def gated_form(module: nn.Module, make: LayerFactory) -> Callable | None:
     return None
 
 
-def agree(mine: torch.Tensor, theirs: Any) -> bool:
+def agree(replaced: torch.Tensor, original: Any) -> bool:
     """Whether results are equal up to the order of sums: nearly all in every bit in bf16."""
-    if not isinstance(theirs, torch.Tensor) or mine.shape != theirs.shape:
+    if not isinstance(original, torch.Tensor) or replaced.shape != original.shape:
         return False
-    if mine.dtype != theirs.dtype:
+    if replaced.dtype != original.dtype:
         return False
-    if mine.dtype == torch.float32:
-        return torch.allclose(mine, theirs, rtol=1e-5, atol=1e-5)
-    is_near = torch.allclose(mine.float(), theirs.float(), rtol=2**-7, atol=1e-6)
-    return is_near and bool((mine == theirs).float().mean() >= EQUAL_SHARE)
+    if replaced.dtype == torch.float32:
+        return torch.allclose(replaced, original, rtol=1e-5, atol=1e-5)
+    is_near = torch.allclose(replaced.float(), original.float(), rtol=2**-7, atol=1e-6)
+    return is_near and bool((replaced == original).float().mean() >= EQUAL_SHARE)

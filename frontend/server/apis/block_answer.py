@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from ..answer_run import AnswerRun, ChoiceNews
+from ..answer_run import AnswerRun, ChoiceDelta
 from ..blocks import BlockEvent, Blocks
 from ..http.call import Call
 from ..http.errors import ApiError
@@ -45,23 +45,23 @@ class BlockAnswer:
                 media_type=self.media_type,
             )
         last = None
-        async with aclosing(self._run.news()) as all_news:
-            async for last in all_news:
+        async with aclosing(self._run.deltas()) as deltas:
+            async for last in deltas:
                 self._take(last)
         assert last is not None
         return Json(self._whole(last))
 
-    def _take(self, news: ChoiceNews) -> list[BlockEvent]:
-        """Adds the news to the blocks."""
-        events = self._blocks.feed(news.parts)
-        return events if news.finish_reason is None else events + self._blocks.close()
+    def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
+        """Adds the delta to the blocks."""
+        events = self._blocks.feed(delta.parts)
+        return events if delta.finish_reason is None else events + self._blocks.close()
 
-    def _write(self, news: ChoiceNews) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         """The piece of a stream."""
         raise NotImplementedError
 
-    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
-        """The whole response, after the last news."""
+    def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
+        """The whole response, after the last delta."""
         raise NotImplementedError
 
     def _error_event(self, error: ApiError) -> bytes:

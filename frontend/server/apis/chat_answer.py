@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...answer_format import Content, Part, Reasoning, ToolCallStart
-from ..answer_run import AnswerRun, ChoiceNews, Message
+from ..answer_run import AnswerRun, ChoiceDelta, Message
 from ..http.call import Call
 from ..state import ServerState
 from ..token_logprobs import ChatLogprobs, prompt_logprobs
@@ -134,14 +134,14 @@ class ChatAnswer(OpenAIAnswer):
         self._add_tokens(choice, message)
         return choice
 
-    def _add_tokens(self, choice: ChatChoice | ChunkChoice, news: ChoiceNews) -> None:
+    def _add_tokens(self, choice: ChatChoice | ChunkChoice, delta: ChoiceDelta) -> None:
         """The log-probabilities and ids of new tokens, if they are requested."""
-        if news.logprobs is not None and self._body.logprobs:
+        if delta.logprobs is not None and self._body.logprobs:
             choice.logprobs = ChatLogprobs(
-                self._writer.chat(news.logprobs, self._body.top_logprobs or 0)
+                self._writer.chat(delta.logprobs, self._body.top_logprobs or 0)
             )
         if self._body.return_token_ids:
-            choice.token_ids = news.token_ids
+            choice.token_ids = delta.token_ids
 
     # ------------------------------------------------------------ streamed
 
@@ -153,26 +153,26 @@ class ChatAnswer(OpenAIAnswer):
     def _text_choice(self, index: int, text: str) -> ChunkChoice:
         return ChunkChoice(index=index, delta={"content": text})
 
-    def _choices(self, news: ChoiceNews) -> list[ChunkChoice]:
+    def _choices(self, delta: ChoiceDelta) -> list[ChunkChoice]:
         """One choice per part, and one for the end. Log-probabilities and token ids are added to
         the first part, or sent in an empty one if there is no part yet.
         """
         choices = [
-            ChunkChoice(index=news.index, delta=_delta(part))
-            for part in news.parts
+            ChunkChoice(index=delta.index, delta=_delta(part))
+            for part in delta.parts
             if self._shows_reasoning or not isinstance(part, Reasoning)
         ]
-        has_more = bool(self._body.logprobs and news.logprobs) or self._body.return_token_ids
-        if not choices and news.token_ids and has_more:
-            choices = [self._text_choice(news.index, "")]
+        has_more = bool(self._body.logprobs and delta.logprobs) or self._body.return_token_ids
+        if not choices and delta.token_ids and has_more:
+            choices = [self._text_choice(delta.index, "")]
         if choices:
-            self._add_tokens(choices[0], news)
-        if news.finish_reason is not None:
+            self._add_tokens(choices[0], delta)
+        if delta.finish_reason is not None:
             end = ChunkChoice(
-                index=news.index,
+                index=delta.index,
                 delta={},
-                finish_reason=news.finish_reason,
-                stop_reason=news.stop_reason,
+                finish_reason=delta.finish_reason,
+                stop_reason=delta.stop_reason,
             )
             choices.append(end)
         return choices

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...answer_format import collect
-from ..answer_run import AnswerRun, ChoiceNews, Message
+from ..answer_run import AnswerRun, ChoiceDelta, Message
 from ..http.call import Call
 from ..state import ServerState
 from ..token_logprobs import CompletionLogprobs, joined, prompt_logprobs
@@ -69,19 +69,19 @@ class CompletionAnswer(OpenAIAnswer):
         # by the index of the choice: where its next token begins in its text
         self._offsets: dict[int, int] = {}
 
-    def _choice(self, news: ChoiceNews) -> CompletionChoice:
-        choice = self._text_choice(news.index, collect(news.parts).content)
-        choice.finish_reason = cast(FinishReason | None, news.finish_reason)
+    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        choice = self._text_choice(delta.index, collect(delta.parts).content)
+        choice.finish_reason = cast(FinishReason | None, delta.finish_reason)
         if self._body.logprobs is not None:
-            choice.logprobs, self._offsets[news.index] = self._writer.completion(
-                news.logprobs or [],
-                self._offsets.get(news.index, 0),
+            choice.logprobs, self._offsets[delta.index] = self._writer.completion(
+                delta.logprobs or [],
+                self._offsets.get(delta.index, 0),
                 skips_special=self._body.skip_special_tokens is not False,
             )
-        if news.finish_reason is not None:
-            choice.stop_reason = news.stop_reason
+        if delta.finish_reason is not None:
+            choice.stop_reason = delta.stop_reason
         if self._body.return_token_ids:
-            choice.token_ids = news.token_ids
+            choice.token_ids = delta.token_ids
         return choice
 
     def _text_choice(self, index: int, text: str) -> CompletionChoice:
@@ -164,12 +164,12 @@ class CompletionAnswer(OpenAIAnswer):
             chunks.append(self._chunk([choice]))
         return b"".join(chunks)
 
-    def _choices(self, news: ChoiceNews) -> list[CompletionChoice]:
+    def _choices(self, delta: ChoiceDelta) -> list[CompletionChoice]:
         if not self._gives_tokens:
-            return [self._choice(silent) for silent in self._silent(news.index)]
-        if self._is_plain and not news.parts and news.finish_reason is None:
+            return [self._choice(silent) for silent in self._silent(delta.index)]
+        if self._is_plain and not delta.parts and delta.finish_reason is None:
             return []
-        return [self._choice(news)]
+        return [self._choice(delta)]
 
 
 def mean_logprob(message: Message) -> float:

@@ -9,7 +9,7 @@ import secrets
 from hashlib import blake2b
 from typing import Any
 
-from ..answer_run import AnswerRun, ChoiceNews
+from ..answer_run import AnswerRun, ChoiceDelta
 from ..blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
@@ -40,7 +40,7 @@ class MessagesAnswer(BlockAnswer):
             "model": model,
         }
 
-    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+    def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         content = [_content(block) for block in self._blocks.blocks]
         return self._head | {"content": content} | _stop(last) | {"usage": self._usage()}
 
@@ -54,14 +54,14 @@ class MessagesAnswer(BlockAnswer):
             "output_tokens": usage.completion_tokens,
         }
 
-    def _write(self, news: ChoiceNews) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         chunks = []
         if not self._has_begun:
             self._has_begun = True
             chunks.append(self._start())
-        chunks += [_event(event) for event in self._take(news)]
-        if news.finish_reason is not None:
-            chunks.append(named("message_delta", delta=_stop(news), usage=self._usage()))
+        chunks += [_event(event) for event in self._take(delta)]
+        if delta.finish_reason is not None:
+            chunks.append(named("message_delta", delta=_stop(delta), usage=self._usage()))
             chunks.append(named("message_stop"))
         return b"".join(chunks)
 
@@ -78,7 +78,7 @@ def named(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _stop(end: ChoiceNews) -> dict[str, Any]:
+def _stop(end: ChoiceDelta) -> dict[str, Any]:
     """The stop reason. A stop sequence is distinguished from the model's own end."""
     if end.finish_reason == "stop" and isinstance(end.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stop_reason}

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
-from ..chat_run import ChatTurn, thinking_variables
+from ..chat_turn import ChatTurn, thinking_variables
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..response_format import wants_compact_json

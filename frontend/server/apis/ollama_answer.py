@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...outputs import PositionLogprobs
-from ..answer_run import AnswerRun, ChoiceNews
+from ..answer_run import AnswerRun, ChoiceDelta
 from ..blocks import CALL, DELTA, REASONING, STOP, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
@@ -37,7 +37,7 @@ class OllamaAnswer(BlockAnswer):
         self._is_chat = is_chat
         self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not been sent yet
 
-    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+    def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         blocks = self._blocks.blocks
         said: dict[str, Any] = {"content": _text(blocks, TEXT)}
         if thinking := _text(blocks, REASONING):
@@ -46,21 +46,21 @@ class OllamaAnswer(BlockAnswer):
             said["tool_calls"] = calls
         return self._object(**said) | self._logprobs() | self._end(last.finish_reason)
 
-    def _take(self, news: ChoiceNews) -> list[BlockEvent]:
-        self._unsaid += news.logprobs or []
-        return super()._take(news)
+    def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
+        self._unsaid += delta.logprobs or []
+        return super()._take(delta)
 
-    def _write(self, news: ChoiceNews) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         objects = []
-        for what, block, text in self._take(news):
+        for what, block, text in self._take(delta):
             if what == DELTA and block.kind == TEXT:
                 objects.append(self._object(content=text))
             elif what == DELTA and block.kind == REASONING:
                 objects.append(self._object(thinking=text))
             elif what == STOP and (call := _call(block)) is not None:
                 objects.append(self._object(tool_calls=[call]))  # a call is sent whole
-        if news.finish_reason is not None:
-            objects.append(self._object() | self._end(news.finish_reason))
+        if delta.finish_reason is not None:
+            objects.append(self._object() | self._end(delta.finish_reason))
         if objects:
             objects[0] |= self._logprobs()
         return b"".join([encode(one) + b"\n" for one in objects])

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
 from ..answer_run import AnswerRun
-from ..chat_run import ChatTurn, prepare_chat, thinking_variables
+from ..chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..generation import Job, check_context
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported

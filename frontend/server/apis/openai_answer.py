@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.responses import Response
 
-from ..answer_run import AnswerRun, ChoiceNews, Message
+from ..answer_run import AnswerRun, ChoiceDelta, Message
 from ..http.call import Call
 from ..http.sse import DONE, EventStream, encode, event, json_of
 from ..state import ServerState
@@ -65,7 +65,7 @@ class OpenAIAnswer:
         """The chunks before a choice's first token."""
         raise NotImplementedError
 
-    def _choices(self, news: ChoiceNews) -> list[Any]:
+    def _choices(self, delta: ChoiceDelta) -> list[Any]:
         """What is sent of a choice's new output, one chunk each."""
         raise NotImplementedError
 
@@ -104,14 +104,14 @@ class OpenAIAnswer:
         begun: set[int] = set()
         around_text: dict[int, tuple[bytes, bytes]] = {}
 
-        def write(news: ChoiceNews) -> bytes:
+        def write(delta: ChoiceDelta) -> bytes:
             beginning = b""
-            if news.index not in begun:
-                begun.add(news.index)
-                beginning = self._beginning(news.index)
+            if delta.index not in begun:
+                begun.add(delta.index)
+                beginning = self._beginning(delta.index)
                 if self._is_plain:
-                    around_text[news.index] = self._around_text(news.index)
-            return beginning + b"".join([self._chunk([choice]) for choice in self._choices(news)])
+                    around_text[delta.index] = self._around_text(delta.index)
+            return beginning + b"".join([self._chunk([choice]) for choice in self._choices(delta)])
 
         async with aclosing(self._run.written(write, around_text)) as chunks:
             async for chunk in chunks:

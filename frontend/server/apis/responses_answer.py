@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ...outputs import PositionLogprobs
-from ..answer_run import AnswerRun, ChoiceNews
+from ..answer_run import AnswerRun, ChoiceDelta
 from ..blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
@@ -60,33 +60,33 @@ class ResponsesAnswer(BlockAnswer):
 
     # ------------------------------------------------------------ outputs of the engine
 
-    def _take(self, news: ChoiceNews) -> list[BlockEvent]:
-        events = self._blocks.feed(news.parts)
-        if news.finish_reason is not None:
+    def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
+        events = self._blocks.feed(delta.parts)
+        if delta.finish_reason is not None:
             if not self._blocks.blocks:
                 # clients expect a message, even an empty one
                 events += self._blocks.begin(TEXT)
             events += self._blocks.close()
         if self._run.params.logprobs is not None:
-            self._take_logprobs(news, events)
+            self._take_logprobs(delta, events)
         ended = [block for what, block, _ in events if what == STOP]
         self._statuses += ["completed"] * len(ended)
-        if ended and news.finish_reason == "length":
+        if ended and delta.finish_reason == "length":
             self._statuses[-1] = "incomplete"
         return events
 
-    def _take_logprobs(self, news: ChoiceNews, events: list[BlockEvent]) -> None:
+    def _take_logprobs(self, delta: ChoiceDelta, events: list[BlockEvent]) -> None:
         """In this API only text has log-probabilities.
 
         Tokens without text, such as an end of sequence, are added to the text before them.
         """
-        self._unsaid += news.logprobs or []
+        self._unsaid += delta.logprobs or []
         block = next(
             (block for what, block, _ in events if what == DELTA and block.kind == TEXT), None
         )
         if (
             block is None
-            and news.finish_reason is not None
+            and delta.finish_reason is not None
             and self._unsaid
             and self._blocks.blocks[-1].kind == TEXT
         ):
@@ -98,7 +98,7 @@ class ResponsesAnswer(BlockAnswer):
         if events:
             self._unsaid = []
 
-    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+    def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         """The final response object."""
         output = [
             self._item(block, status)
@@ -161,7 +161,7 @@ class ResponsesAnswer(BlockAnswer):
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
 
-    def _write(self, news: ChoiceNews) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         chunks = []
         if not self._num_events:
             chunks = [
@@ -169,7 +169,7 @@ class ResponsesAnswer(BlockAnswer):
                 for kind in ("created", "in_progress")
             ]
         num_ended = len(self._statuses)
-        for what, block, text in self._take(news):
+        for what, block, text in self._take(delta):
             if what == START:
                 chunks.append(self._started(block))
             elif what == DELTA:
@@ -177,8 +177,8 @@ class ResponsesAnswer(BlockAnswer):
             else:
                 chunks.append(self._stopped(block, self._statuses[num_ended]))
                 num_ended += 1
-        if news.finish_reason is not None:
-            response = self._whole(news)
+        if delta.finish_reason is not None:
+            response = self._whole(delta)
             chunks.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(chunks)
 

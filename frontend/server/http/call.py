@@ -76,8 +76,8 @@ class Call:
                 headers.append((name, ",".join(shown).encode("unicode_escape")[:2000]))
         return headers
 
-    def push(self, write_down: Callable[[Any], bytes], news: Any) -> bool:
-        """Writes the piece of a stream that `write_down` makes of `news`, without waking the task
+    def push(self, write_down: Callable[[Any], bytes], item: Any) -> bool:
+        """Writes the piece of a stream that `write_down` makes of `item`, without waking the task
         that feeds the stream.
 
         Returns False, with no side effect, if the piece cannot be written at once: before the
@@ -86,7 +86,7 @@ class Call:
         writer = self.chunk_writer
         if writer is None or not writer.is_ready():
             return False
-        if piece := write_down(news):
+        if piece := write_down(item):
             # The event loop's clock; looking up the running loop would cost a system call.
             self.last_sent = time.monotonic()
             writer.write(piece)

@@ -15,7 +15,7 @@ from ....ipc.checks import INT64_MAX
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, ToolChoice, checked_tools
-from ..chat_run import ChatTurn, prepare_chat
+from ..chat_turn import ChatTurn, prepare_chat
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
 from ..http.openapi import described

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from ..apis.messages_answer import MessagesAnswer
 from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from ..chat_run import prepare_chat, render_turn
+from ..chat_turn import prepare_chat, render_turn
 from ..http.call import call_of, read_body
 from ..http.errors import named
 from ..http.openapi import described

@@ -17,7 +17,7 @@ from ..apis.response_store import Stored
 from ..apis.responses_answer import ResponsesAnswer, new_response_id
 from ..apis.responses_items import Item, items_of
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
-from ..chat_run import ChatTurn, prepare_chat, render_turn
+from ..chat_turn import ChatTurn, prepare_chat, render_turn
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described

@@ -20,7 +20,7 @@ from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, checked_tools
-from ..chat_run import ChatTurn, render_turn
+from ..chat_turn import ChatTurn, render_turn
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, missing
 from ..http.openapi import described

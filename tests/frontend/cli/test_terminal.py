@@ -9,7 +9,7 @@ from quire import CompletionOutput, Logprob, RequestOutput
 from quire.frontend.cli.terminal import JsonWriter, TextWriter
 
 
-def news(text: str, finish_reason: str | None = None, index: int = 0) -> RequestOutput:
+def delta(text: str, finish_reason: str | None = None, index: int = 0) -> RequestOutput:
     completion = CompletionOutput(
         index=index, text=text, token_ids=[1], finish_reason=finish_reason
     )
@@ -19,24 +19,24 @@ def news(text: str, finish_reason: str | None = None, index: int = 0) -> Request
 def test_text_streams_in_the_order_of_the_prompts() -> None:
     out = io.StringIO()
     writer = TextWriter(["A", "B", "C"], [1, 1, 1], echo=False, out=out)
-    writer.write(1, news("b1 "))
+    writer.write(1, delta("b1 "))
     assert out.getvalue() == ""  # waits for its turn
-    writer.write(0, news("a1 "))
+    writer.write(0, delta("a1 "))
     assert out.getvalue() == "== 1/3 ==\na1 "  # streams
     writer.refuse(2, "too long")
-    writer.write(1, news("b2", "stop"))
-    writer.write(0, news("a2\n", "length"))
+    writer.write(1, delta("b2", "stop"))
+    writer.write(0, delta("a2\n", "length"))
     assert out.getvalue() == "== 1/3 ==\na1 a2\n== 2/3 ==\nb1 b2\n"
 
 
 def test_text_of_one_prompt_is_only_the_completion() -> None:
     out = io.StringIO()
     writer = TextWriter(["Once"], [1], echo=False, out=out)
-    writer.write(0, news(" upon", "stop"))
+    writer.write(0, delta(" upon", "stop"))
     assert out.getvalue() == " upon\n"
     out = io.StringIO()
     writer = TextWriter(["Once"], [1], echo=True, out=out)
-    writer.write(0, news(" upon"))
+    writer.write(0, delta(" upon"))
     writer.end()  # after an interrupt the shell's prompt must start on a new line
     assert out.getvalue() == "Once upon\n"
 
@@ -44,19 +44,19 @@ def test_text_of_one_prompt_is_only_the_completion() -> None:
 def test_several_completions_of_a_prompt_are_printed_in_order() -> None:
     out = io.StringIO()
     writer = TextWriter(["A", "B"], [2, 1], echo=True, out=out)
-    writer.write(0, news("two", "stop", index=1))
-    writer.write(1, news("b", "stop"))
-    writer.write(0, news("one", "stop"))
+    writer.write(0, delta("two", "stop", index=1))
+    writer.write(1, delta("b", "stop"))
+    writer.write(0, delta("one", "stop"))
     assert out.getvalue() == "== 1/2, 1/2 ==\nAone\n== 1/2, 2/2 ==\nAtwo\n== 2/2 ==\nBb\n"
     writer = TextWriter(["A", "B"], [2, 1], echo=False, out=(out := io.StringIO()))
     writer.refuse(0, "n: too many")
-    writer.write(1, news("b", "stop"))
+    writer.write(1, delta("b", "stop"))
     assert out.getvalue() == "== 2/2 ==\nb\n"
 
 
 def test_json_lines() -> None:
     out = io.StringIO()
-    output = news(" né", "stop")
+    output = delta(" né", "stop")
     output.outputs[0].logprobs = [{7: Logprob(-2.0, 2, "x"), 1: Logprob(-0.5, 1, "y")}]
     output.outputs[0].cumulative_logprob = -0.5
     output.outputs.append(CompletionOutput(1, "b", [5], finish_reason="length"))

@@ -92,16 +92,16 @@ class ScriptedEngine:
             if isinstance(piece, float):
                 continue
             is_last = i == len(self.pieces) - 1
-            news = CompletionOutput(
+            delta = CompletionOutput(
                 0,
                 piece,
                 [i],
                 finish_reason=self.reason if is_last else None,
                 stop_reason=self.stop_reason if is_last else None,
             )
-            whole.extend(news)
+            whole.extend(delta)
             if params.output_kind == RequestOutputKind.DELTA or is_last:
-                said = news if params.output_kind == RequestOutputKind.DELTA else whole
+                said = delta if params.output_kind == RequestOutputKind.DELTA else whole
                 yield RequestOutput(
                     request_id,
                     None,

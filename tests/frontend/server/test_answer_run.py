@@ -9,8 +9,8 @@ from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server import answer_run
 from quire.frontend.server.admission import Admission
-from quire.frontend.server.answer_run import AnswerRun, ChoiceNews, Message
-from quire.frontend.server.chat_run import ChatTurn, prepare_chat
+from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta, Message
+from quire.frontend.server.chat_turn import ChatTurn, prepare_chat
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
@@ -133,9 +133,9 @@ def test_a_running_turn_is_finished_while_the_server_drains() -> None:
         )
         chat = await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
         message = Message()
-        async for news in chat.news():
+        async for delta in chat.deltas():
             state.ready_engine = refuse  # from the first token on
-            message.add(news)
+            message.add(delta)
         return message
 
     answer = asyncio.run(run()).answer()
@@ -182,10 +182,10 @@ def test_the_fast_path_of_plain_text_counts_like_the_others(
         answer = AnswerRun(state, call, jobs, lambda: state.answer_format.parser(None))
         around_text: dict[int, tuple[bytes, bytes]] = {}
 
-        def write(news: ChoiceNews) -> bytes:
+        def write(delta: ChoiceDelta) -> bytes:
             if is_short:  # known from the first piece on
                 around_text[0] = b"short ", b"."
-            return "".join(part.text for part in news.parts).encode()
+            return "".join(part.text for part in delta.parts).encode()
 
         async for piece in answer.written(write, around_text):
             pieces.append(piece)

@@ -135,13 +135,13 @@ def test_an_event_loop_is_not_blocked_by_an_endless_template(
     """The server renders on its loop for INLINE_S, then in a thread, and the loop runs in the
     meantime.
     """
-    from quire.frontend.server import chat_run
+    from quire.frontend.server import chat_turn
 
     monkeypatch.setattr("quire.frontend.text.chat_template.TIME_LIMIT_S", 1.0)
     assert (
-        chat_run._render_at_once(lambda: render_chat("{{ messages[0].content }}", USER)) == "Hello"
+        chat_turn._render_at_once(lambda: render_chat("{{ messages[0].content }}", USER)) == "Hello"
     )
-    assert chat_run._render_at_once(lambda: render_chat(NESTED, USER)) is None
+    assert chat_turn._render_at_once(lambda: render_chat(NESTED, USER)) is None
 
     async def turns_beside_rendering() -> int:
         turns = 0

@@ -49,7 +49,7 @@ def oracle(directory: Path):
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-def assert_equal(ours: Tokenizer, theirs) -> None:
+def assert_equal(ours: Tokenizer, original) -> None:
     rng = random.Random(0)
     texts = [
         *TEXTS,
@@ -58,22 +58,22 @@ def assert_equal(ours: Tokenizer, theirs) -> None:
         *("".join(rng.choices("abc ▁é好🤖\n<|>", k=20)) for _ in range(20)),
     ]
     for text in texts:
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.encode(text, add_special_tokens=False) == theirs.encode(
+        assert ours.encode(text) == original.encode(text)
+        assert ours.encode(text, add_special_tokens=False) == original.encode(
             text, add_special_tokens=False
         )
-    assert ours.encode_batch(texts) == theirs(texts)["input_ids"]
+    assert ours.encode_batch(texts) == original(texts)["input_ids"]
     for _ in range(50):
-        ids = [rng.randrange(len(theirs)) for _ in range(10)]
+        ids = [rng.randrange(len(original)) for _ in range(10)]
         for skip in (True, False):
-            assert ours.decode(ids, skip) == theirs.decode(
+            assert ours.decode(ids, skip) == original.decode(
                 ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
-    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
-    assert (ours.bos_token, ours.eos_token) == (theirs.bos_token, theirs.eos_token)
-    assert ours.vocab_size == len(ours) == len(theirs)
-    assert ours.special_ids == set(theirs.all_special_ids) | {
-        i for i, t in theirs.added_tokens_decoder.items() if t.special
+    assert (ours.bos_token_id, ours.eos_token_id) == (original.bos_token_id, original.eos_token_id)
+    assert (ours.bos_token, ours.eos_token) == (original.bos_token, original.eos_token)
+    assert ours.vocab_size == len(ours) == len(original)
+    assert ours.special_ids == set(original.all_special_ids) | {
+        i for i, t in original.added_tokens_decoder.items() if t.special
     }
 
 
@@ -110,11 +110,11 @@ def test_tokens_only_in_the_config_as_in_transformers(tmp_path) -> None:
         pad_token=pad,
         additional_special_tokens=["<extra>"],
     )
-    ours, theirs = Tokenizer(directory), oracle(directory)
+    ours, original = Tokenizer(directory), oracle(directory)
     for text in ("a <tool> b <plain> c", "<pad><extra>"):
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text), True) == theirs.decode(
-            theirs.encode(text), skip_special_tokens=True
+        assert ours.encode(text) == original.encode(text)
+        assert ours.decode(ours.encode(text), True) == original.decode(
+            original.encode(text), skip_special_tokens=True
         )
 
 

@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from quire.frontend.server.answer_run import ChoiceNews
+from quire.frontend.server.answer_run import ChoiceDelta
 from quire.frontend.server.apis.block_answer import BlockAnswer
-from quire.frontend.server.chat_run import ChatTurn, prepare_chat
+from quire.frontend.server.chat_turn import ChatTurn, prepare_chat
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState
@@ -16,12 +16,12 @@ from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
 class ListAnswer(BlockAnswer):
     """Encodes each event as a line, and shows the texts of all blocks."""
 
-    def _write(self, news: ChoiceNews) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         return b"".join(
-            f"{what} {block.kind} {text}\n".encode() for what, block, text in self._take(news)
+            f"{what} {block.kind} {text}\n".encode() for what, block, text in self._take(delta)
         )
 
-    def _whole(self, last: ChoiceNews) -> dict[str, Any]:
+    def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         return {block.kind: block.text for block in self._blocks.blocks} | {
             "end": last.finish_reason
         }

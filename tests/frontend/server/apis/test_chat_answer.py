@@ -15,7 +15,7 @@ from quire.frontend.answer_format import (
     ToolCallStart,
     detect,
 )
-from quire.frontend.server.answer_run import AnswerRun, ChoiceNews
+from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta
 from quire.frontend.server.apis.chat_answer import ChatAnswer
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
@@ -40,17 +40,17 @@ class ScriptedRun(AnswerRun):
         super().__init__(state, call, [Job("r", [1, 2], SamplingParams())], detect(None).parser)
         self._steps = steps
 
-    async def news(self) -> AsyncIterator[ChoiceNews]:
+    async def deltas(self) -> AsyncIterator[ChoiceDelta]:
         for i, parts in enumerate(self._steps):
             self.usage.completion_tokens += 1
             reason = "tool_calls" if i == len(self._steps) - 1 else None
-            yield ChoiceNews(0, list(parts), [i], finish_reason=reason)
+            yield ChoiceDelta(0, list(parts), [i], finish_reason=reason)
 
     async def written(
-        self, write: Callable[[ChoiceNews], bytes], around_text: object = None
+        self, write: Callable[[ChoiceDelta], bytes], around_text: object = None
     ) -> AsyncIterator[bytes]:
-        async for news in self.news():
-            yield write(news)
+        async for delta in self.deltas():
+            yield write(delta)
 
 
 def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list[dict]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.frontend.answer_format import Content, detect
 from quire.frontend.outputs import Logprob, RequestOutput
-from quire.frontend.server.answer_run import AnswerRun, ChoiceNews, Message
+from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta, Message
 from quire.frontend.server.apis.completion_answer import CompletionAnswer
 from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
@@ -42,7 +42,7 @@ def test_the_best_by_mean_log_probability_not_by_their_sum() -> None:
 def test_max_tokens_zero_returns_and_counts_no_token() -> None:
     asked = answer(gives_tokens=False, n=2, max_tokens=0)
     asked._run.usage.completion_tokens = 1
-    streamed = asked._choices(ChoiceNews(0, [Content("x")], [7], finish_reason="length"))
+    streamed = asked._choices(ChoiceDelta(0, [Content("x")], [7], finish_reason="length"))
     for choices in (streamed, [asked._choice(m) for m in asked._chosen(0, [message(0, "x")])]):
         assert [(c.index, c.text, c.finish_reason) for c in choices] == [
             (0, "", "length"),

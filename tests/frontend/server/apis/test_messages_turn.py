@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.frontend.server.apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from quire.frontend.server.chat_run import ChatTurn
+from quire.frontend.server.chat_turn import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call

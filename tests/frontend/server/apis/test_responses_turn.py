@@ -14,7 +14,7 @@ from quire.frontend.server.apis.responses_turn import (
     check_body,
     turn_of,
 )
-from quire.frontend.server.chat_run import ChatTurn
+from quire.frontend.server.chat_turn import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call

@@ -148,9 +148,9 @@ def test_a_chunk_is_written_directly_only_if_the_transport_is_ready() -> None:
     async def run() -> None:
         seen: list[int] = []
 
-        def write_down(news: int) -> bytes:
-            seen.append(news)
-            return b"" if news == 0 else b"%d" % news
+        def write_down(item: int) -> bytes:
+            seen.append(item)
+            return b"" if item == 0 else b"%d" % item
 
         call = Call("req-1", 0.0, asyncio.current_task())
         assert not call.push(write_down, 1)  # not one of the server's connections

@@ -214,11 +214,11 @@ def test_every_query_of_vllms_dashboards_finds_its_series(
 def test_the_same_numbers_under_both_prefixes(vllm_server: httpx.Client) -> None:
     families = {family.name: family for family in parse(vllm_server.get("/metrics").text)}
     for name, kind in OF_VLLM.items():
-        theirs, ours = families[f"vllm:{name}"], families[f"quire:{name}"]
-        assert theirs.type == kind and [(s.labels, s.value) for s in theirs.samples] == [
-            (s.labels, s.value) for s in ours.samples
+        vllm, own = families[f"vllm:{name}"], families[f"quire:{name}"]
+        assert vllm.type == kind and [(s.labels, s.value) for s in vllm.samples] == [
+            (s.labels, s.value) for s in own.samples
         ]
-        assert all(s.labels["engine"] == "0" for s in theirs.samples)
+        assert all(s.labels["engine"] == "0" for s in vllm.samples)
     labels = families["vllm:cache_config_info"].samples[0].labels
     assert labels["block_size"] == "16" and labels["num_gpu_blocks"] == "5001"
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from quire.frontend.answer_format import detect
-from quire.frontend.server.chat_run import ChatTurn, prepare_chat, shape_answer
+from quire.frontend.server.chat_turn import ChatTurn, prepare_chat, shape_answer
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.ipc.errors import InvalidParameterError

@@ -63,8 +63,9 @@ class GGUFArchitecture:
     tensor of the first layer that makes it true. sizes: key of config.json -> the tensor of the
     first layer that has as many rows for each expert.
 
-    is_permuted: the conversion interleaves the rows of q and k (executor/weights/gguf.py).
-    norm_offset: what it adds to the weights of norms.
+    windows: of so many layers in a row the last has no window, if the file says nothing else; 0:
+    the file says it. is_permuted: the conversion interleaves the rows of q and k
+    (executor/weights/gguf.py). norm_offset: what it adds to the weights of norms.
     """
 
     architecture: str
@@ -74,6 +75,7 @@ class GGUFArchitecture:
     constants: Mapping[str, Any] = field(default_factory=dict)
     presence: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
+    windows: int = 0
     is_permuted: bool = False
     norm_offset: float = 0.0
 
@@ -160,7 +162,8 @@ GGUF_ARCHITECTURES = {
         "Gemma2ForCausalLM",
         "gemma2",
         _SANDWICH,
-        constants={"hidden_activation": "gelu_pytorch_tanh"},
+        constants={"hidden_activation": "gelu_pytorch_tanh", "sliding_window": 4096},
+        windows=2,
         norm_offset=1.0,
     ),
     "starcoder2": GGUFArchitecture(
@@ -205,6 +208,7 @@ GGUF_ARCHITECTURES = {
         "cohere2",
         keys={"attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"},
         presence=_BIASES,
+        windows=4,
     ),
     "nemotron": GGUFArchitecture(
         "NemotronForCausalLM",
@@ -219,6 +223,7 @@ GGUF_ARCHITECTURES = {
         "exaone4",
         _WITHOUT_PRE_NORMS,
         constants={"sliding_window": None},
+        windows=4,
     ),
     "seed_oss": GGUFArchitecture(
         "SeedOssForCausalLM",
@@ -236,6 +241,7 @@ GGUF_ARCHITECTURES = {
         },
         keys=_LOCAL_EXPERTS,
         presence={"attention_bias": "attn_q.bias"},
+        windows=2,
     ),
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}

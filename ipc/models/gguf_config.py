@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES
+from .decoder_config import MOST
 from .gguf import GGUFFile
 from .gguf_architectures import (
     OLMO3,
@@ -189,8 +190,10 @@ def _add_of_architecture(
         config["pad_token_id"] = None  # transformers' may be out of the vocabulary
     kinds = ("full_attention", "sliding_attention")
     pattern = own.get("attention.sliding_window_pattern")
-    if name == "exaone4" and config["sliding_window"] is None and isinstance(num_layers, int):
-        pattern = [False] * num_layers
+    if known.windows and isinstance(num_layers, int) and num_layers <= MOST["num_hidden_layers"]:
+        has_windows = config.get("sliding_window") is not None
+        usual = [has_windows and (i + 1) % known.windows != 0 for i in range(num_layers)]
+        pattern = pattern if has_windows and isinstance(pattern, list) else usual
     if isinstance(pattern, list):
         config["layer_types"] = [kinds[bool(has_window)] for has_window in pattern]
     elif pattern is not None:

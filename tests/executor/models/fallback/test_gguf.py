@@ -87,6 +87,15 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
         assert_same(oracle, tmp_path / "m.gguf", "quire")
 
 
+@pytest.mark.parametrize("model_type", ["gemma2", "cohere2", "exaone4", "gpt_oss"])
+def test_plans_know_the_windows(model_type: str, tmp_path: Path) -> None:
+    oracle = save_tiny_fallback(tmp_path, model_type, **SPECIAL.get(model_type, {}))
+    write_fallback_gguf(tmp_path / "m.gguf", oracle)
+    model = start(tmp_path / "m.gguf").worker.model
+    windows = tuple(layer.sliding_window for layer in model.attention_layers())
+    assert sum(windows) > 0 and model.config.sliding_windows == windows
+
+
 def test_q_k_and_v_in_one_tensor(tmp_path: Path) -> None:
     """As files of Phi-2 have them that were made of Microsoft's first checkpoint."""
     oracle = save_tiny_fallback(tmp_path, "phi")

@@ -185,9 +185,9 @@ def test_unread_keys_of_the_configuration_are_logged_once(tiny, tmp_path, caplog
     directory = shutil.copytree(tiny("qwen2"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     del config["architectures"]
-    config |= {"_model_name_or_path": "x", "unk_token_id": 0, "clip_qkv": 8.0}
+    config |= {"_model_name_or_path": "x", "unk_token_id": 0, "mup_scale": 8.0}
     (directory / "config.json").write_text(json.dumps(config))
     with LLM(str(directory), engine="inproc", kv_cache_memory_bytes=2**20, max_model_len=64):
         pass
     messages = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert messages == ["config.json: keys that Quire does not use: clip_qkv"]
+    assert messages == ["config.json: keys that Quire does not use: mup_scale"]

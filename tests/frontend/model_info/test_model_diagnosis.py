@@ -72,7 +72,7 @@ TEMPLATE = "tokenizer_config.json"
 # defect -> (how to create it, finding, status, words)
 CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "no config": (remove("config.json"), "model", "fail", "has no config.json"),
-    "unread key": (edit("config.json", clip_qkv=8.0), "config", "warn", "ignores: clip_qkv"),
+    "unread key": (edit("config.json", mup_scale=8.0), "config", "warn", "ignores: mup_scale"),
     "architecture": (
         edit("config.json", architectures=["OtherForCausalLM"]),
         "model",

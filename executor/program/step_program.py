@@ -33,6 +33,9 @@ OPERATIONS = (
     "add",
     "gather_rows",
     "argmax",
+    "route_experts",
+    "fused_moe",
+    "add_gated",
 )  # what a model may be made of
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 

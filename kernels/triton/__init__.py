@@ -19,6 +19,7 @@ if find_spec("triton") is not None:
         linear,
         logits,
         logprobs,
+        moe,
         noise,
         norm,
         rotary,

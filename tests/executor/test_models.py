@@ -224,7 +224,11 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
 @needs_native
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize(
-    "variant", ["gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"]
+    "variant",
+    [
+        *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
+        *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
+    ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
     variant, quantization, tiny

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from quire.kernels.moe import Experts
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
@@ -86,6 +88,18 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
     return [copy(arg) for arg in args]
 
 
+class DenseLayer:
+    """A linear layer that a GPU's experts may have."""
+
+    bias = None
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
 def on_gpu(function: Callable) -> Callable:
     """Wraps an implementation for GPUs as a function of tensors in host memory: they are copied to
     the GPU, and written ones back. Fails if the implementation reads a tensor's contents, because
@@ -110,6 +124,12 @@ def on_gpu(function: Callable) -> Callable:
                         if isinstance(item, Tensor)
                     },
                 )
+            if isinstance(value, Experts):
+                layers = [
+                    [DenseLayer(move(layer.weight)) for layer in of_experts]
+                    for of_experts in (value.gate_up, value.down)
+                ]
+                return Experts(*layers, value.activation)
             if not isinstance(value, Tensor):
                 return value
             storage = value.untyped_storage()
@@ -136,6 +156,7 @@ def on_gpu(function: Callable) -> Callable:
             else result
         )
 
+    call.is_on_gpu = True  # type: ignore[attr-defined]
     return call
 
 

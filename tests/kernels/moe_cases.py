@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from quire.kernels import registry
 from quire.kernels.moe import Experts
-from quire.tests.kernels.case import Case, rand
+from quire.tests.kernels.case import Case, DenseLayer, rand
 from torch import Tensor
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -39,8 +39,13 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
 
         def call(self, function: Callable, args: list[Any]) -> Tensor:
             x, ids, weights, gate_up, down, activation = args
+            if getattr(function, "is_on_gpu", False):
+                layers = [[DenseLayer(weight) for weight in stack] for stack in (gate_up, down)]
+                experts = Experts(*layers, activation)
+            else:
+                experts = experts_of(gate_up, down, activation)
             with torch.inference_mode():
-                return function(x, ids, weights.float(), experts_of(gate_up, down, activation))
+                return function(x, ids, weights.float(), experts)
 
     def own(
         x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from quire.kernels import ops, registry
+from quire.kernels.moe import Experts
+from quire.kernels.reference.quantized import fused
+from quire.tests.kernels.cases import random_blocks
 from quire.tests.kernels.implementations import each
 from quire.tests.kernels.moe_cases import experts_of, random_ids
 from torch import Tensor
@@ -90,24 +93,57 @@ def test_a_token_is_routed_alike_in_every_batch(route_experts):
         assert torch.equal(some_weights, weights[start:end])
 
 
+def one_by_one(x: Tensor, ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    """fused_moe with a call of each packed layer for each token and slot."""
+    gate = registry.select("cpu", x.dtype).silu_and_mul
+    total = torch.zeros(x.shape)
+    for token, chosen in enumerate(ids.tolist()):
+        for slot, expert in enumerate(chosen):
+            inner = gate(experts.gate_up[expert](x[token : token + 1]))
+            returned = experts.down[expert].logits(inner)[0]
+            total[token] = fused(returned, weights[token, slot], total[token])
+    return total.to(x.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", [None, 8, 4])
-def test_native_experts_give_the_references_bits_of_the_same_packed_layers(dtype, bits):
-    """The reference calls each packed layer with the rows of its expert."""
+def test_native_experts_give_the_bits_of_each_layer_alone(dtype, bits):
     ops_of = registry.select("cpu", dtype)
-    if ops_of.chosen["pack_linear"] != "native":
+    if ops_of.chosen["fused_moe"] != "native":
         pytest.skip("the native library is not built")
     torch.manual_seed(3)
     gate_up, down = torch.randn(6, 96, 128).to(dtype) / 11, torch.randn(6, 128, 48).to(dtype) / 7
     experts = experts_of(gate_up, down, "silu", bits)
-    reference = next(i for i in registry.implementations("fused_moe") if i.name == "reference")
     for tokens, top_k in ((1, 3), (2, 6), (50, 2), (300, 4)):
         x, ids = torch.randn(tokens, 128).to(dtype), random_ids(tokens, 6, top_k)
         weights = torch.rand(ids.shape)
-        expected = reference.function(x, ids, weights, experts)
+        expected = one_by_one(x, ids, weights, experts)
         assert torch.equal(ops_of.fused_moe(x, ids, weights, experts), expected)
         alone = ops_of.fused_moe(x[:1], ids[:1], weights[:1], experts)
         assert torch.equal(alone, expected[:1])
+    assert experts.scratch["native"] is not None  # no layer was called by the reference
+
+
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "INT4_128"])
+def test_native_experts_of_blocks_give_the_bits_of_each_layer_alone(type):
+    ops_of = registry.select("cpu", torch.bfloat16)
+    if ops_of.chosen["fused_moe"] != "native":
+        pytest.skip("the native library is not built")
+    torch.manual_seed(4)
+
+    def pack(rows: int, columns: int) -> list:
+        return [
+            ops_of.pack_gguf_linear([blocks], [type], None, torch.bfloat16)
+            for blocks in (random_blocks(rows, columns, type) for _ in range(5))
+        ]
+
+    experts = Experts(pack(512, 256), pack(256, 256), "silu")
+    for tokens, top_k in ((1, 2), (4, 5), (60, 2)):
+        x, ids = torch.randn(tokens, 256).bfloat16(), random_ids(tokens, 5, top_k)
+        weights = torch.rand(ids.shape)
+        expected = one_by_one(x, ids, weights, experts)
+        assert torch.equal(ops_of.fused_moe(x, ids, weights, experts), expected)
+    assert experts.scratch["native"] is not None
 
 
 def test_add_gated_rounds_once():

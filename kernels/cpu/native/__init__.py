@@ -14,4 +14,15 @@ kernels run instead.
 from .library import library
 
 if library is not None:
-    from . import activation, attention, gguf, linear, norm, quantized, rotary, rows, sampling
+    from . import (
+        activation,
+        attention,
+        experts,
+        gguf,
+        linear,
+        norm,
+        quantized,
+        rotary,
+        rows,
+        sampling,
+    )

@@ -6,7 +6,7 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -58,6 +58,14 @@ class Op(IntEnum):
     LINEAR_INT4_128 = 42
     EMBEDDING_INT4_32 = 43
     EMBEDDING_INT4_128 = 44
+    ROUTE_EXPERTS = 45
+    SORT_BY_EXPERT = 46
+    COMBINE_EXPERTS = 47
+    ADD_GATED = 48
+    EXPERTS_LINEAR = 49
+    EXPERTS_LINEAR_INT8 = 50
+    EXPERTS_LINEAR_INT4 = 51
+    EXPERTS_LINEAR_BLOCKS = 52
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -289,6 +297,72 @@ class NextTokens(Call):
         draw_positions=c_void_p,
         block_size=c_int64,
         is_last=c_int64,
+    )
+
+
+class RouteExperts(Call):
+    _fields_ = _fields(
+        logits=c_void_p,
+        bias=c_void_p,
+        ids=c_void_p,
+        weights=c_void_p,
+        logits_row=c_int64,
+        count=c_int64,
+        top_k=c_int64,
+        is_sigmoid=c_int64,
+        renormalize=c_int64,
+        num_groups=c_int64,
+        top_groups=c_int64,
+        scale=c_double,
+    )
+
+
+class SortByExpert(Call):
+    _fields_ = _fields(
+        ids=c_void_p,
+        starts=c_void_p,
+        tokens=c_void_p,
+        places=c_void_p,
+        count=c_int64,
+        top_k=c_int64,
+    )
+
+
+class CombineExperts(Call):
+    _fields_ = _fields(
+        x=c_void_p,
+        places=c_void_p,
+        weights=c_void_p,
+        out=c_void_p,
+        x_row=c_int64,
+        out_row=c_int64,
+        size=c_int64,
+        top_k=c_int64,
+    )
+
+
+class AddGated(Call):
+    _fields_ = _fields(
+        x=c_void_p,
+        gate=c_void_p,
+        out=c_void_p,
+        x_row=c_int64,
+        gate_row=c_int64,
+        out_row=c_int64,
+        size=c_int64,
+    )
+
+
+class ExpertsLinear(QuantizedLinear):
+    _fields_ = _fields(
+        weights=c_void_p,
+        all_scales=c_void_p,
+        biases=c_void_p,
+        starts=c_void_p,
+        tokens=c_void_p,
+        count=c_int64,
+        top_k=c_int64,
+        kind=c_int64,
     )
 
 

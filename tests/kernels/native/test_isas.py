@@ -36,6 +36,8 @@ PER_TOKEN = {
     "gelu_tanh_and_mul": (0,),
     "scale": (0,),
     "add": (0, 1),
+    "add_gated": (0, 1, 2),
+    "fused_moe": (0, 1, 2),
     "rotary_embedding": (0, 1, 2),
     "embedding": (0,),
     "pack_quantized_linear": (0,),

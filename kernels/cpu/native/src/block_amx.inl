@@ -5,6 +5,7 @@
 
 struct Bf16Block {
     using X = uint16_t;
+    using Weight = uint16_t;
     static constexpr int MAX_ROWS = 32;
     // a piece of two panels and 32 rows stays in the L1 cache
     static constexpr int64_t DEPTH = 448;

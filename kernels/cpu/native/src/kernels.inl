@@ -6,6 +6,7 @@
 #include "elementwise.inl"
 #include "linear.inl"
 #include "quantized.inl"
+#include "experts.inl"
 #include "kv_cache.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
@@ -19,6 +20,9 @@ struct Kernels {
         by_op[OP_LINEAR_INT8] = quantized::linear_int8;
         by_op[OP_LINEAR_INT4] = quantized::linear_int4;
         by_op[OP_ATTENTION] = attention;
+        by_op[OP_EXPERTS_LINEAR] = experts_linear;
+        by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_int8;
+        by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_int4;
     }
 };
 constexpr Kernels KERNELS;
@@ -73,5 +77,13 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::quantized_linear<quantized::INT4_128>,
     quantized::gguf_embedding<quantized::INT4_32>,
     quantized::gguf_embedding<quantized::INT4_128>,
+    route_experts,
+    sort_by_expert,
+    combine_experts,
+    add_gated,
+    experts_linear,
+    quantized::experts_linear_int8,
+    quantized::experts_linear_int4,
+    quantized::experts_linear_blocks,
 };
 #endif

@@ -41,13 +41,25 @@ void copy_numbers(const T* from, float* to, int64_t size) {
     for (; i < size; i++) to[i] = Number<T>::get(from[i]);
 }
 
-// x in the block's layout: [piece of k][row][STRIDE], zeros after the last k.
+// Rows of x: row i of a call's x, or row of[i].
+template <typename T>
+struct InputRows {
+    const T* x;
+    int64_t x_row;
+    const int32_t* of = nullptr;
+
+    const T* operator[](int64_t i) const { return x + (of ? of[i] : i) * x_row; }
+};
+
+// Rows `first` to `first + rows` of x in the block's layout: [piece of k][row][STRIDE], zeros after
+// the last k.
 template <typename Block, typename T>
-void lay_out(const T* x, int64_t x_row, int64_t rows, int64_t in_features, typename Block::X* to) {
+void lay_out(const InputRows<T>& x, int64_t first, int64_t rows, int64_t in_features,
+             typename Block::X* to) {
     for (int64_t begin = 0; begin < in_features; begin += Block::DEPTH)
         for (int64_t row = 0; row < rows; row++, to += Block::STRIDE) {
             int64_t size = std::min(Block::DEPTH, in_features - begin);
-            copy_numbers(x + row * x_row + begin, to, size);
+            copy_numbers(x[first + row] + begin, to, size);
             for (int64_t i = size; i < round_up(size, 32); i++) to[i] = 0;
         }
 }
@@ -59,7 +71,7 @@ constexpr int64_t SMALL_X = 1 << 17;
 
 template <typename Block>
 void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int64_t in_features,
-                    int64_t panel, int64_t panels, int64_t next_panel, float* sums,
+                    int64_t panel, int64_t panels, const typename Block::Weight* after, float* sums,
                     int64_t sums_row) {
     const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS,
                   at_once = Block::panels_at_once((rows + blocks - 1) / blocks);
@@ -74,7 +86,7 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
                       size = std::min(Block::DEPTH, in_features - begin);
         const auto* next = i + 1 < products
                                ? block.at(panel + first_of(i + 1), piece_of(i + 1) * Block::DEPTH)
-                               : block.at(next_panel, 0);
+                               : after;
         for (int64_t j = 0; j < blocks; j++) {
             const int64_t row = j * rows / blocks, end = (j + 1) * rows / blocks;
             block.multiply(end - row, std::min(at_once, panels - first),
@@ -109,43 +121,51 @@ inline ALWAYS_INLINE void finish_row(const float* sums, const float* bias, int64
     }
 }
 
+// A linear layer's product with some rows, in items that threads compute one by one.
 template <typename T, typename Block>
-void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
-    const bool gated = a.epilogue != PLAIN;
-    const int64_t all_columns = gated ? a.out_features / 2 : a.out_features,
-                  panels = (all_columns + PANEL - 1) / PANEL;
-    const int64_t chunks = (rows + Block::CHUNK_ROWS - 1) / Block::CHUNK_ROWS;
-    if (chunks == 0) return;
-    const int64_t group = Block::group(rows, panels, worker.count),
-                  groups = (panels + group - 1) / group;
-    // chunks consist of complete blocks
-    const int64_t blocks = (rows + Block::MAX_ROWS - 1) / Block::MAX_ROWS;
-    const int64_t most_rows = std::min(rows, (blocks + chunks - 1) / chunks * Block::MAX_ROWS),
-                  half = group * PANEL, width = gated ? 2 * half : half;
-    const int64_t x_size =
-        (a.in_features + Block::DEPTH - 1) / Block::DEPTH * most_rows * Block::STRIDE;
-    float* sums = (float*)worker.scratch((most_rows + 1) * width * sizeof(float) +
-                                         x_size * sizeof(typename Block::X));
-    float* bias = sums + most_rows * width;
-    auto* x = (typename Block::X*)(bias + width);
-    Block block(a);
+struct LinearItems {
+    Linear a;
+    InputRows<T> x;
+    int64_t rows, threads;
+    int64_t all_columns = a.epilogue == PLAIN ? a.out_features : a.out_features / 2,
+            panels = ceil_div(all_columns, PANEL), chunks = ceil_div(rows, Block::CHUNK_ROWS),
+            group = Block::group(rows, panels, threads), groups = ceil_div(panels, group),
+            // chunks consist of complete blocks
+        blocks = ceil_div(rows, Block::MAX_ROWS),
+            most_rows =
+                chunks ? std::min(rows, (blocks + chunks - 1) / chunks * Block::MAX_ROWS) : 0,
+            half = group * PANEL, width = a.epilogue == PLAIN ? half : 2 * half;
 
-    int64_t laid_out = -1;  // the chunk that x holds
-    for (int64_t item; (item = worker.next(chunks * groups)) < chunks * groups;) {
-        const int64_t chunk = item / groups, first = chunk * blocks / chunks * Block::MAX_ROWS;
+    int64_t count() const { return chunks * groups; }
+    // of `memory`, which has x of the chunk that was computed before
+    size_t bytes() const {
+        return (most_rows + 1) * width * sizeof(float) + ceil_div(a.in_features, Block::DEPTH) *
+                                                             most_rows * Block::STRIDE *
+                                                             sizeof(typename Block::X);
+    }
+    int64_t chunk_of(int64_t item) const { return item / groups; }
+    // the first weights that an item reads
+    const typename Block::Weight* start_of(int64_t item) const {
+        return Block(a).at(item % groups * group, 0);
+    }
+
+    // is_laid_out: `memory` has x of this item's chunk. after: the next item's first weights,
+    // probably.
+    void run(Block& block, int64_t item, bool is_laid_out, const typename Block::Weight* after,
+             void* memory) const {
+        const bool gated = a.epilogue != PLAIN;
+        float *sums = (float*)memory, *bias = sums + most_rows * width;
+        auto* here = (typename Block::X*)(bias + width);
+        const int64_t chunk = chunk_of(item), first = chunk * blocks / chunks * Block::MAX_ROWS;
         const int64_t num_rows =
             std::min((chunk + 1) * blocks / chunks * Block::MAX_ROWS, rows) - first;
         const int64_t panel = item % groups * group, num_panels = std::min(group, panels - panel);
         const int64_t column = panel * PANEL, columns = std::min(half, all_columns - column);
-        // probably that of the next item
-        const int64_t next_panel = worker.following(item, chunks * groups) % groups * group;
-        if (chunk != laid_out)
-            lay_out<Block>((const T*)a.x + first * a.x_row, a.x_row, num_rows, a.in_features, x);
-        laid_out = chunk;
+        if (!is_laid_out) lay_out<Block>(x, first, num_rows, a.in_features, here);
         for (int64_t up = 0; up <= gated; up++) {
-            const int64_t then = up < gated ? panels + panel : next_panel;
-            multiply_chunk(block, x, num_rows, a.in_features, up * panels + panel, num_panels, then,
-                           sums + up * half, width);
+            multiply_chunk(block, here, num_rows, a.in_features, up * panels + panel, num_panels,
+                           up < gated ? block.at(panels + panel, 0) : after, sums + up * half,
+                           width);
             if (a.bias)
                 copy_numbers((const T*)a.bias + up * all_columns + column, bias + up * half,
                              columns);
@@ -161,11 +181,89 @@ void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
                               (uint16_t*)a.out + place);
         }
     }
+};
+
+template <typename T, typename Block>
+void linear_items(const Linear& a, int64_t rows, const Worker& worker) {
+    const LinearItems<T, Block> items{a, {(const T*)a.x, a.x_row}, rows, worker.count};
+    const int64_t count = items.count();
+    if (count == 0) return;
+    void* memory = worker.scratch(items.bytes());
+    Block block(a);
+    int64_t laid_out = -1;  // the chunk whose x is in memory
+    for (int64_t item; (item = worker.next(count)) < count;) {
+        const int64_t chunk = items.chunk_of(item);
+        items.run(block, item, chunk == laid_out, items.start_of(worker.following(item, count)),
+                  memory);
+        laid_out = chunk;
+    }
 }
 
 void linear(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, (linear_items<T, typename BlockOf<T>::type>(
                               (const Linear&)call, rows_of(call, step), worker)));
+}
+
+// A call of one expert, whose first place is `place`.
+template <typename Layer>
+Layer layer_of(const ExpertsLinear& a, int64_t expert, int64_t place) {
+    Layer layer = a;
+    const int64_t width = a.dtype == F32 ? 4 : 2, out_width = a.out_dtype == F32 ? 4 : 2;
+    layer.weight = (const void*)a.weights[expert];
+    layer.bias = a.biases ? (const void*)a.biases[expert] : nullptr;
+    if (!a.tokens) layer.x = (const char*)a.x + place * a.x_row * width;
+    layer.out = (char*)a.out + place * a.out_row * out_width;
+    return layer;
+}
+
+// The experts that have rows, and the items of their products, numbered through all of them.
+struct ExpertItems {
+    int64_t num_experts = 0, count = 0;
+    int16_t experts[MAX_EXPERTS];
+    int64_t ends[MAX_EXPERTS];  // of the items of each
+
+    void add(int64_t expert, int64_t num_items) {
+        experts[num_experts] = (int16_t)expert;
+        ends[num_experts++] = count += num_items;
+    }
+    int64_t find(int64_t item) const {
+        return std::upper_bound(ends, ends + num_experts, item) - ends;
+    }
+    int64_t begin_of(int64_t i) const { return i ? ends[i - 1] : 0; }
+};
+
+template <typename T, typename Block>
+void experts_linear_items(const ExpertsLinear& a, const Worker& worker) {
+    using Items = LinearItems<T, Block>;
+    const auto items_of = [&](int64_t expert) {
+        const int64_t place = a.starts[expert], rows = a.starts[expert + 1] - place;
+        const Linear layer = layer_of<Linear>(a, expert, place);
+        return Items{layer,
+                     {(const T*)layer.x, a.x_row, a.tokens ? a.tokens + place : nullptr},
+                     rows,
+                     worker.count};
+    };
+    ExpertItems all;
+    size_t bytes = 0;
+    for (int64_t expert = 0; expert < a.count; expert++) {
+        if (a.starts[expert] == a.starts[expert + 1]) continue;
+        const Items items = items_of(expert);
+        all.add(expert, items.count());
+        bytes = std::max(bytes, items.bytes());
+    }
+    if (all.count == 0) return;
+    void* memory = worker.scratch(bytes);
+    int64_t laid_out = -1, laid_out_chunk = -1;  // expert and chunk whose x is in memory
+    for (int64_t item; (item = worker.next(all.count)) < all.count;) {
+        const int64_t i = all.find(item), expert = all.experts[i];
+        const Items items = items_of(expert);
+        const int64_t mine = item - all.begin_of(i), chunk = items.chunk_of(mine);
+        const int64_t next = worker.following(item, all.count), j = all.find(next);
+        Block block(items.a);
+        items.run(block, mine, laid_out == expert && laid_out_chunk == chunk,
+                  items_of(all.experts[j]).start_of(next - all.begin_of(j)), memory);
+        laid_out = expert, laid_out_chunk = chunk;
+    }
 }
 
 // A tied table's row, read from the head's packed weight: one number or pair of each line of a

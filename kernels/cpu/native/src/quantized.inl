@@ -275,67 +275,78 @@ struct ProductsOf final : Products {
     }
 };
 
-// All panels for `rows` quantized rows, whose first result is out[first].
+// All panels for `rows` quantized rows, whose first result is out[first], in items that threads
+// compute one by one.
 template <typename T>
-__attribute__((noinline)) void multiply_quantized(Products& products, const QuantizedLinear& a,
-                                                  int64_t first, int64_t rows,
-                                                  const Worker& worker) {
-    const bool gated = a.epilogue != PLAIN;
-    const int64_t all_columns = gated ? a.out_features / 2 : a.out_features,
-                  panels = (all_columns + PANEL - 1) / PANEL, max_rows = products.max_rows;
-    const int64_t chunk = std::min(
-        rows, std::max<int64_t>(1, CACHED_BYTES / products.row_bytes / max_rows) * max_rows);
-    const int64_t beside =
-        std::max<int64_t>(1, std::min<int64_t>(products.panels_at_once(std::min(chunk, max_rows)),
-                                               panels / worker.count));
-    const int64_t sets = (panels + beside - 1) / beside,
-                  worth = rows <= max_rows ? STREAMS_BYTES : ITEM_BYTES;
-    const int64_t items =
-        std::min(sets, std::max<int64_t>(8 * worker.count, panels * products.panel_bytes / worth));
-    Sums sums[Products::MOST_ROWS];
-    const auto start_of = [=](int64_t item) {
-        return std::min(item * sets / items * beside, panels);
-    };
-    const bool one_stream = products.one_stream(chunk);
+struct QuantizedItems {
+    Products& products;
+    const QuantizedLinear& a;
+    const int64_t first, rows;
+    int64_t panels, chunk, beside, sets, count;
+    bool one_stream;
+
+    QuantizedItems(Products& products, const QuantizedLinear& a, int64_t first, int64_t rows,
+                   int64_t threads)
+        : products(products), a(a), first(first), rows(rows) {
+        const int64_t max_rows = products.max_rows;
+        panels = ceil_div(columns(), PANEL);
+        chunk = std::min(
+            rows, std::max<int64_t>(1, CACHED_BYTES / products.row_bytes / max_rows) * max_rows);
+        beside = std::max<int64_t>(
+            1, std::min<int64_t>(products.panels_at_once(std::min(chunk, max_rows)),
+                                 panels / threads));
+        sets = ceil_div(panels, beside);
+        const int64_t worth = rows <= max_rows ? STREAMS_BYTES : ITEM_BYTES;
+        count =
+            std::min(sets, std::max<int64_t>(8 * threads, panels * products.panel_bytes / worth));
+        one_stream = products.one_stream(chunk);
+    }
+
+    // following: the item that the thread probably computes next
+    __attribute__((noinline)) void run(int64_t item, int64_t following) const {
+        const bool gated = a.epilogue != PLAIN;
+        const int64_t max_rows = products.max_rows;
+        Sums sums[Products::MOST_ROWS];
+        for (int64_t begin = 0; begin < rows; begin += chunk) {
+            const int64_t here = std::min(chunk, rows - begin), tiles = ceil_div(here, max_rows);
+            const int64_t size = start_of(item + 1) - start_of(item),
+                          count_of_sets =
+                              one_stream ? ceil_div(size, beside) : size / beside + size % beside;
+            for (int64_t set = 0; set < count_of_sets; set++) {
+                const Panels side = side_of(item, set), next = set + 1 < count_of_sets
+                                                                   ? side_of(item, set + 1)
+                                                                   : side_of(following, 0);
+                for (int64_t tile = 0; tile < tiles; tile++) {
+                    const int64_t row = begin + tile * here / tiles,
+                                  num_rows = begin + (tile + 1) * here / tiles - row;
+                    for (int64_t p = 0; p < side.count; p++)
+                        ask_for_results(a, first + row, num_rows, side.first + p * side.apart);
+                    for (int up = 0; up <= gated; up++)
+                        products.multiply(
+                            row, num_rows, Panels{up * panels + side.first, side.count, side.apart},
+                            Next{{up * panels + next.first, next.count, next.apart}, tile, tiles},
+                            up, sums);
+                    for (int64_t p = 0; p < side.count; p++)
+                        finish_panel<T>(a, sums, p, first + row, num_rows,
+                                        side.first + p * side.apart, columns());
+                }
+            }
+        }
+    }
+
+private:
+    int64_t columns() const { return a.epilogue != PLAIN ? a.out_features / 2 : a.out_features; }
+    int64_t start_of(int64_t item) const { return std::min(item * sets / count * beside, panels); }
     // the panels of an incomplete set come one by one
-    const auto side_of = [=](int64_t item, int64_t set) {
+    Panels side_of(int64_t item, int64_t set) const {
         const int64_t start = start_of(item), end = start_of(item + 1),
                       whole = (end - start) / beside;
         if (one_stream)
             return Panels{start + set * beside, std::min(beside, end - start - set * beside), 1};
         return set < whole ? Panels{start + set, beside, whole}
                            : Panels{start + whole * beside + set - whole, 1, 0};
-    };
-    for (int64_t i; (i = worker.next(items)) < items;) {
-        const int64_t following = worker.following(i, items);
-        for (int64_t begin = 0; begin < rows; begin += chunk) {
-            const int64_t here = std::min(chunk, rows - begin),
-                          tiles = (here + max_rows - 1) / max_rows;
-            const int64_t size = start_of(i + 1) - start_of(i),
-                          count_of_sets =
-                              one_stream ? ceil_div(size, beside) : size / beside + size % beside;
-            for (int64_t set = 0; set < count_of_sets; set++) {
-                const Panels side = side_of(i, set), next = set + 1 < count_of_sets
-                                                                ? side_of(i, set + 1)
-                                                                : side_of(following, 0);
-                for (int64_t tile = 0; tile < tiles; tile++) {
-                    const int64_t row = begin + tile * here / tiles,
-                                  count = begin + (tile + 1) * here / tiles - row;
-                    for (int64_t p = 0; p < side.count; p++)
-                        ask_for_results(a, first + row, count, side.first + p * side.apart);
-                    for (int up = 0; up <= gated; up++)
-                        products.multiply(
-                            row, count, Panels{up * panels + side.first, side.count, side.apart},
-                            Next{{up * panels + next.first, next.count, next.apart}, tile, tiles},
-                            up, sums);
-                    for (int64_t p = 0; p < side.count; p++)
-                        finish_panel<T>(a, sums, p, first + row, count, side.first + p * side.apart,
-                                        all_columns);
-                }
-            }
-        }
     }
-}
+};
 
 template <typename T, typename Dot, typename Form>
 void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker) {
@@ -358,30 +369,42 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
         }
         ProductsOf<Form, Dot> products(form, x,
                                        round_up(a.in_features, Dot::DEPTH) * Dot::LINE_OF_K);
-        multiply_quantized<T>(products, a, first, count, worker);
+        const QuantizedItems<T> items(products, a, first, count, worker.count);
+        for (int64_t i; (i = worker.next(items.count)) < items.count;)
+            items.run(i, worker.following(i, items.count));
         if (first + most < rows) worker.barrier();
     }
 }
 
+// The form for at least FROM rows.
+template <typename Dot, bool OWN_SCALES = Dot::OWN_SCALES>
+struct ManyRows {
+#ifdef QUIRE_AMX
+    using Form = TileForm<Dot>;
+    static constexpr int64_t FROM = TILES_FROM_ROWS;
+#else
+    using Form = VectorForm<Dot>;
+    static constexpr int64_t FROM = 1;
+#endif
+};
+template <typename Dot>
+struct ManyRows<Dot, true> {
+    using Form = UnpackedForm<Dot>;
+    static constexpr int64_t FROM = ROWS_OF_BLOCKS + 1;
+};
+
 template <typename Dot>
 void quantized_linear(const Call& call, const Step& step, const Worker& worker) {
+    using Many = ManyRows<Dot>;
     const QuantizedLinear& a = (const QuantizedLinear&)call;
     const int64_t rows = rows_of(call, step);
-#ifdef QUIRE_AMX
-    if constexpr (!Dot::OWN_SCALES)
-        if (rows >= TILES_FROM_ROWS) {
-            FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, TileForm<Dot>>(a, rows, worker)));
-            return;
-        }
-#endif
-    if constexpr (Dot::OWN_SCALES)
-        if (rows > ROWS_OF_BLOCKS) {
-            FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, UnpackedForm<Dot>>(a, rows, worker)));
-            return;
-        }
-    FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
+    if (rows >= Many::FROM)
+        FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, typename Many::Form>(a, rows, worker)));
+    else FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
 }
 
 constexpr Kernel linear_int8 = quantized_linear<Int8Dot>, linear_int4 = quantized_linear<Int4Dot>;
+
+#include "quantized_experts.inl"
 
 }  // namespace quantized

@@ -1,0 +1,254 @@
+"""Mixtures of experts of the native library.
+
+Must not know: models, requests.
+
+    route_experts ─▶ ids ─▶ SORT_BY_EXPERT: places in the order of experts
+                               ─▶ EXPERTS_LINEAR: gate and up of each expert's places, gated
+                               ─▶ EXPERTS_LINEAR: down
+                               ─▶ COMBINE_EXPERTS: each token's sum
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...moe import Experts
+from ...reference import moe as reference
+from ...registry import register
+from .calls import (
+    AddGated,
+    CombineExperts,
+    Epilogue,
+    ExpertsLinear,
+    Op,
+    RouteExperts,
+    SortByExpert,
+)
+from .gguf import PackedGgufLinear
+from .linear import PackedLinear
+from .program import empty, num_rows, submit
+from .quantized import PackedQuantizedLinear
+from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+
+MAX_EXPERTS = 1024  # src/abi.h
+_EPILOGUES = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
+
+
+@register("route_experts", name="native", predicate=is_native, priority=PRIORITY)
+def route_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    num_groups: int,
+    top_groups: int,
+) -> tuple[Tensor, Tensor]:
+    _check_count(logits.shape[1])
+    ids = empty(len(logits), top_k, dtype=torch.int32)
+    weights = empty(len(logits), top_k, dtype=torch.float32)
+    call = RouteExperts(
+        Op.ROUTE_EXPERTS,
+        DTYPES[torch.float32],
+        num_rows(logits),
+        logits.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        ids.data_ptr(),
+        weights.data_ptr(),
+        logits.stride(0),
+        logits.shape[1],
+        top_k,
+        {"softmax": 0, "sigmoid": 1}[scoring],
+        renormalize,
+        num_groups,
+        top_groups,
+        scale,
+    )
+    submit(call)
+    return ids, weights
+
+
+@register("fused_moe", name="native", predicate=is_native, priority=PRIORITY)
+def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    if "native" not in experts.scratch:
+        experts.scratch["native"] = _tables(experts)
+    tables = experts.scratch["native"]
+    if tables is None:  # a program cannot be recorded then, which the log says
+        return reference.fused_moe(x, expert_ids, weights, experts)
+    gate_up, down = tables
+    x, (num_tokens, top_k), count = as_matrix(x), expert_ids.shape, len(experts.down)
+    _check_count(count)
+    rows, places = num_rows(x), num_tokens * top_k
+    starts, tokens = empty(count + 1, dtype=torch.int32), empty(places, dtype=torch.int32)
+    place_of = empty(num_tokens, top_k, dtype=torch.int32)
+    submit(
+        SortByExpert(
+            Op.SORT_BY_EXPERT,
+            DTYPES[x.dtype],
+            rows,
+            expert_ids.data_ptr(),
+            starts.data_ptr(),
+            tokens.data_ptr(),
+            place_of.data_ptr(),
+            count,
+            top_k,
+        )
+    )
+    inner = empty(places, down.in_features, dtype=x.dtype)
+    epilogue = _EPILOGUES[experts.activation]
+    submit(gate_up.call(x, inner, rows, starts, tokens, top_k, epilogue))
+    returned = empty(places, down.out_features, dtype=torch.float32)
+    submit(down.call(inner, returned, rows, starts, None, top_k, Epilogue.PLAIN))
+    out = empty(num_tokens, down.out_features, dtype=x.dtype)
+    submit(
+        CombineExperts(
+            Op.COMBINE_EXPERTS,
+            DTYPES[x.dtype],
+            rows,
+            returned.data_ptr(),
+            place_of.data_ptr(),
+            weights.data_ptr(),
+            out.data_ptr(),
+            returned.stride(0),
+            out.stride(0),
+            down.out_features,
+            top_k,
+        )
+    )
+    return out
+
+
+@register("add_gated", name="native", predicate=is_native, priority=PRIORITY)
+def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
+    submit(
+        AddGated(
+            Op.ADD_GATED,
+            DTYPES[x.dtype],
+            num_rows(x),
+            x.data_ptr(),
+            gate.data_ptr(),
+            out.data_ptr(),
+            x.stride(0),
+            gate.stride(0),
+            out.stride(0),
+            x.shape[1],
+        )
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What all layers of a table have in common."""
+
+    op: Op
+    of_one: Op  # the operation of one layer
+    in_features: int
+    out_features: int
+    has_bias: bool
+
+
+@dataclass(frozen=True)
+class _Table:
+    """One linear layer of all experts: the addresses of their weights, [E] i64 each. The packed
+    layers own the weights.
+    """
+
+    kind: _Kind
+    weights: ctypes.Array
+    scales: ctypes.Array | None
+    biases: ctypes.Array | None
+
+    @property
+    def in_features(self) -> int:
+        return self.kind.in_features
+
+    @property
+    def out_features(self) -> int:
+        return self.kind.out_features
+
+    def call(
+        self,
+        x: Tensor,
+        out: Tensor,
+        rows: int,
+        starts: Tensor,
+        tokens: Tensor | None,
+        top_k: int,
+        epilogue: Epilogue,
+    ) -> ExpertsLinear:
+        return ExpertsLinear(
+            self.kind.op,
+            DTYPES[x.dtype],
+            rows,
+            x.data_ptr(),
+            None,
+            None,
+            out.data_ptr(),
+            x.stride(0),
+            out.stride(0),
+            self.in_features,
+            self.out_features,
+            epilogue,
+            DTYPES[out.dtype],
+            None,
+            ctypes.addressof(self.weights),
+            None if self.scales is None else ctypes.addressof(self.scales),
+            None if self.biases is None else ctypes.addressof(self.biases),
+            starts.data_ptr(),
+            None if tokens is None else tokens.data_ptr(),
+            len(self.weights),
+            top_k,
+            self.kind.of_one,
+        )
+
+
+def _tables(experts: Experts) -> tuple[_Table, _Table] | None:
+    """None where the layers are not all alike, or cannot be gated as they are."""
+    gate_up, down = _table(experts.gate_up), _table(experts.down)
+    can_gate = all(getattr(layer, "can_gate", False) for layer in experts.gate_up)
+    return None if gate_up is None or down is None or not can_gate else (gate_up, down)
+
+
+def _table(layers: Sequence[Any]) -> _Table | None:
+    kinds = {_kind_of(layer) for layer in layers}
+    if len(kinds) != 1 or (kind := kinds.pop()) is None:
+        return None
+    packed = [layer.parts[0] if isinstance(layer, PackedGgufLinear) else layer for layer in layers]
+    is_blocks = kind.op == Op.EXPERTS_LINEAR_BLOCKS
+    return _Table(
+        kind,
+        _addresses([part.numbers if is_blocks else part.weight for part in packed]),
+        None if kind.op == Op.EXPERTS_LINEAR else _addresses([part.scales for part in packed]),
+        _addresses([layer.bias for layer in layers]) if kind.has_bias else None,
+    )
+
+
+def _kind_of(layer: Any) -> _Kind | None:
+    """None for a layer that the library does not multiply as one of many."""
+    if isinstance(layer, PackedGgufLinear) and len(layer.parts) == 1:
+        op, of_one = Op.EXPERTS_LINEAR_BLOCKS, Op[f"LINEAR_{layer.parts[0].type}"]
+    elif isinstance(layer, PackedQuantizedLinear):
+        of_one = Op[f"LINEAR_INT{layer.bits}"]
+        op = Op[f"EXPERTS_{of_one.name}"]
+    elif isinstance(layer, PackedLinear):
+        op, of_one = Op.EXPERTS_LINEAR, Op.LINEAR
+    else:
+        return None
+    return _Kind(op, of_one, layer.in_features, layer.out_features, layer.bias is not None)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> ctypes.Array:
+    """Not a tensor: this may be called while a model is recorded."""
+    return (ctypes.c_int64 * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+
+
+def _check_count(count: int) -> None:
+    if count > MAX_EXPERTS:
+        raise ValueError(f"a layer has {count} experts, native kernels support {MAX_EXPERTS}")

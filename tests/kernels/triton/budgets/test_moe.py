@@ -1,0 +1,50 @@
+"""Budgets of mixtures of experts."""
+
+import pytest
+import torch
+from quire.kernels.moe import Experts
+from quire.kernels.triton import moe
+from quire.tests.kernels.case import DenseLayer
+from quire.tests.kernels.triton.budget import Budget, bf16, combinations
+
+PLAIN = (None, 8, "softmax", True, 1.0, 1, 1)
+GROUPED = (torch.zeros(256), 8, "sigmoid", True, 2.5, 8, 4)
+
+
+def fused_moe() -> torch.Tensor:
+    """Of Qwen3-30B-A3B's sizes, with fewer experts."""
+    experts = Experts(
+        [DenseLayer(bf16(1536, 2048)) for _ in range(16)],
+        [DenseLayer(bf16(2048, 768)) for _ in range(16)],
+        "silu",
+    )
+    ids = torch.zeros(64, 8, dtype=torch.int32)
+    return moe.fused_moe(bf16(64, 2048), ids, torch.zeros(64, 8), experts)
+
+
+BUDGETS = [
+    # small kernels beside the products: none has loads of 16 bytes everywhere
+    Budget("fused_moe", fused_moe, registers=255, launches=4, wide_loads=False),
+    Budget(
+        "route_experts, E = 128",
+        lambda: moe.route_experts(torch.zeros(64, 128), *PLAIN),
+        registers=64,
+        wide_loads=False,
+    ),
+    Budget(
+        "route_experts, groups",
+        lambda: moe.route_experts(torch.zeros(64, 256), *GROUPED),
+        registers=64,
+        wide_loads=False,
+    ),
+    Budget(
+        "add_gated",
+        lambda: moe.add_gated(bf16(64, 2048), torch.zeros(64, 1), bf16(64, 2048)),
+        registers=40,
+    ),
+]
+
+
+@pytest.mark.parametrize(("budget", "arch"), combinations(BUDGETS), ids=str)
+def test_budget(budget, arch):
+    budget.check(arch)

@@ -4,3 +4,8 @@ page of their own.
 `model.py` is the model, `modules.py` replaces modules of transformers, `attention.py` is the
 attention function that they call, `names.py` maps a checkpoint's names.
 """
+
+import torch
+
+# transformers imports torch's compiler, which needs what executor/lean_import.py defers
+torch._meta_registrations.register_meta  # noqa: B018

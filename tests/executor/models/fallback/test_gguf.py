@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from quire import LLM, SamplingParams
 from quire.executor.models.fallback.model import TransformersModel
 from quire.executor.single_process import SingleProcessExecutor
 from quire.frontend.engine_args import EngineArgs
@@ -94,6 +96,22 @@ def test_plans_know_the_windows(model_type: str, tmp_path: Path) -> None:
     model = start(tmp_path / "m.gguf").worker.model
     windows = tuple(layer.sliding_window for layer in model.attention_layers())
     assert sum(windows) > 0 and model.config.sliding_windows == windows
+
+
+def test_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """There parts of torch are missing until something needs them, as transformers does."""
+    oracle = save_tiny_fallback(tmp_path, "gemma2", **SPECIAL["gemma2"])
+    write_fallback_gguf(tmp_path / "m.gguf", oracle)
+    token_ids = prompt(20, 1)
+    expected = oracle.generate(
+        torch.tensor([token_ids]), do_sample=False, max_new_tokens=6, eos_token_id=None
+    )[0, 20:].tolist()
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, detokenize=False)
+    settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 64}
+    path = str(tmp_path / "m.gguf")
+    with LLM(path, engine="process", skip_tokenizer_init=True, **settings) as llm:
+        (output,) = llm.generate([{"prompt_token_ids": token_ids}], params)
+    assert output.outputs[0].token_ids == expected
 
 
 def test_q_k_and_v_in_one_tensor(tmp_path: Path) -> None:

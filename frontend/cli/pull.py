@@ -57,15 +57,21 @@ def main(argv: list[str]) -> int:
         damaged.append(blob)
         print(f"quire: {blob.name} in the cache is damaged; downloading it again", file=sys.stderr)
 
-    with Bar(wanted.num_bytes) as bar:
-        path = pull(
-            wanted,
-            bar,
-            revision=args.revision,
-            download_dir=args.download_dir,
-            verify=args.verify,
-            on_damaged=report,
-        )
+    bar = Bar(wanted.num_bytes)
+    try:
+        with bar:
+            path = pull(
+                wanted,
+                bar,
+                revision=args.revision,
+                download_dir=args.download_dir,
+                verify=args.verify,
+                on_damaged=report,
+            )
+    except KeyboardInterrupt:
+        received = format_bytes(bar.num_bytes_received)
+        print(f"quire: interrupted; {received} received, the next pull continues", file=sys.stderr)
+        raise
     result = {
         "model": wanted.model,
         "commit": wanted.commit,
@@ -78,7 +84,10 @@ def main(argv: list[str]) -> int:
     if args.json:
         print(msgspec.json.encode(result).decode())
         return 0
-    is_new = f"{format_bytes(bar.num_bytes_received)} received" * bool(bar.num_bytes_received)
+    is_new = ""
+    if bar.num_bytes_received:
+        rest = ", the rest was there already" * (bar.num_bytes_received < wanted.num_bytes)
+        is_new = f"{format_bytes(bar.num_bytes_received)} received{rest}"
     checked = "all checksums are right" if args.verify else "it was there already"
     files = f"{len(wanted.blobs)} file" + "s" * (len(wanted.blobs) > 1)
     print(f"{wanted.model}: {files}, {format_bytes(wanted.num_bytes)}, {is_new or checked}: {path}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -30,13 +31,19 @@ def test_an_interrupted_pull_continues(
         hub.may_go_on.clear()
         environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0"}
         environment["HF_HUB_CACHE"] = str(tmp_path)
-        with subprocess.Popen([*QUIRE, "pull", "org/m"], env=environment) as pulling:
+        with subprocess.Popen(
+            [*QUIRE, "pull", "org/m"], env=environment, stderr=subprocess.PIPE, text=True
+        ) as pulling:
             assert hub.has_broken.wait(60)
             [partial] = (tmp_path / "models--org--m" / "blobs").glob("*.incomplete")
             while partial.stat().st_size < CHUNK_BYTES:
                 assert pulling.poll() is None
             pulling.send_signal(signal.SIGINT)
-            assert pulling.wait(timeout=30) == 130
+            _, err = pulling.communicate(timeout=30)
+            assert pulling.returncode == 130
+            assert re.fullmatch(
+                r"quire: interrupted; [\d.]+ MiB received, the next pull continues\n", err
+            )
         num_there = partial.stat().st_size
         assert num_there >= CHUNK_BYTES
         hub.may_go_on.set()
@@ -56,6 +63,9 @@ def test_an_interrupted_pull_continues(
         code, out, err = call(capsys, "pull", "org/m", "--verify", "--json")
         assert (code, json.loads(out)["damaged"]) == (0, ["model.safetensors"])
         assert err == "quire: model.safetensors in the cache is damaged; downloading it again\n"
+        blob.unlink()
+        code, out, _ = call(capsys, "pull", "org/m")
+        assert code == 0 and ", 4.0 MiB received, the rest was there already: " in out
         code, out, _ = call(capsys, "pull", "org/m", "--verify")
         assert code == 0 and ", all checksums are right: " in out
 

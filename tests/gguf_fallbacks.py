@@ -32,9 +32,13 @@ ARCHITECTURES = {
     "olmoe": "olmoe",
     "mixtral": "llama",
     "gpt_oss": "gpt-oss",
+    "glm": "chatglm",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo": "olmo",
+    "arcee": "arcee",
 }
 SHIFTED = ("gemma", "gemma2", "nemotron")  # norms are stored with 1 added
-PERMUTED = ("mixtral",)
+PERMUTED = ("mixtral", "olmo", "arcee")
 
 
 def write_fallback_gguf(
@@ -138,5 +142,8 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "olmo":
+        writer.add_layer_norm_eps(1e-5)
+        writer.add_clamp_kqv(config.clip_qkv)
     if "logit_scale" in given:
         writer.add_logit_scale(config.logit_scale)

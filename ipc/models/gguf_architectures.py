@@ -197,6 +197,33 @@ GGUF_ARCHITECTURES = {
         constants={"partial_rotary_factor": 1.0},
         presence=_BIASES,
     ),
+    "chatglm": GGUFArchitecture(
+        "GlmForCausalLM",
+        "glm",
+        _FUSED_UP,
+        constants={"partial_rotary_factor": 1.0},
+        presence=_BIASES,
+    ),
+    "hunyuan-dense": GGUFArchitecture(
+        "HunYuanDenseV1ForCausalLM",
+        "hunyuan_v1_dense",
+        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"},
+        presence=_BIASES,
+    ),
+    "olmo": GGUFArchitecture(
+        "OlmoForCausalLM",
+        "olmo",
+        keys={"attention.layer_norm_epsilon": "layer_norm_eps", "attention.clamp_kqv": "clip_qkv"},
+        presence=_BIASES,
+        is_permuted=True,
+    ),
+    "arcee": GGUFArchitecture(
+        "ArceeForCausalLM",
+        "arcee",
+        constants={"hidden_act": "relu2"},
+        presence=_BIASES,
+        is_permuted=True,
+    ),
     "command-r": GGUFArchitecture(
         "CohereForCausalLM",
         "cohere",

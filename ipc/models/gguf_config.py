@@ -129,7 +129,9 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         if (tensor := tensors.get(f"blk.0.{name}")) is not None:
             config[key] = tensor.shape[-2]
     config["tie_word_embeddings"] = "output.weight" not in tensors
-    config |= {key: f"blk.0.{name}" in tensors for key, name in known.presence.items()}
+    for key, name in known.presence.items():
+        fused = name.replace("attn_q.", "attn_qkv.")
+        config[key] = f"blk.0.{name}" in tensors or f"blk.0.{fused}" in tensors
     _check_heads(path, known, own, config)
     _add_of_architecture(architecture, known, own, config)
     growth = config.pop(QUERY_GROWTH, None)

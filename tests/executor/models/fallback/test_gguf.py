@@ -34,6 +34,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window_pattern": 2},
     "qwen3_moe": {"norm_topk_prob": True},
     "mixtral": {"sliding_window": None},
+    "olmo": {"clip_qkv": 0.8},
     "gpt_oss": {
         "rope_parameters": {
             "rope_type": "yarn",
@@ -114,9 +115,10 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     assert output.outputs[0].token_ids == expected
 
 
-def test_q_k_and_v_in_one_tensor(tmp_path: Path) -> None:
-    """As files of Phi-2 have them that were made of Microsoft's first checkpoint."""
-    oracle = save_tiny_fallback(tmp_path, "phi")
+@pytest.mark.parametrize("model_type", ["phi", "glm"])
+def test_q_k_and_v_in_one_tensor(model_type: str, tmp_path: Path) -> None:
+    """As files have them that were made of checkpoints with code of their own."""
+    oracle = save_tiny_fallback(tmp_path, model_type)
     write_fallback_gguf(tmp_path / "m.gguf", oracle, is_fused=True)
     assert "blk.0.attn_qkv.bias" in read_gguf(tmp_path / "m.gguf").tensors
     assert_same(oracle, tmp_path / "m.gguf")

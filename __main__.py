@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "show whether a model fits: weights, context, concurrent requests",
     "doctor": "check this machine and a model, with advice for each problem",
     "top": "watch the engine of a running server",
+    "trace": "show the path of a token: what was scheduled and why, and every kernel",
     "pull": "download a model from the hub",
     "models": "list, show and remove the models in the hub cache of this machine",
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,6 +27,7 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
+from ..ipc.trace import MAX_STEPS, EngineTrace
 from . import utilities
 from .grammar_gate import GrammarGate, as_refusal
 from .observation import StepRecords, observe
@@ -34,6 +36,8 @@ from .pause import PauseControl
 from .request_checks import check_config, check_num_blocks, check_request
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
+from .step_log import log_step
+from .step_tracer import StepTracer
 
 if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
@@ -58,12 +62,17 @@ class EngineCore:
                 "status",
                 "check_integrity",
                 "execute_dummy_batch",
+                "start_trace",
+                "wait_for_trace",
+                "end_trace",
             }
         )
         | PauseControl.UTILITIES
     )
     # those that wait for the step in flight first
-    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch"}
+    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch", "start_trace", "end_trace"}
+    # those that are told which client calls
+    OWNED = frozenset({"pause", "start_trace", "end_trace"})
 
     def __init__(
         self,
@@ -132,6 +141,8 @@ class EngineCore:
         self.gate = GrammarGate()  # the host sets gate.wake
         self._rows = OutputRows(epoch, engine_index)
         self._step_records = StepRecords()
+        self.tracer: StepTracer | None = None  # while steps are traced
+        self._log_steps = config.service_config.log_steps
 
     # ------------------------------------------------------------ requests
 
@@ -207,6 +218,9 @@ class EngineCore:
         self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
         self._rows.drop(client_index)
         self.pausing.drop_client(client_index)
+        if self.tracer is not None and self.tracer.client_index == client_index:
+            self.drain()
+            self._drop_trace()
 
     def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
         """See PaceOutputs."""
@@ -292,10 +306,15 @@ class EngineCore:
             self._admit_checked()
         if not self.pausing.can_step:
             return None
+        tracer = self.tracer
+        if tracer is not None:
+            tracer.begin()
         start_time = time.monotonic()
         step = self.scheduler.schedule()
         if step is not None:
             self._step_records.begin(step, start_time, self.scheduler.counters)
+            if tracer is not None:
+                tracer.scheduled(step)
             if step.prefills and self._rows.holds_any and self.hand_out is not None:
                 if (
                     self._step_records.expected_s(step.output.total_num_scheduled_tokens)
@@ -312,6 +331,10 @@ class EngineCore:
             step.execute_time = self._step_records.execute_time(step)
         self.scheduler.update_from_output(step, output, self._rows)
         self._step_records.end(step, self._rows.now, self.scheduler.counters)
+        if self._log_steps:
+            log_step(step, output, self.scheduler, self._step_records)
+        if self.tracer is not None:
+            self.tracer.processed(step, output, self._step_records.last_times())
 
     def post_step(self, model_executed: bool) -> None:
         """Runs after each step, when its outputs are on their way."""
@@ -319,6 +342,8 @@ class EngineCore:
             self.scheduler.check_integrity()
         if self.pausing.waits:
             self.pausing.settle()
+        if self.tracer is not None:
+            self.tracer.settle()
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on no data, so that ranks without work stay in step with the others."""
@@ -391,6 +416,40 @@ class EngineCore:
             "num_held": len(self.scheduler.held),
             "step_tokens": self._step_records.step_tokens(),
         }
+
+    def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
+        """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`.
+
+        A client that leaves ends its trace.
+        """
+        if type(num_steps) is not int or not 1 <= num_steps <= MAX_STEPS:
+            raise InvalidParameterError(
+                "steps", f"must be between 1 and {MAX_STEPS}, got {num_steps!r}"
+            )
+        if self.tracer is not None:
+            raise InvalidParameterError("trace", "is being recorded already: end it first")
+        self.executor.start_trace(num_steps)
+        self.tracer = StepTracer(self, client_index, num_steps)
+
+    def wait_for_trace(self) -> Future[int]:
+        """Returns when all steps of the trace are recorded, or it has ended: their number."""
+        if self.tracer is None:
+            raise InvalidParameterError("trace", "is not being recorded: start it first")
+        return self.tracer.wait()
+
+    def end_trace(self, *, client_index: int = 0) -> EngineTrace:
+        """Ends the trace that this client started; returns the steps that were recorded, which
+        may be fewer than it asked for.
+        """
+        if self.tracer is None or self.tracer.client_index != client_index:
+            raise InvalidParameterError("trace", "is not being recorded: start it first")
+        return self._drop_trace()
+
+    def _drop_trace(self) -> EngineTrace:
+        assert self.tracer is not None
+        tracer, self.tracer = self.tracer, None
+        tracer.settle(is_over=True)
+        return tracer.result(self.executor.end_trace())
 
     def check_integrity(self) -> bool:
         """Returns True, or raises AssertionError naming what is inconsistent."""

@@ -106,6 +106,13 @@ class StepRecords:
         _, _, _, execute_s, _, num_prefill_tokens, num_decode_tokens, *_ = self._ring[-1]
         return execute_s * num_tokens / max(1, num_prefill_tokens + num_decode_tokens)
 
+    def last_times(self) -> tuple[float, float, float, float]:
+        """Of the last step: when its execution began, and the seconds of its schedule, execute and
+        process parts.
+        """
+        _, start_time, schedule_s, execute_s, process_s, *_ = self._ring[-1]
+        return self._executed_time - execute_s, schedule_s, execute_s, process_s
+
     @property
     def last_step(self) -> int:
         """The number of the last step; -1 before the first."""

@@ -66,7 +66,7 @@ def call_utility(core: EngineCore, method: str, args: list[Any], client_index: i
             "method", f"must be one of {', '.join(sorted(core.UTILITIES))}, got {method!r}"
         )
     function = getattr(core.pausing if method in PauseControl.UTILITIES else core, method)
-    if method == "pause":
+    if method in core.OWNED:
         function = partial(function, client_index=client_index)
     try:
         inspect.signature(function).bind(*args)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ..ipc.config import EngineConfig
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
+from ..ipc.trace import RanksTrace
 
 
 class PendingOutput(Protocol):
@@ -92,6 +93,16 @@ class Executor(Protocol):
 
         Raises InvalidParameterError for a method or arguments that ranks do not offer.
         """
+        ...
+
+    def start_trace(self, num_steps: int) -> None:
+        """Records the next `num_steps` steps, which then run one after the other. No step may be in
+        flight here and in `end_trace`.
+        """
+        ...
+
+    def end_trace(self) -> RanksTrace:
+        """Ends the recording, and returns what there is."""
         ...
 
     def check_health(self) -> None:

@@ -14,8 +14,11 @@ from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
+from ..ipc.trace import RanksTrace, place_of_function
 from .executor import PendingOutput
 from .plugins import naming_plugins
+from .runner.model_runner import ModelRunner
+from .tracing.measured_limits import measured_limits
 from .worker import Worker
 
 
@@ -132,6 +135,40 @@ class SingleProcessExecutor:
                 "args", f"{method} does not take {list(args)!r}: {error}"
             ) from None
         return [getattr(self.worker, method)(*args)]
+
+    def start_trace(self, num_steps: int) -> None:
+        """Records the next `num_steps` steps, which then run one after the other. No step may be in
+        flight here and in `end_trace`.
+        """
+        self.worker.start_trace(num_steps)
+
+    def end_trace(self) -> RanksTrace:
+        """Ends the recording, and returns what there is. The first call measures the machine, which
+        takes tenths of a second.
+        """
+        worker = self.worker
+        if (tracer := worker.end_trace()) is None:
+            return RanksTrace()
+        functions = (
+            SingleProcessExecutor.execute_model,
+            Worker.execute_model,
+            ModelRunner.execute_model,
+        )
+        places = {function.__qualname__: place_of_function(function) for function in functions}
+        return RanksTrace(
+            {step: [rank] for step, rank in tracer.take().items()},
+            measured_limits(
+                worker.device,
+                worker.dtype,
+                worker.config.model_config.quantization,
+                worker.memory_usage()["weights_bytes"],
+                worker.num_threads,
+            ),
+            places,
+            tracer.notes,
+            str(worker.cpu_isa) if worker.device.type == "cpu" else str(worker.device),
+            type(worker.model).__name__,
+        )
 
     def check_health(self) -> None:
         """Raises RuntimeError if a rank cannot run steps.

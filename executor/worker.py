@@ -46,6 +46,7 @@ from .runner.model_runner import ModelRunner
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages
+from .tracing.step_tracer import StepTracer
 from .weights.early_memory import take as take_early_memory
 from .weights.gguf import tensors_of_file
 from .weights.loader import fill_with_random_weights, load_weights
@@ -86,6 +87,7 @@ class Worker:
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self._weights_bytes = 0
+        self.tracer: StepTracer | None = None  # while steps are traced
         self._cache: KVCacheMemory  # set by load_model
         self._num_blocks = 0
         self._num_host_blocks = 0
@@ -338,12 +340,29 @@ class Worker:
         return mover
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        if self.tracer is not None:
+            return self.tracer.run(scheduler_output)
         return self.runner.execute_model(scheduler_output)
+
+    def start_trace(self, num_steps: int) -> None:
+        """Records the next steps, which run one after the other, until `end_trace`."""
+        self.check_health()
+        self.tracer = StepTracer(self.runner, num_steps, self.num_threads)
+
+    def end_trace(self) -> StepTracer | None:
+        """What has been recorded, if anything was."""
+        self._stop_tracer()
+        tracer, self.tracer = self.tracer, None
+        return tracer
+
+    def _stop_tracer(self) -> None:
+        if self.tracer is not None:
+            self.tracer.stop()
 
     @property
     def launches(self) -> bool:
         """Whether launch_model is supported: the device computes while the host continues."""
-        return self.runner.launcher is not None
+        return self.runner.launcher is not None and self.tracer is None
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
         return self.runner.launch_model(scheduler_output)
@@ -380,6 +399,7 @@ class Worker:
 
         On a CPU there is no other place for weights: they are dropped.
         """
+        self._stop_tracer()
         if "kv_cache" in tags:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
@@ -417,6 +437,7 @@ class Worker:
         directory = Path(path)
         check_same_architecture(self.config, self._model_class, directory)
         model = self._build_model(directory, _report_nothing)
+        self._stop_tracer()
         if self.model is not None:
             move_caches(self.model.attention_layers(), model.attention_layers())
         self.model, self._directory = model, directory
@@ -430,7 +451,7 @@ class Worker:
         """Releases model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
-        self.model = self.grammars = None
+        self.model = self.grammars = self.tracer = None
         if hasattr(self, "runner"):
             del self.runner
 

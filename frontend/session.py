@@ -7,12 +7,15 @@ Must not know: how outputs are awaited: LLMEngine blocks, AsyncLLM runs in an ev
 from __future__ import annotations
 
 import logging
+import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig, ModelConfig
-from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError
+from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError, QuireError
 from ..ipc.messages import EngineCoreOutputs, SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
@@ -30,6 +33,9 @@ from .requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from .requests.output_processor import OutputProcessor
 from .telemetry.stats import Telemetry
 from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .trace.trace import Received, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,7 @@ class RequestSession:
         self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
         self.output_processor = OutputProcessor(self.tokenizer, client.ready.epoch)
         self.telemetry = Telemetry(config, client, self.output_processor)
+        self.received: list[Received] | None = None  # while a trace is recorded
 
     def process(
         self,
@@ -93,9 +100,14 @@ class RequestSession:
 
     def take(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
         """Converts the engine's outputs, and aborts the requests that hit a stop string."""
+        received_s = time.monotonic()
         self.telemetry.take(outputs)
         processed = self.output_processor.process_outputs(outputs)
         self._abort_in_engine(processed.requests_to_abort)
+        if self.received is not None:
+            from .trace.trace import received
+
+            self.received.append(received(received_s, outputs, processed.request_outputs))
         return processed.request_outputs
 
     def abort(self, request_ids: list[str]) -> list[RequestOutput]:
@@ -175,6 +187,29 @@ class BlockingCalls(SessionFace, ABC):
         """
         observation = self.call_utility("observe", since_step, max_blocks)
         return self.session.with_own_counters(observation)
+
+    @contextmanager
+    def trace(self, steps: int = 4) -> Iterator[Trace]:
+        """A context in which the engine's next `steps` steps, at most 64, are recorded: what was
+        scheduled and why, and every kernel. The trace is complete when the context ends; it holds
+        fewer steps if fewer were made. Tokens do not change.
+
+        Raises InvalidParameterError for `steps`, and while another trace is recorded.
+        """
+        from .trace.trace import Trace
+
+        trace = Trace()
+        self.call_utility("start_trace", steps)
+        self.session.received = trace.received
+        try:
+            yield trace
+        except BaseException:
+            self.session.received = None
+            with suppress(QuireError):  # the exception of the body is the one to raise
+                self.call_utility("end_trace")
+            raise
+        self.session.received = None
+        trace.complete(self.call_utility("end_trace"))
 
     # The methods below act on the whole engine, including requests of other programs; core/pause.py
     # documents each.

@@ -288,6 +288,10 @@ class ServiceConfig(Section, frozen=True):
         ),
     ] = None
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
+    log_steps: Annotated[
+        bool,
+        Meta(description="Log a line for each step: queues, tokens, finished requests, times."),
+    ] = False
 
 
 class EngineConfig(Section, frozen=True):

@@ -28,6 +28,7 @@ from quire.ipc.messages import (
 )
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.trace import RanksTrace
 
 _MASK = 2**64 - 1
 
@@ -277,6 +278,12 @@ class FakeExecutor:
             raise ModelLoadError(f"{path}: no weights are there")
         self.weights = weights_digest(path)
         self.asleep.discard("weights")
+
+    def start_trace(self, num_steps: int) -> None:
+        self.num_traced = num_steps
+
+    def end_trace(self) -> RanksTrace:
+        return RanksTrace(implementation="fake")
 
     def check_health(self) -> None:
         assert not self.is_shut_down

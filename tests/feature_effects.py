@@ -77,6 +77,16 @@ def shows_pause(seen: Run) -> None:
     assert seen.disturbances == ["the engine is paused: resume() first"]
 
 
+def shows_trace(seen: Run) -> None:
+    assert seen.trace is not None
+    rows = [row for step in seen.trace.steps for row in step.rows]
+    assert len({row.request_id for row in rows}) >= len(JOBS)
+    for step in seen.trace.steps:
+        [rank] = step.ranks
+        assert rank.kernels and all(kernel.seconds >= 0 for kernel in rank.kernels)
+        assert sum(kernel.seconds for kernel in rank.kernels) <= rank.seconds
+
+
 def shows_beams(seen: Run) -> None:
     for output in seen.beams:
         assert len(output.sequences) == BEAM_PARAMS.beam_width and output.error is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,8 @@ import msgspec
 from quire import BeamSearchParams, LLMEngine, RequestOutput, SamplingParams
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.requests.beam_search import BeamSearch, BeamSearchOutput, first_params
+from quire.frontend.trace.trace import Trace
+from quire.ipc.trace import MAX_STEPS
 from quire.tests.answers import Answers
 from quire.tests.gguf_checkpoints import write_gguf
 from quire.tests.workloads import Job, drive
@@ -54,6 +57,7 @@ class Run:
     disturbances: list[str] = field(default_factory=list)
     # of BEAM_PROMPTS, if they were searched beside the jobs
     beams: list[BeamSearchOutput] = field(default_factory=list)
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Feature:
     relates: Callable[[Answers, Answers], None] | None = None
     # called once in mid-run; returns its observation
     disturb: Callable[[LLMEngine], str] | None = None
+    traces: bool = False  # whether its steps are recorded, all of them
     searches_beams: bool = False  # whether it runs beside the jobs from the first step on
     # its settings change the logits, so they also apply to the baseline
     changes_model: bool = False
@@ -201,7 +206,9 @@ def run(engine: LLMEngine, jobs: list[Job], *features: Feature) -> Run:
         ):
             seen.disturbances.append(disturb(engine))
 
-    drive(beams or engine, jobs, aborts=False, watch=watch)
+    is_traced = any(feature.traces for feature in features)
+    with engine.trace(MAX_STEPS) if is_traced else nullcontext() as seen.trace:
+        drive(beams or engine, jobs, aborts=False, watch=watch)
     seen.beams = beams.outputs() if beams else []
     seen.counters = {name: value - before[name] for name, value in engine.get_metrics().items()}
     assert len(seen.answers) == len(jobs) and all(

@@ -19,6 +19,7 @@ from quire.tests.feature_effects import (
     shows_priority,
     shows_recompute,
     shows_swap,
+    shows_trace,
 )
 from quire.tests.feature_requests import (
     relates_as_different,
@@ -50,6 +51,7 @@ OVERLAP = Feature("overlap", shows_overlap, dict(async_scheduling=True))
 MULTI_STEP = Feature("multi-step", shows_multi_step, dict(num_scheduler_steps=4))
 PRIORITY = Feature("priority", shows_priority, dict(scheduling_policy="priority", max_num_seqs=3))
 PAUSE = Feature("pause", shows_pause, disturb=pause_and_resume)
+TRACE = Feature("trace", shows_trace, traces=True)
 BEAMS = Feature("beam search", shows_beams, searches_beams=True)
 N = Feature("n", shows_n, change=with_n, relates=relates_n)
 LOGPROBS = Feature(
@@ -119,6 +121,7 @@ FEATURES = (
     OVERLAP,
     MULTI_STEP,
     PAUSE,
+    TRACE,
     PRIORITY,
     QUANTIZED,
     GGUF,

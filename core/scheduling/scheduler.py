@@ -276,8 +276,7 @@ class Scheduler:
         step = ScheduledStep(output)
         budget, preempted = schedule_running(self, step)
         # a preempted request must not take back the room at once
-        if not preempted:
-            schedule_waiting(self, step, budget)
+        step.stopped_by = "preemption" if preempted else schedule_waiting(self, step, budget)
         if not step.requests:
             return None
         self._freed_slots, self._blocks_to_swap_out = [], []

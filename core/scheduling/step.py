@@ -35,6 +35,7 @@ class ScheduledStep:
     prefills: list[tuple[Request, int]] = field(default_factory=list)
     # its begin and end, by time.monotonic(), and preemptions; observation.py writes it
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
+    stopped_by: str = ""  # why the head of the queue waits: schedule_waiting, or "preemption"
     execute_time: float = 0.0  # its execution began; only for steps with prefills
 
 

@@ -22,14 +22,16 @@ if TYPE_CHECKING:
 _by_key = attrgetter("key")
 
 
-def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> None:
+def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> str:
     """Admits from the head of the queue while there are budget, slots and blocks.
 
     No request overtakes a head that does not fit; a request that waits for its sibling's prompt is
-    skipped.
+    skipped. Returns what the head lacks: "budget", "slots" or "blocks"; "" if none waits for these.
     """
     index, num_reserved, layout = 0, None, scheduler.kv_cache_manager.layout
-    while index < len(scheduler.waiting) and budget > 0 and scheduler.free_slots:
+    while index < len(scheduler.waiting):
+        if budget <= 0 or not scheduler.free_slots:
+            return "budget" if budget <= 0 else "slots"
         request = scheduler.waiting[index]
         start = find_start(scheduler.kv_cache_manager, request)
         if start is None:  # nor may the rest of its family start
@@ -41,20 +43,21 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
         num_tokens = min(request.num_tokens - start.num_tokens, scheduler.max_chunk_tokens)
         if num_tokens > budget:
             if not scheduler.enable_chunked_prefill:
-                break
+                return "budget"
             num_tokens = budget
         if not has_room(scheduler.kv_cache_manager, num_reserved, request, start):
-            break
+            return "blocks"
         block_ids = scheduler.kv_cache_manager.begin(
             request, num_tokens, start.blocks, start.num_tokens
         )
         if block_ids is None:
-            break
+            return "blocks"
         del scheduler.waiting[index]
         admit(scheduler, step, request, start, block_ids)
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens
         num_reserved += num_missing_blocks(layout, request)
+    return ""
 
 
 def admit(

@@ -6,6 +6,7 @@ Must not know: architectures, requests, what a program consists of.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
         )
         return None
     try:
-        program = _record(model, ops, limits, num_groups)
+        program = _record(model, ops, Recorder(limits, num_groups))
         try:
             _try(program, model, ops, num_groups)
         finally:
@@ -109,8 +110,19 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
 
 
 @torch.inference_mode()
-def _record(model: Any, ops: OpTable, limits: Limits, num_groups: int) -> Program:
+def record_origins(
+    model: Any, ops: Any, limits: Limits, num_groups: int, origin: Callable[[], Any]
+) -> list[Any]:
+    """Records a program that `record_step` has made once more, and returns what `origin` gives for
+    each of its calls while it is recorded.
+    """
     recorder = Recorder(limits, num_groups)
+    recorder.origin = origin
+    return [call.origin for call in _record(model, ops, recorder).calls]
+
+
+@torch.inference_mode()
+def _record(model: Any, ops: OpTable, recorder: Recorder) -> Program:
     with recording(recorder, Guard()):
         results = run_op_by_op(
             model,

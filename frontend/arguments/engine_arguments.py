@@ -60,3 +60,4 @@ class EngineArguments(TypedDict, total=False):
     log_stats_interval_s: float
     otlp_traces_endpoint: str | None
     disable_log_stats: bool
+    log_steps: bool

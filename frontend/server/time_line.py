@@ -17,9 +17,8 @@ from itertools import pairwise
 from typing import Any
 
 from ..outputs import RequestMetrics
+from ..telemetry.chrome_trace import Event, event, label
 from .request_log import FinishedRequest
-
-Event = dict[str, Any]
 
 
 def summary_of(request: FinishedRequest) -> dict[str, Any]:
@@ -97,6 +96,7 @@ def _event(
 # Rows of the trace, top to bottom. Chunks and steps have rows of their own, since the events of a
 # trace row must be nested.
 ROWS = {1: "request", 2: "prefill chunks", 3: "decode steps"}
+PID = 1
 ROW_OF = {"prefill_chunk": 2, "decode_step": 3}  # of other events: 1
 
 
@@ -106,9 +106,9 @@ def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
     Times are microseconds.
     """
     metrics = request.metrics
-    labels = [_label("process_name", 0, name=request.request_id)]
-    labels += [_label("thread_name", row, name=name) for row, name in ROWS.items()]
-    labels += [_label("thread_sort_index", row, sort_index=row) for row in ROWS]
+    labels = [label("process_name", PID, 0, name=request.request_id)]
+    labels += [label("thread_name", PID, row, name=name) for row, name in ROWS.items()]
+    labels += [label("thread_sort_index", PID, row, sort_index=row) for row in ROWS]
     line = events(metrics)
     if metrics.scheduled_ts:
         end = metrics.first_token_ts or metrics.last_token_ts
@@ -123,22 +123,10 @@ def chrome_trace(request: FinishedRequest) -> dict[str, Any]:
     }
 
 
-def _label(kind: str, row: int, **args: str | int) -> Event:
-    return {"name": kind, "ph": "M", "pid": 1, "tid": row, "args": args}
-
-
-def _trace_event(event: Event) -> Event:
-    """A span ("X", complete) or a moment ("i", instant)."""
-    name, begin_us = event["name"], 1e6 * event["begin_s"]
-    args = {key: event[key] for key in ("step", "num_tokens") if key in event}
-    common = {
-        "name": name,
-        "cat": "request",
-        "pid": 1,
-        "tid": ROW_OF.get(name, 1),
-        "ts": round(begin_us, 3),
-        "args": args,
-    }
-    if "end_s" in event:
-        return common | {"ph": "X", "dur": round(max(0.0, 1e6 * event["end_s"] - begin_us), 3)}
-    return common | {"ph": "i", "s": "t"}
+def _trace_event(moment: Event) -> Event:
+    name, end_us = moment["name"], None
+    if "end_s" in moment:
+        end_us = 1e6 * moment["end_s"]
+    args = {key: moment[key] for key in ("step", "num_tokens") if key in moment}
+    begin_us = 1e6 * moment["begin_s"]
+    return event(name, "request", PID, ROW_OF.get(name, 1), begin_us, end_us, **args)

@@ -15,6 +15,7 @@ from .. import registry
 
 # rows, in, out: large enough for any blocking, small enough for the cache
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))
+QUICK_SHAPE = (256, 1024, 1024)
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
@@ -75,16 +76,23 @@ def gemm_flops(dtype: torch.dtype, seconds: float) -> float:
     return max(_flops(*product, seconds / 4) for product in _products(dtype))
 
 
-def _products(dtype: torch.dtype):
+def quick_gemm_flops(dtype: torch.dtype, seconds: float) -> float:
+    """As gemm_flops, from one small product: within a tenth of a second, and less exact."""
+    shapes = (QUICK_SHAPE,)
+    products = list(_int8_products(shapes) if dtype == torch.int8 else _products(dtype, shapes))
+    return max(_flops(*product, seconds / len(products)) for product in products)
+
+
+def _products(dtype: torch.dtype, shapes: Iterable[tuple[int, int, int]] = GEMM_SHAPES):
     """Yields (x, columns of the product, function that multiplies), skipping what this processor
     lacks.
     """
     if dtype == torch.int8:
-        yield from _int8_products()
+        yield from _int8_products(shapes)
         return
     pack_linear = registry.select("cpu", dtype).pack_linear
     emulated = dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    for rows, columns_in, columns_out in GEMM_SHAPES:
+    for rows, columns_in, columns_out in shapes:
         x, weight = (
             torch.randn(rows, columns_in).to(dtype),
             torch.randn(columns_out, columns_in).to(dtype),
@@ -94,10 +102,10 @@ def _products(dtype: torch.dtype):
             yield x, columns_out, lambda x, weight=weight: F.linear(x, weight)
 
 
-def _int8_products():
+def _int8_products(shapes: Iterable[tuple[int, int, int]] = GEMM_SHAPES):
     """The registry's own product takes x as bfloat16 and quantizes it."""
     pack = registry.select("cpu", torch.bfloat16).pack_quantized_linear
-    for rows, columns_in, columns_out in GEMM_SHAPES:
+    for rows, columns_in, columns_out in shapes:
         yield (
             torch.randn(rows, columns_in).bfloat16(),
             columns_out,

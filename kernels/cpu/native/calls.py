@@ -5,8 +5,9 @@ Must not know: what an operation computes (kernels/ops.py), tensors.
 
 from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
+from typing import Any
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -93,6 +94,7 @@ class Step(Structure):
 
 class Call(Structure):
     _fields_ = _fields(op=c_int32, dtype=c_int32, rows=c_int64)
+    origin: Any = None  # what Recorder.origin says of a recorded call; not part of the struct
 
 
 class RmsNorm(Call):

@@ -58,6 +58,7 @@ def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> 
     if is_plain and linear.out_features % GATED_MULTIPLE == 0:
         fused = type(linear).from_buffer_copy(linear)
         fused.out, fused.out_row, fused.epilogue = gate.out, gate.out_row, EPILOGUES[gate.op]
+        fused.origin = linear.origin
         calls[uses[0][0]], calls[index] = fused, None
 
 
@@ -79,3 +80,4 @@ def _rotate_and_write(calls: list[Call | None], index: int) -> None:
     calls[index] = RotaryAndWriteKv(
         **shared, **{name: getattr(write, name) for name, _ in RotaryAndWriteKv._fields_}
     )
+    calls[index].origin = write.origin

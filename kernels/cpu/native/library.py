@@ -29,6 +29,13 @@ class Library:
             )
         self._dll.quire_wake.restype = None
         self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
+        self._dll.quire_run_timed.argtypes = (
+            ctypes.c_void_p,
+            ctypes.c_int32,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            ctypes.c_int32,
+        )
         self._dll.quire_pack_linear.argtypes = (
             ctypes.c_void_p,
             ctypes.c_int64,
@@ -99,6 +106,22 @@ class Library:
         """Runs the calls at `pointers`, an array of their addresses, in order."""
         self._check(
             self._dll.quire_run(ctypes.addressof(pointers), len(pointers), ctypes.addressof(step))
+        )
+
+    def run_all_timed(
+        self, pointers: ctypes.Array, step: Step, times: int, num_threads: int
+    ) -> None:
+        """As run_all; writes the times [len(pointers), num_threads, 2] i64 at the address `times`:
+        see quire_run_timed in abi.h.
+        """
+        self._check(
+            self._dll.quire_run_timed(
+                ctypes.addressof(pointers),
+                len(pointers),
+                ctypes.addressof(step),
+                times,
+                num_threads,
+            )
         )
 
     def pack_linear(

@@ -13,7 +13,6 @@ from torch import Tensor
 from ...ops import AttentionMetadata
 from .calls import ALL_LOGITS, F32, NextTokens, Op, Sample
 from .draw import sample_call
-from .library import library
 from .replay import Program
 
 
@@ -59,7 +58,7 @@ class Passes:
                 ALL_LOGITS, run.logits, *parameters, run.positions, run.drawn
             )
             ctypes.pointer(run.sample)[0] = call
-        library.run_all(run.pointers, step)
+        self._program.run(run.pointers, step)
         num_rows = step.num_logits
         return run.kept[:, :num_rows], run.kept_finite[:, :num_rows]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_void_p
 from typing import Any, NamedTuple
 
@@ -73,6 +73,8 @@ class Recorder:
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
         self.calls: list[Call] = []
+        # for traces: the origin of the call that is being recorded
+        self.origin: Callable[[], Any] | None = None
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
         # kept alive so that no address is used twice
         self._memory: list[mmap.mmap] = []
@@ -140,6 +142,8 @@ class Recorder:
                 raise Unrecordable(
                     f"{type(call).__name__} takes {name} as an operand, not from the step"
                 )
+        if self.origin is not None:
+            call.origin = self.origin()
         self.calls.append(call)
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from .calls import Step
 from .fusion import fuse
 from .library import library
 from .recorder import Recorder, Unrecordable
+from .timing import CallTimer
 
 INPUT_DTYPES = (
     torch.int32,
@@ -53,6 +54,7 @@ class Program:
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
+        self.timer: CallTimer | None = None  # set while steps are traced
         # [R of limits, ...], valid after a step
         self._hidden, *self.of_logits = self._settle(recorder, results, found)
         self._counts = -1, -1  # T and R of the last step
@@ -107,7 +109,7 @@ class Program:
         one, and TypeError for other integer types.
         """
         step = self.fill_step(token_ids, positions, metadata, logits_indices)
-        library.run_all(self._pointers, step)
+        self.run(self._pointers, step)
         counts = step.num_tokens, step.num_logits
         if self._counts != counts:
             self._counts = counts
@@ -116,6 +118,13 @@ class Program:
                 *(tensor[: counts[1]] for tensor in self.of_logits),
             )
         return self._results
+
+    def run(self, pointers: ctypes.Array, step: Step) -> None:
+        """Runs the calls at `pointers`, which may be this program's several times."""
+        if self.timer is None:
+            library.run_all(pointers, step)
+        else:
+            self.timer.run(pointers, step)
 
     def fill_step(
         self,

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 13
+#define QUIRE_ABI_VERSION 14
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -367,6 +367,11 @@ QUIRE_EXPORT void quire_wake();
 // Runs the calls in order and returns when all are done. Returns 0, or -1 - i if call i is no
 // operation of the chosen instruction set.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
+// As quire_run, and writes when each thread worked on each call: times [num_calls, num_threads, 2],
+// begin and end in nanoseconds of CLOCK_MONOTONIC. Entries of a thread that had no part in a call
+// are not written, nor are those of threads from num_threads on.
+QUIRE_EXPORT int32_t quire_run_timed(const Call* const* calls, int32_t num_calls, const Step* step,
+                                     int64_t* times, int32_t num_threads);
 
 // Packs a linear layer's weight [out_features, in_features] into panels of 16 outputs, on all
 // threads. bf16: [panel][k / 2][16][2], with pairs of consecutive k together; F32: [panel][k][16].

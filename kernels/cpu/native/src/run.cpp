@@ -1,5 +1,6 @@
 // The exported functions: choice of instruction set, number of threads, and the loop over a step's
 // calls.
+#include <chrono>
 #include <cstring>
 
 #include "isa.h"
@@ -63,6 +64,34 @@ void run(const Worker& worker, void* argument, int32_t index) {
     all.isa->kernel(call.op)(call, *all.step, worker);
 }
 
+struct TimedRun : Run {
+    int64_t* times;
+    int32_t num_threads;
+};
+
+// steady_clock is CLOCK_MONOTONIC on Linux.
+int64_t now_ns() {
+    using namespace std::chrono;
+    return duration_cast<nanoseconds>(steady_clock::now().time_since_epoch()).count();
+}
+
+void run_timed(const Worker& worker, void* argument, int32_t index) {
+    const TimedRun& all = *static_cast<TimedRun*>(argument);
+    const int64_t begin = now_ns();
+    run(worker, static_cast<Run*>(argument), index);
+    if (worker.index >= all.num_threads) return;
+    int64_t* mine = all.times + 2 * ((int64_t)index * all.num_threads + worker.index);
+    mine[0] = begin, mine[1] = now_ns();
+}
+
+// 0, or -1 - i if call i cannot run.
+int32_t check(const Call* const* calls, int32_t num_calls) {
+    for (int32_t i = 0; i < num_calls; i++)
+        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernel(calls[i]->op))
+            return -1 - i;
+    return 0;
+}
+
 }  // namespace
 
 int32_t quire_isa_supported(const char* isa) { return find(isa) != nullptr; }
@@ -81,10 +110,16 @@ int32_t quire_set_threads(int32_t num_threads, const int32_t* cores) {
 void quire_wake() { wake_threads(); }
 
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
-    for (int32_t i = 0; i < num_calls; i++)
-        if (!chosen || calls[i]->op < 0 || calls[i]->op >= NUM_OPS || !chosen->kernel(calls[i]->op))
-            return -1 - i;
+    if (int32_t problem = check(calls, num_calls)) return problem;
     Run all{calls, step, chosen};
     run_on_all(run, &all, num_calls);
+    return 0;
+}
+
+int32_t quire_run_timed(const Call* const* calls, int32_t num_calls, const Step* step,
+                        int64_t* times, int32_t num_threads) {
+    if (int32_t problem = check(calls, num_calls)) return problem;
+    TimedRun all{{calls, step, chosen}, times, num_threads};
+    run_on_all(run_timed, &all, num_calls);
     return 0;
 }

@@ -1,0 +1,1 @@
+"""Records what a rank does in a step: for traces."""

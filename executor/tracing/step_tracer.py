@@ -1,0 +1,303 @@
+"""Records what a rank does in each of some steps: inputs, stages, kernels with their times.
+
+Must not know: the scheduler, what is shown of a trace.
+
+A recorded program is timed by the native library, which notes when each thread worked on each call.
+Everything else is timed around the operations of the table (instruments.py); on a GPU by events on
+its stream. Only numbers are kept while a step runs, and `take` puts them into words.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from ctypes import addressof
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.trace import Input, Kernel, RankTrace, Span, place_of_function
+from ...kernels.cpu.native.library import library
+from ...kernels.cpu.native.replay import Program
+from ...kernels.cpu.native.timing import CallTimer, timed_calls
+from ..program.step_program import record_origins
+from ..runner.model_runner import ModelRunner
+from .instruments import Instruments, Site
+from .operations import (
+    calling_place,
+    dtype_of,
+    implementation_place,
+    kept,
+    recorded_places,
+    work_of,
+)
+
+INPUTS = "token_ids", "positions", "metadata", "logits_indices"
+OF_METADATA = "query_start_loc", "seq_lens", "block_tables", "slot_mapping"
+
+
+class _Operation(NamedTuple):
+    site: Site
+    begin: Any  # seconds, or an event
+    end: Any
+    arguments: list[Any]
+    place: str
+    less_s: float = 0.0  # of a module: operations within, which are counted themselves
+
+
+class _Recorded(NamedTuple):
+    """A step as it was recorded."""
+
+    begin_s: float
+    end_s: float
+    inputs: list[Input]
+    spans: list[Span]
+    operations: list[_Operation]
+    runs: list[Any]  # of the native program
+
+
+class StepTracer:
+    """Runs the steps of a runner, of which it records the first `num_steps`."""
+
+    def __init__(self, runner: ModelRunner, num_steps: int, num_threads: int):
+        self._runner, self._num_left = runner, num_steps
+        self._device = runner.device
+        self._is_on_gpu = self._device.type != "cpu"
+        self.notes: list[str] = []
+        self._steps: dict[int, _Recorded] = {}
+        self._operations: list[_Operation] = []
+        self._within: list[list[Any]] = []  # modules entered: [begin, seconds of parts]
+        self._is_inside = False  # an operation of the table runs
+        self._spans: list[Span] = []
+        self._inputs: list[Input] = []
+        # kept until the trace is taken: their calls are read then
+        self._program = runner.program if isinstance(runner.program, Program) else None
+        self._bursts = runner.bursts
+        self._origins: dict[int, tuple[str, str, str]] = {}  # by the address of a call
+        self._path = ""
+        self.instruments = Instruments(runner.ops, self._around, self._enter, self._leave)
+        self._attach(num_threads)
+
+    def _attach(self, num_threads: int) -> None:
+        runner, program = self._runner, self._program
+        if program is not None:
+            self._find_origins(program)
+            program.timer = CallTimer(num_threads)
+        put = self.instruments
+        put.attach(runner.model)
+        for owner in (runner.sampler, runner.prompt_scorer, runner.grammars, runner.launcher):
+            if owner is not None:
+                for name, value in list(vars(owner).items()):
+                    if value is runner.ops:
+                        put.replace(owner, name, put.table("sampler"))
+        put.replace(runner, "ops", put.table(""))
+        forward = self._spanned("model", runner._forward)
+        put.replace(runner, "_forward", forward)
+        if runner.launcher is not None:
+            put.replace(runner.launcher, "_forward", forward)
+        put.replace(runner, "make_inputs", self._spanned("inputs", runner.make_inputs))
+        put.replace(runner, "_sample", self._spanned("sampler", runner._sample))
+        if runner.bursts is not None:
+            passes = runner.bursts._passes
+            put.replace(runner.bursts, "_passes", self._spanned("model", passes))
+            for_burst = self._spanned("inputs", runner.host_inputs.for_burst)
+            put.replace(runner.host_inputs, "for_burst", for_burst)
+        if self._is_on_gpu and runner.program is not None:
+            put.replace(runner, "program", None)
+            self.notes.append("traced steps run without CUDA graphs")
+
+    def _find_origins(self, program: Program) -> None:
+        """Finds the module of each call of the program: it is recorded again, with instruments."""
+
+        def around(site: Site, function: Callable, args: Any, kwargs: Any) -> Any:
+            before, self._path = self._path, site.module
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._path = before
+
+        runner = self._runner
+        put = Instruments(runner.ops, around, _nothing, _nothing)
+        put.attach(runner.model)
+        try:
+            origins = record_origins(
+                runner.model,
+                put.table(""),
+                program.limits,
+                runner.batch.num_groups,
+                lambda: (self._path, *recorded_places()),
+            )
+        finally:
+            put.detach()
+        if len(origins) == len(program.calls):
+            self._origins = dict(zip(map(addressof, program.calls), origins))
+
+    def stop(self) -> None:
+        """Puts everything back; `take` still returns what was recorded."""
+        self._num_left = 0
+        self.instruments.detach()
+        if self._program is not None:
+            self._program.timer = None
+
+    # ------------------------------------------------------------ while a step runs
+
+    def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step, and records it while there are steps to record."""
+        if not self._num_left or not scheduler_output.slots:
+            return self._runner.execute_model(scheduler_output)
+        begin_s = time.monotonic()
+        self._operations, self._spans, self._inputs, self._within = [], [], [], []
+        origin = self._now()
+        output = self._runner.execute_model(scheduler_output)
+        if self._is_on_gpu:
+            torch.cuda.synchronize(self._device)
+        end_s = time.monotonic()
+        program = self._program
+        runs = program.timer.take() if program is not None and program.timer is not None else []
+        operations = self._operations
+        if self._is_on_gpu:
+            operations = [_on_host(one, origin, begin_s) for one in operations]
+        self._steps[scheduler_output.step] = _Recorded(
+            begin_s, end_s, self._inputs, self._spans, operations, runs
+        )
+        self._num_left -= 1
+        if not self._num_left:
+            self.stop()
+        return output
+
+    def _now(self) -> Any:
+        if not self._is_on_gpu:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _around(self, site: Site, function: Callable, args: Any, kwargs: Any) -> Any:
+        if self._is_inside:
+            return function(*args, **kwargs)
+        self._is_inside = True
+        begin = self._now()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            end = self._now()
+            self._is_inside = False
+            if self._within and not self._is_on_gpu:
+                self._within[-1][1] += end - begin
+            arguments = kept([*args, *kwargs.values()])
+            place = calling_place(sys._getframe(2))
+            self._operations.append(_Operation(site, begin, end, arguments, place))
+
+    def _enter(self, site: Site) -> None:
+        self._within.append([self._now(), 0.0])
+
+    def _leave(self, site: Site) -> None:
+        begin, parts_s = self._within.pop()
+        end = self._now()
+        if self._is_on_gpu:  # the stream's time between a module's operations is not its own
+            return
+        if self._within:
+            self._within[-1][1] += end - begin
+        self._operations.append(_Operation(site, begin, end, [], "", parts_s))
+
+    def _spanned(self, name: str, function: Callable) -> Callable:
+        place = place_of_function(function) or place_of_function(type(function).__call__)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if name == "model" and not self._inputs:
+                self._inputs = _inputs(args)
+            begin_s = time.monotonic()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._spans.append(Span(name, begin_s, time.monotonic() - begin_s, place))
+
+        return run
+
+    # ------------------------------------------------------------ afterwards
+
+    def take(self) -> dict[int, RankTrace]:
+        """The recorded steps by their numbers."""
+        return {step: self._in_words(recorded) for step, recorded in self._steps.items()}
+
+    def _in_words(self, recorded: _Recorded) -> RankTrace:
+        kernels = [self._kernel(operation) for operation in recorded.operations]
+        for run in recorded.runs:
+            kernels += [self._call(call) for call in timed_calls(run)]
+        kernels.sort(key=lambda kernel: kernel.begin_s)
+        return RankTrace(
+            recorded.begin_s,
+            recorded.end_s - recorded.begin_s,
+            recorded.inputs,
+            recorded.spans,
+            kernels,
+        )
+
+    def _kernel(self, operation: _Operation) -> Kernel:
+        site, arguments = operation.site, operation.arguments
+        found, weight_bytes = work_of(site, arguments, self.instruments.weights)
+        seconds = operation.end - operation.begin - operation.less_s
+        return Kernel(
+            site.module,
+            site.op,
+            site.implementation,
+            found.shape,
+            dtype_of(arguments),
+            operation.begin,
+            seconds,
+            weight_bytes,
+            found.num_bytes,
+            found.flops,
+            operation.place,
+            implementation_place(site.function),
+        )
+
+    def _call(self, call: Any) -> Kernel:
+        module, place, implementation_place = self._origins.get(call.address, ("", "", ""))
+        begins, ends = [begin for _, begin, _ in call.threads], [end for *_, end in call.threads]
+        weights = self.instruments.weights
+        return Kernel(
+            module,
+            call.op,
+            f"native {library.isa}",
+            call.work.shape,
+            call.dtype,
+            min(begins, default=0.0),
+            max(ends, default=0.0) - min(begins, default=0.0),
+            sum(weights.get(address, 0) for address in call.weights),
+            call.work.num_bytes,
+            call.work.flops,
+            place,
+            implementation_place,
+            call.threads,
+            call.pass_number,
+        )
+
+
+def _nothing(site: Site) -> None:
+    pass
+
+
+def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
+    """With seconds in place of events."""
+    begin, end = (
+        begin_s + origin.elapsed_time(event) / 1e3 for event in (operation.begin, operation.end)
+    )
+    return operation._replace(begin=begin, end=end)
+
+
+def _inputs(args: Any) -> list[Input]:
+    """The tensors that the model is given: args as of ModelRunner._forward."""
+    found: list[Input] = []
+    for name, value in zip(INPUTS, args):
+        named = [(name, value)]
+        if name == "metadata":
+            named = [(part, getattr(value, part)) for part in OF_METADATA]
+        for label, tensor in named:
+            with suppress(AttributeError):  # not a tensor
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                found.append(Input(label, list(tensor.shape), dtype))
+    return found

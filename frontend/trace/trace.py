@@ -1,0 +1,107 @@
+"""Trace: some steps of an engine as they were recorded, and what can be made of them.
+
+Must not know: how a step is recorded, clients.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.messages import EngineCoreOutputs
+from ...ipc.trace import EngineTrace, Record, StepTrace
+from ..outputs import RequestOutput
+from .fold import FoldedKernel, fold, kernels_of
+
+
+class Received(Record, frozen=True):
+    """Outputs of the engine as the frontend took them."""
+
+    received_s: float
+    seconds: float  # of process_outputs: detokenization, stop strings
+    num_tokens: int
+    texts: dict[str, str] = {}  # by request, what it returned
+
+
+class Recorded(Record, frozen=True):
+    """A trace as a file has it."""
+
+    engine: EngineTrace
+    received: list[Received] = []
+    places: dict[str, str] = {}  # of the frontend's stages
+
+
+def received(received_s: float, outputs: EngineCoreOutputs, made: list[RequestOutput]) -> Received:
+    """What a session has made of outputs that it took at `received_s`."""
+    texts = {output.request_id: "".join(one.text for one in output.outputs) for output in made}
+    seconds = time.monotonic() - received_s
+    return Received(received_s, seconds, len(outputs.token_ids), texts)
+
+
+class Trace:
+    """The recorded steps. Empty until the context of `LLM.trace` ends."""
+
+    def __init__(self, engine: EngineTrace | None = None) -> None:
+        self.engine = engine
+        self.received: list[Received] = []
+        self.places: dict[str, str] = {}
+
+    def complete(self, result: Any) -> None:
+        """result: of EngineCore.end_trace, as it came from the engine."""
+        from .stages import frontend_places
+
+        self.engine = msgspec.convert(msgspec.to_builtins(result), EngineTrace)
+        self.places = frontend_places()
+
+    @property
+    def steps(self) -> list[StepTrace]:
+        return self.recorded.steps
+
+    @property
+    def recorded(self) -> EngineTrace:
+        if self.engine is None:
+            raise RuntimeError("the trace is complete when its context ends")
+        return self.engine
+
+    def kernels(self) -> list[FoldedKernel]:
+        """The kernels of all steps, equal layers in one entry."""
+        engine = self.recorded
+        kernels = [kernel for step in engine.steps for kernel in kernels_of(step)]
+        return fold(kernels, engine.limits)
+
+    def tree(self, width: int = 190) -> str:
+        """The path of the tokens as plain text, in lines of at most `width` columns."""
+        from .tree import render, tree_of
+
+        return render(tree_of(self, width), width)
+
+    def to_json(self) -> bytes:
+        """Everything that was recorded; `from_json` reads it."""
+        return msgspec.json.encode(Recorded(self.recorded, self.received, self.places))
+
+    @classmethod
+    def from_json(cls, data: bytes, source: str = "trace") -> Trace:
+        """Raises InvalidParameterError naming `source` for what is no trace."""
+        try:
+            found = msgspec.json.decode(data, type=Recorded)
+        except msgspec.DecodeError as error:
+            raise InvalidParameterError(source, f"is not a trace of Quire: {error}") from None
+        trace = cls(found.engine)
+        trace.received, trace.places = found.received, found.places
+        return trace
+
+    def to_perfetto(self, path: str | Path) -> None:
+        """Writes a file for ui.perfetto.dev or chrome://tracing."""
+        from .perfetto import chrome_trace
+
+        Path(path).write_bytes(msgspec.json.encode(chrome_trace(self)))
+
+    def to_html(self, path: str | Path) -> None:
+        """Writes one file that a browser shows without a network."""
+        from .html import page
+
+        Path(path).write_text(page(self), encoding="utf-8")

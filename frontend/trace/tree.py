@@ -1,0 +1,272 @@
+"""A trace as a tree for the terminal: a stage per branch, a kernel per line.
+
+Must not know: where a trace comes from.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from ...ipc.trace import EngineTrace, RankTrace, Row, Span, StepTrace
+from .fold import FoldedKernel, dominating, fold
+
+if TYPE_CHECKING:
+    from .trace import Received, Trace
+
+REASONS = {
+    "budget": "the step's token budget is spent",
+    "blocks": "too few KV-cache blocks are free for its whole prompt",
+    "slots": "max_num_seqs requests run",
+    "preemption": "this step preempted a request",
+    "order": "the request before it waits",
+    "sibling": "its prompt is computed for another completion",
+    "pause": "the engine is paused",
+    "grammar": "its grammar is being compiled",
+}
+WIDE = 160  # columns of a terminal that has room for all of a table
+# (heading, whether it is left out of a narrow table)
+COLUMNS = (
+    ("kernel", False),
+    ("shape", False),
+    ("line", True),
+    ("calls", False),
+    ("min", True),
+    ("median", False),
+    ("max µs", True),
+    ("share", False),
+    ("rate", False),
+    ("of the limit", False),
+)
+LEFT = "kernel", "shape", "line"
+
+
+def render(tree: RenderableType, width: int) -> str:
+    """`tree` in lines of at most `width` columns, without colours."""
+    out = io.StringIO()
+    plain = Console(file=out, width=width, color_system=None, markup=False, highlight=False)
+    plain.print(tree)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def tree_of(trace: Trace, width: int) -> Tree:
+    """For a terminal of `width` columns: a narrow one shows fewer figures."""
+    engine, places = trace.recorded, trace.places | trace.recorded.places
+    root = Tree(_heading(engine))
+    root.add(_stage("LLM.generate", places))
+    root.add(_stage("LLMEngine.step", places, "once per step, below"))
+    left = list(trace.received)
+    for step in engine.steps:
+        end_s = step.execute_begin_s + step.execute_s
+        taken = next((one for one in left if one.received_s >= end_s), None)
+        if taken is not None:
+            left.remove(taken)
+        root.add(_step(step, engine, places, taken, width >= WIDE))
+    if not engine.steps:
+        root.add("no step was made while the trace was recorded")
+    return root
+
+
+def _heading(engine: EngineTrace) -> Text:
+    limits = engine.limits
+    rates = (
+        f"; this machine reads {limits.bytes_per_s / 1e9:.1f} GB/s and multiplies "
+        f"{limits.flops / 1e9:.0f} GFLOP/s"
+        if limits.flops
+        else ""
+    )
+    notes = "".join(f"; {note}" for note in engine.notes)
+    name = engine.model.rstrip("/").rpartition("/")[2]
+    return Text(
+        f"trace of {name}, {engine.dtype} on {engine.device} ({engine.implementation})"
+        f"{rates}{notes}"
+    )
+
+
+def _stage(name: str, places: dict[str, str], more: str = "") -> Text:
+    text = Text(name, style="bold")
+    if place := places.get(name):
+        text.append(f"  {place}", style="dim")
+    if more:
+        text.append(f"  {more}", style="not bold")
+    return text
+
+
+def _step(
+    step: StepTrace,
+    engine: EngineTrace,
+    places: dict[str, str],
+    taken: Received | None,
+    is_wide: bool,
+) -> Tree:
+    num_tokens = sum(row.num_tokens for row in step.rows)
+    total_s = step.schedule_s + step.execute_s + step.process_s
+    tree = Tree(
+        Text(
+            f"step {step.step}: {num_tokens} tokens of {_count(len(step.rows), 'request')} "
+            f"computed, {step.num_tokens} sampled, {_ms(total_s)}",
+            style="bold",
+        )
+    )
+    core = next(
+        (name for name in places if name.startswith("EngineCore._step")), "EngineCore._step"
+    )
+    branch = tree.add(_stage(core, places))
+    branch.add(_schedule(step, places))
+    for rank in step.ranks:
+        branch.add(_execute(rank, step, engine, places, is_wide))
+    ended = f", finished: {', '.join(step.finished)}" if step.finished else ""
+    branch.add(_stage("Scheduler.update_from_output", places, _ms(step.process_s) + ended))
+    if taken is not None:
+        outputs = tree.add(
+            _stage("OutputProcessor.process_outputs", places, f"{_ms(taken.seconds)}")
+        )
+        texts = ", ".join(f"{name}: {text!r}" for name, text in taken.texts.items())
+        outputs.add(
+            _stage("IncrementalDetokenizer.update", places, f"{taken.num_tokens} tokens → {texts}")
+        )
+    return tree
+
+
+def _schedule(step: StepTrace, places: dict[str, str]) -> Tree:
+    used = sum(row.num_tokens for row in step.rows)
+    tree = Tree(
+        _stage(
+            "Scheduler.schedule",
+            places,
+            f"{_ms(step.schedule_s)}; {used} of the budget of {step.budget} tokens",
+        )
+    )
+    for row in step.rows:
+        tree.add(_row(row))
+    for waiting in step.waiting:
+        tree.add(
+            f"request {waiting.request_id} waits, {waiting.num_tokens} tokens, priority "
+            f"{waiting.priority}: {REASONS[waiting.reason]}"
+        )
+    for request_id in step.preempted:
+        tree.add(f"request {request_id} is preempted: the requests before it need its blocks")
+    before, after, end = (*step.num_free_blocks, 0, 0, 0)[:3]
+    cached = sum(row.num_cached_tokens for row in step.rows)
+    tree.add(
+        f"KV-cache blocks: {before - after} taken, {end - after} freed at the end, {end} free; "
+        f"{cached} tokens from the prefix cache"
+    )
+    return tree
+
+
+def _row(row: Row) -> str:
+    end = row.num_computed_tokens + row.num_tokens
+    what = "decodes" if row.num_tokens == 1 and row.num_computed_tokens else "computes its prompt"
+    ahead = f" and {row.num_lookahead_tokens} more" if row.num_lookahead_tokens else ""
+    new = ", admitted" if row.is_new else ""
+    return (
+        f"request {row.request_id} {what}: token {row.num_computed_tokens} to {end - 1} of "
+        f"{row.num_known_tokens} known{ahead}{new}; {row.num_blocks} new blocks, "
+        f"{row.num_cached_tokens} tokens cached"
+    )
+
+
+def _execute(
+    rank: RankTrace,
+    step: StepTrace,
+    engine: EngineTrace,
+    places: dict[str, str],
+    is_wide: bool,
+) -> Tree:
+    names = [name for name in places if name.endswith(".execute_model")]
+    tree = Tree(_stage(names[0] if names else "execute_model", places, _ms(step.execute_s)))
+    for name in names[1:]:
+        tree.add(_stage(name, places))
+    spans = {span.name: span for span in rank.spans}
+    inputs = _span(spans["inputs"]) if "inputs" in spans else Text("inputs")
+    shapes = ", ".join(f"{one.name} {one.shape} {one.dtype}" for one in rank.inputs)
+    tree.add(inputs.append(f"  {shapes}", style="not bold"))
+    kernels = fold(rank.kernels, engine.limits)
+    of_model = [entry for entry in kernels if entry.module != "sampler"]
+    of_sampler = [entry for entry in kernels if entry.module == "sampler"]
+    kernel_s = sum(entry.total_s for entry in kernels)
+    share = kernel_s / rank.seconds if rank.seconds else 0.0
+    summary = f"{_ms(kernel_s)} in kernels, {share:.0%} of execute_model"
+    where = f"  {spans['model'].place}" if "model" in spans else ""
+    heading = Text(f"model {engine.model_class}", style="bold")
+    heading.append(where, style="dim")
+    heading.append(f"  {summary}", style="not bold")
+    if usual := usual_implementation(of_model):
+        heading.append(f"; {usual} unless a line names another", style="not bold")
+    tree.add(Group(heading, _table(of_model, rank.seconds, is_wide)))
+    sampler = spans.get("sampler")
+    if sampler is not None:
+        label = _span(sampler)
+        tree.add(Group(label, _table(of_sampler, rank.seconds, is_wide)) if of_sampler else label)
+    if (most := dominating(kernels)) is not None:
+        tree.add(Text(sentence(most, rank.seconds), style="bold"))
+    return tree
+
+
+def _span(span: Span) -> Text:
+    return _stage(span.name, {span.name: span.place}, _ms(span.seconds))
+
+
+def sentence(most: FoldedKernel, execute_s: float) -> str:
+    """Which kernel dominates, and how far it is from the limit."""
+    share = most.total_s / execute_s if execute_s else 0.0
+    return (
+        f"most time: {most.module or most.op} ({most.op}), {share:.0%} of execute_model, at "
+        f"{most.fraction:.0%} of the limit that {LIMITS[most.bound]} sets"
+    )
+
+
+LIMITS = {"memory": "memory bandwidth", "arithmetic": "arithmetic"}
+
+
+def _table(kernels: list[FoldedKernel], execute_s: float, is_wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    shown = [is_wide or not is_extra for _, is_extra in COLUMNS]
+    for column, is_shown in zip((name for name, _ in COLUMNS), shown):
+        if is_shown:
+            side = "left" if column in LEFT else "right"
+            table.add_column(column, justify=side, no_wrap=column not in LEFT, overflow="fold")
+    usual = usual_implementation(kernels)
+    for entry in kernels:
+        other = "" if entry.implementation == usual else f", {entry.implementation}"
+        cells = (
+            f"{entry.module or 'step'} → {entry.op}{other}",
+            f"{entry.shape} {entry.dtype}",
+            entry.place.rpartition("/")[2],
+            str(entry.count),
+            f"{1e6 * min(entry.seconds):.1f}",
+            f"{1e6 * entry.median_s:.1f}",
+            f"{1e6 * max(entry.seconds):.1f}",
+            f"{entry.total_s / execute_s:.1%}" if execute_s else "",
+            rate(entry),
+            f"{entry.fraction:.0%} {entry.bound}" if entry.num_bytes or entry.flops else "",
+        )
+        table.add_row(*(cell for cell, is_shown in zip(cells, shown) if is_shown))
+    return table
+
+
+def usual_implementation(kernels: list[FoldedKernel]) -> str:
+    """That most entries have."""
+    names = Counter(entry.implementation for entry in kernels)
+    return names.most_common(1)[0][0] if names else ""
+
+
+def rate(entry: FoldedKernel) -> str:
+    if entry.bound == "arithmetic":
+        return f"{entry.flops_per_s / 1e9:.1f} GFLOP/s"
+    return f"{entry.bytes_per_s / 1e9:.1f} GB/s" if entry.num_bytes else ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3f} ms"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

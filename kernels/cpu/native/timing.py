@@ -1,0 +1,164 @@
+"""Runs a program's calls with the time of each, and says what each call was: for traces.
+
+Must not know: models, requests, what is done with the times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from ... import work
+from ...work import Work
+from . import calls as c
+from .calls import ALL_LOGITS, ALL_TOKENS, Call, Op, Step
+from .library import library
+
+DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
+ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
+GATED = {c.Epilogue.GATED: " + silu_and_mul", c.Epilogue.GATED_GELU: " + gelu_tanh_and_mul"}
+STRUCTS: dict[Op, type[Call]] = {
+    Op.RMS_NORM: c.RmsNorm,
+    Op.ADD_RMS_NORM: c.AddRmsNorm,
+    Op.SILU_AND_MUL: c.SiluAndMul,
+    Op.GELU_TANH_AND_MUL: c.SiluAndMul,
+    Op.SCALE: c.Scale,
+    Op.ADD: c.Add,
+    Op.GATHER_ROWS: c.GatherRows,
+    Op.ROTARY: c.Rotary,
+    Op.WRITE_KV: c.WriteKv,
+    Op.ROTARY_AND_WRITE_KV: c.RotaryAndWriteKv,
+    Op.ATTENTION: c.Attention,
+    Op.ARGMAX: c.Argmax,
+    Op.SAMPLE: c.Sample,
+}
+
+
+class TimedCall(NamedTuple):
+    """A call of a run, and when it ran, in seconds of time.monotonic()."""
+
+    address: int  # of the struct
+    op: str
+    dtype: str
+    work: Work
+    weights: list[int]  # addresses of operands that may be weights, read whole
+    threads: list[tuple[int, float, float]]  # (thread, begin_s, end_s)
+    pass_number: int  # of several decoding steps in one run
+
+
+class _Run(NamedTuple):
+    pointers: ctypes.Array
+    counts: tuple[int, int]  # T and R
+    query_lens: list[int]
+    seq_lens: list[int]  # before the first pass
+    times: np.ndarray  # [calls, threads, 2] ns
+
+
+class CallTimer:
+    """Runs calls as Library.run_all does, and keeps their times until they are taken."""
+
+    def __init__(self, num_threads: int):
+        self._num_threads = num_threads
+        self._runs: list[_Run] = []
+
+    def run(self, pointers: ctypes.Array, step: Step) -> None:
+        times = np.zeros((len(pointers), self._num_threads, 2), np.int64)
+        starts = _ints(step.query_start_loc, step.num_requests + 1)
+        self._runs.append(
+            _Run(
+                pointers,
+                (step.num_tokens, step.num_logits),
+                [end - begin for begin, end in pairwise(starts)],
+                _ints(step.seq_lens, step.num_requests),
+                times,
+            )
+        )
+        library.run_all_timed(pointers, step, times.ctypes.data, self._num_threads)
+
+    def take(self) -> list[_Run]:
+        """The runs since the last call, for `timed_calls`."""
+        taken, self._runs = self._runs, []
+        return taken
+
+
+def timed_calls(run: _Run) -> Iterator[TimedCall]:
+    """What the calls of a run were, in order. The program must still exist."""
+    pass_number = 0
+    for address, times in zip(run.pointers, run.times.tolist()):
+        op = Op(Call.from_address(address).op)
+        call = struct_of(op).from_address(address)
+        seq_lens = [length + pass_number for length in run.seq_lens]
+        threads = [
+            (thread, begin / 1e9, end / 1e9) for thread, (begin, end) in enumerate(times) if end
+        ]
+        yield TimedCall(
+            address,
+            op.name.lower() + GATED.get(getattr(call, "epilogue", 0), ""),
+            DTYPE_NAMES[call.dtype],
+            work_of(op, call, run.counts, run.query_lens, seq_lens),
+            _weights(call),
+            threads,
+            pass_number,
+        )
+        pass_number += op == Op.NEXT_TOKENS
+
+
+def struct_of(op: Op) -> type[Call]:
+    if op.name.startswith("LINEAR"):
+        return c.Linear if op == Op.LINEAR else c.QuantizedLinear
+    if op.name.startswith("EMBEDDING"):
+        return c.Embedding
+    return STRUCTS.get(op, Call)
+
+
+def work_of(
+    op: Op, call: Call, counts: tuple[int, int], query_lens: list[int], seq_lens: list[int]
+) -> Work:
+    """counts: T and R of the step; query_lens and seq_lens [B]."""
+    rows = {ALL_TOKENS: counts[0], ALL_LOGITS: counts[1]}.get(call.rows, call.rows)
+    item = ITEM_BYTES[call.dtype]
+    if isinstance(call, c.Linear):
+        is_gated = call.epilogue != c.Epilogue.PLAIN
+        found = work.linear(
+            rows, call.in_features, call.out_features, item, ITEM_BYTES[call.out_dtype]
+        )
+        written = rows * call.out_features * ITEM_BYTES[call.out_dtype] // 2 if is_gated else 0
+        return found._replace(num_bytes=found.num_bytes - written)
+    if isinstance(call, c.Attention):
+        cache = ITEM_BYTES[call.cache_dtype]
+        sizes = call.heads, call.kv_heads, call.head_dim, item, cache, call.sliding_window
+        return work.attention(query_lens, seq_lens, *sizes)
+    if isinstance(call, c.Rotary):
+        size = call.rotary_dim
+        found = work.rows_of(rows, (call.heads + call.kv_heads) * size, item, 2)
+        if isinstance(call, c.RotaryAndWriteKv):
+            written = rows * call.kv_heads * call.head_dim
+            moved = 2 * written * ITEM_BYTES[call.cache_dtype] + written * item
+            found = found._replace(num_bytes=found.num_bytes + moved)
+        return found._replace(shape=f"[{rows}, {call.heads} + {call.kv_heads}, {size}]")
+    if isinstance(call, c.WriteKv):
+        size = call.kv_heads * call.head_dim
+        num_bytes = 2 * rows * size * (item + ITEM_BYTES[call.cache_dtype])
+        return Work(f"[{rows}, {call.kv_heads}, {call.head_dim}] × 2", num_bytes)
+    if isinstance(call, (c.Argmax, c.Sample)):
+        return work.rows_of(rows, call.vocab_size, 4, 1)
+    size = getattr(call, "size", 0) * getattr(call, "heads", 1)
+    # SiluAndMul reads two numbers for each that it writes
+    passes = {c.SiluAndMul: 3, c.Add: 3, c.AddRmsNorm: 4}.get(type(call), 2)
+    return work.rows_of(rows, size, item, passes)
+
+
+def _weights(call: Call) -> list[int]:
+    if isinstance(call, c.Embedding):  # reads rows of its table
+        return []
+    names = ("weight", "scales", "bias")
+    found = [getattr(call, name, None) for name in names]
+    return [address for address in found if address is not None]
+
+
+def _ints(address: int | None, count: int) -> list[int]:
+    return list((ctypes.c_int32 * count).from_address(address)) if address else []

@@ -1,0 +1,64 @@
+"""What an operation reads, writes and computes, from its sizes: bytes and operations on numbers.
+
+Must not know: implementations, models, requests.
+
+Weights are not part of it, since their size depends on how they are packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Work(NamedTuple):
+    shape: str
+    num_bytes: int = 0  # activations and KV cache, read and written
+    flops: int = 0
+
+
+def linear(rows: int, columns_in: int, columns_out: int, in_bytes: int, out_bytes: int) -> Work:
+    """x [rows, columns_in] times a weight [columns_out, columns_in]; bytes of one number of x and
+    of the result.
+    """
+    return Work(
+        f"[{rows}, {columns_in}] · [{columns_out}, {columns_in}]ᵀ",
+        rows * (columns_in * in_bytes + columns_out * out_bytes),
+        2 * rows * columns_in * columns_out,
+    )
+
+
+def rows_of(rows: int, size: int, item_bytes: int, reads_and_writes: int) -> Work:
+    """An operation on each of `rows` rows of `size` numbers, which passes over so many of these."""
+    return Work(f"[{rows}, {size}]", rows * size * item_bytes * reads_and_writes, 0)
+
+
+def attention(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    item_bytes: int,
+    cache_bytes: int,
+    window: int,
+) -> Work:
+    """Causal attention over the KV cache. window: 0, or the positions that a token sees;
+    cache_bytes: of one number of the cache.
+    """
+    num_tokens, pairs, keys = sum(query_lens), 0, 0
+    for queries, length in zip(query_lens, seq_lens):
+        first = length - queries + 1  # keys that the first query sees
+        if window and first >= window:
+            pairs += queries * window
+        elif window and length > window:
+            pairs += sum(min(window, n) for n in range(first, length + 1))
+        else:
+            pairs += queries * (first + length) // 2
+        keys += min(length, window + queries - 1) if window else length
+    return Work(
+        f"[{num_tokens}, {heads}, {head_dim}] over {kv_heads} KV heads",
+        2 * num_tokens * heads * head_dim * item_bytes
+        + 2 * keys * kv_heads * head_dim * cache_bytes,
+        4 * pairs * heads * head_dim,
+    )

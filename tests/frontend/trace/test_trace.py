@@ -1,0 +1,65 @@
+"""Traces of a running engine through every client, and as files."""
+
+import json
+from pathlib import Path
+
+import pytest
+from quire import LLM, InvalidParameterError, SamplingParams
+from quire.frontend.trace.trace import Trace
+from quire.tests.client_forms import BLOCKING, DEFAULTS, blocking_engine
+from quire.tests.frontend.trace.made import made
+
+GOLDEN = Path(__file__).with_name("trace.json")
+PARAMS = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2)
+
+
+def test_the_form_of_the_json():
+    assert json.loads(made().to_json()) == json.loads(GOLDEN.read_text())
+
+
+def test_a_file_gives_the_same_trace():
+    trace = made()
+    again = Trace.from_json(trace.to_json())
+    assert again.recorded == trace.recorded and again.received == trace.received
+    assert again.tree() == trace.tree()
+    with pytest.raises(InvalidParameterError, match="a.json: is not a trace of Quire"):
+        Trace.from_json(b'{"steps": 3}', "a.json")
+
+
+@pytest.mark.parametrize("client", BLOCKING)
+def test_a_trace_through_each_client(client, tmp_path):
+    with blocking_engine(client, tmp_path) as engine:
+        with engine.trace(2) as trace:
+            engine.add_request("r", "Once upon a time", PARAMS)
+            while engine.has_unfinished_requests():
+                engine.step()
+    assert len(trace.steps) == 2
+    assert [row.num_tokens for step in trace.steps for row in step.rows][1] == 1
+    assert all(step.ranks[0].kernels for step in trace.steps)
+    assert "".join(text for one in trace.received for text in one.texts.values())
+    assert "layers[i].mlp.down_proj" in trace.tree()
+
+
+def test_llm_traces_and_tokens_do_not_change():
+    with LLM(engine="inproc", **DEFAULTS) as llm:
+        plain = llm.generate("Once upon", PARAMS, use_tqdm=False)[0].outputs[0]
+        with llm.trace(steps=4) as trace:
+            with pytest.raises(RuntimeError, match="complete when its context ends"):
+                trace.tree()
+            traced = llm.generate("Once upon", PARAMS, use_tqdm=False)[0].outputs[0]
+        assert (traced.token_ids, traced.logprobs) == (plain.token_ids, plain.logprobs)
+        assert trace.kernels() and 0 < len(trace.steps) <= 4
+        with pytest.raises(InvalidParameterError, match="steps: must be between 1 and 64, got 0"):
+            with llm.trace(steps=0):
+                pass
+
+
+def test_an_exception_in_the_context_ends_the_trace():
+    with LLM(engine="inproc", **DEFAULTS) as llm:
+        with pytest.raises(KeyError):
+            with llm.trace():
+                raise KeyError("x")
+        assert llm.session.received is None
+        with llm.trace() as trace:
+            pass
+        assert trace.steps == []

@@ -1,0 +1,96 @@
+"""Timed runs give the same bits, and say when each thread worked on each call."""
+
+import time
+
+import pytest
+import torch
+from quire.kernels.cpu.native.library import library
+
+if library is None:
+    pytest.skip("the native library is not built", allow_module_level=True)
+
+from quire.kernels import registry
+from quire.kernels.cpu.native.calls import Op
+from quire.kernels.cpu.native.program import recording
+from quire.kernels.cpu.native.recorder import Guard, Limits, Recorder
+from quire.kernels.cpu.native.replay import Program
+from quire.kernels.cpu.native.timing import STRUCTS, CallTimer, struct_of, timed_calls
+from quire.kernels.ops import make_metadata
+
+LIMITS = Limits(num_tokens=8, num_requests=4, num_logits=4)
+NO_MODEL = (Op.QUANTIZE_INT8, Op.QUANTIZE_INT4, Op.GATHER_LOGPROBS, Op.NEXT_TOKENS)
+
+
+@pytest.fixture
+def program():
+    ops = registry.select("cpu", torch.float32)
+    torch.manual_seed(0)
+    norm, multiply = torch.rand(32), ops.pack_linear(torch.randn(48, 32), None)
+    table = torch.randn(50, 32)
+    recorder = Recorder(LIMITS)
+    with recording(recorder, Guard()):
+        x = ops.rms_norm(ops.embedding(recorder.token_ids, table), norm, 1e-5)
+        hidden = multiply(x)
+        rows = ops.gather_rows(hidden, recorder.logits_indices)
+    return Program(recorder, hidden, rows, owners=(norm, multiply, table))
+
+
+def step(num_tokens=5):
+    lengths = torch.tensor([num_tokens], dtype=torch.int32)
+    metadata = make_metadata(
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        lengths,
+        [torch.zeros(1, 1, dtype=torch.int32)],
+        [torch.arange(num_tokens)],
+        0,
+        [num_tokens],
+        [num_tokens],
+    )
+    ids = torch.arange(num_tokens, dtype=torch.int32)
+    return ids, torch.arange(num_tokens), metadata, torch.tensor([num_tokens - 1])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_timed_run_is_the_same_run(program, num_threads):
+    plain = [result.clone() for result in program(*step())]
+    library.set_num_threads(num_threads, [-1] * num_threads)
+    try:
+        program.timer = CallTimer(num_threads)
+        before = time.monotonic()
+        timed = program(*step())
+        after = time.monotonic()
+    finally:
+        library.set_num_threads(1)
+    assert all(torch.equal(*pair) for pair in zip(plain, timed))
+    [run] = program.timer.take()
+    assert program.timer.take() == []
+    calls = list(timed_calls(run))
+    assert [call.op for call in calls] == ["embedding", "rms_norm", "linear", "gather_rows"]
+    ends = [before]
+    for call in calls:
+        assert call.threads and all(0 <= thread < num_threads for thread, *_ in call.threads)
+        # a call begins when the one before it is done
+        assert min(begin for _, begin, _ in call.threads) >= ends[-1] - 1e-6
+        ends.append(max(end for *_, end in call.threads))
+    assert ends[-1] <= after
+    linear = calls[2]
+    assert linear.work.shape == "[5, 32] · [48, 32]ᵀ" and linear.work.flops == 2 * 5 * 32 * 48
+    assert linear.dtype == "float32" and calls[3].work.shape.startswith("[1, ")
+
+
+def test_fewer_times_than_threads_are_asked_for(program):
+    library.set_num_threads(2, [-1, -1])
+    try:
+        program.timer = CallTimer(1)
+        program(*step())
+    finally:
+        library.set_num_threads(1)
+    [run] = program.timer.take()
+    assert {thread for call in timed_calls(run) for thread, *_ in call.threads} <= {0}
+
+
+def test_every_operation_of_a_model_has_its_struct():
+    for op in Op:
+        if op not in NO_MODEL:
+            assert struct_of(op) is not struct_of(Op.NEXT_TOKENS), op
+    assert set(STRUCTS) <= set(Op)

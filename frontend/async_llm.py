@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Unpack
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, Unpack
 
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError
+from ..ipc.errors import EngineDeadError, QuireError
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .arguments.engine_arguments import EngineArguments
@@ -28,6 +29,9 @@ from .requests.input_processor import Prompt
 from .requests.request_stream import RequestStream
 from .session import RequestSession, SessionFace
 from .text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from .trace.trace import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -357,6 +361,23 @@ class AsyncLLM(SessionFace):
         return await self.client.call_utility_async(method, *args)
 
     # Documented in BlockingCalls.
+
+    @asynccontextmanager
+    async def trace(self, steps: int = 4) -> AsyncIterator[Trace]:
+        from .trace.trace import Trace
+
+        trace = Trace()
+        await self.call_utility("start_trace", steps)
+        self.session.received = trace.received
+        try:
+            yield trace
+        except BaseException:
+            self.session.received = None
+            with suppress(QuireError):  # the exception of the body is the one to raise
+                await self.call_utility("end_trace")
+            raise
+        self.session.received = None
+        trace.complete(await self.call_utility("end_trace"))
 
     async def get_metrics(self) -> dict[str, int]:
         return self.session.telemetry.metrics(await self.call_utility("get_metrics"))

@@ -27,6 +27,7 @@ DESCRIPTION = (
     "observation as text."
 )
 TIMEOUT_S = 5.0
+STATE = "/v1/engine/state"
 
 
 class ServerError(QuireError):
@@ -89,15 +90,27 @@ class Server:
 
         Raises ServerError with a sentence.
         """
+        answer = self.ask(STATE)
+        try:
+            return msgspec.json.decode(answer, type=dict[str, Any])
+        except ValueError as error:
+            raise self._strange(error) from None
+
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, timeout_s: float = TIMEOUT_S
+    ) -> bytes:
+        """The answer to a GET, or to a POST of `body`. Raises ServerError with a sentence."""
         import urllib.error
         import urllib.request
 
+        data = None if body is None else msgspec.json.encode(body)
+        headers = self._headers | ({"Content-Type": "application/json"} if data else {})
         try:
-            request = urllib.request.Request(f"{self.url}/v1/engine/state", headers=self._headers)
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-                return msgspec.json.decode(answer.read(), type=dict[str, Any])
+            request = urllib.request.Request(f"{self.url}{path}", data, headers)
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.read()
         except urllib.error.HTTPError as error:
-            raise self._refusal(error) from None
+            raise self._refusal(error, path) from None
         except urllib.error.URLError as error:
             raise ServerError(
                 f"no server answers at {self.url}: "
@@ -105,9 +118,12 @@ class Server:
             ) from None
         except (OSError, ValueError) as error:
             # a broken connection, an invalid address, an answer that is not JSON
-            raise ServerError(f"{self.url} does not answer like a Quire server: {error}") from None
+            raise self._strange(error) from None
 
-    def _refusal(self, error: urllib.error.HTTPError) -> ServerError:
+    def _strange(self, error: Exception) -> ServerError:
+        return ServerError(f"{self.url} does not answer like a Quire server: {error}")
+
+    def _refusal(self, error: urllib.error.HTTPError, path: str) -> ServerError:
         try:
             problem = msgspec.json.decode(error.read())["error"]
             message, code = problem["message"], problem.get("code")
@@ -120,7 +136,7 @@ class Server:
             AttributeError,
         ):
             return ServerError(
-                f"{self.url} is not a Quire server: it answers /v1/engine/state with {error.code} "
+                f"{self.url} is not a Quire server: it answers {path} with {error.code} "
                 f"{error.reason}"
             )
         hint = " (--api-key KEY)" if error.code == 401 else ""

@@ -6,6 +6,7 @@ Must not know: how steps are recorded or shown, torch.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
     from ..trace.trace import Trace
 
-USAGE = "quire trace [--prompt TEXT] [--steps N] [--json] [--html FILE] [--perfetto FILE] [flags]"
+USAGE = "quire trace [MODEL | URL] [--prompt TEXT] [--steps N] [--json] [--html FILE] [flags]"
 DESCRIPTION = (
     "Completes a prompt and shows what each step did: which requests it took and why, which lines "
     "of code ran, and every kernel with its shape, its time and its share of what this machine "
@@ -38,11 +39,19 @@ PROMPT = "Once upon a time"
 WARM_UP_TOKENS = 8
 PIPED_WIDTH = 190  # columns, where the output is no terminal
 DEFAULT_STEPS = 2
+SERVER_TIMEOUT_S = 30.0
 COMMON_SAMPLING = ("temperature",)
 
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire trace", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument(
+        "where",
+        nargs="?",
+        metavar="MODEL|URL",
+        help="the model, or the address of a server that runs with --admin [bundled]",
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of the server [$OPENAI_API_KEY]")
     parser.add_argument("--prompt", metavar="TEXT", default=PROMPT, help=f'["{PROMPT}"]')
     parser.add_argument(
         "--steps",
@@ -74,6 +83,12 @@ def main(argv: list[str]) -> int:
     require(bool(args.prompt), "--prompt", "must not be empty")
     if args.diff:
         return diff(*args.diff)
+    if args.where and args.where.startswith(("http://", "https://")):
+        show(ask(args), args)
+        return 0
+    if args.where:
+        require(not hasattr(args, "model"), "--model", "and MODEL are the same; give one of them")
+        args.model = args.where
     with naming_sources(args.settings):
         check_sampling(given(args, request_flags()))
     with open_engine(args) as engine:
@@ -93,6 +108,17 @@ def record(engine: LLMEngine, args: argparse.Namespace) -> Trace:
     with engine.trace(args.steps) as trace:
         run(engine, "0", args.prompt, SamplingParams(**params), num_outputs=args.steps)
     return trace
+
+
+def ask(args: argparse.Namespace) -> Trace:
+    """The trace of a server's engine, beside the requests that it serves."""
+    from ..trace.trace import Trace
+    from .top import TIMEOUT_S, Server
+
+    server = Server(args.where, args.api_key or os.environ.get("OPENAI_API_KEY"))
+    body = {"steps": args.steps, "prompt": args.prompt, "timeout_s": SERVER_TIMEOUT_S}
+    answer = server.ask("/v1/engine/trace", body, SERVER_TIMEOUT_S + TIMEOUT_S)
+    return Trace.from_json(answer, args.where)
 
 
 def run(

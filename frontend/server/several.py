@@ -31,6 +31,7 @@ from .routes import (
     admin,
     chat,
     completions,
+    engine_trace,
     engine_view,
     health,
     messages,
@@ -55,6 +56,7 @@ OF_ONE_MODEL = (
     ollama,
     tokenize,
     pooling,
+    engine_trace,
     engine_view,
     admin,
 )

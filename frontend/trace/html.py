@@ -30,7 +30,7 @@ def page(trace: Trace) -> str:
 <div id="steps"></div>
 <pre>{html.escape(trace.tree())}</pre>
 <script type="application/json" id="trace">{data}</script>
-<script type="module">
+<script>
 {chart}
 const trace = JSON.parse(document.getElementById("trace").textContent);
 for (const step of trace.engine.steps) {{

@@ -1,110 +1,114 @@
-// One traced step as a flame chart: its parts, the stages of the execution, and the kernels of each
-// thread. A click on a bar shows what it was.
-//
-// Must not know: where a trace comes from. frontend/trace/html.py puts this file into a page, too.
+"use strict";
+/* One traced step as a flame chart: its parts, the stages of the execution, and the kernels of each
+   thread. A click on a bar shows what it was. frontend/trace/html.py puts this file into a page of
+   its own, too. */
 
-const COLORS = ["#8ecae6", "#ffb703", "#b5e48c", "#f4a261", "#cdb4db", "#90e0ef", "#e5989b"];
+/* A StepTrace and Limits (ipc/trace.py) -> an element. */
+const flameChart = (() => {
+  const COLORS = ["#8ecae6", "#ffb703", "#b5e48c", "#f4a261", "#cdb4db", "#90e0ef", "#e5989b"];
 
-function colorOf(name) {
-  let sum = 0;
-  for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
-  return COLORS[sum % COLORS.length];
-}
+  function colorOf(name) {
+    let sum = 0;
+    for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
+    return COLORS[sum % COLORS.length];
+  }
 
-// Of the limit that memory bandwidth or arithmetic sets, whichever takes longer.
-function limitOf(kernel, limits) {
-  const bytes = kernel.weight_bytes + kernel.other_bytes;
-  const memory = limits.bytes_per_s ? bytes / limits.bytes_per_s : 0;
-  const isOfIntegers = /linear_(int|q\d|iq)|quantized|gguf/.test(`${kernel.op} ${kernel.implementation}`);
-  const peak = isOfIntegers ? limits.int8_ops : limits.flops;
-  const arithmetic = peak ? kernel.flops / peak : 0;
-  const least = Math.max(memory, arithmetic);
-  if (!least || !kernel.seconds) return "unknown";
-  const share = `${Math.round((100 * least) / kernel.seconds)} % of what `;
-  return share + (memory >= arithmetic ? "memory bandwidth allows" : "arithmetic allows");
-}
+  /* Of the limit that memory bandwidth or arithmetic sets, whichever takes longer. */
+  function limitOf(kernel, limits) {
+    const bytes = kernel.weight_bytes + kernel.other_bytes;
+    const memory = limits.bytes_per_s ? bytes / limits.bytes_per_s : 0;
+    const isOfIntegers = /linear_(int|q\d|iq)|quantized|gguf/.test(`${kernel.op} ${kernel.implementation}`);
+    const peak = isOfIntegers ? limits.int8_ops : limits.flops;
+    const arithmetic = peak ? kernel.flops / peak : 0;
+    const least = Math.max(memory, arithmetic);
+    if (!least || !kernel.seconds) return "unknown";
+    const share = `${Math.round((100 * least) / kernel.seconds)} % of what `;
+    return share + (memory >= arithmetic ? "memory bandwidth allows" : "arithmetic allows");
+  }
 
-function describe(kernel, limits) {
-  const bytes = kernel.weight_bytes + kernel.other_bytes;
-  return {
-    module: kernel.module || "(outside of the layers)",
-    operation: `${kernel.op}, ${kernel.implementation}`,
-    shape: `${kernel.shape} ${kernel.dtype}`,
-    time: `${(1e6 * kernel.seconds).toFixed(1)} µs`,
-    bytes: `${bytes} (weights: ${kernel.weight_bytes})`,
-    rate: `${(bytes / kernel.seconds / 1e9).toFixed(1)} GB/s, ${(kernel.flops / kernel.seconds / 1e9).toFixed(1)} GFLOP/s`,
-    limit: limitOf(kernel, limits),
-    line: [kernel.place, kernel.implementation_place].filter(Boolean).join(", "),
-  };
-}
+  function describe(kernel, limits) {
+    const bytes = kernel.weight_bytes + kernel.other_bytes;
+    return {
+      module: kernel.module || "(outside of the layers)",
+      operation: `${kernel.op}, ${kernel.implementation}`,
+      shape: `${kernel.shape} ${kernel.dtype}`,
+      time: `${(1e6 * kernel.seconds).toFixed(1)} µs`,
+      bytes: `${bytes} (weights: ${kernel.weight_bytes})`,
+      rate: `${(bytes / kernel.seconds / 1e9).toFixed(1)} GB/s, ${(kernel.flops / kernel.seconds / 1e9).toFixed(1)} GFLOP/s`,
+      limit: limitOf(kernel, limits),
+      line: [kernel.place, kernel.implementation_place].filter(Boolean).join(", "),
+    };
+  }
 
-function rowsOf(step, limits) {
-  const end = step.execute_begin_s + step.execute_s;
-  const part = (name, begin, seconds) => ({
-    name, begin, seconds, about: { part: name, time: `${(1e3 * seconds).toFixed(3)} ms` },
-  });
-  const rows = new Map([["step", [
-    part("schedule", step.begin_s, step.schedule_s),
-    part("execute", step.execute_begin_s, step.execute_s),
-    part("process", end, step.process_s),
-  ]]]);
-  for (const rank of step.ranks) {
-    rows.set("stages", rank.spans.map((span) => part(span.name, span.begin_s, span.seconds)));
-    for (const kernel of rank.kernels) {
-      const whole = [[0, kernel.begin_s, kernel.begin_s + kernel.seconds]];
-      const about = describe(kernel, limits);
-      for (const [thread, begin, until] of kernel.threads.length ? kernel.threads : whole) {
-        const row = `thread ${thread}`;
-        if (!rows.has(row)) rows.set(row, []);
-        const name = `${kernel.module} ${kernel.op}`;
-        rows.get(row).push({ name, begin, seconds: until - begin, about });
+  function rowsOf(step, limits) {
+    const end = step.execute_begin_s + step.execute_s;
+    const part = (name, begin, seconds) => ({
+      name, begin, seconds, about: { part: name, time: `${(1e3 * seconds).toFixed(3)} ms` },
+    });
+    const rows = new Map([["step", [
+      part("schedule", step.begin_s, step.schedule_s),
+      part("execute", step.execute_begin_s, step.execute_s),
+      part("process", end, step.process_s),
+    ]]]);
+    for (const rank of step.ranks) {
+      rows.set("stages", rank.spans.map((span) => part(span.name, span.begin_s, span.seconds)));
+      for (const kernel of rank.kernels) {
+        const whole = [[0, kernel.begin_s, kernel.begin_s + kernel.seconds]];
+        const about = describe(kernel, limits);
+        for (const [thread, begin, until] of kernel.threads.length ? kernel.threads : whole) {
+          const row = `thread ${thread}`;
+          if (!rows.has(row)) rows.set(row, []);
+          const name = `${kernel.module} ${kernel.op}`;
+          rows.get(row).push({ name, begin, seconds: until - begin, about });
+        }
       }
     }
+    return rows;
   }
-  return rows;
-}
 
-function show(list, about) {
-  list.replaceChildren();
-  for (const [term, value] of Object.entries(about)) {
-    const dt = document.createElement("dt"), dd = document.createElement("dd");
-    dt.textContent = term;
-    dd.textContent = value;
-    list.append(dt, dd);
-  }
-}
-
-// step: a StepTrace, limits: Limits (ipc/trace.py) -> an element
-export function flameChart(step, limits) {
-  const chart = document.createElement("section");
-  chart.className = "flame";
-  const heading = document.createElement("h3"), details = document.createElement("dl");
-  const num_tokens = step.rows.reduce((sum, row) => sum + row.num_tokens, 0);
-  const begin = step.begin_s, end = step.execute_begin_s + step.execute_s + step.process_s;
-  const total = Math.max(end - begin, 1e-9);
-  heading.textContent =
-    `Step ${step.step}: ${num_tokens} tokens computed, ${step.num_tokens} sampled, ` +
-    `${(1e3 * total).toFixed(3)} ms`;
-  chart.append(heading);
-  for (const [name, bars] of rowsOf(step, limits)) {
-    const row = document.createElement("div"), title = document.createElement("span");
-    row.className = "row";
-    title.textContent = bars.length ? "" : name;
-    row.append(title);
-    for (const bar of bars) {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.title = bar.name;
-      button.setAttribute("aria-label", `${name}: ${bar.name}`);
-      button.textContent = bar.name;
-      button.style.left = `${(100 * (bar.begin - begin)) / total}%`;
-      button.style.width = `${(100 * bar.seconds) / total}%`;
-      button.style.background = colorOf(bar.name.replace(/\d+/g, ""));
-      button.addEventListener("click", () => show(details, bar.about));
-      row.append(button);
+  function show(list, about) {
+    list.replaceChildren();
+    for (const [term, value] of Object.entries(about)) {
+      const dt = document.createElement("dt"), dd = document.createElement("dd");
+      dt.textContent = term;
+      dd.textContent = value;
+      list.append(dt, dd);
     }
-    chart.append(row);
   }
-  chart.append(details);
-  return chart;
-}
+
+  function chartOf(step, limits) {
+    const chart = document.createElement("section");
+    chart.className = "flame";
+    const heading = document.createElement("h3"), details = document.createElement("dl");
+    const num_tokens = step.rows.reduce((sum, row) => sum + row.num_tokens, 0);
+    const begin = step.begin_s, end = step.execute_begin_s + step.execute_s + step.process_s;
+    const total = Math.max(end - begin, 1e-9);
+    heading.textContent =
+      `Step ${step.step}: ${num_tokens} tokens computed, ${step.num_tokens} sampled, ` +
+      `${(1e3 * total).toFixed(3)} ms`;
+    chart.append(heading);
+    for (const [name, bars] of rowsOf(step, limits)) {
+      const row = document.createElement("div"), title = document.createElement("span");
+      row.className = "row";
+      title.textContent = bars.length ? "" : name;
+      row.append(title);
+      for (const bar of bars) {
+        const button = document.createElement("button");
+        button.type = "button";
+        button.title = bar.name;
+        button.setAttribute("aria-label", `${name}: ${bar.name}`);
+        button.textContent = bar.name;
+        button.style.left = `${(100 * (bar.begin - begin)) / total}%`;
+        button.style.width = `${(100 * bar.seconds) / total}%`;
+        button.style.background = colorOf(bar.name.replace(/\d+/g, ""));
+        button.addEventListener("click", () => show(details, bar.about));
+        row.append(button);
+      }
+      chart.append(row);
+    }
+    chart.append(details);
+    return chart;
+  }
+
+  return chartOf;
+})();

@@ -155,19 +155,21 @@ def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
     return {name: readers[name](name, query.getlist(name)) for name in query}
 
 
-def routes(state: ServerState) -> list[Route]:
-    def check_allowed() -> None:
-        if not state.server_config.admin:
-            message = (
-                "This route changes the engine for all clients and is disabled; --admin enables it."
-            )
-            raise ApiError(403, message, code="admin_disabled")
+def check_admin(state: ServerState) -> None:
+    """Raises ApiError 403 without --admin."""
+    if not state.server_config.admin:
+        message = (
+            "This route changes the engine for all clients and is disabled; --admin enables it."
+        )
+        raise ApiError(403, message, code="admin_disabled")
 
+
+def routes(state: ServerState) -> list[Route]:
     def endpoint(
         action: Action, readers: dict[str, Reader]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def run(request: Request) -> Response:
-            check_allowed()
+            check_admin(state)
             parameters = read_query(request, readers)
             try:
                 return Json(await action(state.ready_engine(), **parameters))
@@ -177,7 +179,7 @@ def routes(state: ServerState) -> list[Route]:
         return run
 
     async def load_lora(request: Request) -> Response:
-        check_allowed()
+        check_admin(state)
         body = await read_body(request, state.server_config, LoadLora)
         raise unsupported(
             "lora_path",
@@ -185,7 +187,7 @@ def routes(state: ServerState) -> list[Route]:
         )
 
     async def unload_lora(request: Request) -> Response:
-        check_allowed()
+        check_admin(state)
         body = await read_body(request, state.server_config, UnloadLora)
         raise unsupported(
             "lora_name",

@@ -1,0 +1,65 @@
+"""POST /v1/engine/trace: with a prompt, without one, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2 as httpx
+import pytest
+from quire.frontend.cli.trace import main
+from quire.frontend.trace.trace import Trace
+from quire.tests.frontend.server.conftest import running_server
+
+PATH = "/v1/engine/trace"
+FLAGS = ("--kv-cache-memory-bytes", "24000000", "--num-threads", "1")
+
+
+@pytest.fixture(scope="module")
+def admin() -> Iterator[httpx.Client]:
+    with running_server(*FLAGS, "--admin") as client:
+        yield client
+
+
+def test_the_steps_of_a_prompt(admin):
+    answer = admin.post(PATH, json={"steps": 2, "prompt": "Once upon a time"})
+    assert answer.status_code == 200
+    trace = Trace.from_json(answer.content)
+    first, second = trace.steps
+    assert first.rows[0].num_tokens == 4 and second.rows[0].num_tokens == 1
+    assert first.ranks[0].kernels and trace.received
+    assert "layers[i].mlp.down_proj" in trace.tree()
+    # the completion has ended with the trace
+    again = admin.post(PATH, json={"steps": 1, "timeout_s": 0.2})
+    assert again.status_code == 200 and Trace.from_json(again.content).steps == []
+
+
+def test_quire_trace_asks_a_server(admin, capsys):
+    assert main([str(admin.base_url), "--steps", "1", "--prompt", "One day"]) == 0
+    out = capsys.readouterr().out
+    assert "Scheduler.schedule" in out and out.count("most time: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"steps": 0}, "steps"),
+        ({"steps": 65}, "steps"),
+        ({"steps": "x"}, "steps"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"timeout_s": 61}, "timeout_s"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": "word " * 5000}, "prompt"),
+    ],
+)
+def test_bad_bodies_are_refused(admin, body, param):
+    answer = admin.post(PATH, json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+    # and no trace was left open
+    assert admin.post(PATH, json={"steps": 1, "timeout_s": 0.1}).status_code == 200
+
+
+def test_without_admin_it_is_refused():
+    with running_server(*FLAGS) as client:
+        answer = client.post(PATH, json={"steps": 1})
+        assert answer.status_code == 403
+        assert answer.json()["error"]["code"] == "admin_disabled"

@@ -91,7 +91,8 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
     if site.op == "embedding":
         ids = plain[0]
         return Work(f"[{ids.shape[0]}]", ids.num_bytes), 0
-    shape = " ".join(str(list(value.shape)) for value in plain[:2])
+    shown = [value for value in plain if "float" in value.dtype] or plain
+    shape = " ".join(str(list(value.shape)) for value in shown[:2])
     # others, as the table of rotary embeddings, are read in part
     rows = plain[0].shape[:1] if plain else ()
     num_bytes = sum(value.num_bytes for value in plain if value.shape[:1] == rows)

@@ -42,6 +42,12 @@ def two_models():
         yield client
 
 
+@pytest.fixture(scope="module")
+def address_with_admin():
+    with running_server("--kv-cache-memory-bytes", "24000000", "--admin", wait=False) as client:
+        yield str(client.base_url)
+
+
 @pytest.fixture
 def open_page(chromium):
     contexts, problems = [], []
@@ -116,6 +122,18 @@ def test_a_running_engine_is_shown_and_stopped(page) -> None:
     wait_for(page, "document.getElementById('health').textContent === 'idle'")
     cells = "[...document.querySelectorAll('#recent-rows .request > :last-child')]"
     wait_for(page, f"{cells}.some((cell) => cell.textContent === 'abort')")
+
+
+def test_a_traced_step_is_a_flame_chart(open_page, address_with_admin) -> None:
+    page = open_page(address_with_admin)
+    page.click("#trace-step")
+    page.wait_for_selector(".flame button[aria-label*='gate_up_proj']", timeout=30_000)
+    for name in ("step: execute", "stages: model"):
+        assert page.locator(f".flame button[aria-label='{name}']").count() == 1
+    page.locator(".flame button[aria-label*='gate_up_proj']").first.click(force=True)
+    shown = page.inner_text(".flame dl")
+    assert "· [1280, 256]ᵀ" in shown and "weights: " in shown and " allows" in shown
+    assert "executor/models/blocks.py:" in shown
 
 
 def test_the_second_of_two_models_is_chosen(open_page, two_models) -> None:

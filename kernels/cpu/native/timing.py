@@ -155,7 +155,7 @@ def work_of(
 def _weights(call: Call) -> list[int]:
     if isinstance(call, c.Embedding):  # reads rows of its table
         return []
-    names = ("weight", "scales", "bias")
+    names = ("weight", "scales", "bias", "sinks")
     found = [getattr(call, name, None) for name in names]
     return [address for address in found if address is not None]
 

@@ -35,6 +35,10 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.ATTENTION: c.Attention,
     Op.ARGMAX: c.Argmax,
     Op.SAMPLE: c.Sample,
+    Op.ROUTE_EXPERTS: c.RouteExperts,
+    Op.SORT_BY_EXPERT: c.SortByExpert,
+    Op.COMBINE_EXPERTS: c.CombineExperts,
+    Op.ADD_GATED: c.AddGated,
 }
 
 
@@ -100,7 +104,7 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
             op.name.lower() + GATED.get(getattr(call, "epilogue", 0), ""),
             DTYPE_NAMES[call.dtype],
             work_of(op, call, run.counts, run.query_lens, seq_lens),
-            _weights(call),
+            _weights(call, run.counts[0]),
             threads,
             pass_number,
         )
@@ -108,6 +112,8 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
 
 
 def struct_of(op: Op) -> type[Call]:
+    if op.name.startswith("EXPERTS"):
+        return c.ExpertsLinear
     if op.name.startswith("LINEAR"):
         return c.Linear if op == Op.LINEAR else c.QuantizedLinear
     if op.name.startswith("EMBEDDING"):
@@ -121,6 +127,8 @@ def work_of(
     """counts: T and R of the step; query_lens and seq_lens [B]."""
     rows = {ALL_TOKENS: counts[0], ALL_LOGITS: counts[1]}.get(call.rows, call.rows)
     item = ITEM_BYTES[call.dtype]
+    if isinstance(call, c.ExpertsLinear):
+        rows *= call.top_k
     if isinstance(call, c.Linear):
         is_gated = call.epilogue != c.Epilogue.PLAIN
         found = work.linear(
@@ -146,15 +154,28 @@ def work_of(
         return Work(f"[{rows}, {call.kv_heads}, {call.head_dim}] × 2", num_bytes)
     if isinstance(call, (c.Argmax, c.Sample)):
         return work.rows_of(rows, call.vocab_size, 4, 1)
+    if isinstance(call, (c.RouteExperts, c.SortByExpert)):
+        return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)
     size = getattr(call, "size", 0) * getattr(call, "heads", 1)
     # SiluAndMul reads two numbers for each that it writes
-    passes = {c.SiluAndMul: 3, c.Add: 3, c.AddRmsNorm: 4}.get(type(call), 2)
+    passes = {c.SiluAndMul: 3, c.Add: 3, c.AddGated: 3, c.AddRmsNorm: 4}.get(type(call), 2)
     return work.rows_of(rows, size, item, passes)
 
 
-def _weights(call: Call) -> list[int]:
+def _weights(call: Call, num_tokens: int) -> list[int]:
     if isinstance(call, c.Embedding):  # reads rows of its table
         return []
+    if isinstance(call, c.ExpertsLinear):
+        # Which experts the tokens have chosen is not kept; experts have the same size, and at most
+        # so many were read.
+        count = min(call.count, num_tokens * call.top_k)
+        of_all = [getattr(call, name) for name in ("weights", "all_scales", "biases")]
+        return [
+            address
+            for pointer in of_all
+            if pointer
+            for address in (ctypes.c_int64 * count).from_address(pointer)
+        ]
     names = ("weight", "scales", "bias", "sinks")
     found = [getattr(call, name, None) for name in names]
     return [address for address in found if address is not None]

@@ -9,13 +9,13 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from ..answer_run import AnswerRun, ChoiceDelta
-from ..blocks import BlockEvent, Blocks
 from ..http.call import Call
 from ..http.errors import ApiError
 from ..http.sse import COMMENT, EVENT_STREAM, EventStream, Json
 from ..state import ServerState
-from ..token_logprobs import TokenWriter
+from ..turns.answer_run import AnswerRun, ChoiceDelta
+from ..turns.blocks import BlockEvent, Blocks
+from ..turns.token_logprobs import TokenWriter
 
 
 class BlockAnswer:

@@ -11,11 +11,11 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...answer_format import collect
-from ..answer_run import AnswerRun, ChoiceDelta, Message
 from ..http.call import Call
 from ..state import ServerState
-from ..token_logprobs import CompletionLogprobs, joined, prompt_logprobs
-from ..usage import UsageCounts
+from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
+from ..turns.token_logprobs import CompletionLogprobs, joined, prompt_logprobs
+from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
 FinishReason = Literal["stop", "length", "content_filter"]

@@ -9,12 +9,12 @@ import secrets
 from hashlib import blake2b
 from typing import Any
 
-from ..answer_run import AnswerRun, ChoiceDelta
-from ..blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
 from ..http.sse import named_event
 from ..state import ServerState
+from ..turns.answer_run import AnswerRun, ChoiceDelta
+from ..turns.blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
 from .block_answer import BlockAnswer
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

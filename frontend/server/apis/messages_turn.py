@@ -12,12 +12,12 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
-from ..chat_turn import ChatTurn, thinking_variables
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
-from ..response_format import wants_compact_json
-from ..sampling import SamplingBody, sampling_params
 from ..state import ServerState
+from ..turns.chat_turn import ChatTurn, thinking_variables
+from ..turns.response_format import wants_compact_json
+from ..turns.sampling import SamplingBody, sampling_params
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 
 # Internal parameter names -> the names in this API, for errors.

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...outputs import PositionLogprobs
-from ..answer_run import AnswerRun, ChoiceDelta
-from ..blocks import CALL, DELTA, REASONING, STOP, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
 from ..http.sse import encode
 from ..state import ServerState
+from ..turns.answer_run import AnswerRun, ChoiceDelta
+from ..turns.blocks import CALL, DELTA, REASONING, STOP, TEXT, Block, BlockEvent
 from .block_answer import BlockAnswer
 
 NDJSON = b"application/x-ndjson"

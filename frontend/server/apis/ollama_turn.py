@@ -13,15 +13,15 @@ from msgspec import Meta
 
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
-from ..answer_run import AnswerRun
-from ..chat_turn import ChatTurn, prepare_chat, thinking_variables
-from ..generation import Job, check_context
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
-from ..response_format import wants_compact_json
-from ..sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from ..state import ServerState
-from ..tokenizing import tokenize_all
+from ..turns.answer_run import AnswerRun
+from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
+from ..turns.generation import Job, check_context
+from ..turns.response_format import wants_compact_json
+from ..turns.sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
+from ..turns.tokenizing import tokenize_all
 
 CHAT_NAMES = {
     "prompt": "messages",

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.responses import Response
 
-from ..answer_run import AnswerRun, ChoiceDelta, Message
 from ..http.call import Call
 from ..http.sse import DONE, EventStream, encode, event, json_of
 from ..state import ServerState
-from ..token_logprobs import TokenWriter
-from ..usage import UsageCounts
+from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
+from ..turns.token_logprobs import TokenWriter
+from ..turns.usage import UsageCounts
 
 MARK = "the text of a chunk"
 

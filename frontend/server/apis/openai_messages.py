@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
-from ..response_format import check_name
+from ..turns.response_format import check_name
 
 
 class ContentPart(msgspec.Struct, kw_only=True):

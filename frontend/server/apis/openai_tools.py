@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ..http.errors import invalid, missing, unsupported
-from ..response_format import check_name
+from ..turns.response_format import check_name
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from ...outputs import PositionLogprobs
-from ..answer_run import AnswerRun, ChoiceDelta
-from ..blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
 from ..http.call import Call
 from ..http.errors import ApiError
 from ..http.sse import named_event
 from ..state import ServerState
-from ..token_logprobs import TokenLogprob
+from ..turns.answer_run import AnswerRun, ChoiceDelta
+from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
+from ..turns.token_logprobs import TokenLogprob
 from .block_answer import BlockAnswer
 from .responses_turn import ResponsesBody
 

@@ -13,12 +13,12 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
-from ..chat_turn import ChatTurn, thinking_variables
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
-from ..response_format import wants_compact_json
-from ..sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from ..state import ServerState
+from ..turns.chat_turn import ChatTurn, thinking_variables
+from ..turns.response_format import wants_compact_json
+from ..turns.sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from .responses_items import Item, messages_of
 
 # Internal parameter names -> the names in this API, for errors.

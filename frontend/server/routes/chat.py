@@ -15,13 +15,13 @@ from ....ipc.checks import INT64_MAX
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, ToolChoice, checked_tools
-from ..chat_turn import ChatTurn, prepare_chat
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
 from ..http.openapi import described
-from ..response_format import wants_compact_json
-from ..sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 from ..state import ServerState
+from ..turns.chat_turn import ChatTurn, prepare_chat
+from ..turns.response_format import wants_compact_json
+from ..turns.sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 
 # Template variables that requests cannot set. Some have a field of their own.
 RESERVED_VARIABLES = frozenset(

@@ -14,13 +14,14 @@ from starlette.routing import Route
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
 from ...answer_format import detect
-from ..answer_run import AnswerRun
 from ..apis.completion_answer import Completion, CompletionAnswer
-from ..generation import Job, check_context, check_room
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid, unsupported
 from ..http.openapi import described
-from ..sampling import (
+from ..state import ServerState
+from ..turns.answer_run import AnswerRun
+from ..turns.generation import Job, check_context, check_room
+from ..turns.sampling import (
     MAX_LOGPROBS,
     SamplingBody,
     TokenId,
@@ -28,8 +29,7 @@ from ..sampling import (
     field_names,
     sampling_params,
 )
-from ..state import ServerState
-from ..tokenizing import tokenize_all
+from ..turns.tokenizing import tokenize_all
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"

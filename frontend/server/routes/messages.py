@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from ..apis.messages_answer import MessagesAnswer
 from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from ..chat_turn import prepare_chat, render_turn
 from ..http.call import call_of, read_body
 from ..http.errors import named
 from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
+from ..turns.chat_turn import prepare_chat, render_turn
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -19,8 +19,8 @@ from starlette.routing import Route
 from ..http.call import read_body
 from ..http.errors import unsupported
 from ..http.openapi import described
-from ..sampling import TokenId
 from ..state import ServerState
+from ..turns.sampling import TokenId
 
 Texts = str | Annotated[list[str], Meta(min_length=1)]
 

@@ -12,17 +12,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..answer_run import AnswerRun
 from ..apis.response_store import Stored
 from ..apis.responses_answer import ResponsesAnswer, new_response_id
 from ..apis.responses_items import Item, items_of
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
-from ..chat_turn import ChatTurn, prepare_chat, render_turn
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
+from ..turns.answer_run import AnswerRun
+from ..turns.chat_turn import ChatTurn, prepare_chat, render_turn
 
 MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
 

@@ -20,13 +20,13 @@ from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, checked_tools
-from ..chat_turn import ChatTurn, render_turn
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, missing
 from ..http.openapi import described
 from ..http.sse import Json
 from ..state import ServerState
-from ..tokenizing import tokenize_all
+from ..turns.chat_turn import ChatTurn, render_turn
+from ..turns.tokenizing import tokenize_all
 from .chat import checked_variables
 
 LONG_TOKENS = 10_000

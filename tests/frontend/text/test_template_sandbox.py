@@ -135,7 +135,7 @@ def test_an_event_loop_is_not_blocked_by_an_endless_template(
     """The server renders on its loop for INLINE_S, then in a thread, and the loop runs in the
     meantime.
     """
-    from quire.frontend.server import chat_turn
+    from quire.frontend.server.turns import chat_turn
 
     monkeypatch.setattr("quire.frontend.text.chat_template.TIME_LIMIT_S", 1.0)
     assert (

@@ -3,12 +3,12 @@
 import asyncio
 from typing import Any
 
-from quire.frontend.server.answer_run import ChoiceDelta
 from quire.frontend.server.apis.block_answer import BlockAnswer
-from quire.frontend.server.chat_turn import ChatTurn, prepare_chat
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState
+from quire.frontend.server.turns.answer_run import ChoiceDelta
+from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat
 from quire.ipc.params import RequestOutputKind, SamplingParams
 from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
 

@@ -15,11 +15,11 @@ from quire.frontend.answer_format import (
     ToolCallStart,
     detect,
 )
-from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta
 from quire.frontend.server.apis.chat_answer import ChatAnswer
-from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.routes.chat import ChatBody
+from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta
+from quire.frontend.server.turns.generation import Job
 from quire.ipc.params import SamplingParams
 
 STEPS = [

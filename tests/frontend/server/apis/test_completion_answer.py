@@ -6,11 +6,11 @@ from typing import Any
 
 from quire.frontend.answer_format import Content, detect
 from quire.frontend.outputs import Logprob, RequestOutput
-from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta, Message
 from quire.frontend.server.apis.completion_answer import CompletionAnswer
-from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.routes.completions import CompletionBody
+from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, Message
+from quire.frontend.server.turns.generation import Job
 from quire.ipc.params import SamplingParams
 
 

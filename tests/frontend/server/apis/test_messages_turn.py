@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 from quire.frontend.server.apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from quire.frontend.server.chat_turn import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError, named
 from quire.frontend.server.state import ServerState
+from quire.frontend.server.turns.chat_turn import ChatTurn
 from quire.frontend.text.chat_template import render_chat
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.frontend.server.answer_run import AnswerRun
 from quire.frontend.server.apis.ollama_turn import (
     CHAT_NAMES,
     GENERATE_NAMES,
@@ -23,6 +22,7 @@ from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError, named
 from quire.frontend.server.state import ServerState
+from quire.frontend.server.turns.answer_run import AnswerRun
 from quire.ipc.params import RequestOutputKind, SamplingParams
 from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine, a_call
 

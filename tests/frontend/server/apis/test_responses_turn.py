@@ -14,12 +14,12 @@ from quire.frontend.server.apis.responses_turn import (
     check_body,
     turn_of,
 )
-from quire.frontend.server.chat_turn import ChatTurn
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError, named
 from quire.frontend.server.state import ServerState
+from quire.frontend.server.turns.chat_turn import ChatTurn
 from quire.ipc.params import RequestOutputKind
 from quire.tests.frontend.server.scripted import ScriptedEngine, a_call
 

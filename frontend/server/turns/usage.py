@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..outputs import RequestOutput
+from ...outputs import RequestOutput
 
 
 class PromptTokensDetails(msgspec.Struct):

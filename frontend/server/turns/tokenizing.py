@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from ..text.token_bounds import composes
-from ..text.tokenizer import Tokenizer
-from .admission import Admission
-from .http.call import Call, release_memory
-from .http.errors import invalid, too_long
-from .state import NUM_TOKENIZER_THREADS, ServerState
+from ...text.token_bounds import composes
+from ...text.tokenizer import Tokenizer
+from ..admission import Admission
+from ..http.call import Call, release_memory
+from ..http.errors import invalid, too_long
+from ..state import NUM_TOKENIZER_THREADS, ServerState
 
 Result = TypeVar("Result")
 

@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from quire.frontend.server import answer_run
 from quire.frontend.server.admission import Admission
-from quire.frontend.server.answer_run import AnswerRun, ChoiceDelta, Message
-from quire.frontend.server.chat_turn import ChatTurn, prepare_chat
-from quire.frontend.server.generation import Job
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
+from quire.frontend.server.turns import answer_run
+from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, Message
+from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat
+from quire.frontend.server.turns.generation import Job
 from quire.ipc.params import SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from quire.frontend.outputs import Logprob
-from quire.frontend.server.token_logprobs import TokenWriter, joined, prompt_logprobs
+from quire.frontend.server.turns.token_logprobs import TokenWriter, joined, prompt_logprobs
 from quire.frontend.text.tokenizer import Tokenizer
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers

@@ -4,12 +4,17 @@ import asyncio
 
 import pytest
 from quire.frontend.answer_format import detect
-from quire.frontend.server.chat_turn import ChatTurn, prepare_chat, shape_answer
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat, shape_answer
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
-from quire.tests.frontend.server.test_answer_run import TOOLS, ScriptedEngine, run_turn, state_over
+from quire.tests.frontend.server.turns.test_answer_run import (
+    TOOLS,
+    ScriptedEngine,
+    run_turn,
+    state_over,
+)
 
 
 def test_a_prompt_beyond_the_context_is_refused() -> None:

@@ -15,13 +15,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...ipc.params import SamplingParams
-from ..answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
-from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ....ipc.params import SamplingParams
+from ...answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ...outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ..http.call import Call
+from ..http.sse import encode
+from ..state import ServerState
 from .generation import Job, merged, run
-from .http.call import Call
-from .http.sse import encode
-from .state import ServerState
 from .usage import Usage
 
 

@@ -11,12 +11,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from ...ipc.checks import INT64_MAX
-from ...ipc.errors import InvalidParameterError
-from ...ipc.params import RequestOutputKind, SamplingParams
-from .config import ServerConfig
-from .http.call import Call
-from .http.errors import invalid, refused, unsupported
+from ....ipc.checks import INT64_MAX
+from ....ipc.errors import InvalidParameterError
+from ....ipc.params import RequestOutputKind, SamplingParams
+from ..config import ServerConfig
+from ..http.call import Call
+from ..http.errors import invalid, refused, unsupported
 from .response_format import (
     GUIDED,
     StructuredOutputs,

@@ -4,12 +4,12 @@ import msgspec
 import pytest
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.response_format import (
+from quire.frontend.server.turns.response_format import (
     StructuredOutputs,
     response_format,
     structured_outputs_of,
 )
-from quire.frontend.server.sampling import SamplingBody, sampling_params
+from quire.frontend.server.turns.sampling import SamplingBody, sampling_params
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app
 

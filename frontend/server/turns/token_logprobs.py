@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ..outputs import Logprob, PositionLogprobs
-from ..text.detokenizer import piece_table
-from ..text.tokenizer import Tokenizer
+from ...outputs import Logprob, PositionLogprobs
+from ...text.detokenizer import piece_table
+from ...text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # OpenAI's value for a probability of zero; JSON has no infinity
 

@@ -12,12 +12,12 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from ...ipc.errors import InvalidParameterError
-from ...ipc.params import SamplingParams
-from ..outputs import RequestMetrics, RequestOutput
-from .http.call import Call
-from .http.errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
-from .state import ServerState
+from ....ipc.errors import InvalidParameterError
+from ....ipc.params import SamplingParams
+from ...outputs import RequestMetrics, RequestOutput
+from ..http.call import Call
+from ..http.errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
+from ..state import ServerState
 
 
 @dataclass(slots=True)

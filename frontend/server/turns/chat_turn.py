@@ -15,14 +15,14 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.params import SamplingParams
-from ..answer_format import AnswerFormat
-from ..text.chat_template import ChatTemplateTimeError
+from ....ipc.params import SamplingParams
+from ...answer_format import AnswerFormat
+from ...text.chat_template import ChatTemplateTimeError
+from ..http.call import Call
+from ..http.errors import invalid
+from ..state import ServerState
 from .answer_run import AnswerRun
 from .generation import Job, check_context, check_room
-from .http.call import Call
-from .http.errors import invalid
-from .state import ServerState
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
 # Seconds of processor time that a chat template may take on the event loop.
@@ -200,7 +200,7 @@ async def render_turn(
 
 def _render_at_once(render: Callable[[], str]) -> str | None:
     """The text, or None if the template takes so long that it would block the event loop."""
-    from ..text.template_sandbox import time_limit  # imports jinja2
+    from ...text.template_sandbox import time_limit  # imports jinja2
 
     try:
         with time_limit(INLINE_S):

@@ -13,7 +13,7 @@ from quire.frontend.server.admission import Admission
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import NUM_TOKENIZER_THREADS
-from quire.frontend.server.tokenizing import (
+from quire.frontend.server.turns.tokenizing import (
     HUGE_TEXT,
     LONG_TEXT,
     SLICE,

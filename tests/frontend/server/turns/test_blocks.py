@@ -2,7 +2,7 @@
 
 import pytest
 from quire.frontend.answer_format import Content, Reasoning, ToolCallArguments, ToolCallStart
-from quire.frontend.server.blocks import Blocks
+from quire.frontend.server.turns.blocks import Blocks
 
 PARTS = [
     Reasoning("th"),

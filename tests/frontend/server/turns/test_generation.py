@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 from quire.frontend.outputs import RequestOutput
-from quire.frontend.server.generation import failure, merged
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.turns.generation import failure, merged
 
 
 class Runs:

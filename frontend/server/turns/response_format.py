@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...ipc.params import StructuredOutputsParams
-from .http.errors import invalid, missing, named, unsupported
+from ....ipc.params import StructuredOutputsParams
+from ..http.errors import invalid, missing, named, unsupported
 
 if TYPE_CHECKING:
     from .sampling import SamplingBody

@@ -10,7 +10,7 @@ from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
-from quire.frontend.server.sampling import (
+from quire.frontend.server.turns.sampling import (
     IGNORED,
     UNSUPPORTED,
     SamplingBody,

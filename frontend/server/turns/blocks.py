@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from ..answer_format import Content, Part, Reasoning, ToolCallStart
+from ...answer_format import Content, Part, Reasoning, ToolCallStart
 
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 KINDS = {Content: TEXT, Reasoning: REASONING}  # of other parts: CALL

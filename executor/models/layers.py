@@ -84,6 +84,14 @@ class Linear:
         """[T, in_features] -> [T, sum of rows]"""
         return self._multiply(x)
 
+    @property
+    def silu_and_mul(self) -> Multiply | None:
+        """The operation of that name on this layer's result, in one pass with the same bits; None:
+        there is none. Ask when the weight is packed.
+        """
+        multiply: Any = self._multiply
+        return multiply.silu_and_mul if getattr(multiply, "can_gate", False) else None
+
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[R, in_features] -> [R, sum of rows] f32"""
         multiply = getattr(self._multiply, "logits", None)

@@ -19,6 +19,7 @@ from .modules import MergedLinear, QuireLinear, put
 EQUAL_SHARE = (
     0.98  # of results that agree in every bit; another order of rounding changes a quarter
 )
+Gate = Callable[[torch.Tensor], torch.Tensor]  # a linear layer, or what follows it
 ROWS, SIZE, INNER = 16, 32, 64  # of random input
 
 
@@ -42,27 +43,40 @@ class QuireNorm(nn.Module):
         if x.dtype != self.dtype or x.stride(-1) != 1:
             original: Any = self.original
             return original(x)
+        if x.dim() == 3:  # [1, T, H]: threads divide T
+            return self.rms_norm(x.flatten(0, 1), self.scale, self.eps).view(x.shape)
         return self.rms_norm(x, self.scale, self.eps)
 
 
 class QuireMLP(nn.Module):
     """The place of down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, original: Any, activation: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, original: Any, activation: Gate, make: LayerFactory):
         super().__init__()
         self.gate_up, self.down = original.gate_proj.merged.linear, original.down_proj.linear
         self.activation = activation
+        # a user's kernel for the activation must not be bypassed
+        self.may_fuse = (
+            activation is make.ops.silu_and_mul and make.ops.chosen["silu_and_mul"] == "native"
+        )
+        self.gated: Gate = self._gated
+
+    def prepare(self) -> None:
+        """Call it when the weights are there."""
+        if self.may_fuse and (fused := self.gate_up.silu_and_mul) is not None:
+            self.gated = fused
+
+    def _gated(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.gate_up(x))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        product = self.down(self.activation(self.gate_up(x.reshape(-1, x.shape[-1]))))
+        product = self.down(self.gated(x.reshape(-1, x.shape[-1])))
         return product.view(*x.shape[:-1], product.shape[-1])
 
 
-def replace_faster(model: nn.Module, make: LayerFactory) -> list[QuireNorm]:
-    """Call it after replace_modules. Returns the norms, to be prepared when their weights are
-    there.
-    """
-    norms: list[QuireNorm] = []
+def replace_faster(model: nn.Module, make: LayerFactory) -> list[QuireNorm | QuireMLP]:
+    """Call it after replace_modules. Returns what is to be prepared when the weights are there."""
+    replaced: list[QuireNorm | QuireMLP] = []
     kinds: dict[tuple[Any, ...], tuple[float, bool] | None] = {}
     for name, module in list(model.named_modules()):
         if is_norm(module):
@@ -70,11 +84,12 @@ def replace_faster(model: nn.Module, make: LayerFactory) -> list[QuireNorm]:
             if kind not in kinds:
                 kinds[kind] = norm_form(module, make)
             if (form := kinds[kind]) is not None:
-                norms.append(QuireNorm(module, make, *form))
-                put(model, name, norms[-1])
+                replaced.append(QuireNorm(module, make, *form))
+                put(model, name, replaced[-1])
         elif is_gated(module) and (activation := gated_form(module, make)) is not None:
-            put(model, name, QuireMLP(module, activation))
-    return norms
+            replaced.append(QuireMLP(module, activation, make))
+            put(model, name, replaced[-1])
+    return replaced
 
 
 def is_norm(module: Any) -> bool:

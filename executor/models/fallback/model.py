@@ -99,7 +99,7 @@ class TransformersModel:
         self.torch_products = [
             name for name, parameter in model.named_parameters() if parameter.dim() > 1
         ]
-        self._norms = replace_faster(model, make)
+        self._replaced = replace_faster(model, make)
         if on_meta := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
             raise ModelLoadError(f"transformers leaves {on_meta[0]} without values")
         model.eval()
@@ -156,8 +156,8 @@ class TransformersModel:
         Call it when all weights are there: the first call runs the model to find them.
         """
         if self._layers is None:
-            for norm in self._norms:
-                norm.prepare()
+            for module in self._replaced:
+                module.prepare()
             with exploring(self.ops) as found:
                 self._hidden(torch.zeros(2, dtype=torch.int32), torch.arange(2))
             self._check([layer for _, layer in found])

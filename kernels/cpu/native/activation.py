@@ -23,7 +23,7 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 
 def _gate(x: Tensor, op: Op) -> Tensor:
     size = x.shape[-1] // 2
-    out = empty(len(x), size, dtype=x.dtype)
+    out = empty(x.shape[0], size, dtype=x.dtype)
     submit(
         SiluAndMul(
             op,

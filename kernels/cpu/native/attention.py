@@ -53,8 +53,8 @@ def paged_attention(
         None if sinks is None else sinks.data_ptr(),
     )
     step = Step(
-        num_tokens=len(query),
-        num_requests=len(metadata.seq_lens),
+        num_tokens=query.shape[0],
+        num_requests=metadata.seq_lens.shape[0],
         query_start_loc=metadata.query_start_loc.data_ptr(),
         seq_lens=metadata.seq_lens.data_ptr(),
         block_tables=metadata.block_tables.data_ptr(),

@@ -139,7 +139,7 @@ class PackedGgufLinear:
     ) -> Tensor:
         x = as_matrix(x)
         columns = self.out_features // (1 if epilogue == Epilogue.PLAIN else 2)
-        out, first = empty(len(x), columns, dtype=out_dtype), 0
+        out, first = empty(x.shape[0], columns, dtype=out_dtype), 0
         for part in self.parts:
             bias = None if self.bias is None else self.bias[first:].data_ptr()
             call = QuantizedLinear(

@@ -100,7 +100,7 @@ class PackedLinear:
         self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
     ) -> Tensor:
         x = as_matrix(x)
-        out = empty(len(x), columns, dtype=out_dtype)
+        out = empty(x.shape[0], columns, dtype=out_dtype)
         call = Linear(
             Op.LINEAR,
             DTYPES[x.dtype],

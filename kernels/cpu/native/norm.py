@@ -13,9 +13,10 @@ from .tensors import DTYPES, PRIORITY, is_native
 
 @register("rms_norm", name="native", predicate=is_native, priority=PRIORITY)
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    heads = x.unsqueeze(-2) if x.dim() < 3 else x.flatten(0, -3)  # [rows, heads, size]
-    heads = heads.reshape(-1, *heads.shape[-2:])
+    # [rows, heads, size]; views cost more than the norm of a few rows
+    heads = x if x.dim() in (2, 3) else x.reshape(-1, *x.shape[-2:])
     out = empty(*heads.shape, dtype=x.dtype)
+    has_heads = heads.dim() == 3
     call = RmsNorm(
         Op.RMS_NORM,
         DTYPES[x.dtype],
@@ -24,16 +25,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         weight.data_ptr(),
         out.data_ptr(),
         heads.stride(0),
-        heads.stride(1),
+        heads.stride(1) if has_heads else 0,
         out.stride(0),
-        out.stride(1),
-        heads.shape[1],
-        heads.shape[2],
+        out.stride(1) if has_heads else 0,
+        heads.shape[1] if has_heads else 1,
+        heads.shape[-1],
         eps,
         DTYPES[weight.dtype],
     )
     submit(call)
-    return out.view(x.shape)
+    return out if heads is x else out.view(x.shape)
 
 
 @register("fused_add_rms_norm", name="native", predicate=is_native, priority=PRIORITY)

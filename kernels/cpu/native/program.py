@@ -41,7 +41,8 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
 def num_rows(x: Tensor) -> int:
     """The `rows` of a call whose operands have as many rows as x."""
     recorder = _thread.recorder
-    return len(x) if recorder is None else recorder.num_rows(x)
+    # len() of a tensor is a function in Python
+    return x.shape[0] if recorder is None else recorder.num_rows(x)
 
 
 def submit(call: Call, step: Step = _NO_STEP) -> None:

@@ -133,7 +133,7 @@ class PackedQuantizedLinear(PackedLinear):
         self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
     ) -> Tensor:
         x = as_matrix(x)
-        out = empty(len(x), columns, dtype=out_dtype)
+        out = empty(x.shape[0], columns, dtype=out_dtype)
         call = QuantizedLinear(
             _LINEAR[self.bits],
             DTYPES[x.dtype],

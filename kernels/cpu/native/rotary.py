@@ -30,7 +30,7 @@ def rotary_embedding(positions: Tensor, query: Tensor, key: Tensor, cos_sin_cach
         key.shape[1],
         cos_sin_cache.shape[1],
     )
-    submit(call, Step(num_tokens=len(query), positions=positions.data_ptr()))
+    submit(call, Step(num_tokens=query.shape[0], positions=positions.data_ptr()))
 
 
 @register("reshape_and_cache", name="native", predicate=has_native_cache, priority=PRIORITY)
@@ -53,4 +53,4 @@ def reshape_and_cache(
         key_cache.shape[1],
         CACHE_DTYPES[key_cache.dtype],
     )
-    submit(call, Step(num_tokens=len(key), slot_mapping=slot_mapping.data_ptr()))
+    submit(call, Step(num_tokens=key.shape[0], slot_mapping=slot_mapping.data_ptr()))

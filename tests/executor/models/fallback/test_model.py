@@ -29,6 +29,7 @@ from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.models.fallback_architectures import FALLBACKS
 from quire.ipc.models.kv_layout import KVLayout
+from quire.kernels.cpu.native.library import library
 from quire.tests.client_forms import make_engine
 from quire.tests.executor.driver import Driver, Row, greedy, start_executor
 from quire.tests.tiny_fallbacks import HEAD_DIM, VOCAB_SIZE, save_tiny_fallback
@@ -327,6 +328,18 @@ def test_norms_and_gated_mlps_are_quires_where_they_are_equal(model_type, norms,
     modules = list(start(made(model_type)[0], dtype=dtype).worker.model._model.modules())
     assert sum(isinstance(module, QuireNorm) for module in modules) == norms
     assert sum(isinstance(module, QuireMLP) for module in modules) == mlps
+
+
+@pytest.mark.skipif(library is None, reason="native kernels are not built here")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_gated_mlp_is_two_calls_with_the_bits_of_three(quantization, made):
+    model = start(made("cohere2")[0], dtype="bfloat16", quantization=quantization).worker.model
+    mlps = [module for module in model._model.modules() if isinstance(module, QuireMLP)]
+    assert len(mlps) == 3
+    for mlp in mlps:
+        assert mlp.gated == mlp.gate_up.silu_and_mul != mlp._gated
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+        assert torch.equal(mlp.gated(x), mlp._gated(x))
 
 
 class OddRMSNorm(torch.nn.Module):

@@ -126,7 +126,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if embedding is not None:  # its rows count: vocab_size may leave out padding
         config["vocab_size"] = embedding.shape[0]
     for key, name in known.sizes.items():
-        if (tensor := tensors.get(f"blk.0.{name}")) is not None:
+        if (tensor := tensors.get(f"blk.0.{name}")) is not None and len(tensor.shape) > 1:
             config[key] = tensor.shape[-2]
     config["tie_word_embeddings"] = "output.weight" not in tensors
     for key, name in known.presence.items():
@@ -178,10 +178,9 @@ def _add_of_architecture(
     """What llama.cpp knows of an architecture without a key for it, and windows by layer."""
     num_layers = config.get("num_hidden_layers")
     if name in _LAYERS_OF_27B:
-        scaled_by = config.get("head_dim")
-        if num_layers == _LAYERS_OF_27B[name]:
-            scaled_by = config["hidden_size"] // config["num_attention_heads"]
-        config["query_pre_attn_scalar"] = scaled_by
+        hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
+        is_27b = num_layers == _LAYERS_OF_27B[name] and type(hidden) is type(heads) is int and heads
+        config["query_pre_attn_scalar"] = hidden // heads if is_27b else config.get("head_dim")
     if name == "gemma3":
         config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)

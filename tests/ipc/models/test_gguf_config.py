@@ -151,6 +151,25 @@ def test_gemma3_has_windows_in_five_of_six_layers(tmp_path: Path) -> None:
     assert (config.rope["rope_theta"], config.sliding_rope["rope_theta"]) == (1e6, 1e4)
 
 
+@pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_attention_of_the_27b_is_scaled_otherwise(
+    name: str, layers: int, tmp_path: Path
+) -> None:
+    own = {
+        "embedding_length": 96,
+        "attention.head_count": 4,
+        "attention.key_length": 32,
+        "attention.sliding_window": 16,
+    }
+    for num_layers, scaled_by in ((layers, 24), (layers - 1, 32)):
+        given = own | {"block_count": num_layers}
+        metadata = {f"{name}.{key}": value for key, value in given.items()}
+        config = gguf_config(_file(tmp_path, {"general.architecture": name} | metadata))
+        assert config["query_pre_attn_scalar"] == scaled_by
+    less = {"general.architecture": name, f"{name}.block_count": layers}
+    assert gguf_config(_file(tmp_path, less))["query_pre_attn_scalar"] is None
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

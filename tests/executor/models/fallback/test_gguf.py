@@ -22,6 +22,7 @@ from quire.ipc.models.gguf import read_gguf
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, MIXTRAL
 from quire.tests.executor.driver import Driver, greedy
 from quire.tests.executor.models.fallback.test_model import NUM_TOKENS, assert_greedy, prompt, seen
+from quire.tests.executor.weights.test_gguf import needs_native
 from quire.tests.gguf_checkpoints import frequency_factors
 from quire.tests.gguf_fallbacks import ARCHITECTURES, write_fallback_gguf
 from quire.tests.gguf_files import write_gguf
@@ -146,6 +147,7 @@ def test_without_a_window_and_with_divided_frequencies(tmp_path: Path) -> None:
     assert_same(oracle, tmp_path / "m.gguf")
 
 
+@needs_native
 @pytest.mark.parametrize("model_type", ["gemma2", "starcoder2", "qwen2_moe", "mixtral"])
 def test_blocks_are_kept_and_planned(model_type: str, tmp_path: Path) -> None:
     """In bf16 memory holds the file's blocks; plan and doctor say so without torch."""

@@ -17,6 +17,7 @@ from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import Driver, greedy
 from quire.tests.executor.models.fallback.test_model import NUM_TOKENS, assert_greedy, prompt, start
+from quire.tests.executor.weights.test_gguf import needs_native
 from quire.tests.quantized_checkpoints import edit_config, write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 from safetensors.torch import load_file, save_file
@@ -64,6 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(
     assert_greedy(oracle, row)
 
 
+@needs_native
 @pytest.mark.parametrize("case", ["gemma2, awq", "glm4, int8", "dots1, packed experts"])
 def test_blocks_are_kept_and_planned(case: str, tmp_path: Path) -> None:
     directory, _ = make(tmp_path, case)

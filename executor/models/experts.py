@@ -43,8 +43,8 @@ class MixtureOfExperts:
     @cached_property
     def experts(self) -> Experts:
         """The packed weights, once all are there."""
-        packed = [[layer.packed for layer in layers] for layers in (self.gate_up, self.down)]
-        return Experts(*packed, self.activation)
+        gate_up, down = ([layer.packed for layer in part] for part in (self.gate_up, self.down))
+        return Experts(gate_up, down, self.activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]"""

@@ -256,8 +256,10 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
 
 
 @pytest.mark.parametrize("isa", ["auto", "none"])
-@pytest.mark.parametrize("variant", ["qwen2-window", "mistral", "gemma3", "olmo3"])
-def test_windows_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
+@pytest.mark.parametrize(
+    "variant", ["qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe"]
+)
+def test_windows_and_experts_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
     variant, isa, tiny, oracle
 ):
     kind, overrides = VARIANTS[variant]

@@ -13,7 +13,11 @@ import torch
 from quire.executor.models.experts import MixtureOfExperts
 from quire.ipc.models.architectures import ARCHITECTURES, find_architecture
 from quire.ipc.models.stacked_experts import stacked_pieces
-from quire.tests.executor.driver import generate, start_executor
+from quire.kernels import registry
+from quire.tests.executor.driver import generate, greedy, start_executor
+from quire.tests.executor.models.fallback.test_gguf import start
+from quire.tests.gguf_fallbacks import write_fallback_gguf
+from quire.tests.tiny_fallbacks import save_tiny_fallback
 from quire.tests.tiny_models import make_tiny_config
 from safetensors.torch import load_file, save_file
 
@@ -87,3 +91,24 @@ def test_stacked_checkpoints_give_the_same_tokens(kind, tiny, tmp_path):
     (expected,) = generate(start_executor(directory), [PROMPT], 8)
     (row,) = generate(start_executor(stacked), [PROMPT], 8)
     assert row.output == expected.output
+
+
+@pytest.mark.skipif(
+    registry.select("cpu", torch.bfloat16).chosen["fused_moe"] != "native",
+    reason="the native library is not built",
+)
+@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_moe"])
+def test_experts_of_a_gguf_file_stay_blocks_in_one_recorded_step(kind, tmp_path):
+    write_fallback_gguf(tmp_path / "m.gguf", save_tiny_fallback(tmp_path, kind))
+    executor = start(tmp_path / "m.gguf", dtype="bfloat16")
+    assert executor.worker.runner.program is not None
+    experts = executor.worker.model.layers[-1].mlp.experts
+    for layer in (*experts.gate_up, *experts.down):
+        assert [part.type for part in layer.parts] == ["Q8_0"]
+    prompts = [PROMPT, PROMPT[:2], PROMPT[3:8]]
+    together = generate(executor, prompts, 6, greedy(logprobs=3))
+    for prompt, expected in zip(prompts, together):
+        (alone,) = generate(executor, [prompt], 6, greedy(logprobs=3))
+        assert alone.output == expected.output
+        for mine, other in zip(alone.logprobs, expected.logprobs, strict=True):
+            assert mine[1].tobytes() == other[1].tobytes()

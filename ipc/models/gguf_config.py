@@ -178,9 +178,12 @@ def _add_of_architecture(
     """What llama.cpp knows of an architecture without a key for it, and windows by layer."""
     num_layers = config.get("num_hidden_layers")
     if name in _LAYERS_OF_27B:
+        scaled_by = config.get("head_dim")
         hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
-        is_27b = num_layers == _LAYERS_OF_27B[name] and type(hidden) is type(heads) is int and heads
-        config["query_pre_attn_scalar"] = hidden // heads if is_27b else config.get("head_dim")
+        is_27b = num_layers == _LAYERS_OF_27B[name]
+        if is_27b and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            scaled_by = hidden // heads
+        config["query_pre_attn_scalar"] = scaled_by
     if name == "gemma3":
         config["hidden_act"] = config["hidden_activation"] = "gelu_pytorch_tanh"
         config["rope_local_base_freq"] = own.get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE)

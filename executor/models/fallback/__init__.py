@@ -5,7 +5,5 @@ page of their own.
 attention function that they call, `names.py` maps a checkpoint's names.
 """
 
-import torch
-
 # transformers imports torch's compiler, which needs what executor/lean_import.py defers
-torch._meta_registrations.register_meta  # noqa: B018
+from torch._meta_registrations import register_meta

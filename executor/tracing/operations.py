@@ -73,12 +73,13 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
         return found, weight_bytes
     if site.op == "paged_attention":
         query, key_cache = tensors[:2]
-        lengths = next(value for value in arguments if isinstance(value, tuple))
+        query_lens, seq_lens = next(value for value in arguments if isinstance(value, tuple))
         # after the metadata: scale, sliding_window, …
         numbers = [value for value in arguments if isinstance(value, (int, float))]
         window = int(numbers[1]) if len(numbers) > 1 else 0
         return work.attention(
-            *lengths,
+            query_lens,
+            seq_lens,
             query.shape[1],
             key_cache.shape[2],
             query.shape[2],

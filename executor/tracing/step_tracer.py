@@ -78,6 +78,7 @@ class StepTracer:
         self._bursts = runner.bursts
         self._origins: dict[int, tuple[str, str, str]] = {}  # by the address of a call
         self._path = ""
+        self._isa = library.isa if library is not None else ""
         self.instruments = Instruments(runner.ops, self._around, self._enter, self._leave)
         self._attach(num_threads)
 
@@ -262,7 +263,7 @@ class StepTracer:
         return Kernel(
             module,
             call.op,
-            f"native {library.isa}",
+            f"native {self._isa}",
             call.work.shape,
             call.dtype,
             min(begins, default=0.0),

@@ -20,7 +20,10 @@ from .library import library
 
 DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
 ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
-GATED = {c.Epilogue.GATED: " + silu_and_mul", c.Epilogue.GATED_GELU: " + gelu_tanh_and_mul"}
+GATED: dict[int, str] = {
+    c.Epilogue.GATED: " + silu_and_mul",
+    c.Epilogue.GATED_GELU: " + gelu_tanh_and_mul",
+}
 STRUCTS: dict[Op, type[Call]] = {
     Op.RMS_NORM: c.RmsNorm,
     Op.ADD_RMS_NORM: c.AddRmsNorm,
@@ -125,7 +128,9 @@ def work_of(
     op: Op, call: Call, counts: tuple[int, int], query_lens: list[int], seq_lens: list[int]
 ) -> Work:
     """counts: T and R of the step; query_lens and seq_lens [B]."""
-    rows = {ALL_TOKENS: counts[0], ALL_LOGITS: counts[1]}.get(call.rows, call.rows)
+    rows = int(call.rows)
+    if rows in (ALL_TOKENS, ALL_LOGITS):
+        rows = counts[0] if rows == ALL_TOKENS else counts[1]
     item = ITEM_BYTES[call.dtype]
     if isinstance(call, c.ExpertsLinear):
         rows *= call.top_k

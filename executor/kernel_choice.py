@@ -10,7 +10,6 @@ import logging
 
 from ..ipc.errors import InvalidParameterError
 from ..kernels import registry
-from .program.step_program import NATIVE
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
     would not be chosen anyway.
     """
     op = "paged_attention"
-    if NATIVE in ops.chosen.values() and ops.chosen[op] != NATIVE and op not in overrides:
+    if ops.native and op not in ops.native and op not in overrides:
         logger.warning(
             "head_dim=%d: native attention takes multiples of 8 up to 256, so PyTorch computes it: "
             "more slowly, and the last bits of a request's logits may depend on the requests "

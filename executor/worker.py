@@ -36,7 +36,7 @@ from .models import find_model_class
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .plugins import load_plugins
-from .program.step_program import NATIVE, record_step
+from .program.step_program import record_step
 from .runner.block_mover import BlockMover, shortest_time
 from .runner.bursts import Bursts
 from .runner.cuda_graphs import CudaCapture, GraphedStep
@@ -259,7 +259,7 @@ class Worker:
                 Limits(max_num_tokens, max_num_seqs, max_num_seqs),
                 len(self.kv_cache_windows),
             )
-            can_burst = self._ops.chosen.get("sample_tokens") == NATIVE
+            can_burst = "sample_tokens" in self._ops.native
             self.runner.bursts = (
                 Bursts(
                     program,

@@ -19,6 +19,8 @@ from ..ipc.errors import InvalidParameterError
 
 logger = logging.getLogger(__name__)
 
+NATIVE = "native"  # the name of the implementations in kernels/cpu/native
+
 # operation -> the function whose signature and docstring are its contract
 CONTRACTS: dict[str, Callable] = {}
 _functions: dict[str, Callable] = {}  # operation -> its default choice, see `operation`
@@ -56,17 +58,21 @@ class Implementation:
     function: Callable
     predicate: Callable[[Facts], bool]
     priority: int
+    is_native: bool = False  # can be recorded into a native program
 
 
 class OpTable:
     """The selected implementations, one attribute per operation.
 
     `ops.rms_norm(x, weight, eps)` is a plain function call. Each engine has its own table. `chosen`
-    maps an operation to its implementation's name.
+    maps an operation to its implementation's name; `native` has those that native programs call.
     """
 
     def __init__(self, implementations: Mapping[str, Implementation]):
         self.chosen = {op: implementation.name for op, implementation in implementations.items()}
+        self.native = {
+            op for op, one in implementations.items() if one.is_native or one.name == NATIVE
+        }
         for op, implementation in implementations.items():
             setattr(self, op, implementation.function)
 
@@ -132,12 +138,15 @@ def register(
     name: str,
     predicate: Callable[[Facts], bool] = lambda facts: True,
     priority: int = 100,
+    is_native: bool = False,
 ) -> Callable:
     """Decorator: registers a function as the implementation `name` of the operation `op`.
 
     It works from any package. Of the implementations whose predicate holds, the one with the
     highest priority is selected (Quire's own: reference 0, cpu 10, triton 20), so an external one
-    wins by default. Raises InvalidParameterError if its parameters are not named as in the
+    wins by default. `is_native`: it computes with a NativeFunction alone
+    (kernels/cpu/native/external.py), and models that use it stay one native call per step. Raises
+    InvalidParameterError if its parameters are not named as in the
     contract, or if the name is taken.
     """
     _check_op("op", op)
@@ -154,7 +163,9 @@ def register(
             raise InvalidParameterError(
                 "name", f"{op} already has an implementation {name!r}; unregister it first"
             )
-        _implementations[op][name] = Implementation(op, name, function, predicate, priority)
+        _implementations[op][name] = Implementation(
+            op, name, function, predicate, priority, is_native
+        )
         _default_table.cache_clear()
         return function
 

@@ -61,7 +61,7 @@ def unregister_layer(built_in: str, layer: Layer) -> None:
 
 def choose_layer(built_in: type, config: DecoderConfig, index: int | None) -> Layer:
     """The class itself, or what replaces it in this layer of this model."""
-    for one in reversed(_replacements[built_in.__name__]):
+    for one in reversed(_replacements.get(built_in.__name__, [])):
         if one.when(config, index):
             return one.layer
     return built_in

@@ -19,7 +19,6 @@ from ...kernels.registry import OpTable
 
 logger = logging.getLogger(__name__)
 
-NATIVE = "native"
 OPERATIONS = (
     "embedding",
     "pack_linear",
@@ -73,7 +72,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
     if reason := getattr(model, "UNRECORDABLE", ""):
         logger.info("the model runs operation by operation: %s", reason)
         return None
-    others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if ops.chosen.get(op) != NATIVE]
+    others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if op not in ops.native]
     if len(others) == len(OPERATIONS):
         logger.info("the model runs operation by operation: there are no native kernels for it")
         return None

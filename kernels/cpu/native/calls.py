@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -67,6 +67,7 @@ class Op(IntEnum):
     EXPERTS_LINEAR_INT8 = 50
     EXPERTS_LINEAR_INT4 = 51
     EXPERTS_LINEAR_BLOCKS = 52
+    EXTERNAL = 53
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -365,6 +366,24 @@ class ExpertsLinear(QuantizedLinear):
         count=c_int64,
         top_k=c_int64,
         kind=c_int64,
+    )
+
+
+class External(Call):
+    _fields_ = _fields(
+        data0=c_void_p,
+        data1=c_void_p,
+        data2=c_void_p,
+        data3=c_void_p,
+        data4=c_void_p,
+        data5=c_void_p,
+        data6=c_void_p,
+        data7=c_void_p,
+        row=c_int64 * 8,
+        size=c_int64 * 8,
+        tensor_dtype=c_int64 * 8,
+        numbers=c_double * 4,
+        function=c_int64,
     )
 
 

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 14
+#define QUIRE_ABI_VERSION 15
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -65,6 +65,7 @@ enum Op : int32_t {
     OP_EXPERTS_LINEAR_INT8,
     OP_EXPERTS_LINEAR_INT4,
     OP_EXPERTS_LINEAR_BLOCKS,
+    OP_EXTERNAL,
     NUM_OPS,
 };
 
@@ -349,6 +350,21 @@ struct ExpertsLinear : QuantizedLinear {
     const int32_t* starts;
     const int32_t* tokens;
     int64_t count, top_k, kind;
+// A function of a plugin (include/quire/plugin.h), called with what lies from data0 on.
+struct External : Call {
+    void* data0;
+    void* data1;
+    void* data2;
+    void* data3;
+    void* data4;
+    void* data5;
+    void* data6;
+    void* data7;
+    int64_t row[8];
+    int64_t size[8];
+    int64_t tensor_dtype[8];
+    double numbers[4];
+    int64_t function;  // its address
 };
 
 // isa is the name of an instruction set, in order of preference "amx", "avx512", "avx2". Returns 1

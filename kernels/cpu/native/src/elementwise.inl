@@ -93,6 +93,18 @@ void gather_rows(const Call& call, const Step& step, const Worker& worker) {
                         a.size * width);
 }
 
+void external(const Call& call, const Step& step, const Worker& worker) {
+    const External& a = (const External&)call;
+    const auto* arguments = (const quire_arguments*)&a.data0;
+    static_assert(sizeof(quire_arguments) ==
+                  offsetof(External, function) - offsetof(External, data0));
+    const auto function = (quire_function)a.function;
+    const int64_t rows = rows_of(call, step),
+                  piece = piece_of_rows(*std::max_element(a.size, a.size + QUIRE_MAX_TENSORS));
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        function(arguments, start, std::min(piece, rows - start));
+}
+
 void next_tokens(const Call& call, const Step& step, const Worker& worker) {
     const NextTokens& a = (const NextTokens&)call;
     if (worker.next(1) != 0) return;

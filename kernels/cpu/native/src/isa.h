@@ -1,6 +1,7 @@
 // What the file of an instruction set exports: one kernel per operation. The same sources (*.inl)
 // are compiled once per instruction set.
 #pragma once
+#include "../include/quire/plugin.h"
 #include "abi.h"
 #include "pool.h"
 

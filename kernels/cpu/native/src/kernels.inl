@@ -85,5 +85,6 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::experts_linear_int8,
     quantized::experts_linear_int4,
     quantized::experts_linear_blocks,
+    external,
 };
 #endif

@@ -350,6 +350,8 @@ struct ExpertsLinear : QuantizedLinear {
     const int32_t* starts;
     const int32_t* tokens;
     int64_t count, top_k, kind;
+};
+
 // A function of a plugin (include/quire/plugin.h), called with what lies from data0 on.
 struct External : Call {
     void* data0;

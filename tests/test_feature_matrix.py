@@ -5,14 +5,15 @@ of a pair are compared with those of the same requests, run one at a time by an 
 features. If a feature changes the requests, those outputs are also compared with the outputs of the
 same requests without it.
 
-An engine refuses one pair: transformers' code does not read GGUF files. Three pairs need special
-treatment:
+Four pairs need special treatment:
 
 - recompute and swap are two values of preemption_mode. The pair is "swap" with little host memory,
   where some requests must recompute.
 - n > 1 is refused with temperature=0 (REFUSED). Requests with n > 1 are sampled here.
 - BeamSearchParams does not accept most sampling parameters (REFUSED). Beam searches run beside the
   other requests.
+- GGUF's blocks are multiplied in bfloat16, where transformers' code rounds differently from Quire's:
+  that pair is not compared with either of its features alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from quire import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from quire.ipc.errors import ModelLoadError
 from quire.kernels.cpu.native.library import library
 from quire.tests.answers import Answers, answer_alone, assert_same, assert_same_beams
 from quire.tests.feature_run import (
@@ -46,9 +46,7 @@ from quire.tests.feature_run import (
 from quire.tests.features import FALLBACK, FEATURES, GGUF, QUANTIZED, RECOMPUTE, SWAP
 from quire.tests.workloads import Job
 
-PAIRS = [(a, a) for a in FEATURES] + [
-    pair for pair in itertools.combinations(FEATURES, 2) if pair != (GGUF, FALLBACK)
-]
+PAIRS = [(a, a) for a in FEATURES] + [*itertools.combinations(FEATURES, 2)]
 HOST_BLOCKS = 3  # some requests of the workload that are preempted are smaller, some larger
 TOGETHER = {
     frozenset({RECOMPUTE.name, SWAP.name}): dict(
@@ -193,14 +191,8 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
         assert_same_beams(seen.beams, matrix.beams_alone(*pair))
     for feature in pair:
         feature.shows(seen)
-        if feature.relates is not None:
+        if feature.relates is not None and {a.name, b.name} != {GGUF.name, FALLBACK.name}:
             feature.relates(alone, matrix.alone(*[other for other in pair if other is not feature]))
-
-
-def test_the_refused_pair_is_named() -> None:
-    settings = settings_of(GGUF, FALLBACK)
-    with pytest.raises(ModelLoadError, match="models are read from safetensors only"):
-        LLMEngine.from_engine_args(EngineArgs(**settings), engine="inproc")
 
 
 def test_everything_at_once(matrix: Matrix) -> None:

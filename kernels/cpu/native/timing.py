@@ -42,6 +42,7 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.SORT_BY_EXPERT: c.SortByExpert,
     Op.COMBINE_EXPERTS: c.CombineExperts,
     Op.ADD_GATED: c.AddGated,
+    Op.EXTERNAL: c.External,
 }
 
 
@@ -161,6 +162,12 @@ def work_of(
         return work.rows_of(rows, call.vocab_size, 4, 1)
     if isinstance(call, (c.RouteExperts, c.SortByExpert)):
         return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)
+    if isinstance(call, c.External):
+        sizes = [
+            (rows if row else 1) * size * ITEM_BYTES[dtype]
+            for row, size, dtype in zip(call.row, call.size, call.tensor_dtype)
+        ]
+        return Work(f"[{rows}, {call.size[0]}]", sum(sizes))
     size = getattr(call, "size", 0) * getattr(call, "heads", 1)
     # SiluAndMul reads two numbers for each that it writes
     passes = {c.SiluAndMul: 3, c.Add: 3, c.AddGated: 3, c.AddRmsNorm: 4}.get(type(call), 2)

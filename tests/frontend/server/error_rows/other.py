@@ -116,6 +116,9 @@ ROWS: Table = {
     ("POST", "/v1/requests/x/trace"): [
         ({}, 405, None, "method_not_allowed", "/v1/requests/x/trace does not support POST"),
     ],
+    ("GET", "/v1/engine/trace"): [
+        (None, 405, None, "method_not_allowed", "/v1/engine/trace does not support GET"),
+    ],
     ("POST", "/resume"): [
         (
             {},

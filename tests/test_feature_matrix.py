@@ -12,8 +12,8 @@ Four pairs need special treatment:
 - n > 1 is refused with temperature=0 (REFUSED). Requests with n > 1 are sampled here.
 - BeamSearchParams does not accept most sampling parameters (REFUSED). Beam searches run beside the
   other requests.
-- GGUF's blocks are multiplied in bfloat16, where transformers' code rounds differently from Quire's:
-  that pair is not compared with either of its features alone.
+- GGUF's blocks are multiplied in bfloat16, where transformers' code rounds differently from
+  Quire's: that pair is not compared with either of its features alone.
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 
 def test_everything_at_once(matrix: Matrix) -> None:
     """Combine all features in every request and step, with one of the two preemption modes and
-    Quire's own code, which reads GGUF. See
-    `tolerance`: with torch's products, beams of equal score may change places in quantized models.
+    Quire's own code. See `tolerance`: with torch's products, beams of equal score may change places in quantized models.
     """
     left_out = [RECOMPUTE, FALLBACK] if library else [RECOMPUTE, FALLBACK, QUANTIZED]
     features = [feature for feature in FEATURES if feature not in left_out]

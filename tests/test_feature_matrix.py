@@ -197,7 +197,8 @@ def test_pair(matrix: Matrix, a: Feature, b: Feature) -> None:
 
 def test_everything_at_once(matrix: Matrix) -> None:
     """Combine all features in every request and step, with one of the two preemption modes and
-    Quire's own code. See `tolerance`: with torch's products, beams of equal score may change places in quantized models.
+    Quire's own code. See `tolerance`: with torch's products, beams of equal score may change places
+    in quantized models.
     """
     left_out = [RECOMPUTE, FALLBACK] if library else [RECOMPUTE, FALLBACK, QUANTIZED]
     features = [feature for feature in FEATURES if feature not in left_out]

@@ -15,10 +15,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.checkpoint import StoredWeights, read_stored_weights
-from ...ipc.models.quantization_config import CheckpointQuantization
+from ...ipc.models.checkpoint import (
+    MXFP4_NUMBERS,
+    MXFP4_SCALES,
+    StoredWeights,
+    read_stored_weights,
+)
+from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization
 from .packed_rows import PackedRows
-from .quantized import QuantizedWeights
+from .quantized import QuantizedWeights, unpack_mxfp4
 
 logger = logging.getLogger(__name__)
 
@@ -113,11 +118,16 @@ class _Reader:
         }
         shapes = {name: stored.shapes[name] for name in stored.quantized}
         self._quantized = QuantizedWeights(shapes, quantization, set(stored.origin))
+        self._is_mxfp4 = quantization is not None and quantization.method == MXFP4
         self._has_logged = False
 
     def __call__(self, name: str) -> torch.Tensor | PackedRows:
         if name not in self._stored.quantized:
             return self._tensor(name)
+        if self._is_mxfp4:
+            self._log(name, "no kernel multiplies MXFP4 of this layout")
+            numbers, scales = (self._tensor(name + part) for part in (MXFP4_NUMBERS, MXFP4_SCALES))
+            return unpack_mxfp4(numbers, scales, self._dtype)
         values = None
         for part in self._stored.quantized[name]:
             values = self._quantized.add(part, self._tensor(part), self._dtype)
@@ -128,14 +138,13 @@ class _Reader:
         values = self(name)
         if not isinstance(values, PackedRows):
             return values
-        if not self._has_logged:
-            logger.info(
-                "%s and others are unpacked to %s: the model has several weights in one tensor",
-                name,
-                self._dtype,
-            )
-            self._has_logged = True
+        self._log(name, "the model has several weights in one tensor")
         return values.dequantized(self._dtype)
+
+    def _log(self, name: str, reason: str) -> None:
+        if not self._has_logged:
+            logger.info("%s and others are unpacked to %s: %s", name, self._dtype, reason)
+            self._has_logged = True
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._files[self._stored.origin[name]].get_tensor(name)

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.models.checkpoint import MXFP4_GROUP
 from ...ipc.models.quantization_config import CheckpointQuantization, WeightFormat
 from ...ipc.models.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
-from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS
+from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS, fp4_numbers, mxfp4_scales
 from ..device import release_mapped
 from .packed_rows import PackedRows
 
@@ -52,7 +53,7 @@ class QuantizedWeights:
             self._missing.setdefault(weight, set()).add(name)
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._problems: set[str] = set()  # that the log has
-        if quantization is not None:
+        if quantization is not None and quantization.formats:
             formats = Counter(
                 str(quantization.format_of(weight, shapes[weight])) for weight in self._missing
             )
@@ -226,6 +227,23 @@ def _group_of(stored: Tensor | None, columns: int, group_size: int) -> Tensor | 
         raise ValueError("its index of groups leads out of the scales")
     in_order = torch.equal(stored.long(), torch.arange(columns) // group_size)
     return None if in_order else stored.long()
+
+
+def unpack_mxfp4(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
+    """Experts of gpt-oss: numbers [E, rows, groups, 16] uint8, two of a group's 32 in a byte, the
+    first in the low half; exponents [E, rows, groups] uint8 -> [E, 32 * groups, rows].
+
+    OCP Microscaling Formats 1.0: FP4 (E2M1) times 2**(exponent - 127).
+    """
+    experts, rows, groups, _ = numbers.shape
+    out = torch.empty(experts, groups * MXFP4_GROUP, rows, dtype=dtype)
+    for expert in range(experts):  # the values of one at a time are in fp32
+        nibbles = _spread(numbers[expert].flatten(0, 1), 4)
+        values = fp4_numbers(nibbles) * mxfp4_scales(exponents[expert].reshape(-1, 1))
+        out[expert] = values.view(rows, -1).T
+    for part in (numbers, exponents):
+        release_mapped(part)
+    return out
 
 
 # ---------------------------------------------------------------- blocks

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...ipc.models.gguf import GGUFFile, read_gguf
 from ...ipc.models.gguf_weights import is_gguf
-from ...ipc.models.quantization_config import parse_quantization
+from ...ipc.models.quantization_config import MXFP4, parse_quantization
 
 FILE_TYPE_KEY = "general.file_type"
 # GGML's number of a file's mix of types -> its name
@@ -95,6 +95,8 @@ def _number_type(hf_config: dict[str, Any]) -> str | None:
     if quantization is None:
         dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
         return DTYPES.get(dtype, dtype) if isinstance(dtype, str) else None
+    if quantization.method == MXFP4:
+        return MXFP4.upper()
     numbers = sorted({f"{'FP' if f.is_float else 'INT'}{f.bits}" for _, f in quantization.formats})
     method = quantization.method.upper() if quantization.method in METHODS_IN_NAMES else ""
     return f"{method} {' + '.join(numbers)}".strip()

@@ -19,7 +19,7 @@ from ..errors import ModelLoadError
 from ..json_files import check_regular_file, read_json
 from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
-from .quantization_config import CheckpointQuantization
+from .quantization_config import MXFP4, CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
 from .stacked_experts import stacked_pieces
 
@@ -31,6 +31,11 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 METADATA = "__metadata__"
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+# What stands behind the name of a weight in MXFP4: numbers, two in a byte, and exponents, one for a
+# group.
+MXFP4_NUMBERS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -186,6 +191,14 @@ def read_stored_weights(
             if found and (shape := shape_of_weight(part, tensor.dtype, tensor.shape, found)):
                 shapes[weight] = shape
     parts = parts_of(shapes, quantization)
+    if quantization is not None and quantization.method == MXFP4:
+        for name, (_, tensor) in stored.items():
+            if name.endswith(MXFP4_NUMBERS):
+                weight = name.removesuffix(MXFP4_NUMBERS)
+                shapes[weight] = _shape_of_experts(directory, name, tensor)
+                parts[name] = StoredPart(weight, ("U8",), (tensor.shape,))
+                scales = weight + MXFP4_SCALES
+                parts[scales] = StoredPart(weight, ("U8",), (tensor.shape[:3],))
     quantized: dict[str, list[str]] = {weight: [] for weight in shapes}
     origin: dict[str, Path] = {}
     for name, (path, tensor) in stored.items():
@@ -202,6 +215,19 @@ def read_stored_weights(
         if part.is_required and name not in origin:
             raise ModelLoadError(f"{directory}: no file has the tensor {name}")
     return StoredWeights(origin, shapes, quantized)
+
+
+def _shape_of_experts(directory: Path, name: str, tensor: StoredTensor) -> list[int]:
+    """[experts, columns, rows], the order of the model's tensor, of numbers [experts, rows, groups,
+    16 bytes]
+    """
+    if len(tensor.shape) != 4 or tensor.shape[3] != MXFP4_GROUP // 2:
+        raise ModelLoadError(
+            f"{directory}: tensor {name:.100} has shape {tensor.shape!s:.100}, MXFP4 needs "
+            f"[experts, rows, groups, {MXFP4_GROUP // 2}]"
+        )
+    experts, rows, groups, _ = tensor.shape
+    return [experts, groups * MXFP4_GROUP, rows]
 
 
 def _check_tensor(

@@ -19,6 +19,7 @@ MAX_GROUP_SIZE = 1 << 20
 MAX_PATTERNS = 10_000
 MAX_REPETITIONS = 4  # in a regular expression
 HEAD = "lm_head"
+MXFP4 = "mxfp4"  # gpt-oss: the experts of a layer in one tensor
 # compressed-tensors' formats of one weight
 PACKED, PLAIN = "pack-quantized", ("int-quantized", "float-quantized", "naive-quantized")
 AUTO_ROUND_PACKINGS = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
@@ -162,6 +163,13 @@ def _fbgemm_fp8(config: Json) -> CheckpointQuantization:
     return _same_for_all("fbgemm_fp8", found, _patterns(config, "modules_to_not_convert"))
 
 
+def _mxfp4(config: Json) -> CheckpointQuantization:
+    """Linear layers keep their dtype; experts are stored as numbers and scales of blocks
+    (checkpoint.read_stored_weights).
+    """
+    return CheckpointQuantization(MXFP4, (), lambda layer: True)
+
+
 def _compressed_tensors(config: Json) -> CheckpointQuantization:
     sparsity, transform = (config.get(key) or {} for key in ("sparsity_config", "transform_config"))
     if not isinstance(sparsity, dict) or sparsity.get("format", "dense") != "dense":
@@ -219,6 +227,7 @@ METHODS: dict[str, Callable[[Json], CheckpointQuantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    MXFP4: _mxfp4,
 }
 
 

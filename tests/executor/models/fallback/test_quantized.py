@@ -22,6 +22,7 @@ from quire.tests.quantized_checkpoints import edit_config, write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # model_type, format and its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -124,3 +125,45 @@ def test_transposed_layers_are_refused(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "gpt2"
     with pytest.raises(ModelLoadError, match="is not supported for gpt2, whose linear layers are"):
         start(tmp_path)
+
+
+def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As OpenAI publishes them; transformers' own unpacking is the oracle."""
+    original, directory = tmp_path / "original", tmp_path / "mxfp4"
+    save_tiny_fallback(original, "gpt_oss")
+    meant = load_file(original / "model.safetensors")
+    stored = dict(meant)
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in meant.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, columns, rows = weight.shape
+        shape = (experts, rows, columns // 32, 16)
+        numbers = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(119, 124, shape[:3], dtype=torch.uint8, generator=generator)
+        exponents[0, 0, 0] = 0  # the least, a subnormal number
+        del stored[name]
+        stored |= {f"{name}_blocks": numbers, f"{name}_scales": exponents}
+        meant[name] = convert_moe_packed_tensors(numbers, exponents, dtype=torch.float32)
+        assert meant[name].shape == weight.shape
+    assert len(stored) > len(meant)
+    directory.mkdir()
+    for path in original.glob("*.json"):
+        (directory / path.name).write_bytes(path.read_bytes())
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, original / "model.safetensors", metadata={"format": "pt"})
+    edit_config(directory, {"quant_method": "mxfp4"})
+    oracle: Any = AutoModelForCausalLM.from_pretrained(
+        original, dtype=torch.float32, attn_implementation="eager"
+    )
+    with caplog.at_level(logging.INFO):
+        driver = Driver(start(directory))
+    plan = make_plan(EngineArgs(str(directory), dtype="float32", max_model_len=128))
+    assert plan.weights_bytes >= sum(weight.nbytes for weight in meant.values())
+    assert "unpacked to torch.float32: no kernel multiplies MXFP4" in caplog.text
+    row = driver.add("row", prompt(37, 1), greedy(logprobs=2))
+    driver.run(NUM_TOKENS)
+    assert_greedy(oracle, row)
+    change(directory, **{next(name for name in stored if name.endswith("_scales")): None})
+    with pytest.raises(ModelLoadError, match="no file has the tensor .*_scales"):
+        start(directory)

@@ -196,4 +196,10 @@ def test_a_pattern_takes_little_time():
 
 def test_every_method_is_covered():
     of_tests = {config["quant_method"] for config in (AWQ, GPTQ, ROUND, FP8, CT)}
-    assert METHODS.keys() == of_tests | {"fbgemm_fp8"}
+    assert METHODS.keys() == of_tests | {"fbgemm_fp8", "mxfp4"}
+
+
+def test_mxfp4_is_of_experts_alone():
+    found = parse({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    assert found.method == "mxfp4"
+    assert found.format_of("model.layers.0.self_attn.q_proj.weight", [64, 64]) is None

@@ -135,12 +135,18 @@ def fill_with_random_weights(
 
     Depends only on `seed`. `fill` as in load_weights.
     """
-    generator = torch.Generator().manual_seed(seed)
-    unfilled = dict(model.weights())
-    num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
-    for name in list(unfilled):
-        tensor = unfilled.pop(name)
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
-        num_filled += tensor.numel()
-        fill(tensor, torch.empty(tensor.shape).normal_(mean, 0.02, generator=generator))
-        report(_STAGE, num_filled / num_elements)
+    # not one of its own: in the lean import of an engine's process (lean_import.py) torch makes none
+    generator = torch.default_generator
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        unfilled = dict(model.weights())
+        num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
+        for name in list(unfilled):
+            tensor = unfilled.pop(name)
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            num_filled += tensor.numel()
+            fill(tensor, torch.empty(tensor.shape).normal_(mean, 0.02))
+            report(_STAGE, num_filled / num_elements)
+    finally:
+        generator.set_state(state)

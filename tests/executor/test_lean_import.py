@@ -11,6 +11,7 @@ import sys
 
 import psutil
 import pytest
+from quire import LLM, SamplingParams
 from quire.executor import lean_import
 
 IMPORT = """
@@ -81,3 +82,13 @@ def resident(path) -> int:
         for region in psutil.Process().memory_maps(grouped=False)
         if region.path == str(path)
     )
+
+
+def test_random_weights_in_a_process_of_the_engine():
+    """torch without its compiler makes no generators."""
+    tokens = []
+    for engine in ("process", "inproc"):
+        with LLM(engine=engine, load_format="dummy") as llm:
+            params = SamplingParams(temperature=0, max_tokens=4)
+            tokens.append(llm.generate("x", params, use_tqdm=False)[0].outputs[0].token_ids)
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 4

@@ -135,7 +135,7 @@ def fill_with_random_weights(
 
     Depends only on `seed`. `fill` as in load_weights.
     """
-    # not one of its own: in the lean import of an engine's process (lean_import.py) torch makes none
+    # torch makes no other generator in an engine's own process (lean_import.py)
     generator = torch.default_generator
     state = generator.get_state()
     generator.manual_seed(seed)

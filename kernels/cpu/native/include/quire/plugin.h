@@ -13,8 +13,8 @@
 enum { QUIRE_BF16 = 0, QUIRE_F32 = 1, QUIRE_OTHER = 2 };
 
 /* The tensors [rows, size] and numbers of a call, in the order in which Python passes them. A
- * tensor without rows, such as a weight, has row 0 and its number of elements as size. Elements of a
- * row are contiguous. */
+ * tensor without rows, such as a weight, has row 0 and its number of elements as size. Elements of
+ * a row are contiguous. */
 typedef struct {
     void* data[QUIRE_MAX_TENSORS];
     int64_t row[QUIRE_MAX_TENSORS]; /* elements from one row to the next */
@@ -24,8 +24,8 @@ typedef struct {
 } quire_arguments;
 
 /* Computes the rows from first to first + count - 1. Several threads call it at once for different
- * rows. A row's result must depend on that row alone, in one order of additions, so that a request's tokens
- * do not depend on its batch. It must not throw. */
+ * rows. A row's result must depend on that row alone, in one order of additions, so that a
+ * request's tokens do not depend on its batch. It must not throw. */
 typedef void (*quire_function)(const quire_arguments* arguments, int64_t first, int64_t count);
 
 #endif

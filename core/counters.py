@@ -32,6 +32,7 @@ class Counters:
     num_requests_orphaned: int = 0
     num_grammar_refusals: int = 0
     num_failed_utilities: int = 0
+    num_finished_timeout: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Counts the end of an accepted request; refused ones count in num_requests_refused

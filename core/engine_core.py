@@ -19,6 +19,7 @@ import msgspec
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import (
+    BEAT,
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
@@ -27,13 +28,16 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
+from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
 from . import utilities
+from .expert_load import by_layer, summary
 from .grammar_gate import GrammarGate, as_refusal
 from .observation import StepRecords, observe
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
 from .request_checks import check_config, check_num_blocks, check_request
+from .scheduling.results import end_late_requests, write_end
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 from .step_log import log_step
@@ -43,6 +47,27 @@ if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
 
 Report = Callable[[str, float], None]
+
+
+def begin_import() -> Future[Any]:
+    """Runs import_executor in a thread, for a CPU and before the configuration is known."""
+    # first here: this thread needs it while the other one holds the GIL
+    from ..executor.weights import early_memory  # noqa: F401
+
+    return begin(import_executor)
+
+
+def import_executor(config: EngineConfig | None = None) -> Callable[[], None]:
+    """Imports what runs a model into the engine's own process, on a CPU if `config` follows later.
+
+    Returns a function to call when the engine is ready: it releases memory of the import.
+    """
+    from ..executor import lean_import
+
+    lean_import.import_torch(config)
+    from ..executor import single_process  # noqa: F401
+
+    return lean_import.give_back
 
 
 class EngineCore:
@@ -56,10 +81,12 @@ class EngineCore:
         frozenset(
             {
                 "ping",
+                "beat",
                 "observe",
                 "scheduler_state",
                 "get_metrics",
                 "status",
+                "expert_load",
                 "check_integrity",
                 "execute_dummy_batch",
                 "start_trace",
@@ -83,23 +110,25 @@ class EngineCore:
         epoch: int = 0,
         engine_index: int = 0,
         is_alone: bool = False,
+        imported: Future[Any] | None = None,
     ):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
 
-        `is_alone`: this process is the engine's own and runs no other program's code.
+        `is_alone`: this process is the engine's own and runs no other program's code. `imported`:
+        of import_executor, if it has been called.
         """
         check_config(config)
         report = report or _report_nothing
         give_back: Callable[[], None] | None = None
         if executor is None:
             report("import", 0.0)
-            from ..executor import lean_import
             from ..executor.weights import early_memory
 
-            early_memory.begin(config)
+            early_memory.begin(config, imports_torch=imported is not None)
+            if imported is not None:
+                imported.result()
             if is_alone:
-                lean_import.import_torch(config)
-                give_back = lean_import.give_back
+                give_back = import_executor(config)
             from ..executor.executor import make_executor
 
             executor = make_executor(config)
@@ -198,10 +227,7 @@ class EngineCore:
                     gated.request, client_index, gated.arrival, gated.queued_time
                 )
         for request in self.scheduler.abort_requests(request_ids, client_index):
-            rows = self._rows.of(client_index)
-            rows.add(request.request_id, request.num_output_tokens, [])
-            rows.finish(FinishReason.ABORT)
-            rows.add_timing(request, time.monotonic())
+            write_end(request, FinishReason.ABORT, self._rows, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
         """The client has left or died: its requests end, its rows are discarded, and its pause
@@ -249,7 +275,7 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would compute something or deliver a row."""
-        if self.owes_rows() or self.gate.has_checked():
+        if self.owes_rows() or self.gate.has_checked() or self.scheduler.has_late_requests():
             return True
         return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
 
@@ -304,6 +330,7 @@ class EngineCore:
     def _schedule(self) -> ScheduledStep | None:
         if self.gate.has_checked():
             self._admit_checked()
+        end_late_requests(self.scheduler, self._rows)
         if not self.pausing.can_step:
             return None
         tracer = self.tracer
@@ -363,7 +390,12 @@ class EngineCore:
         return utilities.call_utility(self, method, args, client_index)
 
     def ping(self) -> str:
+        """An answer between two steps."""
         return "pong"
+
+    def beat(self) -> str:
+        """An answer at once; an engine in its own process gives it in another thread."""
+        return BEAT
 
     def scheduler_state(self) -> dict[str, Any]:
         """The waiting, running and swapped requests in plain values, for people and tests."""
@@ -399,23 +431,25 @@ class EngineCore:
         }
 
     def get_metrics(self) -> dict[str, int]:
-        """All gauges and counters of the engine and its host, by name.
-
-        frontend/telemetry/stats.py has the table.
-        """
+        """All gauges and counters by name; frontend/telemetry/stats.py has the table."""
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def status(self) -> dict[str, Any]:
         """What a metrics page shows in addition to get_metrics(), in constant time.
 
         "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
-        "step_tokens": see StepRecords.step_tokens.
+        "step_tokens": see StepRecords.step_tokens. "experts": see expert_load.summary.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
             "num_held": len(self.scheduler.held),
             "step_tokens": self._step_records.step_tokens(),
+            "experts": summary(self.expert_load()),
         }
+
+    def expert_load(self) -> dict[str, Any]:
+        """See expert_load.by_layer."""
+        return by_layer(self.executor.collective_rpc("expert_load")[0])
 
     def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
         """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`.
@@ -458,10 +492,7 @@ class EngineCore:
         return True
 
     def shutdown(self) -> None:
-        """Releases the model.
-
-        May be called twice; requests still in the scheduler get no answer.
-        """
+        """Releases the model. May be called twice; unfinished requests get no answer."""
         self.executor.shutdown()
 
 

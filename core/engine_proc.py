@@ -11,12 +11,14 @@ Run as `python -m quire.core.engine_proc`.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import logging
 import os
 import queue
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +33,9 @@ from ..ipc.engine_output import EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
 from ..ipc.log_format import FORMATS, configure_logging
+from ..ipc.machine import raise_descriptor_limit
 from ..ipc.messages import (
+    BEAT,
     AbortRequests,
     Config,
     EngineCoreOutputs,
@@ -48,9 +52,9 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from ..ipc.process import PARENT_DEATH_SIGNAL, SignalPipe, die_with_parent
-from ..ipc.sockets import bind_listener, make_context
-from .engine_core import EngineCore
+from ..ipc.process import PARENT_DEATH_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent
+from ..ipc.sockets import MAX_DAEMON_SOCKETS, bind_listener, make_context
+from .engine_core import EngineCore, begin_import
 
 FLUSH_TIMEOUT_S = 2.0  # how long an exiting engine waits for its clients to read their outputs
 
@@ -69,7 +73,10 @@ class EngineCoreProc:
         input_: EngineInput,
         output: EngineOutput,
         make_executor: Callable[[EngineConfig], Any] | None = None,
+        *,
+        imports_early: bool = False,
     ):
+        self.imports_early = imports_early
         self.input = input_
         self.output = output
         self.make_executor = make_executor
@@ -82,6 +89,9 @@ class EngineCoreProc:
         self.must_leave = False
         self.num_overflowed_clients = 0
         self.on_ready: Callable[[Ready], None] = lambda ready: None
+        input_.on_beat = lambda client_index, call_id: output.send(
+            client_index, UtilityResult(call_id, BEAT)
+        )
         put = input_.events.put
         output.on_drained = lambda: put(events.Wake())
         output.on_fatal = lambda error: put(events.Fatal(error))
@@ -119,6 +129,7 @@ class EngineCoreProc:
         return 0
 
     def _start(self) -> None:
+        imported = begin_import() if self.imports_early else None
         while self.config is None:
             self._take_events(block=True)
             self._check_early()
@@ -130,6 +141,7 @@ class EngineCoreProc:
             epoch=self.epoch,
             engine_index=self.engine_index,
             is_alone=True,
+            imported=imported,
         )
         core.host_counters = lambda: msgspec.structs.asdict(
             TransportStats(
@@ -163,7 +175,7 @@ class EngineCoreProc:
         core = self.core
         assert core is not None  # it is loaded before the loop starts
         while not self.must_leave and not (self.is_draining and core.is_idle()):
-            self._take_events(block=not self._can_step(core))
+            self._take_events(block=not self._can_step(core), until=core.scheduler.next_deadline)
             if self._can_step(core):
                 self._step(core)
         if not self.must_leave:
@@ -181,15 +193,18 @@ class EngineCoreProc:
         for client_index, rows in (outputs or {}).items():
             self.output.send(client_index, rows)
 
-    def _take_events(self, block: bool) -> None:
-        """Applies everything that has arrived, aborts first. `block`: waits until something has."""
+    def _take_events(self, block: bool, until: float | None = None) -> None:
+        """Applies everything that has arrived, aborts first. `block`: waits until something has,
+        or for `until`, by time.monotonic().
+        """
         while True:
             while self.input.aborts:
                 client_index, request_ids = self.input.aborts.popleft()
                 if self.core is not None:
                     self.core.abort_requests(request_ids, client_index)
             try:
-                event = self.input.events.get(block)
+                timeout_s = None if until is None else max(0.0, until - time.monotonic())
+                event = self.input.events.get(block, timeout_s)
             except queue.Empty:
                 return
             self._on_event(event)
@@ -282,7 +297,13 @@ class EngineCoreProc:
 
 
 def run_child(
-    sockets_path: Path, parent_pid: int, parent_fd: int, max_message_bytes: int, make_executor=None
+    sockets_path: Path,
+    parent_pid: int,
+    parent_fd: int,
+    max_message_bytes: int,
+    make_executor=None,
+    *,
+    imports_early: bool = False,
 ) -> int:
     """Serves the parent that started this process, through the sockets in its directory."""
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT, PARENT_DEATH_SIGNAL)
@@ -291,7 +312,8 @@ def run_child(
     input_ = EngineInput(context, max_message_bytes, signals)
     input_.serve_parent(sockets_path, parent_pid, parent_fd)
     try:
-        return EngineCoreProc(input_, EngineOutput(context, max_message_bytes), make_executor).run()
+        output = EngineOutput(context, max_message_bytes)
+        return EngineCoreProc(input_, output, make_executor, imports_early=imports_early).run()
     except Exception as error:  # the parent has received it, and raises it
         logger.debug("start-up failed", exc_info=error)
         return 1
@@ -308,7 +330,8 @@ def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
     core, starts it through ipc.process.exec_daemon.
     """
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
-    context = make_context()
+    raise_descriptor_limit()
+    context = make_context(MAX_DAEMON_SOCKETS)
     max_message_bytes = config.service_config.max_message_bytes
     try:
         listener = bind_listener(context, address)
@@ -359,17 +382,29 @@ def main(
     )
     parser.add_argument("--parent-pid", type=int)
     parser.add_argument("--parent-fd", type=int, help="reaches end-of-file when the parent is gone")
+    parser.add_argument(
+        "--import-early",
+        action="store_true",
+        help="import what runs a model on a CPU while the configuration is made",
+    )
     parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     parser.add_argument("--log-format", choices=FORMATS, default="text")
     args = parser.parse_args(argv)
     configure_logging(args.log_level, args.log_format)
+    # the stacks of all threads on stderr, also of a thread that holds the GIL
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # until the engine is ready: importing torch and building a model make half a million objects
     # and no garbage
     gc.disable()
     if args.connect is not None:
         return run_child(
-            args.connect, args.parent_pid, args.parent_fd, args.max_message_bytes, make_executor
+            args.connect,
+            args.parent_pid,
+            args.parent_fd,
+            args.max_message_bytes,
+            make_executor,
+            imports_early=args.import_early,
         )
     if args.listen is None:
         parser.error("one of --listen and --connect is needed")

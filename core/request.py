@@ -17,6 +17,7 @@ import msgspec
 from ..ipc.config import resolved
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
 from ..ipc.params import SamplingParams, child_seed, require_sampling
+from .scheduling.owners import Owner
 
 if TYPE_CHECKING:
     from .forks import Family
@@ -38,6 +39,7 @@ class RequestStatus(IntEnum):
     FINISHED_LENGTH = 5
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
+    FINISHED_TIMEOUT = 8
 
 
 _FINISHED_STATUS = {
@@ -45,6 +47,7 @@ _FINISHED_STATUS = {
     FinishReason.LENGTH: RequestStatus.FINISHED_LENGTH,
     FinishReason.ABORT: RequestStatus.FINISHED_ABORTED,
     FinishReason.ERROR: RequestStatus.FINISHED_ERROR,
+    FinishReason.TIMEOUT: RequestStatus.FINISHED_TIMEOUT,
 }
 
 
@@ -117,6 +120,7 @@ class Request:
         "num_recomputed_tokens",
         "num_resumed_tokens",
         "num_swapped_tokens",
+        "owner",
         "params",
         "preemption_times",
         "prefill_chunks",
@@ -140,6 +144,7 @@ class Request:
         client_index: int = 0,
         key: tuple[int, int] = (0, 0),
         queued_time: float | None = None,
+        owner: Owner | None = None,
     ):
         """`message` is validated. `key` orders requests: the smallest is scheduled first, the
         largest
@@ -149,6 +154,7 @@ class Request:
         self.request_id = message.request_id
         self.client_index = client_index
         self.key = key
+        self.owner = Owner() if owner is None else owner
         self.params = message.params
         self.has_grammar = params.structured_outputs is not None
         self.token_ids = message.prompt_token_ids + message.resume_tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ..ipc.checks import is_finite, require_owner
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.messages import EngineCoreRequest
@@ -90,6 +91,8 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
     _require(
         type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}"
     )
+    _require(is_finite(request.deadline), "deadline", "must be a finite number")
+    require_owner(request.owner, request.owner_weight)
     _require(
         request.cache_salt is None or isinstance(request.cache_salt, str),
         "cache_salt",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import Future
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -130,7 +131,7 @@ class StepTracer:
     def _waiting(self, step: ScheduledStep) -> list[Waiting]:
         """The first requests of the queue, and why each waits."""
         core, found, reason = self._core, [], step.stopped_by
-        for request in core.scheduler.waiting[:MAX_WAITING]:
+        for request in islice(core.scheduler.waiting, MAX_WAITING):
             is_sibling = request.family is not None and request.family.first is not request
             why = "sibling" if is_sibling and not reason else reason or "order"
             found.append(Waiting(request.request_id, why, request.num_tokens, request.key[0]))

@@ -33,6 +33,7 @@ from . import device as devices
 from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
 from .kv_cache_memory import KVCacheMemory, move_caches
 from .models import find_model_class
+from .models.experts import expert_load
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .plugins import load_plugins
@@ -66,9 +67,10 @@ class Worker:
     entries by then.
     """
 
-    # by collective_rpc
+    # by collective_rpc: those that change nothing, and those that change what is in memory
     CALLABLE = frozenset(
-        {"check_health", "execute_dummy_batch", "load_weights", "memory_usage", "sleep", "wake_up"}
+        {"check_health", "execute_dummy_batch", "expert_load", "memory_usage"}
+        | {"load_weights", "sleep", "wake_up"}
     )
 
     def __init__(self, config: EngineConfig):
@@ -393,6 +395,10 @@ class Worker:
             else self._num_blocks * self.block_bytes,
             "resident_bytes": devices.resident_bytes(),
         }
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """See models.experts.expert_load."""
+        return expert_load(self.model)
 
     def sleep(self, tags: list[str]) -> None:
         """Releases the memory of "kv_cache" or "weights".

@@ -25,7 +25,7 @@ from .engine_args import EngineArgs
 from .model_info.model_files import find_model_directory
 from .outputs import RequestMetrics, RequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
-from .requests.input_processor import Prompt
+from .requests.input_processor import ProcessedRequest, Prompt
 from .requests.request_stream import RequestStream
 from .session import RequestSession, SessionFace
 from .text.tokenizer import Tokenizer
@@ -166,6 +166,8 @@ class AsyncLLM(SessionFace):
         request_id: str,
         *,
         priority: int = 0,
+        owner: str = "",
+        owner_weight: float = 1.0,
         trace_headers: dict[str, str] | None = None,
         on_submitted: Callable[[RequestMetrics], None] | None = None,
         take_at_once: Callable[[RequestOutput], bool] | None = None,
@@ -177,15 +179,23 @@ class AsyncLLM(SessionFace):
         gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. If the reader
         is slower than the engine, several steps are merged into one output.
 
-        trace_headers: as for LLMEngine.add_request. on_submitted: called with the metrics that all
-        outputs carry; they are thus available for a request that ends before its first output.
+        owner, owner_weight, trace_headers: as for LLMEngine.add_request. on_submitted: called with
+        the metrics that all outputs carry; they are thus available for a request that ends before
+        its first output.
         take_at_once: called with each output while the reader waits, except for errors and the last
         output. If it returns True, the output is consumed and the iterator does not yield it. This
         saves a server one task switch per token.
         """
-        stream, metrics = self._submit(
-            request_id, prompt, sampling_params, priority, trace_headers, take_at_once
+        self.check_health()
+        request = self.session.process(
+            request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            owner=owner,
+            owner_weight=owner_weight,
         )
+        stream, metrics = self._submit(request, trace_headers, take_at_once)
         try:
             if on_submitted is not None:
                 on_submitted(metrics)
@@ -200,18 +210,13 @@ class AsyncLLM(SessionFace):
 
     def _submit(
         self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        priority: int,
+        request: ProcessedRequest,
         trace_headers: dict[str, str] | None,
         take_at_once: Callable[[RequestOutput], bool] | None,
     ) -> tuple[RequestStream, RequestMetrics]:
-        self.check_health()
-        request = self.session.process(request_id, prompt, params, priority=priority)
         self._ensure_output_task()
         metrics = self.session.submit(request, trace_headers)
-        stream = self._streams[request_id] = RequestStream(take_at_once)
+        stream = self._streams[request.request_id] = RequestStream(take_at_once)
         self._idle.clear()
         return stream, metrics
 
@@ -388,6 +393,9 @@ class AsyncLLM(SessionFace):
     async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
         observation = await self.call_utility("observe", since_step, max_blocks)
         return self.session.with_own_counters(observation)
+
+    async def expert_load(self) -> dict[str, Any]:
+        return await self.call_utility("expert_load")
 
     async def pause(self, mode: str = "abort") -> None:
         """If cancelled while "wait" is in progress, the engine stays paused."""

@@ -59,6 +59,9 @@ class LLMEngine(BlockingCalls):
         arrival_time: float | None = None,
         priority: int = 0,
         trace_headers: dict[str, str] | None = None,
+        *,
+        owner: str = "",
+        owner_weight: float = 1.0,
     ) -> None:
         """Checks, tokenizes and sends a request. Raises InvalidParameterError before anything is
         sent.
@@ -67,13 +70,20 @@ class LLMEngine(BlockingCalls):
 
         `trace_headers`: the caller's trace context as HTTP headers carry it (W3C traceparent).
         Without it the current span is the parent.
+
+        `owner`: for whom it is, at most 256 characters. Owners share the engine fairly, in
+        proportion to `owner_weight` (0.001 to 1000); `priority` orders the requests of one owner.
         """
-        self.submit(
-            self.process_inputs(
-                request_id, prompt, params, arrival_time=arrival_time, priority=priority
-            ),
-            trace_headers,
+        request = self.process_inputs(
+            request_id,
+            prompt,
+            params,
+            arrival_time=arrival_time,
+            priority=priority,
+            owner=owner,
+            owner_weight=owner_weight,
         )
+        self.submit(request, trace_headers)
 
     def process_inputs(
         self,

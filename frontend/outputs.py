@@ -103,7 +103,8 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[PositionLogprobs] | None = None
-    # "stop", "length", "abort", "error" (reason in RequestOutput.error); None while it runs
+    # "stop", "length", "abort", "timeout", "error" (reason in RequestOutput.error); None while it
+    # runs
     finish_reason: str | None = None
     # the stop token id or stop string, or an additional end-of-sequence id of the model; None for
     # the main one

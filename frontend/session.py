@@ -65,6 +65,8 @@ class RequestSession:
         eos_ids = find_eos_ids(model_config, own_eos_id)
         self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
         self.output_processor = OutputProcessor(self.tokenizer, client.ready.epoch)
+        client.journal = self.output_processor.unfinished
+        client.has_requests = self.output_processor.has_unfinished_requests
         self.telemetry = Telemetry(config, client, self.output_processor)
         self.received: list[Received] | None = None  # while a trace is recorded
 
@@ -187,6 +189,10 @@ class BlockingCalls(SessionFace, ABC):
         """
         observation = self.call_utility("observe", since_step, max_blocks)
         return self.session.with_own_counters(observation)
+
+    def expert_load(self) -> dict[str, Any]:
+        """The tokens that each expert of each layer was sent; see core/expert_load.py."""
+        return self.call_utility("expert_load")
 
     @contextmanager
     def trace(self, steps: int = 4) -> Iterator[Trace]:

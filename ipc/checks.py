@@ -12,6 +12,8 @@ from typing import Any
 from .errors import InvalidParameterError
 
 INT64_MAX = 2**63 - 1  # the largest integer in a message
+MAX_OWNER_LENGTH = 256
+OWNER_WEIGHTS = (0.001, 1000.0)  # least and greatest
 MAX_DEPTH = 200  # of nested plain data; encoders and decoders would exhaust the stack beyond it
 
 
@@ -74,6 +76,24 @@ def is_finite(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:
         return False
+
+
+def require_owner(name: Any, weight: Any) -> None:
+    """Checks `owner` and `owner_weight` of a request."""
+    require_kind(
+        isinstance(name, str) and len(name) <= MAX_OWNER_LENGTH,
+        "owner",
+        f"a string of at most {MAX_OWNER_LENGTH} characters",
+        name,
+    )
+    require_text("owner", name)
+    require_weight("owner_weight", weight)
+
+
+def require_weight(parameter: str, weight: Any) -> None:
+    low, high = OWNER_WEIGHTS
+    in_range = is_finite(weight) and low <= weight <= high
+    require_kind(in_range, parameter, f"a number between {low} and {high}", weight)
 
 
 def require_text(parameter: str, value: Any) -> None:

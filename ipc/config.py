@@ -241,7 +241,7 @@ class DeviceConfig(Section, frozen=True):
         ),
     ] = None
     cpu_isa: Annotated[
-        Literal["auto", "amx", "avx512", "avx2", "none"],
+        Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"],
         Meta(
             description="Instruction set of the native kernels on a CPU. auto: the best that the "
             "processor has; none: torch's kernels instead."
@@ -267,6 +267,25 @@ class ServiceConfig(Section, frozen=True):
     startup_timeout_s: Annotated[
         float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")
     ] = 600.0
+    on_engine_death: Annotated[
+        Literal["restart", "fail"],
+        Meta(
+            description="restart: an engine process that dies is replaced, and its unfinished "
+            "requests continue. fail: they end with an error, as all later calls do."
+        ),
+    ] = "restart"
+    engine_restarts: Annotated[
+        NonNegativeInt,
+        Meta(description="Most restarts of the engine process in 10 minutes; 0: none."),
+    ] = 5
+    step_timeout_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="An engine process that has work and finishes no step for so many seconds "
+            "is ended, and replaced as on_engine_death says.",
+        ),
+    ] = 300.0
     shutdown_timeout_s: Annotated[
         float,
         Meta(

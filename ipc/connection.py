@@ -6,6 +6,7 @@ Must not know: requests and outputs, or who waits for them (frontend/clients/mp_
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -119,6 +120,11 @@ class Connection:
         if self.process is not None:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """The signal that ended a child which is dead and reaped."""
+        return None if self.process is None else self.process.exit_signal
 
     def watch(
         self,

@@ -24,28 +24,38 @@ from typing import Any, NamedTuple
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder, in_words, whose
+from .machine import descriptor_limit, num_open_descriptors
 from .messages import (
+    BEAT,
     PROTOCOL,
     AbortRequests,
     Attach,
     ClientMessage,
     Config,
     Detach,
+    EngineDead,
     Hello,
     Shutdown,
+    UtilityCall,
 )
 from .process import PARENT_DEATH_SIGNAL, SignalPipe
 from .sockets import (
     INPUT_SOCKET,
+    LINGER_MS,
     OUTPUT_SOCKET,
     connect_dealer,
     ipc_path,
+    listener_pid,
     receive,
     remove_directory,
 )
 
 # consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
+# of a client: a pidfd, and of each of two sockets the connection and what wakes its thread
+DESCRIPTORS_PER_CLIENT = 5
+# for what a daemon opens for a short time: refusals, connections of new clients, files, processes
+SPARE_DESCRIPTORS = 32
 
 
 class FromClient(NamedTuple):
@@ -115,6 +125,8 @@ class EngineInput:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.aborts: deque[tuple[int, list[str]]] = deque()
         self.num_bad_frames = 0
+        # called with a client and its call "beat", which overtakes the main thread's work
+        self.on_beat: Callable[[int, int], None] = lambda client_index, call_id: None
         self._context = context
         self._max_message_bytes = max_message_bytes
         self._decoder = Decoder(ClientMessage, max_message_bytes)
@@ -122,6 +134,7 @@ class EngineInput:
         self._signals = signals
         self._peers: dict[int, Peer] = {}
         self._num_joined = 0
+        self._num_own_descriptors = 0  # of a daemon without clients
         self._listener: zmq.Socket | None = None
         self._listener_path: Path | None = None
         self._sockets_path: Path | None = None
@@ -150,6 +163,7 @@ class EngineInput:
     def serve_listener(self, listener: zmq.Socket, address: str) -> None:
         """Serves any number of clients, numbered as they attach."""
         self._listener, self._listener_path = listener, ipc_path(address)
+        self._num_own_descriptors = num_open_descriptors()
         self._watch(listener, self._on_listener)
 
     def start(self) -> None:
@@ -233,6 +247,8 @@ class EngineInput:
             raise BadFrameError(f"a {type(message).__name__} is not for this socket")
         elif isinstance(message, Detach):
             return self._drop(client_index)
+        elif isinstance(message, UtilityCall) and message.method == BEAT:
+            return self.on_beat(client_index, message.call_id)
         self.events.put(FromClient(client_index, message))
 
     def _on_listener(self) -> None:
@@ -250,7 +266,11 @@ class EngineInput:
             raise BadFrameError("a listener takes Attach messages")
         ipc_path(message.input_address)
         ipc_path(message.output_address)
-        self._drop_abandoned()
+        self._drop_abandoned(lambda path: not path.exists())
+        if not self._has_descriptors():
+            self._drop_abandoned(lambda path: listener_pid(path) is None)
+            if not self._has_descriptors():
+                return self._turn_away(message)
         pidfd = os.pidfd_open(message.pid)
         try:
             client_index = self._add_peer(message.input_address, pidfd)
@@ -259,13 +279,33 @@ class EngineInput:
             raise
         self.events.put(ClientJoined(client_index, message.output_address))
 
-    def _drop_abandoned(self) -> None:
-        """Drops clients whose socket is gone although their program lives: a client that closes
-        before this end has connected cannot send a Detach.
+    def _drop_abandoned(self, is_abandoned: Callable[[Path], bool]) -> None:
+        """Drops clients whose socket is gone, or nobody's, although their program lives: a client
+        that closes before this end has connected cannot send a Detach.
         """
         for client_index, peer in list(self._peers.items()):
-            if not peer.path.exists():
+            if is_abandoned(peer.path):
                 self._drop(client_index)
+
+    def _has_descriptors(self) -> bool:
+        """Whether there are descriptors for one more client.
+
+        Sockets of the last ones may not be connected yet, so that they are not open.
+        """
+        expected = self._num_own_descriptors + DESCRIPTORS_PER_CLIENT * len(self._peers)
+        num_used = max(num_open_descriptors(), expected) + SPARE_DESCRIPTORS
+        return num_used + DESCRIPTORS_PER_CLIENT <= descriptor_limit()
+
+    def _turn_away(self, message: Attach) -> None:
+        """Tells a program why it is not served: it waits for a Hello at its input socket."""
+        cause = (
+            f"the engine has {len(self._peers)} clients, and no descriptors for another (the limit "
+            f"of its process is {descriptor_limit()}; `ulimit -n`, or LimitNOFILE of a systemd "
+            f"unit, raises it)"
+        )
+        dealer = connect_dealer(self._context, message.input_address, self._max_message_bytes)
+        dealer.send_multipart(self._encoder.encode(EngineDead(cause)))
+        dealer.close(linger=LINGER_MS)
 
     def _close_listener(self) -> None:
         if self._listener is not None and self._listener_path is not None:

@@ -94,7 +94,8 @@ class EngineOutput:
         self.is_full = False
         # called in the output thread when is_full ends
         self.on_drained: Callable[[], None] = lambda: None
-        # for daemons: called with a client that was dropped for not reading
+        # for daemons: called with a client that was dropped, because it did not read or could not
+        # be connected
         self.on_overflow: Callable[[int], None] | None = None
         self.on_fatal: Callable[[BaseException], None] = lambda error: None
         # rows that could not be encoded
@@ -175,13 +176,23 @@ class EngineOutput:
 
     def _carry_out(self, order: Connect | Disconnect | Send) -> None:
         if isinstance(order, Connect):
-            self._readers[order.client_index] = Reader(connect_push(self._context, order.address))
+            self._connect(order)
         elif isinstance(order, Disconnect):
             self._disconnect(order.client_index)
         elif (
             reader := self._readers.get(order.client_index)
         ) is not None and not reader.is_dropped:
             self._send(reader, order.client_index, self._encode(order))
+
+    def _connect(self, order: Connect) -> None:
+        try:
+            push = connect_push(self._context, order.address)
+        except zmq.ZMQError:  # no descriptors are left
+            if self.on_overflow is None:
+                raise
+            self.on_overflow(order.client_index)
+        else:
+            self._readers[order.client_index] = Reader(push)
 
     def _encode(self, order: Send) -> list:
         try:

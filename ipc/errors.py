@@ -49,6 +49,10 @@ class EngineDeadError(QuireError, RuntimeError):
     """
 
 
+class EngineRestartedError(QuireError, RuntimeError):
+    """The engine process died during a call that is not repeated, and another has replaced it."""
+
+
 class EngineStartError(EngineDeadError):
     """The engine process did not start: it died, or exceeded the deadline.
 

@@ -17,6 +17,7 @@ import zmq
 
 from .config import EngineConfig
 from .connection import Connection
+from .early_engine import take as take_early_engine
 from .errors import EngineStartError
 from .failures import unpack_exception
 from .messages import PROTOCOL, Config, EngineDead, Failed, Hello, Progress, Ready
@@ -55,10 +56,10 @@ def open_connection(
     startup_timeout_s.
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
-    connection = _make_connection(config, engine)
+    connection = _make_connection(config, engine, command)
     try:
         if engine == "process":
-            connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
+            _ensure_process(connection, config, command)
         else:
             connection.attach(engine)
         conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
@@ -88,10 +89,10 @@ async def open_connection_async(
     long as the child is needed: the child dies with it (PR_SET_PDEATHSIG).
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
-    connection = _make_connection(config, engine)
+    connection = _make_connection(config, engine, command)
     try:
         if engine == "process":
-            connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
+            _ensure_process(connection, config, command)
         else:
             await in_thread(lambda: connection.attach(engine))
         conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
@@ -108,12 +109,22 @@ async def open_connection_async(
         raise
 
 
-def _make_connection(config: EngineConfig, engine: str) -> Connection:
+def _make_connection(
+    config: EngineConfig, engine: str, command: Sequence[str] | None
+) -> Connection:
     if engine != "process":
         ipc_path(engine)
-    connection = Connection(config.service_config.max_message_bytes)
+    early = take_early_engine() if engine == "process" and command is None else None
+    connection = early or Connection(config.service_config.max_message_bytes)
     connection.shutdown_timeout_s = config.service_config.shutdown_timeout_s
     return connection
+
+
+def _ensure_process(
+    connection: Connection, config: EngineConfig, command: Sequence[str] | None
+) -> None:
+    if connection.process is None:
+        connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
 
 
 def _converse(

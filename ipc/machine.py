@@ -1,12 +1,15 @@
-"""The cores and memory that the operating system gives this process, by affinity and cgroups.
+"""The cores, memory and descriptors that the operating system gives this process.
 
-Must not know: torch, what the cores and the memory are for.
+Must not know: torch, what they are for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import resource
+import sys
 from pathlib import Path
 
 import psutil
@@ -94,3 +97,20 @@ def free_memory_bytes() -> int:
     free = psutil.virtual_memory().available
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
+
+
+def descriptor_limit() -> int:
+    """The most descriptors that this process may have open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def raise_descriptor_limit() -> None:
+    """Raises it as far as the system allows."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # more than the kernel's own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def num_open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))

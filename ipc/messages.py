@@ -24,6 +24,7 @@ class FinishReason(IntEnum):
     LENGTH = 1  # max_tokens or max_model_len
     ABORT = 2  # the client requested it
     ERROR = 3  # an error inside the engine that affects this request only
+    TIMEOUT = 4  # timeout_s
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -82,6 +83,11 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     cache_salt: str | None = None  # prefix-cache blocks are shared only between equal salts
     # output tokens that a dead engine already emitted; they are not emitted again
     resume_tokens: list[int] = []
+    # Owners of requests share the engine fairly, by weight; "" is the client itself.
+    owner: str = ""
+    owner_weight: float = 1.0
+    # by time.monotonic(), which all processes of a machine share; then it ends. 0.0: none
+    deadline: float = 0.0
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -121,6 +127,11 @@ class UtilityCall(Message, tag="call", frozen=True):
     call_id: int
     method: str
     args: list[Any] = []
+
+
+# A utility that the engine's input thread answers at once, also during a step: the process can run
+# Python.
+BEAT = "beat"
 
 
 class Detach(Message, tag="detach", frozen=True):
@@ -169,7 +180,7 @@ ClientMessage = (
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -231,6 +242,7 @@ class SchedulerStats(Message, frozen=True):
     num_requests_orphaned: int = 0
     num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
     num_failed_utilities: int = 0  # counter: calls that raised
+    num_finished_timeout: int = 0  # counter
 
 
 class TransportStats(Message, frozen=True):

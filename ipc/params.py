@@ -169,6 +169,8 @@ class SamplingParams(
     extra_args: dict[str, Any] | None = None
     # bad_words in tokens; set by the InputProcessor, not by users
     bad_words_token_ids: list[list[int]] = []
+    # seconds after submission, at which it ends with finish reason "timeout"; None: no limit
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -224,6 +226,15 @@ class SamplingParams(
             ):
                 continue
             require_int(name, value, low, high, meaning)
+        if self.timeout_s is not None:
+            in_range = is_finite(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S
+            require(
+                in_range,
+                "timeout_s",
+                f"must be greater than 0 and at most {MAX_TIMEOUT_S:g} (None: no limit), got "
+                f"{shown(self.timeout_s)}",
+            )
+            msgspec.structs.force_setattr(self, "timeout_s", float(self.timeout_s))
         fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         require(
             fits,
@@ -323,6 +334,7 @@ def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
 
 
+MAX_TIMEOUT_S = 1e9
 LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 OUTPUT_KINDS = frozenset(RequestOutputKind)
 FLAGS = tuple(

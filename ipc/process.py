@@ -30,11 +30,15 @@ TERMINATE_TIMEOUT_S = 1.0
 # The kernel sends it to a child whose parent died. It is not SIGTERM, which makes an engine finish
 # its requests first.
 PARENT_DEATH_SIGNAL = signal.SIGUSR1
+STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its threads to stderr
 _PR_SET_PDEATHSIG = 1
 
 
-def engine_command(*, listen: str | None = None) -> list[str]:
+def engine_command(*, listen: str | None = None, imports_early: bool = False) -> list[str]:
     """The command that runs an engine.
+
+    `imports_early`: it imports what runs a model on a CPU, without other programs' code, before it
+    has a configuration.
 
     With `listen` ("ipc://PATH") it is a daemon, which reads its resolved EngineConfig as JSON from
     stdin. A child of MPClient gets its other arguments from EngineProcess. Without -P the current
@@ -42,6 +46,8 @@ def engine_command(*, listen: str | None = None) -> list[str]:
     hide a package.
     """
     command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
+    if imports_early:
+        command.append("--import-early")
     return command if listen is None else [*command, "--listen", listen, *_log_arguments()]
 
 
@@ -143,6 +149,16 @@ class EngineProcess:
         return f"the engine process (pid {self.pid}) {how}" + (
             f"; last lines of its stderr:\n{words}" if words else ""
         )
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Does nothing if the child is dead."""
+        self._popen.send_signal(number)
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """The signal that ended the child, once it is reaped; None if it exited by itself."""
+        code = self._popen.returncode
+        return signal.Signals(-code) if code is not None and code < 0 else None
 
     def close(self, timeout_s: float) -> None:
         """Ends the child and reaps it.

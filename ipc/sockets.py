@@ -25,6 +25,8 @@ DIRECTORY_PREFIX = "quire-client-"
 # Messages that may wait on each side of an output connection; after that the engine's PUSH returns
 # EAGAIN and ipc/engine_output.py counts.
 OUTPUT_HIGH_WATER_MARK = 1000
+# Of a daemon, which has two for each client. ZMQ's default is 1023.
+MAX_DAEMON_SOCKETS = 65_536
 # How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs), in
 # milliseconds.
 LINGER_MS = 1000
@@ -168,8 +170,11 @@ def _make_locked_directory() -> tuple[Path, int]:
 # ---------------------------------------------------------------- sockets
 
 
-def make_context() -> zmq.Context:
-    return zmq.Context(io_threads=1)
+def make_context(max_sockets: int | None = None) -> zmq.Context:
+    context = zmq.Context(io_threads=1)
+    if max_sockets is not None:
+        context.set(zmq.MAX_SOCKETS, max_sockets)
+    return context
 
 
 def _make_socket(context: zmq.Context, kind: int, max_message_bytes: int) -> zmq.Socket:

@@ -58,6 +58,7 @@ class RankTrace(Record, frozen=True):
     inputs: list[Input] = []
     spans: list[Span] = []  # "model", "sampler"
     kernels: list[Kernel] = []
+    experts: dict[int, list[int]] = {}  # layer -> rows that each of its experts computed
 
 
 class Row(Record, frozen=True):

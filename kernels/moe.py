@@ -19,6 +19,16 @@ from .registry import operation
 Multiply = Callable[[Tensor], Tensor]
 
 
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The activation (up + 1) * gate * sigmoid(scale * gate), of a gate of at most `limit` and an
+    up within +-limit (gpt-oss). Both are of dtype, the rest is in fp32.
+    """
+
+    scale: float
+    limit: float
+
+
 @dataclass(frozen=True, eq=False)
 class Experts:
     """The packed weights of a layer's experts: what pack_linear, pack_quantized_linear or
@@ -27,7 +37,8 @@ class Experts:
 
     gate_up: list[Multiply]  # [n, H] -> [n, 2 * I]
     down: list[Multiply]  # [n, I] -> [n, H]
-    activation: str  # "silu" or "gelu_tanh": of ops.silu_and_mul or ops.gelu_tanh_and_mul
+    # "silu" and "gelu_tanh" are those of ops.silu_and_mul and ops.gelu_tanh_and_mul
+    activation: str | ClampedSwiGLU
     # values that an implementation derives once for later steps
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -67,6 +78,14 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     The activation's result is rounded to dtype; down's is not. A token's sum is in fp32, in the
     order of its ids, with one fused multiply-add each, and is rounded once. So it does not depend
     on the other tokens, as far as the packed layers do not.
+    """
+
+
+@operation
+def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
+    """In place: counts [E] i64 += how many of ids [T, K] i32 name each expert; all in [0, E).
+
+    slots [T] i64: a token with a negative slot is not counted. None: all tokens are.
     """
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .moe import add_gated as add_gated
+from .moe import count_experts as count_experts
 from .moe import fused_moe as fused_moe
 from .moe import route_experts as route_experts
 from .registry import operation
@@ -138,12 +139,13 @@ def pack_gguf_linear(
     """As pack_linear, with a weight whose rows are GGUF's blocks: parts [n, bytes] uint8, stacked,
     each of the type at its place in `types`; bias [N] and results have the dtype.
 
-    The types are Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, Q4_K, Q5_K and Q6_K, and INT4_32 and
+    The types are Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, Q4_K, Q5_K and Q6_K, and INT4_32 and
     INT4_128 for int4 weights of other checkpoints. x is quantized as in pack_quantized_linear, but
     in groups of 32; sums of their products with a block's integers are exact.
     reference/gguf_linear.py states how scales and minima are applied. A row of x that is not finite
     gives NaN. The returned function has `logits`, and for a weight of one type `embedding`, whose
-    rows are the dequantized blocks.
+    rows are the dequantized blocks. An implementation may have an attribute `from_parts`, the same
+    function with `release=`, as that of pack_linear.
     """
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 from quire.core.engine_proc import leave, main
 from quire.ipc.config import EngineConfig
+from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests.fakes import FakeExecutor
 
@@ -27,6 +28,11 @@ class TroubledExecutor(FakeExecutor):
 
     - "delay_s" and "raise_at_step": as in FakeExecutor.
     - "at_load": "fail" (ValueError), "die" (SIGKILL), "hang" or "exit".
+    - "poison": {"token", "after", "signal"}: ends the process in the step that has given a request
+      with this token in its prompt so many output tokens.
+    - "hang_once": a path; a step from the 20th on that does not find this file makes it and does
+      not end.
+    - "slow_call_s": the duration of collective_rpc, in seconds.
     - "grammar_delay_s": the duration of a grammar check, in seconds.
     """
 
@@ -50,6 +56,22 @@ class TroubledExecutor(FakeExecutor):
             print("famous last words", file=sys.stderr, flush=True)
             os._exit(7)
         super().load_model(report)
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        if (path := self.trouble.get("hang_once")) and step.step >= 20 and not Path(path).exists():
+            Path(path).touch()
+            time.sleep(1000)
+        output = super().execute_model(step)
+        if poison := self.trouble.get("poison"):
+            for slot in (self.slots[number] for number in step.slots):
+                is_poison = poison["token"] in slot.token_ids[: slot.request.num_prompt_tokens]
+                if is_poison and slot.num_output_tokens >= poison["after"]:
+                    os.kill(os.getpid(), poison["signal"])
+        return output
+
+    def collective_rpc(self, method: str, *args) -> list:
+        time.sleep(self.trouble.get("slow_call_s", 0.0))
+        return super().collective_rpc(method, *args)
 
     def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
         future: Future[None] = Future()

@@ -252,9 +252,13 @@ class FakeExecutor:
         self.num_dummy_batches += 1
 
     def collective_rpc(self, method: str, *args) -> list:
-        if method not in ("check_health", "memory_usage", "sleep", "wake_up", "load_weights"):
+        known = "check_health", "expert_load", "memory_usage", "sleep", "wake_up", "load_weights"
+        if method not in known:
             raise InvalidParameterError("method", f"must be one of check_health, …, got {method!r}")
         return [getattr(self, method)(*args)]
+
+    def expert_load(self) -> dict[int, list[int]]:
+        return {}
 
     def memory_usage(self) -> dict[str, int]:
         return {"kv_cache_bytes": len(self.kv_cache) * self.block_size * 8}

@@ -104,7 +104,7 @@ def metadata_of(own: dict[str, Any], pre: str | None, **changes: Any) -> dict[st
 
 def built(folder: Path, metadata: dict[str, Any]) -> tokenizers.Tokenizer:
     content = gguf_tokenizer(Vocabulary(read_gguf(write_gguf(folder / "m.gguf", metadata))))
-    return tokenizers.Tokenizer.from_str(msgspec.json.encode(content).decode())
+    return tokenizers.Tokenizer.from_str(msgspec.json.encode(content, enc_hook=list).decode())
 
 
 def differences(

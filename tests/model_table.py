@@ -29,7 +29,7 @@ def supported() -> Iterator[str]:
     for architecture, known in ARCHITECTURES.items():
         formats = [
             "safetensors",
-            QUANTIZED,
+            f"{QUANTIZED}, MXFP4" if known.model_type == "gpt_oss" else QUANTIZED,
             *([gguf[architecture]] if architecture in gguf else []),
         ]
         yield (

@@ -60,6 +60,34 @@ def write_quantized(
     return meant
 
 
+def write_mxfp4(directory: Path, checkpoint: Path) -> Tensors:
+    """Copies a checkpoint of gpt-oss, with random experts in MXFP4, as OpenAI publishes them.
+
+    Returns the fp32 tensors that it stands for, of which transformers unpacks the experts.
+    """
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    shutil.copytree(checkpoint, directory)
+    file = directory / "model.safetensors"
+    meant = load_file(file)
+    stored = dict(meant)
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in meant.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        experts, columns, rows = weight.shape
+        shape = (experts, rows, columns // 32, 16)
+        numbers = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        exponents = torch.randint(119, 124, shape[:3], dtype=torch.uint8, generator=generator)
+        exponents[0, 0, 0] = 0  # the least, a subnormal number
+        del stored[name]
+        stored |= {f"{name}_blocks": numbers, f"{name}_scales": exponents}
+        meant[name] = convert_moe_packed_tensors(numbers, exponents, dtype=torch.float32)
+    save_file(stored, file, metadata={"format": "pt"})
+    edit_config(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return meant
+
+
 def edit_config(directory: Path, quantization: dict[str, Any]) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text()) | {"quantization_config": quantization}

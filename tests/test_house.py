@@ -21,7 +21,7 @@ MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {
     f"executor/models/{name}.py"
     for name in (
-        *("gemma3", "granite", "llama", "ministral3", "olmo2", "phi3", "qwen2", "qwen3"),
+        *("gemma3", "gpt_oss", "granite", "llama", "ministral3", "olmo2", "phi3", "qwen2", "qwen3"),
         *("smollm3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
     )
 }

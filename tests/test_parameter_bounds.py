@@ -94,6 +94,11 @@ TABLE = [
         (None, -1, 1, MAX_MODEL_LEN - 1),
         (*NO_INTEGER, *HUGE, 0, -2, MAX_MODEL_LEN),
     ),
+    (
+        "timeout_s",
+        (None, 1, 0.001, 1e9),
+        (0, -1, 1e10, math.nan, math.inf, "1", True, [1], 10**5000),
+    ),
     ("stream_interval", (1, 2, INT64_MAX), (*NO_INTEGER, *HUGE, None, 0, -1)),
     (
         "extra_args",

@@ -225,7 +225,7 @@ def test_sleep_wake_and_new_weights(models, engine, arguments, tmp_path):
 def test_the_engine_process_releases_its_memory(models):
     """The test measures the resident memory of the child process."""
     with open_llm(models[0], "process", kv_cache_memory_bytes=96 * MIB, max_num_seqs=64) as llm:
-        process = psutil.Process(llm.llm_engine.client._connection.engine_pid)
+        process = psutil.Process(llm.llm_engine.client.engine_pid)
         prompts = [[i % 300, *(j % 300 for j in range(i, i + 450))] for i in range(300)]
         llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
         awake = process.memory_info().rss

@@ -42,7 +42,7 @@ TINY = {
 }
 KINDS = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma3_text", "phi3", "smollm3", "olmo2", "olmo3"),
-    *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
+    *("granite", "ministral3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"),
 )
 
 
@@ -90,6 +90,14 @@ def make_tiny_config(kind: str, **overrides: Any):
             "decoder_sparse_step": 2,
         },
         "olmoe": {"num_experts": 5, "num_experts_per_tok": 2},
+        "gpt_oss": {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "swiglu_limit": 0.9,
+            "pad_token_id": 0,
+        },
     }[kind]
     return AutoConfig.for_model(kind, **{**TINY, **per_kind, **overrides})
 

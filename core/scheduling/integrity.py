@@ -5,6 +5,7 @@ Must not know: how the state came about; nothing is changed here.
 
 from __future__ import annotations
 
+from collections import Counter
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -50,10 +51,18 @@ def check_integrity(scheduler: Scheduler) -> None:
     expected = {
         "requests are exactly those listed": sorted(scheduler.requests)
         == sorted(
-            [*scheduler.held, *(r.request_id for r in scheduler.running + scheduler.waiting)]
+            [*scheduler.held, *(r.request_id for r in (*scheduler.running, *scheduler.waiting))]
         ),
+        "each request counts for its owner": Counter(
+            request.owner.identity for request in scheduler.requests.values()
+        )
+        == {identity: owner.num_requests for identity, owner in scheduler.waiting.owners.items()},
         "running is sorted": scheduler.running == sorted(scheduler.running, key=_by_key),
-        "waiting is sorted": scheduler.waiting == sorted(scheduler.waiting, key=_by_key),
+        "waiting is sorted": all(
+            owner.waiting == sorted(owner.waiting, key=_by_key)
+            for owner in scheduler.waiting.owners.values()
+        ),
+        "waiting requests are counted": len(scheduler.waiting) == len(list(scheduler.waiting)),
         "each slot is free or held once": slots == list(range(scheduler.max_num_seqs)),
         "running requests run": all(
             request.status is RequestStatus.RUNNING for request in scheduler.running

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from ...ipc.messages import PreemptionCosts
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
+from .owners import Owner
 
 
 class PreemptionPolicy:
@@ -46,11 +47,19 @@ class PreemptionPolicy:
         """Which entry of `running` is preempted so that running[index] gets blocks; possibly
         itself.
 
-        It has no row in this step yet, and is never the head, which therefore always finishes. In
-        the worst priority class, the request that is cheapest to bring back; among equals the last
-        to arrive.
+        It has no row in this step yet, and is never the head, which therefore always finishes. Of
+        the owner whose requests have the most computed tokens for its weight, it is the first by
+        `order`.
         """
         candidates = range(max(index, 1), len(running)) if len(running) > 1 else range(1)
-        return max(
-            candidates, key=lambda i: (running[i].key[0], -self.cost_s(running[i]), running[i].key)
-        )
+        held: dict[Owner, float] = {}
+        for request in running:
+            owner = request.owner
+            held[owner] = held.get(owner, 0.0) + request.num_computed_tokens / owner.weight
+        return max(candidates, key=lambda i: (held[running[i].owner], self.order(running[i])))
+
+    def order(self, request: Request) -> tuple[int, float, tuple[int, int]]:
+        """Of one owner's requests, the greatest is preempted first: in the worst priority class,
+        the request that is cheapest to bring back; among equals the last to arrive.
+        """
+        return (request.key[0], -self.cost_s(request), request.key)

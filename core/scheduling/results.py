@@ -5,6 +5,7 @@ Must not know: who is scheduled next, torch, sockets.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from ...ipc.messages import FinishReason, ModelRunnerOutput, SlotLogprobs
@@ -104,7 +105,22 @@ def append_tokens(
 
 def fail(scheduler: Scheduler, request: Request, error: str, rows: OutputRows) -> None:
     scheduler.finish(request, FinishReason.ERROR)
+    write_end(request, FinishReason.ERROR, rows, rows.now, error)
+
+
+def end_late_requests(scheduler: Scheduler, rows: OutputRows) -> None:
+    """Ends the requests whose deadline has passed. Called between steps."""
+    while scheduler.has_late_requests():
+        request = scheduler.pop_late_request()
+        scheduler.finish(request, FinishReason.TIMEOUT)
+        write_end(request, FinishReason.TIMEOUT, rows, time.monotonic())
+
+
+def write_end(
+    request: Request, reason: FinishReason, rows: OutputRows, now: float, error: str | None = None
+) -> None:
+    """Writes the row of a request that ends without a token."""
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, request.num_output_tokens, [])
-    client_rows.finish(FinishReason.ERROR, error=error)
-    client_rows.add_timing(request, rows.now)
+    client_rows.finish(reason, error=error)
+    client_rows.add_timing(request, now)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...ipc.models.kv_layout import MAX_BURST
 from ..request import Request
+from .owners import Owner
 from .step import ScheduledStep, add_row
 
 if TYPE_CHECKING:
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
 MAX_BURST_BYTES = 320 * 10**6
 
 
-def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bool]:
+def schedule_running(
+    scheduler: Scheduler, step: ScheduledStep, shares: dict[Owner, int] | None
+) -> tuple[int, bool]:
     """Gives every running request its tokens, in order, preempting others for blocks.
 
-    Returns (budget left, whether any was preempted).
+    `shares`: see divide_budget; None: the budget is not divided. Returns (budget left, whether any
+    was preempted).
     """
     budget, preempted = scheduler.max_num_batched_tokens, False
     if scheduler.burst_weights_bytes:
@@ -40,6 +44,11 @@ def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bo
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
         if num_tokens > 1:
             num_tokens = min(num_tokens, scheduler.max_chunk_tokens, budget)
+        if shares is not None:
+            num_tokens = min(num_tokens, shares[request.owner])
+            if not num_tokens:
+                index += 1
+                continue
         num_lookahead = (
             num_lookahead_of(scheduler, request, num_tokens) if scheduler.num_lookahead_slots else 0
         )
@@ -55,6 +64,8 @@ def schedule_running(scheduler: Scheduler, step: ScheduledStep) -> tuple[int, bo
             continue
         add_row(scheduler, step, request, num_tokens, num_lookahead, block_ids)
         budget -= num_tokens
+        if shares is not None:
+            shares[request.owner] -= num_tokens
         index += 1
     return budget, preempted
 

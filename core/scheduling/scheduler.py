@@ -8,10 +8,12 @@ computed ones; a step moves the counts towards the lengths under one token budge
 first, then waiting ones. A prompt that exceeds the remaining budget is split. A decode is a request
 with one token left to compute.
 
-Both lists are sorted by the same key: arrival, or (priority, arrival). The head of `running` is
-never preempted and always finishes, since one sequence of max_model_len fits the cache alone. A
-preempted request keeps its place, so the first of all requests is the head, or the next to be
-admitted. This one rule gives FCFS and priority scheduling, and cannot livelock.
+Requests that run, and those of one owner that wait, are sorted by the same key: arrival, or
+(priority, arrival). The head of `running` is never preempted and always finishes, since one
+sequence of max_model_len fits the cache alone. A preempted request keeps its place, so the first of
+an owner's requests is its first that runs, or its next to be admitted. This one rule gives FCFS and
+priority scheduling, and cannot livelock. `owners.py` decides whose turn it is, and `shares.py` what
+each owner may hold while others wait.
 
 A step may be scheduled while the previous one runs. Tokens that the previous one samples are
 pending: counted but unknown. A request that turns out to have ended has one row too many, whose
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -43,8 +45,10 @@ from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus, split
 from . import integrity, results
+from .owners import WaitingQueue
 from .preemption import PreemptionPolicy
 from .running import schedule_running
+from .shares import divide_budget, preempt_for_others
 from .step import ScheduledStep
 from .waiting import schedule_waiting
 
@@ -93,10 +97,11 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1
         self.families: dict[str, Family] = {}
-        self.waiting: list[Request] = []  # sorted by key
+        self.waiting = WaitingQueue(max_debt=self.max_num_batched_tokens)
         self.running: list[Request] = []  # sorted by key
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
         self._is_holding, self._first_held_arrival = False, 0
+        self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
         self.counters = Counters()
         self.num_steps = 0
         self._num_arrivals = 0
@@ -131,12 +136,15 @@ class Scheduler:
                 client_index=client_index,
                 key=key,
                 queued_time=queued_time,
+                owner=self.waiting.enter(client_index, child.owner, child.owner_weight),
             )
             self.requests[request.request_id] = request
+            if child.deadline:
+                heapq.heappush(self._deadlines, (child.deadline, request.request_id))
             if self.is_held_back(arrival):
                 self.held[request.request_id] = request
             else:
-                insort(self.waiting, request, key=_by_key)
+                self.waiting.add(request)
             requests.append(request)
         if len(requests) > 1:
             family = self.families[message.request_id] = Family(message.request_id, requests)
@@ -166,7 +174,7 @@ class Scheduler:
     def release_arrivals(self) -> None:
         self._is_holding = False
         for request in self.held.values():
-            insort(self.waiting, request, key=_by_key)
+            self.waiting.add(request)
         self.held.clear()
 
     def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
@@ -183,6 +191,22 @@ class Scheduler:
                     self.finish(request, FinishReason.ABORT)
                     aborted.append(request)
         return aborted
+
+    @property
+    def next_deadline(self) -> float | None:
+        """By time.monotonic(), of the requests there are."""
+        while self._deadlines and self._deadlines[0][1] not in self.requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def has_late_requests(self) -> bool:
+        """Whether the deadline of a request has passed."""
+        deadline = self.next_deadline
+        return deadline is not None and deadline <= time.monotonic()
+
+    def pop_late_request(self) -> Request:
+        """The one with the earliest deadline, which no longer counts."""
+        return self.requests[heapq.heappop(self._deadlines)[1]]
 
     def preempt_all(self) -> None:
         """Preempts all requests by recompute: they release blocks and slots and continue from the
@@ -206,8 +230,10 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason) -> None:
         """The only way out: the request leaves its list, its slot and its blocks."""
         if self.held.pop(request.request_id, None) is None:
-            queue = self.running if request.status is RequestStatus.RUNNING else self.waiting
-            del queue[bisect_left(queue, request.key, key=_by_key)]
+            if request.status is RequestStatus.RUNNING:
+                del self.running[bisect_left(self.running, request.key, key=_by_key)]
+            else:
+                self.waiting.remove(request)
         self._release_slot(request)
         if request.family is not None:
             self._leave_family(request, request.family, reason)
@@ -218,6 +244,7 @@ class Scheduler:
         if request.num_swapped_tokens:
             self._leave_host(request)
         del self.requests[request.request_id]
+        self.waiting.leave(request.owner)
         request.finish(reason)
         self.counters.count_end(reason)
 
@@ -274,9 +301,12 @@ class Scheduler:
             [],
         )
         step = ScheduledStep(output)
-        budget, preempted = schedule_running(self, step)
+        made_room = preempt_for_others(self)
+        budget, preempted = schedule_running(self, step, divide_budget(self))
         # a preempted request must not take back the room at once
-        step.stopped_by = "preemption" if preempted else schedule_waiting(self, step, budget)
+        step.stopped_by = (
+            "preemption" if preempted else schedule_waiting(self, step, budget, made_room)
+        )
         if not step.requests:
             return None
         self._freed_slots, self._blocks_to_swap_out = [], []
@@ -310,7 +340,7 @@ class Scheduler:
             )
         victim.num_computed_tokens = victim.num_executed_tokens = 0
         victim.note_preemption(time.monotonic())
-        insort(self.waiting, victim, key=_by_key)
+        self.waiting.add(victim)
         self.counters.num_preemptions += 1
 
     def update_from_output(

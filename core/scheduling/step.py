@@ -64,6 +64,8 @@ def add_row(
     request.num_computed_tokens = end = end + num_lookahead
     step.num_expected.append(num_expected)
     step.num_computed.append(end)
+    if scheduler.waiting.is_shared:
+        scheduler.waiting.charge(request, num_tokens + num_lookahead)
     if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
         step.prefills.append((request, num_tokens))
         scheduler.counters.num_prompt_tokens += min(

@@ -8,12 +8,14 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import bisect_right, insort
+from collections.abc import Collection
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from ...ipc.messages import NewRequestData
 from ..request import Request, RequestStatus
 from .admission import Start, find_start, has_room, num_missing_blocks
+from .owners import Owner
 from .step import ScheduledStep, add_row
 
 if TYPE_CHECKING:
@@ -22,21 +24,29 @@ if TYPE_CHECKING:
 _by_key = attrgetter("key")
 
 
-def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> str:
-    """Admits from the head of the queue while there are budget, slots and blocks.
+def schedule_waiting(
+    scheduler: Scheduler, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
+) -> str:
+    """Admits the request whose turn it is while there are budget, slots and blocks.
 
-    No request overtakes a head that does not fit; a request that waits for its sibling's prompt is
-    skipped. Returns what the head lacks: "budget", "slots" or "blocks"; "" if none waits for these.
+    No request overtakes one that does not fit; a request that waits for its sibling's prompt is
+    skipped. Those in `made_room` were preempted in this step. Returns what the first lacks,
+    "budget", "slots" or "blocks", or "preemption" if it is one of these; "" if none waits
+    for these.
     """
-    index, num_reserved, layout = 0, None, scheduler.kv_cache_manager.layout
-    while index < len(scheduler.waiting):
+    passed: dict[Owner, int] = {}  # requests that wait for a sibling, by owner
+    num_reserved, layout = None, scheduler.kv_cache_manager.layout
+    while (request := scheduler.waiting.next(passed)) is not None:
         if budget <= 0 or not scheduler.free_slots:
             return "budget" if budget <= 0 else "slots"
-        request = scheduler.waiting[index]
+        if request in made_room:
+            return "preemption"
         start = find_start(scheduler.kv_cache_manager, request)
         if start is None:  # nor may the rest of its family start
             assert request.family is not None
-            index = bisect_right(scheduler.waiting, request.family.last_key, key=_by_key)
+            passed[request.owner] = bisect_right(
+                request.owner.waiting, request.family.last_key, key=_by_key
+            )
             continue
         if num_reserved is None:
             num_reserved = sum(num_missing_blocks(layout, other) for other in scheduler.running)
@@ -52,7 +62,7 @@ def schedule_waiting(scheduler: Scheduler, step: ScheduledStep, budget: int) -> 
         )
         if block_ids is None:
             return "blocks"
-        del scheduler.waiting[index]
+        scheduler.waiting.start(request)
         admit(scheduler, step, request, start, block_ids)
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens

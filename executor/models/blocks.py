@@ -35,9 +35,10 @@ class Attention:
         qk_norm: bool,
         qk_norm_whole: bool = False,
         is_merged: bool = False,
+        has_sinks: bool = False,
     ):
-        """layer: its index in the stack; ropes: from make.ropes; qk_norm_whole and is_merged: see
-        ipc/models/architectures.py
+        """layer: its index in the stack; ropes: from make.ropes; qk_norm_whole, is_merged and
+        has_sinks: see ipc/models/architectures.py
         """
         self.num_heads, self.num_kv_heads, self.head_dim = (
             config.num_attention_heads,
@@ -53,6 +54,7 @@ class Attention:
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         self.q_norm = make.norm("q_norm", q_size, config) if qk_norm else None
         self.k_norm = make.norm("k_norm", k_size, config) if qk_norm else None
+        self.sinks = make.parameter(self.num_heads, dtype=torch.float32) if has_sinks else None
         self.rope = rope = ropes[layer]
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
@@ -104,7 +106,13 @@ class Attention:
             self._rotate(positions, query, key)
             ops.reshape_and_cache(key, value, self.key_cache, self.value_cache, slots)
         attended = ops.paged_attention(
-            query, self.key_cache, self.value_cache, metadata, self.scale, self.sliding_window
+            query,
+            self.key_cache,
+            self.value_cache,
+            metadata,
+            self.scale,
+            self.sliding_window,
+            sinks=self.sinks,
         )
         return self.o_proj(attended.view(len(x), self._q_rows))
 
@@ -132,6 +140,8 @@ class Attention:
         for layer in (self.qkv_proj, self.o_proj, self.q_norm, self.k_norm):
             if layer is not None:
                 yield from layer.weights(prefix)
+        if self.sinks is not None:
+            yield f"{prefix}sinks", self.sinks
 
 
 class GatedMLP:

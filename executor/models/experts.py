@@ -5,15 +5,79 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.experts_config import ExpertsConfig, ExpertsFormat
-from ...kernels.moe import Experts
+from ...ipc.models.experts_config import ExpertsConfig
+from ...kernels.moe import ClampedSwiGLU, Experts
 from .blocks import GatedMLP
 from .layers import LayerFactory, Weights
+
+
+@dataclass(eq=False)
+class RoutedTokens:
+    """How many tokens a layer has sent to each of its experts, since its weights were loaded.
+
+    A block that has one as `routed` counts with `ops.count_experts(ids, routed.slots,
+    routed.counts)`; the engine reports it (`routed_tokens`).
+    """
+
+    counts: torch.Tensor  # [E] i64
+    # [T] i64: of a step with padding, which has negative slots; None: all tokens count
+    slots: torch.Tensor | None = None
+
+
+def routed_tokens(model: Any) -> dict[int, RoutedTokens]:
+    """By layer; empty for a model without experts, and one in transformers' code."""
+    found = {i: getattr(layer, "mlp", None) for i, layer in enumerate(_layers(model))}
+    return {i: block.routed for i, block in found.items() if block and hasattr(block, "routed")}
+
+
+def expert_load(model: Any) -> dict[int, list[int]]:
+    """For each layer with experts, the tokens that each of them got since the weights were loaded.
+    Empty for models without such layers, or in transformers' code, and for None.
+    """
+    found = routed_tokens(model)
+    if not found:
+        return {}
+    # one copy from the device
+    counts = torch.stack([routed.counts for routed in found.values()])
+    return dict(zip(found, counts.tolist()))
+
+
+def _layers(model: Any) -> list[Any]:
+    layers = getattr(model, "layers", ())
+    return layers if isinstance(layers, list) else []
+
+
+@contextmanager
+def uncounted(model: Any) -> Iterator[None]:
+    """A context whose steps compute no tokens of requests, and are not counted."""
+    before = [(routed, routed.counts.clone()) for routed in routed_tokens(model).values()]
+    try:
+        yield
+    finally:
+        for routed, counts in before:
+            routed.counts.copy_(counts)
+
+
+@contextmanager
+def padded(model: Any, slots: torch.Tensor) -> Iterator[None]:
+    """A context whose step has padding tokens, with negative slots [T] i64."""
+    found = routed_tokens(model).values()
+    for routed in found:
+        routed.slots = slots
+    try:
+        yield
+    finally:
+        for routed in found:
+            routed.slots = None
 
 
 class MixtureOfExperts:
@@ -21,19 +85,24 @@ class MixtureOfExperts:
     one, the expert that all tokens share, times the sigmoid of its gate.
     """
 
-    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int, names: ExpertsFormat):
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layer: int):
         assert config.experts is not None
         self.config: ExpertsConfig = config.experts
+        names = self.config.names
         self.name = names.block
-        self.ops, self.activation = make.ops, config.activation
-        hidden_size, size = config.hidden_size, self.config.size
-        self.router = make.router("gate", hidden_size, self.config.count)
+        self.ops = make.ops
+        clamp = self.config.clamped_swiglu
+        self.activation = config.activation if clamp is None else ClampedSwiGLU(*clamp)
+        hidden_size, size, bias = config.hidden_size, self.config.size, names.has_biases
+        counts = torch.zeros(self.config.count, dtype=torch.int64, device=make.device)
+        self.routed = RoutedTokens(counts)
+        self.router = make.router(names.router, hidden_size, self.config.count, bias)
         self.gate_up = [
-            make.linear(hidden_size, {names.gate: size, names.up: size})
+            make.linear(hidden_size, {names.gate: size, names.up: size}, bias)
             for _ in range(self.config.count)
         ]
         self.down = [
-            make.row_linear(names.down, size, hidden_size) for _ in range(self.config.count)
+            make.row_linear(names.down, size, hidden_size, bias) for _ in range(self.config.count)
         ]
         self.shared: GatedMLP | None = None
         if shared_size := self.config.shared_size:
@@ -58,6 +127,7 @@ class MixtureOfExperts:
             1,
             1,
         )
+        self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
         out = self.ops.fused_moe(x, ids, weights, self.experts)
         if self.shared is not None:
             self.ops.add_gated(self.shared(x), self.shared_gate.logits(x), out)
@@ -74,10 +144,9 @@ class MixtureOfExperts:
 
 
 def experts_or_mlp(
-    make: LayerFactory, config: DecoderConfig, names: ExpertsFormat | None, layer: int
+    make: LayerFactory, config: DecoderConfig, layer: int, bias: bool = False
 ) -> MixtureOfExperts | GatedMLP:
-    """The block of this layer of a model with experts, which may be dense."""
-    assert names is not None and config.experts is not None
-    if layer in config.experts.dense_layers:
-        return make.block(GatedMLP, config, layer, bias=False)
-    return make.block(MixtureOfExperts, config, layer, names)
+    """The block of this layer of a model that may have experts. `bias` is that of the gated MLP."""
+    if config.experts is None or layer in config.experts.dense_layers:
+        return make.block(GatedMLP, config, layer, bias=bias)
+    return make.block(MixtureOfExperts, config, layer)

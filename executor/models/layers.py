@@ -19,7 +19,7 @@ from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import copy_mapped, free_bytes, release_mapped
-from ..weights.packed_rows import PackedRows, copy_weights
+from ..weights.packed_rows import PackedRows, copy_weights, pack_blocks
 from .layer_registry import choose_layer
 from .rope import make_cos_sin_cache, query_scales
 
@@ -124,9 +124,8 @@ class Linear:
         shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
         if self.pack_blocks is not None and len(self._blocks) == len(shards):
             parts = [self._blocks[rows.data_ptr()] for rows in shards]
-            rows, types = [part.rows for part in parts], [part.type for part in parts]
             self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
-            self.use(self.pack_blocks(rows, types, self.bias, self.weight.dtype))
+            self.use(pack_blocks(self.pack_blocks, parts, self.bias, self.weight.dtype))
             return
         for rows in shards:  # the other shards are no blocks
             if (blocks := self._blocks.pop(rows.data_ptr(), None)) is not None:
@@ -232,7 +231,7 @@ class Embedding:
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills the table, which no tied head holds. Blocks of a GGUF file are kept."""
         if isinstance(values, PackedRows):
-            packed = self._pack_blocks([values.rows], [values.type], None, tensor.dtype)
+            packed = pack_blocks(self._pack_blocks, [values], None, tensor.dtype)
             self.saved_bytes = tensor.nbytes - values.rows.nbytes
             self.read_from(packed.embedding)
         else:
@@ -384,10 +383,13 @@ class LayerFactory:
         """
         return self.linear(in_features, {name: out_features}, bias)
 
-    def router(self, name: str, in_features: int, out_features: int) -> Linear:
+    def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
         """The choice of experts, by `logits`: its weight keeps the dtype in every quantization."""
         return self._linear(
-            {name: out_features}, self.parameter(out_features, in_features), None, None
+            {name: out_features},
+            self.parameter(out_features, in_features),
+            self.parameter(out_features) if bias else None,
+            None,
         )
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:

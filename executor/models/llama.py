@@ -1,17 +1,21 @@
-"""Llama 2 and 3, and Mistral: grouped-query attention, with biases where the config has them.
+"""Llama 2 and 3, Mistral and Mixtral: grouped-query attention, with biases where the config has
+them.
 
 Must not know: files, requests, devices.
 
-Mistral 7B adds a sliding window (Jiang et al. 2023).
+Mistral 7B adds a sliding window (Jiang et al. 2023), Mixtral a mixture of experts (Jiang et al.
+2024).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention, GatedMLP
+from .blocks import Attention
 from .decoder import Decoder
+from .experts import experts_or_mlp
 from .layers import LayerFactory
 
 
@@ -29,7 +33,7 @@ class LlamaForCausalLM(Decoder):
             make_attention=lambda layer: make.block(
                 Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=False
             ),
-            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=config.mlp_bias),
+            make_mlp=lambda layer: experts_or_mlp(make, config, layer, bias=config.mlp_bias),
         )
 
 
@@ -37,3 +41,7 @@ class MistralForCausalLM(LlamaForCausalLM):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
         return parse_decoder_config(hf_config, honours=("sliding_window",))
+
+
+class MixtralForCausalLM(LlamaForCausalLM):
+    parse_config = staticmethod(ARCHITECTURES["MixtralForCausalLM"].parse)

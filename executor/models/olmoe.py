@@ -12,11 +12,9 @@ from .decoder import Decoder
 from .experts import experts_or_mlp
 from .layers import LayerFactory
 
-_ARCHITECTURE = ARCHITECTURES["OlmoeForCausalLM"]
-
 
 class OlmoeForCausalLM(Decoder):
-    parse_config = staticmethod(_ARCHITECTURE.parse)
+    parse_config = staticmethod(ARCHITECTURES["OlmoeForCausalLM"].parse)
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
         ropes = make.ropes(config, max_model_len)
@@ -33,5 +31,5 @@ class OlmoeForCausalLM(Decoder):
                 qk_norm=True,
                 qk_norm_whole=True,
             ),
-            make_mlp=lambda layer: experts_or_mlp(make, config, _ARCHITECTURE.experts, layer),
+            make_mlp=lambda layer: experts_or_mlp(make, config, layer),
         )

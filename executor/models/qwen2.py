@@ -1,5 +1,6 @@
 """Qwen2 and Qwen2.5: grouped-query attention with biases on q, k and v; later layers may have a
-sliding window.
+sliding window. Qwen2-MoE and Qwen1.5-MoE have a mixture of experts beside one that all tokens
+share.
 
 Must not know: files, requests, devices.
 """
@@ -8,9 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention, GatedMLP
+from .blocks import Attention
 from .decoder import Decoder
+from .experts import experts_or_mlp
 from .layers import LayerFactory
 
 
@@ -29,5 +32,9 @@ class Qwen2ForCausalLM(Decoder):
             make_attention=lambda layer: make.block(
                 Attention, config, layer, ropes, qkv_bias=True, o_bias=False, qk_norm=False
             ),
-            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
+            make_mlp=lambda layer: experts_or_mlp(make, config, layer),
         )
+
+
+class Qwen2MoeForCausalLM(Qwen2ForCausalLM):
+    parse_config = staticmethod(ARCHITECTURES["Qwen2MoeForCausalLM"].parse)

@@ -1,4 +1,5 @@
 """Qwen3: as Qwen2, with q/k norms instead of biases and an independent head size.
+Qwen3-MoE has a mixture of experts in all layers, or in some.
 
 Must not know: files, requests, devices.
 """
@@ -7,9 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention, GatedMLP
+from .blocks import Attention
 from .decoder import Decoder
+from .experts import experts_or_mlp
 from .layers import LayerFactory
 
 
@@ -29,5 +32,9 @@ class Qwen3ForCausalLM(Decoder):
             make_attention=lambda layer: make.block(
                 Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True
             ),
-            make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
+            make_mlp=lambda layer: experts_or_mlp(make, config, layer),
         )
+
+
+class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
+    parse_config = staticmethod(ARCHITECTURES["Qwen3MoeForCausalLM"].parse)

@@ -16,6 +16,7 @@ from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
+from ..models.experts import uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ OPERATIONS = (
     "gather_rows",
     "argmax",
     "route_experts",
+    "count_experts",
     "fused_moe",
     "add_gated",
 )  # what a model may be made of
@@ -86,7 +88,8 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
     try:
         program = _record(model, ops, Recorder(limits, num_groups))
         try:
-            _try(program, model, ops, num_groups)
+            with uncounted(model):
+                _try(program, model, ops, num_groups)
         finally:
             for layer in model.attention_layers():
                 layer.key_cache[0] = layer.value_cache[0] = 0

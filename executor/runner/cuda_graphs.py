@@ -23,6 +23,7 @@ import torch
 
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
+from ..models.experts import padded, uncounted
 from ..program.step_program import run_op_by_op
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class GraphedStep:
     ):
         """num_groups: of layers that have block tables of their own."""
         self._run = partial(run_op_by_op, model, ops)
+        self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
         self._sizes = graph_sizes(max_num_seqs)
         self._graphs: dict[int, tuple[Callable[[], None], Tensors]] = {}
@@ -166,11 +168,13 @@ class GraphedStep:
                 # replay
                 for group in (metadata, *metadata.groups):
                     group.scratch.clear()
-                return self._run(
-                    self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
-                )
+                with self._padded(self._slot_mapping[0, :size]):
+                    return self._run(
+                        self._token_ids[:size], self._positions[:size], metadata, self._rows[:size]
+                    )
 
-            self._graphs[size] = self._capture(step)
+            with self._uncounted():
+                self._graphs[size] = self._capture(step)
             logger.debug("captured a CUDA graph for up to %d requests", size)
         return self._graphs[size]
 

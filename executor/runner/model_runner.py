@@ -17,6 +17,7 @@ from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.ops import make_metadata
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
+from ..models.experts import uncounted
 from ..plugins import plugin_failure
 from ..program.step_program import run_op_by_op
 from ..sampling.grammar import Grammars
@@ -312,9 +313,10 @@ class ModelRunner:
             filled(0, torch.int32, num_tokens),
             filled(0, torch.int64, num_tokens),
         )
-        _, logits, *_ = self._forward(
-            token_ids, positions, metadata, filled(0, torch.int64, num_logits)
-        )
+        with uncounted(self.model):
+            _, logits, *_ = self._forward(
+                token_ids, positions, metadata, filled(0, torch.int64, num_logits)
+            )
         if is_sampled:
             halves, ones, seeds = (
                 filled(0.5, torch.float32, num_logits),

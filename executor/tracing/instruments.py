@@ -30,7 +30,7 @@ MULTIPLY = {
     "gelu_tanh_and_mul",
     "embedding",
 }  # methods of a packed weight
-NOT_WEIGHTS = {"key_cache", "value_cache"}
+NOT_WEIGHTS = {"key_cache", "value_cache", "counts", "slots"}
 _ABSENT = object()
 
 
@@ -154,7 +154,7 @@ class _Multiply:
 
     def __init__(self, instruments: Instruments, path: str, layer: Linear, packed: Any):
         self._packed, self._instruments = packed, instruments
-        tensors = list(_tensors(packed))
+        tensors = list(tensors_of(packed))
         instruments.weights |= {address_of(tensor): tensor.nbytes for tensor in tensors}
         rows = sum(layer.shards.values())
         columns = getattr(packed, "in_features", 0) or max(
@@ -199,7 +199,7 @@ def _packer(packed: Any) -> str:
     return "pack_gguf_linear" if hasattr(packed, "parts") else "pack_linear"
 
 
-def _tensors(packed: Any, depth: int = 3) -> Iterator[Tensor]:
+def tensors_of(packed: Any, depth: int = 3) -> Iterator[Tensor]:
     """The tensors that a function or an object holds."""
     cells = [cell.cell_contents for cell in getattr(packed, "__closure__", None) or ()]
     defaults = list(getattr(packed, "__defaults__", None) or ())
@@ -212,9 +212,9 @@ def _tensors(packed: Any, depth: int = 3) -> Iterator[Tensor]:
                 if isinstance(item, Tensor):
                     yield item
                 elif hasattr(item, "__dict__"):
-                    yield from _tensors(item, depth - 1)
+                    yield from tensors_of(item, depth - 1)
         elif depth and (callable(value) and not isinstance(value, type)):
-            yield from _tensors(value, depth - 1)
+            yield from tensors_of(value, depth - 1)
 
 
 def walk(owner: Any, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[Any, str]]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...ipc.trace import place_of, place_of_function
 from ...kernels import work
+from ...kernels.moe import Experts
 from ...kernels.ops import AttentionMetadata
 from ...kernels.work import Work
-from .instruments import Site, address_of
+from .instruments import Site, address_of, tensors_of
 
 MODELS = ("/executor/models/", "/transformers/models/")
 LAYERS = "/executor/models/layers.py"  # calls operations for the lines that are looked for
@@ -41,6 +42,18 @@ class Argument:
         return size
 
 
+class ReadExperts(NamedTuple):
+    """What is kept of a call of fused_moe."""
+
+    experts: Experts
+    ids: Tensor  # of the experts that tokens have chosen
+
+    def weight_bytes(self) -> int:
+        """Of the experts that were read."""
+        chosen = [(self.experts.gate_up[i], self.experts.down[i]) for i in self.ids.unique()]
+        return sum(one.nbytes for layers in chosen for x in layers for one in tensors_of(x))
+
+
 def kept(arguments: Sequence[Any]) -> list[Any]:
     """Tensors without their data; of the metadata of attention the lengths; numbers."""
     found: list[Any] = []
@@ -51,6 +64,8 @@ def kept(arguments: Sequence[Any]) -> list[Any]:
             found.append((list(value.query_lens), list(value.seq_lens_list)))
         elif isinstance(value, (int, float)):
             found.append(value)
+        elif isinstance(value, Experts):  # of fused_moe
+            found.append(ReadExperts(value, arguments[1].clone()))
     return found
 
 
@@ -65,6 +80,7 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
     """The work of a call of an operation, and the bytes of weights that it reads."""
     tensors = [value for value in arguments if isinstance(value, Argument)]
     weight_bytes = site.weight_bytes + sum(weights.get(value.address, 0) for value in tensors)
+    weight_bytes += sum(one.weight_bytes() for one in arguments if isinstance(one, ReadExperts))
     activations = [value for value in tensors if value.address not in weights]
     if site.op == "linear":
         x = tensors[0]
@@ -73,7 +89,7 @@ def work_of(site: Site, arguments: list[Any], weights: dict[int, int]) -> tuple[
         return found, weight_bytes
     if site.op == "paged_attention":
         query, key_cache = tensors[:2]
-        query_lens, seq_lens = next(value for value in arguments if isinstance(value, tuple))
+        query_lens, seq_lens = next(value for value in arguments if type(value) is tuple)
         # after the metadata: scale, sliding_window, …
         numbers = [value for value in arguments if isinstance(value, (int, float))]
         window = int(numbers[1]) if len(numbers) > 1 else 0

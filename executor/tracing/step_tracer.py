@@ -12,8 +12,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from ctypes import addressof
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from ...ipc.trace import Input, Kernel, RankTrace, Span, place_of_function
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program
 from ...kernels.cpu.native.timing import CallTimer, timed_calls
+from ..models.experts import routed_tokens
 from ..program.step_program import record_origins
 from ..runner.model_runner import ModelRunner
 from .instruments import Instruments, Site
@@ -36,7 +37,9 @@ from .operations import (
 )
 
 INPUTS = "token_ids", "positions", "metadata", "logits_indices"
-OF_METADATA = "query_start_loc", "seq_lens", "block_tables", "slot_mapping"
+PARTS = "query_start_loc", "seq_lens", "block_tables", "slot_mapping"  # of the metadata
+OF_METADATA = attrgetter(*PARTS)
+INPUT_NAMES = "token_ids", "positions", *PARTS, "logits_indices"
 
 
 class _Operation(NamedTuple):
@@ -53,10 +56,11 @@ class _Recorded(NamedTuple):
 
     begin_s: float
     end_s: float
-    inputs: list[Input]
-    spans: list[Span]
+    inputs: list[Any]  # see _kept_inputs
+    spans: list[tuple[str, float, float, str]]
     operations: list[_Operation]
     runs: list[Any]  # of the native program
+    routed: list[tuple[int, torch.Tensor, torch.Tensor]]  # (layer, counts before, after)
 
 
 class StepTracer:
@@ -71,12 +75,13 @@ class StepTracer:
         self._operations: list[_Operation] = []
         self._within: list[list[Any]] = []  # modules entered: [begin, seconds of parts]
         self._is_inside = False  # an operation of the table runs
-        self._spans: list[Span] = []
-        self._inputs: list[Input] = []
+        self._spans: list[tuple[str, float, float, str]] = []
+        self._inputs: list[Any] = []  # see _kept_inputs
         # kept until the trace is taken: their calls are read then
         self._program = runner.program if isinstance(runner.program, Program) else None
         self._bursts = runner.bursts
         self._origins: dict[int, tuple[str, str, str]] = {}  # by the address of a call
+        self._counts = {i: one.counts for i, one in routed_tokens(runner.model).items()}
         self._path = ""
         self._isa = library.isa if library is not None else ""
         self.instruments = Instruments(runner.ops, self._around, self._enter, self._leave)
@@ -151,6 +156,7 @@ class StepTracer:
             return self._runner.execute_model(scheduler_output)
         begin_s = time.monotonic()
         self._operations, self._spans, self._inputs, self._within = [], [], [], []
+        before = [count.clone() for count in self._counts.values()]
         origin = self._now()
         output = self._runner.execute_model(scheduler_output)
         if self._is_on_gpu:
@@ -161,8 +167,10 @@ class StepTracer:
         operations = self._operations
         if self._is_on_gpu:
             operations = [_on_host(one, origin, begin_s) for one in operations]
+        after = [count.clone() for count in self._counts.values()]
+        routed = list(zip(self._counts, before, after))
         self._steps[scheduler_output.step] = _Recorded(
-            begin_s, end_s, self._inputs, self._spans, operations, runs
+            begin_s, end_s, self._inputs, self._spans, operations, runs, routed
         )
         self._num_left -= 1
         if not self._num_left:
@@ -209,12 +217,12 @@ class StepTracer:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "model" and not self._inputs:
-                self._inputs = _inputs(args)
+                self._inputs = _kept_inputs(args)
             begin_s = time.monotonic()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spans.append(Span(name, begin_s, time.monotonic() - begin_s, place))
+                self._spans.append((name, begin_s, time.monotonic() - begin_s, place))
 
         return run
 
@@ -232,9 +240,10 @@ class StepTracer:
         return RankTrace(
             recorded.begin_s,
             recorded.end_s - recorded.begin_s,
-            recorded.inputs,
-            recorded.spans,
+            _inputs(recorded.inputs),
+            [Span(*span) for span in recorded.spans],
             kernels,
+            {layer: (after - before).tolist() for layer, before, after in recorded.routed},
         )
 
     def _kernel(self, operation: _Operation) -> Kernel:
@@ -290,15 +299,19 @@ def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
     return operation._replace(begin=begin, end=end)
 
 
-def _inputs(args: Any) -> list[Input]:
-    """The tensors that the model is given: args as of ModelRunner._forward."""
-    found: list[Input] = []
+def _kept_inputs(args: Any) -> list[tuple[torch.Size, torch.dtype] | None]:
+    """Shapes and dtypes of the tensors that the model is given: args as of ModelRunner._forward."""
+    tensors: list[Any] = []
     for name, value in zip(INPUTS, args):
-        named = [(name, value)]
-        if name == "metadata":
-            named = [(part, getattr(value, part)) for part in OF_METADATA]
-        for label, tensor in named:
-            with suppress(AttributeError):  # not a tensor
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                found.append(Input(label, list(tensor.shape), dtype))
-    return found
+        tensors += OF_METADATA(value) if name == "metadata" else [value]
+    return [
+        (value.shape, value.dtype) if isinstance(value, torch.Tensor) else None for value in tensors
+    ]
+
+
+def _inputs(kept: list[tuple[torch.Size, torch.dtype] | None]) -> list[Input]:
+    return [
+        Input(name, list(one[0]), str(one[1]).removeprefix("torch."))
+        for name, one in zip(INPUT_NAMES, kept)
+        if one is not None
+    ]

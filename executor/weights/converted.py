@@ -15,13 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.checkpoint import (
-    MXFP4_NUMBERS,
-    MXFP4_SCALES,
-    StoredWeights,
-    read_stored_weights,
-)
+from ...ipc.models.checkpoint import StoredWeights, read_stored_weights
 from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization
+from ...ipc.models.stacked_experts import MXFP4_NUMBERS, MXFP4_SCALES
 from .packed_rows import PackedRows
 from .quantized import QuantizedWeights, unpack_mxfp4
 

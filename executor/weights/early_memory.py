@@ -36,13 +36,14 @@ _LIBC = ctypes.CDLL(None)
 _reserved: mmap.mmap | None = None
 
 
-def begin(config: EngineConfig) -> list[threading.Thread]:
-    """Starts both. Call it before torch is imported; later it has no effect.
+def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threading.Thread]:
+    """Starts both. Call it before torch is imported; later it has no effect. `imports_torch`:
+    another thread has begun to.
 
     It never fails: without it, loading only takes longer.
     """
     global _reserved
-    if "torch" in sys.modules or config.load_config.load_format == "dummy":
+    if ("torch" in sys.modules and not imports_torch) or config.load_config.load_format == "dummy":
         return []
     try:
         cache = PackedCache.of(config)

@@ -66,7 +66,7 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     released = 0
     stored = ((name, _rows(_map(maps, tensor.path), tensor)) for name, tensor in origin.items())
     for name, rows in times.reading(stored):
-        tensor, packed = origin[name], PackedRows(rows, origin[name].type)
+        tensor, packed = origin[name], PackedRows(rows, origin[name].type, is_mapped=True)
         with times.converting():
             if is_permuted(file, name):
                 packed = halves_apart(packed, heads[name.split("_proj")[0][-1]])
@@ -129,7 +129,7 @@ def halves_apart(packed: PackedRows, num_heads: int) -> PackedRows:
     rows of the two halves, as transformers does.
     """
     order = torch.arange(len(packed.rows)).view(num_heads, -1, 2).transpose(1, 2).flatten()
-    return packed._replace(rows=packed.rows[order])
+    return packed._replace(rows=packed.rows[order], is_mapped=False)
 
 
 def _map(maps: dict[Path, mmap.mmap], path: Path) -> mmap.mmap:

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _LIBC = ctypes.CDLL(None)
 # Linux 5.14; older kernels refuse, and pages are read when they are converted
 _MADV_POPULATE_READ = 22
-_MAPPED_AT_ONCE = 64 * 2**20
+_MAPPED_AT_ONCE = 16 * 2**20
 
 Key = TypeVar("Key")
 

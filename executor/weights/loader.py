@@ -7,6 +7,7 @@ Must not know: architectures, what a parameter is for, requests.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,18 @@ from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import check_checkpoint
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
-from ...ipc.models.stacked_experts import Piece, stacked_pieces
+from ...ipc.models.stacked_experts import (
+    MXFP4_NUMBERS,
+    MXFP4_SCALES,
+    Piece,
+    stacked_pieces,
+)
+from ..device import release_mapped
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
 from .load_times import LoadTimes
 from .packed_rows import PackedRows, copy_weights
-from .quantized import QuantizedWeights
+from .quantized import QuantizedWeights, pack_mxfp4
 
 _STAGE = "load weights"
 
@@ -76,7 +83,7 @@ def load_weights(
                         name,
                         file.get_tensor(name)
                         if name in stored_names
-                        else _piece(file, pieces[name]),
+                        else _piece(file, pieces[name], stored_names),
                     )
                     for name in names
                     if name in missing or quantized.weight_of(name) is not None
@@ -87,6 +94,10 @@ def load_weights(
                             values = quantized.add(name, stored, dtype)
                         else:
                             weight, values = name, stored
+                            if (piece := pieces.get(name)) and stored.dtype == torch.uint8:
+                                scales = origin[piece.stored + MXFP4_SCALES]
+                                elsewhere = None if scales == path else scales
+                                values = _in_mxfp4(stored, piece, file, elsewhere)
                         if values is None:
                             continue
                         num_loaded += missing[weight].numel()
@@ -98,10 +109,31 @@ def load_weights(
     _check_tied(tied, origin, dtype)
 
 
-def _piece(file: Any, piece: Piece) -> torch.Tensor:
-    """A weight that lies in a stored tensor with others: a view of the mapped file."""
+def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:
+    """A weight that lies in a stored tensor with others: a view of the mapped file, or a copy of
+    rows that are not neighbours there; of a weight in MXFP4, the numbers of the whole expert.
+    """
+    if (numbers := piece.stored + MXFP4_NUMBERS) in stored_names:
+        return file.get_tensor(numbers)[piece.expert]
     whole = file.get_tensor(piece.stored)
-    return whole if piece.expert is None else whole[piece.expert, piece.begin : piece.end]
+    if piece.expert is None:
+        return whole
+    expert = whole[piece.expert].t() if piece.is_transposed else whole[piece.expert]
+    return expert[piece.rows].contiguous()
+
+
+def _in_mxfp4(
+    numbers: torch.Tensor, piece: Piece, file: Any, scales_path: Path | None
+) -> PackedRows:
+    """The piece of numbers [rows, groups, 16] of an expert; their scales are in `file`, or in that
+    of `scales_path`.
+    """
+    opened = nullcontext(file) if scales_path is None else safe_open(scales_path, framework="pt")
+    with opened as file_of_scales:
+        exponents = file_of_scales.get_tensor(piece.stored + MXFP4_SCALES)[piece.expert]
+    packed = pack_mxfp4(numbers[piece.rows], exponents[piece.rows])
+    release_mapped(numbers)
+    return packed
 
 
 def _check_tied(tied: dict[str, str], origin: dict[str, Path], dtype: torch.dtype) -> None:

@@ -5,19 +5,21 @@ Must not know: files, models.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...kernels.reference.gguf_blocks import dequantize
 from ...kernels.reference.gguf_repack import repack
-from ..device import copy_mapped
+from ..device import copy_mapped, release_mapped
 
 
 class PackedRows(NamedTuple):
     rows: torch.Tensor  # [rows, bytes] uint8
     type: str
+    is_mapped: bool = False  # in a private mapping of a file, whose pages may be released
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """[rows, columns]"""
@@ -35,3 +37,27 @@ def copy_weights(tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> Non
         tensor.copy_(values.dequantized(tensor.dtype).view(tensor.shape))
     else:
         copy_mapped(tensor, values)
+
+
+def pack_blocks(
+    pack: Callable[..., Any],
+    parts: list[PackedRows],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> Any:
+    """`pack`, which is ops.pack_gguf_linear, of these rows. Pages of a file are released piece by
+    piece if the implementation packs that way.
+    """
+    rows, types = [part.rows for part in parts], [part.type for part in parts]
+    from_parts = getattr(pack, "from_parts", None)
+    if from_parts is None:
+        return pack(rows, types, bias, dtype)
+
+    def release(packed: torch.Tensor) -> None:
+        if any(
+            part.is_mapped and 0 <= packed.data_ptr() - part.rows.data_ptr() < part.rows.nbytes
+            for part in parts
+        ):
+            release_mapped(packed)
+
+    return from_parts(rows, types, bias, dtype, release=release)

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...ipc.errors import ModelLoadError
-from ...ipc.models.checkpoint import MXFP4_GROUP
-from ...ipc.models.quantization_config import CheckpointQuantization, WeightFormat
+from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization, WeightFormat
 from ...ipc.models.quantized_tensors import BLOCKS, INT8_TYPE, packed_type, parts_of
+from ...ipc.models.stacked_experts import MXFP4_GROUP
 from ...kernels.reference.gguf_blocks import PIECE, ZERO_BITS, fp4_numbers, mxfp4_scales
 from ..device import release_mapped
 from .packed_rows import PackedRows
@@ -27,6 +27,7 @@ from .packed_rows import PackedRows
 logger = logging.getLogger(__name__)
 
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # of eight outputs in a word
+_LOW_HALVES = 0x0F0F0F0F0F0F0F0F  # of eight bytes
 ROWS_BYTES = 2**18  # of packed numbers that are laid out at a time: temporary values stay in caches
 
 
@@ -53,7 +54,7 @@ class QuantizedWeights:
             self._missing.setdefault(weight, set()).add(name)
         self._parts: dict[str, dict[str, Tensor]] = {}
         self._problems: set[str] = set()  # that the log has
-        if quantization is not None and quantization.formats:
+        if quantization is not None and self._missing:
             formats = Counter(
                 str(quantization.format_of(weight, shapes[weight])) for weight in self._missing
             )
@@ -229,6 +230,19 @@ def _group_of(stored: Tensor | None, columns: int, group_size: int) -> Tensor | 
     return None if in_order else stored.long()
 
 
+def pack_mxfp4(numbers: Tensor, exponents: Tensor) -> PackedRows:
+    """Rows of one expert of gpt-oss: numbers [rows, groups, 16] and exponents [rows, groups] as in
+    unpack_mxfp4 -> the same as blocks of a GGUF file.
+    """
+    rows, groups = exponents.shape
+    out = torch.empty(rows, groups, 1 + MXFP4_GROUP // 2, dtype=torch.uint8)
+    out[..., 0] = exponents
+    step = max(1, ROWS_BYTES // numbers[0].numel())
+    for start in range(0, rows, step):
+        _lay_out_nibbles(numbers[start : start + step], out[start : start + step, :, 1:])
+    return PackedRows(out.flatten(1), MXFP4.upper())
+
+
 def unpack_mxfp4(numbers: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor:
     """Experts of gpt-oss: numbers [E, rows, groups, 16] uint8, two of a group's 32 in a byte, the
     first in the low half; exponents [E, rows, groups] uint8 -> [E, 32 * groups, rows].
@@ -262,13 +276,23 @@ def _pack_int4(weight: Numbers, size: int) -> Tensor | None:
     out[..., :4] = words.contiguous().view(torch.uint8).view(rows, blocks, 4)
     step = max(1, ROWS_BYTES // weight.numbers.shape[1])
     for start in range(0, rows, step):
-        # 32 columns: the first 16 in the low halves of bytes, the others in the high ones
-        pairs = weight.numbers[start : start + step].unflatten(1, (blocks, -1, 2, 8))
-        first, second = pairs.unbind(3)
-        to = out[start : start + step, :, 4:].unflatten(2, (-1, 8, 2))
-        to[..., 0] = first & 15 | second << 4
-        to[..., 1] = first >> 4 | second & 0xF0
+        _lay_out_nibbles(
+            weight.numbers[start : start + step].unflatten(1, (blocks, -1, 16)),
+            out[start : start + step, :, 4:].unflatten(2, (-1, 16)),
+        )
     return out.flatten(1)
+
+
+def _lay_out_nibbles(numbers: Tensor, to: Tensor) -> None:
+    """numbers [..., 16] uint8, of 32 columns, neighbours in a byte -> to, of the same shape: the
+    first 16 columns in the low halves of bytes, the others in the high ones
+    """
+    # words of eight bytes; a copy, because a view of a file may begin anywhere
+    words = numbers.clone(memory_format=torch.contiguous_format).view(torch.int64)
+    first, second = words[..., :1], words[..., 1:]
+    low, high = _LOW_HALVES, ~_LOW_HALVES
+    to[..., ::2] = (first & low | (second & low) << 4).view(torch.uint8)
+    to[..., 1::2] = (first >> 4 & low | second & high).view(torch.uint8)
 
 
 def _pack_int8(weight: Numbers) -> Tensor | None:

@@ -65,10 +65,12 @@ def write_after_reasoning(
     """The answer, preceded by reasoning if the prompt begins or allows it."""
     if marks is None or marks.is_closed_at_end_of(prompt_text):
         return answer
-    reasoning = f"{grammar.text_until(marks.end)} {grammar.regex(SPACE)}"
-    if marks.is_open_at_end_of(prompt_text):
-        return f"{reasoning} {answer}"
-    return f"({grammar.literal(marks.start)} {reasoning})? {answer}"
+    after = grammar.literal(marks.next_message) if marks.next_message else grammar.regex(SPACE)
+    reasoning = f"{grammar.text_until(marks.end)} {after}"
+    answer = (
+        f"({grammar.literal(marks.start)} {reasoning}){'*' if marks.next_message else '?'} {answer}"
+    )
+    return f"{reasoning} {answer}" if marks.is_open_at_end_of(prompt_text) else answer
 
 
 def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> str:

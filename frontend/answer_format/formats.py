@@ -10,13 +10,16 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from ...ipc.errors import InvalidParameterError
-from ...ipc.params import StructuredOutputsParams
+from ...ipc.params import SamplingParams, StructuredOutputsParams
 from ..text.chat_template import template_traits
 from ..text.template_traits import TemplateTraits
 from ..text.tokenizer import Tokenizer
 from .forced import Functions, functions_of, write_after_reasoning, write_structure
 from .grammar_text import GrammarText
+from .harmony import ANSWER_ENDS, HarmonyCalls, HarmonyReasoning, header_at_end_of
 from .json_calls import JsonCalls
 from .named_calls import MistralCalls, NamedCalls
 from .parser import AnswerParser
@@ -25,7 +28,7 @@ from .reasoning import ReasoningMarks
 from .tagged_calls import TaggedCalls
 from .tool_calls import ToolFormat
 
-AUTO, NONE = "auto", "none"
+AUTO, NONE, HARMONY = "auto", "none", "harmony"
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -82,6 +85,7 @@ LLAMA_JSON = JsonCalls(("<|python_tag|>",), "", "{[", ";", argument_key="paramet
 # The first format whose marks all occur is used, so a format whose marks include another's comes
 # before it. Formats without marks are selected only by the flag.
 TOOL_FORMATS = (
+    ToolRow(HARMONY, HarmonyCalls(), ("<|channel|>", "<|message|>")),
     ToolRow(
         "qwen3_coder",
         TaggedCalls(
@@ -132,6 +136,7 @@ TOOL_FORMATS = (
 )
 
 REASONING_FORMATS = {
+    HARMONY: HarmonyReasoning(),
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
@@ -172,6 +177,28 @@ class AnswerFormat:
         special = [self.tokenizer.added_tokens[i] for i in self.tokenizer.special_ids]
         return not any(token in mark for token in special for mark in marks)
 
+    @property
+    def is_harmony(self) -> bool:
+        return HARMONY in (self.tool_name, self.reasoning_name)
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """Tokens that end an answer of this format, whether or not the model's configuration lists
+        them among its end-of-sequence tokens.
+        """
+        if not self.is_harmony or self.tokenizer is None:
+            return []
+        return [i for i, text in self.tokenizer.added_tokens.items() if text in ANSWER_ENDS]
+
+    def adapt(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the marks in the text, and with the ends of an answer."""
+        if not self.skip_special_tokens:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        if (ends := self.stop_token_ids) and not params.ignore_eos:
+            stop_token_ids = [*(params.stop_token_ids or ()), *ends]
+            params = msgspec.structs.replace(params, stop_token_ids=stop_token_ids)
+        return params
+
     def parser(
         self,
         tools: list[dict[str, Any]] | None = None,
@@ -194,6 +221,7 @@ class AnswerFormat:
             schemas,
             begins_in_reasoning=marks is not None and marks.is_open_at_end_of(prompt_text),
             max_calls=None if parallel_tool_calls and self.several_calls else 1,
+            harmony_header=header_at_end_of(prompt_text) if self.is_harmony else None,
         )
 
     def forced(
@@ -247,10 +275,7 @@ class AnswerFormat:
             (name, schema if name in is_strict else ANY_OBJECT)
             for name, schema in functions_of(tools)
         ]
-        start = self.tool_format.start
-        calls = self.tool_format.write(grammar, functions, several)
-        call = f"{grammar.text_until(start)} {calls}"
-        answer = f"({call}){'*' if several else '?'} {grammar.text_without(start)}"
+        answer = self.tool_format.write_voluntary(grammar, functions, several)
         return self._finished(grammar, answer, prompt_text)
 
     def after_reasoning(
@@ -266,14 +291,16 @@ class AnswerFormat:
 
         Without this the structure would begin within the reasoning, and no tool could be called.
         """
-        reasons = self.reasoning_marks is not None and not self.reasoning_marks.is_closed_at_end_of(
-            prompt_text
-        )
+        marks = self.reasoning_marks
+        if marks is not None and marks.is_closed_at_end_of(prompt_text):
+            marks = None
         calls = self.tool_format if tools else None
-        if not reasons and calls is None:
+        if marks is None and calls is None:
             return params
         grammar = self._grammar(compact_json)
         answer = write_structure(grammar, params)
+        if marks is not None:
+            answer = marks.write_content(grammar, answer)
         if calls is not None and tools:
             several = parallel_tool_calls and self.several_calls
             call = _written_calls(calls, grammar, functions_of(tools), several)
@@ -315,7 +342,11 @@ def detect(
         "reasoning_parser",
         reasoning_parser,
         REASONING_FORMATS,
-        (name for name, marks in REASONING_FORMATS.items() if marks.end in template),
+        (
+            name
+            for name, marks in REASONING_FORMATS.items()
+            if marks.is_shown_in(template) or name == tool_name == HARMONY
+        ),
     )
     traits = template_traits(chat_template) if chat_template else None
     return AnswerFormat(

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from typing import Any
 
 from .answer import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
+from .harmony import HarmonyCalls, HarmonyReasoning, read_messages
 from .reasoning import ReasoningMarks
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import Calls, ToolFormat
@@ -22,7 +23,8 @@ class AnswerParser:
     passed on.
 
     `tool_format` None: no tool calls; `reasoning_marks` None: no reasoning. Calls beyond
-    `max_calls` are dropped.
+    `max_calls` are dropped. `harmony_header`: for answers in this format, what the prompt holds of
+    the first message's header (harmony.header_at_end_of).
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class AnswerParser:
         *,
         begins_in_reasoning: bool = False,
         max_calls: int | None = None,
+        harmony_header: str | None = None,
     ):
         self._stream = TextStream()
         self._calls = Calls(self._stream, schemas)
@@ -40,6 +43,7 @@ class AnswerParser:
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
         self._max_calls = max_calls
+        self._harmony_header = harmony_header
         # from here on all text is content: feed(text) would be [Content(text)]
         self.is_plain = False
         self._steps = self._read_answer()
@@ -70,6 +74,12 @@ class AnswerParser:
         ]
 
     def _read_answer(self) -> Reader:
+        if self._harmony_header is not None:
+            self._stream.append(self._harmony_header)
+            calls = self._tool_format if isinstance(self._tool_format, HarmonyCalls) else None
+            reads_reasoning = isinstance(self._reasoning_marks, HarmonyReasoning)
+            yield from read_messages(self._stream, self._calls, calls, reads_reasoning)
+            return
         if self._reasoning_marks is not None:
             yield from self._read_reasoning(self._reasoning_marks)
         if self._tool_format is not None:

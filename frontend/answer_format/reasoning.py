@@ -1,11 +1,15 @@
 """The marks around a model's reasoning.
 
-Must not know: templates, parsers, grammars.
+Must not know: templates, parsers, how a grammar is written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .grammar_text import GrammarText
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,14 @@ class ReasoningMarks:
 
     start: str
     end: str
+    # what comes between two messages, for models that write their answers as messages
+    next_message: str = ""
+    # values of the template's reasoning_effort, ascending, for models that know no others
+    efforts: tuple[str, ...] = ()
+
+    def is_shown_in(self, template: str) -> bool:
+        """Whether the models of a chat template write these marks."""
+        return self.end in template
 
     def is_open_at_end_of(self, prompt_text: str) -> bool:
         """Whether the prompt ends with the start mark (DeepSeek-R1, QwQ), so that the answer begins
@@ -28,3 +40,7 @@ class ReasoningMarks:
         enable_thinking).
         """
         return prompt_text.rstrip().endswith(self.end)
+
+    def write_content(self, grammar: GrammarText, content: str) -> str:
+        """A grammar for an answer without reasoning, from a grammar for its content."""
+        return content

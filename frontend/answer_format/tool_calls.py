@@ -95,6 +95,12 @@ class ToolFormat(ABC):
         `read` accepts what it matches. The mark before the first call is not part of it.
         """
 
+    def write_voluntary(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+        """A grammar expression for an answer of any text and any calls."""
+        calls = self.write(grammar, functions, several)
+        call = f"{grammar.text_until(self.start)} {calls}"
+        return f"({call}){'*' if several else '?'} {grammar.text_without(self.start)}"
+
 
 @dataclass(frozen=True)
 class ListedCalls(ToolFormat):

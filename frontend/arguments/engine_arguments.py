@@ -49,12 +49,15 @@ class EngineArguments(TypedDict, total=False):
     enable_jump_forward: bool
     device: Literal["auto", "cpu", "cuda"]
     num_threads: int | None
-    cpu_isa: Literal["auto", "amx", "avx512", "avx2", "none"]
+    cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"]
     tensor_parallel_size: int
     pipeline_parallel_size: int
     enforce_eager: bool
     kernels: dict[str, str]
     startup_timeout_s: float
+    on_engine_death: Literal["restart", "fail"]
+    engine_restarts: int
+    step_timeout_s: float
     shutdown_timeout_s: float
     max_message_bytes: int
     log_stats_interval_s: float

@@ -115,11 +115,25 @@ class PlainDisplay:
 
     def __init__(self, out: TextIO, err: TextIO):
         self.out, self.err, self.dim = out, err, Dim(out)
+        self._has_reasoning = False  # before the answer, on the screen
 
     def write(self, text: str) -> None:
+        self._end_reasoning()
         print(text, end="", file=self.out, flush=True)
 
+    def write_reasoning(self, text: str) -> None:
+        """Only to a terminal: what is not one gets the answer alone."""
+        if self.out.isatty():
+            self._has_reasoning = True
+            print(self.dim(_CONTROL.sub("", text)), end="", file=self.out, flush=True)
+
+    def _end_reasoning(self) -> None:
+        if self._has_reasoning:
+            self._has_reasoning = False
+            print("\n", file=self.out, flush=True)
+
     def end(self) -> None:
+        self._end_reasoning()
         print(file=self.out, flush=True)
 
     def notice(self, text: str) -> None:
@@ -144,6 +158,7 @@ class MarkdownDisplay(PlainDisplay):
         self._drawn_at = 0.0
 
     def write(self, text: str) -> None:
+        self._end_reasoning()
         self._pending += _CONTROL.sub("", text)
         block, rest = split_blocks(self._pending)
         if block:
@@ -153,6 +168,7 @@ class MarkdownDisplay(PlainDisplay):
             self._draw()
 
     def end(self) -> None:
+        self._end_reasoning()
         self._print(self._pending)
         self._pending = ""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
+from ..answer_format import AnswerParser, Content, Reasoning, detect
 from .terminal import Interrupts
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ class Display(Protocol):
 
     def write(self, text: str) -> None:
         """Shows the next piece of the answer."""
+
+    def write_reasoning(self, text: str) -> None:
+        """Shows the next piece of the reasoning before the answer."""
 
     def end(self) -> None:
         """Called when the answer is complete."""
@@ -60,13 +64,21 @@ class Stats:
 
 
 class Conversation:
-    """`sampling`: arguments of SamplingParams, which may change between turns."""
+    """`sampling`: arguments of SamplingParams, which may change between turns.
+
+    Reasoning is shown, and is not part of the conversation.
+    """
 
     def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
         self.engine = engine
         self.sampling = dict(sampling)
         self.system = system
         self.stats = Stats()
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        self._format = detect(
+            tokenizer.chat_templates.get("default"), tool_call_parser="none", tokenizer=tokenizer
+        )
         self.clear()
 
     def clear(self) -> None:
@@ -92,7 +104,9 @@ class Conversation:
         self._answer(self.messages[:-1], display)
 
     def _answer(self, asked: list[Message], display: Display) -> None:
-        params = SamplingParams(**self.sampling, output_kind=RequestOutputKind.DELTA)
+        params = self._format.adapt(
+            SamplingParams(**self.sampling, output_kind=RequestOutputKind.DELTA)
+        )
         kept, prompt = self._fit(asked, params)
         self.stats.num_turns += 1
         request_id = f"turn-{self.stats.num_turns}"
@@ -103,7 +117,8 @@ class Conversation:
             turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
             display.notice(f"the context is full: the oldest {turns} dropped")
         with Interrupts() as interrupts:
-            answer = self._stream(request_id, interrupts, display, started)
+            parser = self._format.parser(prompt_text=self._text(prompt))
+            answer = self._stream(request_id, parser, interrupts, display, started)
         self.stats.seconds += time.perf_counter() - started
         self.messages = [*kept, {"role": "assistant", "content": answer}]
 
@@ -128,8 +143,17 @@ class Conversation:
         assert isinstance(prompt, list)
         return prompt
 
+    def _text(self, token_ids: list[int]) -> str:
+        assert self.engine.tokenizer is not None
+        return self.engine.tokenizer.decode(token_ids)
+
     def _stream(
-        self, request_id: str, interrupts: Interrupts, display: Display, started: float
+        self,
+        request_id: str,
+        parser: AnswerParser,
+        interrupts: Interrupts,
+        display: Display,
+        started: float,
     ) -> str:
         """Shows the answer as it arrives and returns it. Ctrl-C ends it and keeps the text so
         far.
@@ -146,8 +170,15 @@ class Conversation:
                         is_first = False
                     completion = output.outputs[0]
                     self.stats.num_generated += len(completion.token_ids)
-                    answer += completion.text
-                    display.write(completion.text)
+                    parts = parser.feed(completion.text)
+                    if completion.finish_reason is not None:
+                        parts += parser.finish()
+                    for part in parts:
+                        if isinstance(part, Content):
+                            answer += part.text
+                            display.write(part.text)
+                        elif isinstance(part, Reasoning):
+                            display.write_reasoning(part.text)
                     error = output.error or error
                     was_cut = completion.finish_reason == "length"
         finally:

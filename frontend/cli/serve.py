@@ -7,10 +7,13 @@ Must not know: routes, requests, torch.
 from __future__ import annotations
 
 import argparse
+import gc
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.log_format import configure_logging
 from .flags import ENGINE, Flag, engine_flags, given, server_flags
 from .parser import Parser
 from .plan import plan_beneath
@@ -48,19 +51,35 @@ def make_parser(argv: list[str]) -> Parser:
 
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
-    from ..engine_args import EngineArgs
+    # until an engine is loaded: imports and a tokenizer make a million objects and no garbage
+    gc.disable()
+    try:
+        return run(args)
+    finally:
+        gc.enable()
+
+
+def run(args: argparse.Namespace) -> int:
+    from ...ipc.early_engine import early_engine
     from ..server.config import ServerConfig
-    from ..server.serving import serve
 
     config = ServerConfig(**given(args, server_flags()))
     # A daemon has its own settings: the model and everything else not given here come from it.
     arguments = given(args, engine_flags())
     if len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL):
+        from ..server.serving import serve
+
         with naming_sources(args.settings):
             return serve(config, served_models(args, arguments), ENGINE.default)
-    engine_args = EngineArgs(**arguments)
-    with naming_sources(args.settings), plan_beneath(engine_args, arguments):
-        return serve(config, engine_args, getattr(args, "engine", ENGINE.default))
+    engine = getattr(args, "engine", ENGINE.default)
+    configure_logging(logging.INFO, config.log_format)
+    with early_engine(engine, arguments):
+        from ..engine_args import EngineArgs
+        from ..server.serving import serve
+
+        engine_args = EngineArgs(**arguments)
+        with naming_sources(args.settings), plan_beneath(engine_args, arguments):
+            return serve(config, engine_args, engine)
 
 
 def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[ServedModel]:

@@ -61,17 +61,19 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
     """
     import secrets
 
-    from ..engine_args import EngineArgs
-    from ..llm_engine import LLMEngine
+    from ...ipc.early_engine import early_engine
 
     arguments: dict[str, Any] = {"seed": secrets.randbits(63)} | given(args, engine_flags())
-    engine_args = EngineArgs(**arguments)
-    notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
-    print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
-    with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
-        engine = LLMEngine.from_engine_args(
-            engine_args, engine=getattr(args, "engine", ENGINE.default)
-        )
+    kind = getattr(args, "engine", ENGINE.default)
+    with early_engine(kind, arguments):
+        from ..engine_args import EngineArgs
+        from ..llm_engine import LLMEngine
+
+        engine_args = EngineArgs(**arguments)
+        notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
+        print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
+        with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
+            engine = LLMEngine.from_engine_args(engine_args, engine=kind)
     try:
         print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)
         yield engine

@@ -6,6 +6,9 @@ Must not know: text, tokenizers, torch, scheduling, computation.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...ipc.failures import unpack_exception
@@ -21,6 +24,17 @@ def result_of(message: UtilityResult) -> Any:
     if message.failure is not None:
         raise unpack_exception(message.failure, RuntimeError)
     return message.result
+
+
+@dataclass
+class Restarts:
+    """The engines that took the place of dead ones since the client was made."""
+
+    by_cause: Counter[str] = field(default_factory=Counter)  # a signal, "exit" or "daemon"
+    num_resumed: int = 0  # requests that continued on another engine
+    num_quarantined: int = 0  # requests that ended because engines died of them
+    # Seconds from a death to the next output of each resumed request: the last of them.
+    gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
 
 
 class EngineClient(ABC):
@@ -39,6 +53,12 @@ class EngineClient(ABC):
     is_shared = False  # other clients may use the engine too: it is a daemon
     num_bad_frames = 0  # invalid frames from the engine, which are dropped
     ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
+    is_replacing = False  # the engine has died, and the next one is not ready
+    restarts = Restarts()  # of a client that replaces dead engines; others never change it
+    # The unfinished requests with their output tokens so far, from which a client that replaces a
+    # dead engine resubmits them. The session sets it.
+    journal: Callable[[], list[tuple[EngineCoreRequest, list[int]]]] = list
+    has_requests: Callable[[], bool] = bool  # whether one is unfinished; the session sets it
 
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.handshake import Report, report_nothing
@@ -17,6 +18,9 @@ from ..model_info.model_files import read_ahead
 from ..telemetry.tracing import check_endpoint
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
+
+if TYPE_CHECKING:
+    from .mp_client import MPClient
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
@@ -71,7 +75,9 @@ def make_client(
     of a daemon, "ipc://...".
 
     `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's
-    configuration. `on_progress` is called while an engine in another process starts.
+    configuration. The client of another process replaces an engine that dies (SupervisedClient),
+    unless the configuration says otherwise. `on_progress` is called while an engine in another
+    process starts.
     """
     if engine == "inproc":
         from .inproc_client import InprocClient
@@ -79,7 +85,18 @@ def make_client(
         return InprocClient(config)
     from .mp_client import MPClient
 
-    return MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
+    client = MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
+    return _supervised(client, config, engine)
+
+
+def _supervised(client: MPClient, config: EngineConfig, engine: str) -> EngineClient:
+    """A client that replaces its engine process when it dies, if the configuration wants that."""
+    service = config.service_config
+    if service.on_engine_death == "fail" or service.engine_restarts == 0:
+        return client
+    from ..supervision.supervised_client import SupervisedClient
+
+    return SupervisedClient(client, config, engine)
 
 
 async def _start_client(config: EngineConfig, engine: str, on_progress: Report) -> EngineClient:
@@ -90,7 +107,7 @@ async def _start_client(config: EngineConfig, engine: str, on_progress: Report) 
         return await InprocClient.start(config, on_progress)
     from .mp_client import MPClient
 
-    return await MPClient.start(config, engine, on_progress)
+    return _supervised(await MPClient.start(config, engine, on_progress), config, engine)
 
 
 Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]

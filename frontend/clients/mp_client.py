@@ -9,6 +9,9 @@ watches both.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import signal
 import time
 import weakref
 from collections import deque
@@ -28,8 +31,10 @@ from ...ipc.handshake import (
     open_connection_async,
     report_nothing,
 )
+from ...ipc.process import STACKS_SIGNAL
 from ...ipc.sockets import receive
 from ...ipc.threads import in_thread
+from ..supervision.watchdog import CHECK_INTERVAL_S, Step, Watchdog
 from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
 from .guard import Guard
 
@@ -39,6 +44,11 @@ if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking prog
 # outputs read ahead of the caller; further ones stay in the socket, which limits the engine
 # (ipc/engine_output.py)
 MAX_QUEUED_OUTPUTS = 256
+CHECK_CALL_ID = 0  # of the watchdog's calls; those of others begin at 1
+# Calls that may take longer than a step.
+SLOW_UTILITIES = frozenset({"load_weights", "sleep", "wake_up", "collective_rpc"})
+
+logger = logging.getLogger("quire.client")
 
 
 class MPClient(EngineClient):
@@ -94,6 +104,12 @@ class MPClient(EngineClient):
         self._output_waiter: asyncio.Future | None = None
         self._death: str | None = None  # the reason why the engine is gone
         self._last_words: str | None = None  # the text of the engine's EngineDead message
+        self.was_hung = False  # the watchdog has ended the engine
+        self._slow_calls: set[int] = set()  # pending ones that may take longer than a step
+        self._check_timer: asyncio.TimerHandle | None = None
+        self._watchdog: Watchdog | None = None  # of a child
+        if not self.is_shared:
+            self._watchdog = Watchdog(config.service_config.step_timeout_s)
         self._poller = zmq.Poller()
         self._poller.register(self._connection.pull, zmq.POLLIN)
         self._poller.register(self._connection.pidfd, zmq.POLLIN)
@@ -129,6 +145,15 @@ class MPClient(EngineClient):
     def num_bad_frames(self) -> int:
         return self._connection.num_bad_frames
 
+    @property
+    def engine_pid(self) -> int:
+        return self._connection.engine_pid
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """The signal that ended a child engine; None if another end, or a daemon's."""
+        return self._connection.exit_signal
+
     # ------------------------------------------------------------ what both modes use
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
@@ -163,6 +188,8 @@ class MPClient(EngineClient):
         self._raise_if_dead()
         with self._guard:
             self._send_now(message)
+            if self._connection.loop is not None:
+                self._check_later(self._connection.loop)
 
     def _send_now(self, message: m.ClientMessage) -> None:
         try:
@@ -188,6 +215,7 @@ class MPClient(EngineClient):
                 break
             message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
+                self._heard()
                 self._outputs.append(message)
             elif isinstance(message, m.UtilityResult):
                 self._on_result(message)
@@ -201,6 +229,9 @@ class MPClient(EngineClient):
         return bool(self._calls) or len(self._outputs) < MAX_QUEUED_OUTPUTS
 
     def _on_result(self, message: m.UtilityResult) -> None:
+        if message.call_id == CHECK_CALL_ID:
+            return self._heard()
+        self._slow_calls.discard(message.call_id)
         if message.call_id not in self._calls:
             return  # its caller was cancelled
         waiter = self._calls.pop(message.call_id)
@@ -233,7 +264,56 @@ class MPClient(EngineClient):
         self._may_be_stalled |= method in ("pause", "sleep")
         self._send(m.UtilityCall(self._num_calls, method, list(args)))
         self._calls[self._num_calls] = waiter
+        if method in SLOW_UTILITIES:
+            self._slow_calls.add(self._num_calls)
         return self._num_calls
+
+    # ------------------------------------------------------------ the watchdog
+
+    def _heard(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.heard()
+
+    def _check_progress(self) -> None:
+        """Asks the engine whether it still finishes steps; ends it if it has not for too long."""
+        watchdog, process = self._watchdog, self._connection.process
+        assert watchdog is not None and process is not None
+        if self._slow_calls:
+            return watchdog.heard()
+        match watchdog.check():
+            case Step.ASK:
+                self._send_now(m.UtilityCall(CHECK_CALL_ID, "ping"))
+            case Step.SHOW_STACKS:
+                logger.error(
+                    "the engine process (pid %d) has not finished a step for %g s; the stacks of "
+                    "its threads follow, if it can still write them, and then it is ended",
+                    self.engine_pid,
+                    watchdog.timeout_s,
+                )
+                process.send_signal(STACKS_SIGNAL)
+            case Step.END:
+                self.was_hung = True
+                self._last_words = (
+                    f"the engine did not finish a step for {watchdog.timeout_s:g} s "
+                    f"(step_timeout_s)"
+                )
+                process.send_signal(signal.SIGKILL)
+
+    def _check_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._watchdog is None or self._check_timer is not None:
+            return
+        this = weakref.ref(self)
+        self._check_timer = loop.call_later(
+            CHECK_INTERVAL_S, lambda: (client := this()) and client._on_check_timer(loop)
+        )
+
+    def _on_check_timer(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Checks while there is work; the next message that is sent begins it again."""
+        self._check_timer = None
+        if self._death is None and (self._calls or self.has_requests()):
+            with contextlib.suppress(EngineDeadError):  # which the waiting calls raise
+                self._check_progress()
+            self._check_later(loop)
 
     # ------------------------------------------------------------ blocking
 
@@ -241,13 +321,16 @@ class MPClient(EngineClient):
         """Blocks until a message was read, the engine has died, or another thread has closed this
         client.
         """
-        ready = dict(self._poller.poll())
+        is_watched = self._watchdog is not None
+        ready = dict(self._poller.poll(int(1000 * CHECK_INTERVAL_S) if is_watched else None))
         if self._death is not None:
             return  # the callers raise the error
         if self._connection.pidfd in ready:
             self._on_death()
-        else:
+        elif ready:
             self._read()
+        else:
+            self._check_progress()
 
     def get_output(self) -> m.EngineCoreOutputs:
         if self.asyncio_mode:
@@ -291,6 +374,7 @@ class MPClient(EngineClient):
                 lambda: (client := this()) and client._on_readable(),
                 lambda: (client := this()) and client._on_death(),
             )
+        self._check_later(loop)
         # ZMQ's descriptor reports changes only, not messages that have already arrived
         self._on_readable()
         return loop

@@ -16,8 +16,14 @@ NATIVE_BFLOAT16 = {"amx_bf16", "avx512_bf16"}
 # CPU features that each instruction set of the native kernels requires
 # (kernels/cpu/native/src/run.cpp), best first.
 AVX2 = {"avx2", "fma"}
-AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
-ISAS = {"amx": AVX512 | {"amx_tile", "amx_bf16", "amx_int8"}, "avx512": AVX512, "avx2": AVX2}
+AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}
+AVX512_BF16 = AVX512 | {"avx512_bf16"}
+ISAS = {
+    "amx": AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"},
+    "avx512_bf16": AVX512_BF16,
+    "avx512": AVX512,
+    "avx2": AVX2,
+}
 NATIVE_KERNELS = Path(__file__).parents[2] / "kernels" / "cpu" / "native"
 
 

@@ -137,7 +137,8 @@ def measure_model(
     config = ARCHITECTURES[name].parse(hf_config)
     shapes = ARCHITECTURES[name].weight_shapes(config)
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
-    num_fp32 = sum(map(prod, norms)) if config.fp32_norms else 0
+    sinks = [shape for name, shape in shapes.items() if name.endswith("sinks")]
+    num_fp32 = sum(map(prod, sinks + norms if config.fp32_norms else sinks))
     return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
 
 

@@ -15,7 +15,15 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.checks import INT64_MAX, require, require_int, require_kind, require_text, shown
+from ...ipc.checks import (
+    INT64_MAX,
+    require,
+    require_int,
+    require_kind,
+    require_owner,
+    require_text,
+    shown,
+)
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import EngineCoreRequest
@@ -64,13 +72,17 @@ class InputProcessor:
         *,
         arrival_time: float | None = None,
         priority: int = 0,
+        owner: str = "",
+        owner_weight: float = 1.0,
     ) -> ProcessedRequest:
         """Checks and tokenizes the request and sets its seed and max_tokens.
 
         Raises InvalidParameterError without changing any state.
         """
+        began = time.monotonic()
         require_text("request_id", request_id)
         require_int("priority", priority, -(2**63), INT64_MAX)
+        require_owner(owner, owner_weight)
         params = self._check_params(params)
         text, token_ids, cache_salt = self._read_prompt(prompt)
         token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
@@ -86,6 +98,9 @@ class InputProcessor:
             arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
+            owner=owner,
+            owner_weight=owner_weight,
+            deadline=began + params.timeout_s if params.timeout_s is not None else 0.0,
         )
         return ProcessedRequest(request_id, text, core_request, clock_offset)
 

@@ -212,6 +212,10 @@ class OutputProcessor:
                 entries.append((own, list(completion.token_ids)))
         return entries
 
+    def unfinished(self) -> list[tuple[EngineCoreRequest, list[int]]]:
+        """The journals of all unfinished requests, in the order in which they were added."""
+        return [entry for request_id in self._requests for entry in self.journal(request_id)]
+
     def abort_requests(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """Ends requests by user id. Unknown ids are ignored.
 
@@ -371,7 +375,7 @@ class OutputProcessor:
         """Ends a completion if it has not ended. Removes the request with its last completion."""
         if completion.finish_reason is not None:
             return
-        if reason in (FinishReason.ABORT, FinishReason.ERROR):
+        if reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT):
             # emits the deferred text; has no effect if the row has already done so
             completion.detokenizer.update([], reason)
         completion.finish_reason, completion.stop_reason = reason, stop_reason

@@ -8,6 +8,10 @@ Must not know: HTTP beyond its errors, the engine, the content of a request.
 
 The weight of a request is its number of completions. The next request in turn is never overtaken,
 whatever its weight, so no request starves. A request that exceeds the total capacity enters alone.
+
+With `reserves_shares`, each key that has requests has an equal share of every limit, which it may
+use although others have reached the limit; at worst the limit is exceeded by these shares. The
+engine is fair between keys, but can only choose among requests that it has.
 """
 
 from __future__ import annotations
@@ -99,6 +103,7 @@ class Slot:
     num_completions: int = 1
     num_tokens: int = 0
     priority: int = 0
+    deadline: float | None = None  # by the admission's clock
     waiter: asyncio.Future | None = None
     is_waiting: bool = False  # in a queue
     queued_s: float = 0.0  # seconds that it waited
@@ -108,7 +113,7 @@ class Slot:
 
     async def __aenter__(self) -> Slot:
         admission = self.admission
-        if admission.num_waiting or not admission.has_room(self):
+        if admission.must_wait(self):
             await admission.wait(self)
         else:
             admission.admit(self)
@@ -123,7 +128,8 @@ class Admission:
 
     max_running: completions in the engine. max_computing: completions in one step of the engine.
     max_waiting: groups of waiting requests (the requests of one call are a group).
-    max_waiting_tokens: of all waiting prompts. `clock`: returns seconds.
+    max_waiting_tokens: of all waiting prompts; max_waiting_tokens_per_key: of those of one key.
+    `clock`: returns seconds.
     """
 
     def __init__(
@@ -133,11 +139,15 @@ class Admission:
         max_waiting_tokens: int,
         clock: Callable[[], float] = time.monotonic,
         max_computing: int | None = None,
+        max_waiting_tokens_per_key: int | None = None,
+        reserves_shares: bool = False,
     ):
         self.max_running = max_running
         self.max_computing = max_computing or max_running
         self.max_waiting = max_waiting
         self.max_waiting_tokens = max_waiting_tokens
+        self.max_waiting_tokens_per_key = max_waiting_tokens_per_key
+        self.reserves_shares = reserves_shares
         self.num_running = 0  # completions in the engine
         self.num_waiting = 0  # requests
         self.num_waiting_completions = 0
@@ -147,14 +157,31 @@ class Admission:
         # By key, never empty; the first is the next to be served.
         self._lines: dict[str, list[tuple[int, int, Slot]]] = {}
         self._groups: Counter[Hashable] = Counter()  # waiting requests
+        self._running: Counter[str] = Counter()  # completions in the engine, by key
         self._arrivals = itertools.count()
         self._full_since = 0.0  # since when at least one request has been waiting
         self._sum_entered = 0.0  # of all completions in the engine: their times of admission
         self._rate = CompletionRate()
         self.slot = partial(Slot, self)
 
+    def must_wait(self, slot: Slot) -> bool:
+        if not self.num_waiting and self.has_room(slot):
+            return False
+        return slot.key in self._lines or not self._has_share(slot)
+
     def has_room(self, slot: Slot) -> bool:
         return self.num_running + slot.num_completions <= self.max_running or not self.num_running
+
+    def _has_share(self, slot: Slot) -> bool:
+        """Whether its key may have it in the engine, whatever the others have."""
+        own = self._running[slot.key]
+        return self.reserves_shares and (
+            not own or own + slot.num_completions <= self.max_running / self._num_keys(slot.key)
+        )
+
+    def _num_keys(self, key: str) -> int:
+        """The number of keys with requests in the engine or in a queue, `key` included."""
+        return len({key, *self._running, *self._lines})
 
     async def wait(self, slot: Slot) -> None:
         """Returns when the request has been admitted and is counted as running."""
@@ -166,25 +193,35 @@ class Admission:
         entry = (slot.priority, next(self._arrivals), slot)
         insort(self._lines.setdefault(slot.key, []), entry)
         self._count_waiting(slot, 1)
+        self._admit_waiting()  # its priority may make it the first, and it may be light enough
+        timeout_s = None if slot.deadline is None else slot.deadline - began
         try:
-            await slot.waiter
-        except asyncio.CancelledError:
+            async with asyncio.timeout(timeout_s):
+                await slot.waiter
+        except (asyncio.CancelledError, TimeoutError) as ended:
             if slot.is_waiting:
                 self._take(slot.key, bisect_left(self._lines[slot.key], entry))
             elif not slot.waiter.cancelled():  # admitted and cancelled at the same time
                 self._let_out(slot)
             self._admit_waiting()  # it may have blocked others
+            if isinstance(ended, TimeoutError):
+                message = "The request's time was over before the engine could begin."
+                raise ApiError(504, message, code="timeout") from None
             raise
         slot.queued_s = self._clock() - began
 
     def admit(self, slot: Slot) -> None:
         slot.entered = self._clock()
         self.num_running += slot.num_completions
+        self._running[slot.key] += slot.num_completions
         slot.share = min(1.0, self.max_computing / self.num_running)
         self._sum_entered += slot.num_completions * slot.entered
 
     def _let_out(self, slot: Slot) -> None:
         self.num_running -= slot.num_completions
+        self._running[slot.key] -= slot.num_completions
+        if not self._running[slot.key]:
+            del self._running[slot.key]
         self._sum_entered -= slot.num_completions * slot.entered
         if not self.num_running:
             self._sum_entered = 0.0  # clears the rounding error
@@ -220,10 +257,7 @@ class Admission:
         """Admits the first of the queue whose turn it is, while there is capacity. Its queue then
         moves behind the others.
         """
-        while self._lines:
-            key = next(iter(self._lines))
-            if not self.has_room(self._lines[key][0][-1]):
-                return
+        while (key := self._next_key()) is not None:
             slot = self._take(key, 0)
             if (line := self._lines.pop(key, None)) is not None:
                 self._lines[key] = line
@@ -232,15 +266,49 @@ class Admission:
                 self.admit(slot)
                 slot.waiter.set_result(None)
 
+    def _next_key(self) -> str | None:
+        """The first in turn, if there is room for its first request; else one with a share left."""
+        for number, (key, line) in enumerate(self._lines.items()):
+            slot = line[0][-1]
+            if (not number and self.has_room(slot)) or self._has_share(slot):
+                return key
+            if not self.reserves_shares:
+                return None
+        return None
+
     # ------------------------------------------------------------ rejected requests
 
     def _check_bounds(self, slot: Slot) -> None:
+        mine = [other for *_, other in self._lines.get(slot.key, ())]
+        num_tokens = sum(other.num_tokens for other in mine) + slot.num_tokens
+        # of a limit; a key within its share of one is not refused
+        share = 1 / self._num_keys(slot.key) if self.reserves_shares else 0.0
         if slot.group not in self._groups and len(self._groups) >= self.max_waiting:
+            num_groups = len({other.group for other in mine})
+            if num_groups + 1 > self.max_waiting * share:
+                raise self._refusal(
+                    "requests",
+                    f"{len(self._groups)} requests already wait for the engine, the maximum",
+                )
+        if slot.deadline is not None:
+            wait_s, left_s = self.expected_wait_s(), slot.deadline - self._clock()
+            if wait_s > left_s:
+                raise self._refusal(
+                    "deadline",
+                    f"the engine is expected to begin after {wait_s:.0f} s, and the request has "
+                    f"{max(0.0, left_s):.1f} s left",
+                )
+        most = self.max_waiting_tokens_per_key
+        if most is not None and num_tokens > most:
             raise self._refusal(
-                "requests",
-                f"{len(self._groups)} requests already wait for the engine, the maximum",
+                "tokens_per_key",
+                f"{num_tokens - slot.num_tokens} prompt tokens of this key wait for the engine "
+                f"already, and at most {most} may",
             )
-        if self.num_waiting_tokens + slot.num_tokens > self.max_waiting_tokens:
+        if (
+            self.num_waiting_tokens + slot.num_tokens > self.max_waiting_tokens
+            and num_tokens > self.max_waiting_tokens * share
+        ):
             raise self._refusal(
                 "tokens",
                 f"{self.num_waiting_tokens} prompt tokens wait for the engine already, and at most "

@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
-from .http.call import LARGE_BODY, Call, new_request_id, release_memory
+from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ApiError, from_status
 from .http.openapi import description_routes
@@ -31,7 +31,8 @@ access_logger = logging.getLogger("quire.access")
 EXPOSED_HEADERS = ("x-request-id", "x-unknown-params", "x-ignored-params", "retry-after")
 # Polled by probes, scrapers and the page at /.
 POLLS = frozenset(
-    {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/engine/state", "/v1/requests"}
+    {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/requests"}
+    | {"/v1/engine/state", "/v1/engine/experts"}
 )
 CLIENT_LEFT = 499  # nginx's status for a closed connection; used in metrics only
 FAMILIES = (*OF_ONE_MODEL, health, metrics, models, ollama_models, page)  # as they are tried
@@ -132,6 +133,8 @@ class App:
         try:
             self._cross_site.check(scope)
             call.tenant = self.state.keys.check(scope)
+            call.weight = self.state.keys.weight(call.tenant)
+            call.deadline = read_deadline(scope["headers"])
             endpoint = self._endpoints.get((scope["method"], scope["path"]))
             if endpoint is None:
                 await self._router(scope, receive, send_with_headers)

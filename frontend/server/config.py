@@ -53,7 +53,10 @@ class ServerConfig(Section, frozen=True):
     ] = []
     api_key_file: Annotated[
         str | None,
-        Meta(description="File with one key per line; # begins a comment. SIGHUP reads it again."),
+        Meta(
+            description="File with one key per line, and weight=NUMBER after a key that shall have "
+            "more or less of the engine than others; # begins a comment. SIGHUP reads it again."
+        ),
     ] = None
     allowed_hosts: Annotated[
         list[str],
@@ -161,6 +164,10 @@ class ServerConfig(Section, frozen=True):
         PositiveInt,
         Meta(description="Maximum prompt tokens that wait; requests beyond it receive 429."),
     ] = 4_000_000
+    max_queued_tokens_per_key: Annotated[
+        PositiveInt | None,
+        Meta(description="Maximum prompt tokens of one API key that wait. Default: no own limit."),
+    ] = None
     max_body_bytes: Annotated[
         PositiveInt, Meta(description="Maximum size of a request's body, in bytes.")
     ] = 32 * 2**20
@@ -232,10 +239,6 @@ class ServerConfig(Section, frozen=True):
             "model is loaded."
         ),
     ] = 600.0
-    step_timeout_s: Annotated[
-        Seconds,
-        Meta(description="Step time beyond which /health/ready reports the engine as stuck."),
-    ] = 60.0
     drain_timeout_s: Annotated[
         Seconds, Meta(description="Time for active requests to finish after SIGTERM.")
     ] = 30.0

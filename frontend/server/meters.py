@@ -102,6 +102,9 @@ class Meters:
         self.num_http_requests = 0  # active
         self.num_body_bytes = 0  # of all active requests
         self.connections_refused: Counter[str] = Counter()  # by code; before the first request
+        self.restart_gaps = Histogram(
+            "From an engine's death to a request's next tokens.", REQUEST_S
+        )
         self.histograms = {name: Histogram(*entry) for name, entry in HISTOGRAMS.items()}
 
     def http_ended(self, method: str, route: str, status: int, duration_s: float) -> None:

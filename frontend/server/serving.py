@@ -301,6 +301,12 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _load(self) -> None:
+        try:
+            await self._load_first()
+        finally:
+            gc.enable()  # see cli/serve.py
+
+    async def _load_first(self) -> None:
         if self.models is not None:
             # its failure is logged, and the next request tries again
             with contextlib.suppress(ApiError):

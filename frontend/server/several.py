@@ -195,7 +195,7 @@ def _health_routes(front: ServerState, models: Models) -> list[Route]:
         if not slot.has_loaded:
             raise slot.state.not_loaded()
         if slot.phase == "ready" and slot.state.engine is not None:
-            await health.check_steps(heartbeat, slot.state.engine, front.server_config)
+            await heartbeat.check(slot.state.engine)
         phases = {slot.name: slot.phase for slot in models.slots.values()}
         return Json({"status": "ready", "model": slot.name, "models": phases})
 

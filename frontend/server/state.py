@@ -125,6 +125,8 @@ class ServerState:
             config.max_queued_requests,
             config.max_queued_tokens,
             max_computing=max_num_seqs,
+            max_waiting_tokens_per_key=config.max_queued_tokens_per_key,
+            reserves_shares=True,
         )
         engine.record_token_times = True  # for the timelines of requests
         engine.max_outputs_per_s = config.max_chunks_per_s
@@ -241,11 +243,17 @@ def shutting_down() -> ApiError:
 
 
 def read_template(wanted: str | None) -> str | None:
-    """The text of a template file, or the name of one of the model's templates unchanged."""
+    """The text of a template file. The name of one of the model's templates, and a template's own
+    text, are returned unchanged.
+    """
     if wanted is None:
         return None
     path = Path(wanted).expanduser()
-    return path.read_text(encoding="utf-8") if path.is_file() else wanted
+    try:
+        is_file = path.is_file()
+    except OSError:  # a text is too long for a path
+        is_file = False
+    return path.read_text(encoding="utf-8") if is_file else wanted
 
 
 def fingerprint(engine: AsyncLLM) -> str:

@@ -2,7 +2,7 @@
 
 Must not know: text, sockets, how a request is processed.
 
-get_metrics() returns the same names with every client. Counters never decrease. They count since
+get_metrics() returns the same names with every client. Counters count since
 the engine's start and for all clients together, except those of the last group, which count for
 this client only.
 
@@ -28,6 +28,7 @@ this client only.
                                        or a lost client
     num_finished_error       counter   requests that failed inside the engine: logits that are not
                                        finite, an exception in a processor
+    num_finished_timeout     counter   requests that ended at their timeout_s
     num_requests_refused     counter   requests whose parameters the engine rejected
     num_requests_orphaned    counter   requests that ended because their client left or died
     num_grammar_refusals     counter   structured outputs that did not compile within their limits
@@ -40,6 +41,10 @@ this client only.
     num_inputs_refused       counter   requests that this frontend rejected before sending them
     num_bad_engine_frames    counter   invalid frames from the engine
     num_dropped_rows         counter   rows of an engine that has been replaced since
+    num_engine_restarts      counter   engines that took the place of one that died; the engine's
+                                       own counters then start at 0 again
+    num_requests_resumed     counter   requests that continued on another engine
+    num_requests_quarantined counter   requests that ended because engines died of them
 """
 
 from __future__ import annotations
@@ -189,6 +194,9 @@ class Telemetry:
             "num_inputs_refused": self.num_inputs_refused,
             "num_bad_engine_frames": self._client.num_bad_frames,
             "num_dropped_rows": self._output_processor.num_dropped_rows,
+            "num_engine_restarts": self._client.restarts.by_cause.total(),
+            "num_requests_resumed": self._client.restarts.num_resumed,
+            "num_requests_quarantined": self._client.restarts.num_quarantined,
         }
 
     def close(self) -> None:

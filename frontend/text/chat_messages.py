@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import takewhile
 from typing import Any
 
 from ...ipc.checks import require_kind, shown
@@ -14,6 +15,7 @@ from ...ipc.errors import InvalidParameterError
 
 # type of a part -> the key of its text
 TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+INSTRUCTING = ("system", "developer")  # roles
 SHORT_ID_LENGTH = 9  # required by Mistral's templates
 
 
@@ -163,3 +165,80 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that do not support OpenAI's newer role name."""
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+
+
+def with_one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that write only the first system message: all of them become one."""
+    instructions = [m for m in messages if m["role"] in INSTRUCTING]
+    if not instructions or instructions == messages[:1]:
+        return messages
+    text = "\n\n".join(m["content"] for m in instructions if m.get("content"))
+    others = [m for m in messages if m["role"] not in INSTRUCTING]
+    return [{**instructions[0], "content": text}, *others]
+
+
+def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that write only the first call of a message: one message per call, followed by
+    its result.
+    """
+    split: list[dict[str, Any]] = []
+    i = 0
+    while i < len(messages):
+        message, calls = messages[i], messages[i].get("tool_calls", ())
+        i += 1
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = list(takewhile(lambda m: m["role"] == "tool", messages[i:]))
+        i += len(results)
+        for call in calls:
+            split.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"]}
+            own = results[:1]  # without ids they have the order of the calls
+            if "id" in call:
+                own = [r for r in results if r.get("tool_call_id") == call["id"]]
+            split += own
+            results = [r for r in results if r not in own]
+        split += results
+    return split
+
+
+def with_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that read reasoning as `thinking`."""
+    return [
+        {"content": "", "thinking": m["reasoning_content"], **m}
+        if "reasoning_content" in m and m["role"] == "assistant"
+        else m
+        for m in messages
+    ]
+
+
+def with_content_as_thinking(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that refuse a message with calls, content and `thinking`."""
+    return [
+        {**m, "content": "", "thinking": f"{m['thinking']}\n{m['content']}"}
+        if "tool_calls" in m and m.get("thinking") and m.get("content")
+        else m
+        for m in messages
+    ]
+
+
+def with_results_as_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that write results of tools as JSON. They would quote text that is JSON."""
+
+    def value(content: str) -> Any:
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError):
+            return content
+        return found if isinstance(found, (dict, list)) else content
+
+    return [
+        {**m, "content": value(m["content"])} if m["role"] == "tool" and "content" in m else m
+        for m in messages
+    ]
+
+
+def with_descriptions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that fail on a tool without a description."""
+    return [{**t, "function": {"description": "", **t["function"]}} for t in tools]

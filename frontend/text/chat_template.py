@@ -113,9 +113,12 @@ def render_chat(
         )
     messages = normalize_messages(messages)
     if tools or any(
-        "tool_calls" in message or message["role"] == "developer" for message in messages
+        message["role"] == "developer"
+        or (message["role"] == "system" and i > 0)
+        or message.keys() & {"tool_calls", "reasoning_content"}
+        for i, message in enumerate(messages)
     ):
-        messages = _adapted(template, messages, with_tools=bool(tools))
+        messages, tools = _adapted(template, messages, tools)
     if continue_final_message:
         messages[-1]["content"] = (messages[-1].get("content") or "") + CONTINUE_MARK
     try:
@@ -144,16 +147,16 @@ def render_chat(
 
 
 def _adapted(
-    template: str, messages: list[dict[str, Any]], *, with_tools: bool
-) -> list[dict[str, Any]]:
+    template: str, messages: list[dict[str, Any]], tools: list[dict] | None
+) -> tuple[list[dict[str, Any]], list[dict] | None]:
     traits = template_traits(template)
-    if with_tools and not traits.takes_tools:
+    if tools and not traits.takes_tools:
         raise InvalidParameterError(
             "tools",
             "the model's chat template does not write tools into the prompt, so the model would "
             "never see them",
         )
-    return traits.adapt(messages)
+    return traits.adapt(messages), traits.adapt_tools(tools)
 
 
 def _cut_at_mark(text: str) -> str:
@@ -164,6 +167,14 @@ def _cut_at_mark(text: str) -> str:
         )
     head, _, tail = text.rpartition(mark)
     return head if tail.startswith(" ") else head.rstrip()
+
+
+@lru_cache(maxsize=32)
+def template_variables(template: str) -> frozenset[str]:
+    """The names of the variables that the template reads; none if it is invalid."""
+    from .template_sandbox import variables_of
+
+    return variables_of(template)
 
 
 @lru_cache(maxsize=32)

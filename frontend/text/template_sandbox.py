@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from jinja2 import Template, filters, nodes, pass_context, pass_eval_context
+from jinja2 import Template, filters, meta, nodes, pass_context, pass_eval_context
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -77,6 +77,14 @@ def compile_template(template: str) -> Template:
     if len(template) > MAX_LENGTH:
         raise TemplateLimitError(f"a template has at most {MAX_LENGTH:,} characters")
     return _environment().from_string(template)
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """The names that the template looks up among its variables; none if it is invalid."""
+    try:
+        return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+    except (TemplateError, RecursionError):
+        return frozenset()
 
 
 def _tick() -> None:

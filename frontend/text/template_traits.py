@@ -17,9 +17,15 @@ from typing import Any
 
 from .chat_messages import (
     with_arguments_as_text,
+    with_content_as_thinking,
+    with_descriptions,
     with_empty_content,
+    with_one_call,
+    with_one_instruction,
+    with_results_as_json,
     with_short_ids,
     with_system_for_developer,
+    with_thinking,
 )
 
 Render = Callable[..., str]
@@ -34,6 +40,7 @@ PROBE_TOOL = {
     "type": "function",
     "function": {"name": "probe_function", "description": "Probes.", "parameters": PROBE_SCHEMA},
 }
+BARE_TOOL = {"type": "function", "function": {"name": "bare_function"}}
 PROBE_ID = "call_0123456789abcdef01234567"
 PROBE_CALL = {
     "id": PROBE_ID,
@@ -43,6 +50,15 @@ PROBE_CALL = {
 USER = {"role": "user", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 CALLING = {"role": "assistant", "tool_calls": [PROBE_CALL]}
+TWO_CALLS = {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]}
+REASONING = "probe thought"
+REASONED = {**CALLING, "reasoning_content": REASONING, "reasoning": REASONING}
+RESULT = {
+    "role": "tool",
+    "tool_call_id": PROBE_ID,
+    "name": "probe_function",
+    "content": '{"probe_result": 1}',
+}
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,15 @@ class TemplateTraits:
     short_ids: bool = False
     knows_developer: bool = True
     takes_several_calls: bool = True  # in one turn
+    one_call: bool = False  # per message; further ones need messages of their own
+    one_instruction: bool = False  # system message; it does not write later ones
+    needs_descriptions: bool = False  # of tools
+    reads_thinking: bool = False  # reasoning under this name only
+    thinking_or_content: bool = False  # not both in a message with calls
+    results_as_json: bool = False
+
+    def adapt_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return with_descriptions(tools) if tools and self.needs_descriptions else tools
 
     def adapt(self, messages: Messages) -> Messages:
         """Converts normalized messages to the form that this template reads."""
@@ -63,6 +88,16 @@ class TemplateTraits:
             messages = with_empty_content(messages)
         if self.short_ids:
             messages = with_short_ids(messages)
+        if self.one_call:
+            messages = with_one_call(messages)
+        if self.one_instruction:
+            messages = with_one_instruction(messages)
+        if self.reads_thinking:
+            messages = with_thinking(messages)
+        if self.thinking_or_content:
+            messages = with_content_as_thinking(messages)
+        if self.results_as_json:
+            messages = with_results_as_json(messages)
         return messages if self.knows_developer else with_system_for_developer(messages)
 
 
@@ -78,11 +113,26 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
     takes_tools = any(
         "probe_function" in attempt(messages, [PROBE_TOOL]) for messages in ([USER], [SYSTEM, USER])
     )
-    knows_developer = "developer" in template
+    instructed = attempt([SYSTEM, USER, {"role": "system", "content": "Probe twice."}, USER])
+    traits = TemplateTraits(
+        takes_tools,
+        False,
+        knows_developer="developer" in template,
+        one_instruction=SYSTEM["content"] in instructed and "Probe twice." not in instructed,
+        needs_descriptions=takes_tools
+        and not attempt([USER], [BARE_TOOL])
+        and "bare_function" in attempt([USER], with_descriptions([BARE_TOOL])),
+    )
     num_nones = attempt([USER]).count("None")
     for short_ids, as_text, empty in product((False, True), repeat=3):
-        traits = TemplateTraits(takes_tools, True, as_text, empty, short_ids, knows_developer)
-        text = attempt(traits.adapt([USER, CALLING]))
+        found = replace(
+            traits,
+            writes_calls=True,
+            arguments_as_text=as_text,
+            empty_content=empty,
+            short_ids=short_ids,
+        )
+        text = attempt(found.adapt([USER, CALLING]))
         # 'probe_key' in Python's quotes is an object written where text was expected;
         # \"probe_key\" is text where an object was expected.
         is_right = (
@@ -90,12 +140,30 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
             and "'probe_key'" not in text
         )
         if is_right and '\\"probe_key' not in text and text.count("None") <= num_nones:
-            two_calls = traits.adapt(
-                [
-                    USER,
-                    {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]},
-                ]
-            )
-            takes_several_calls = attempt(two_calls).count("probe value") == 2
-            return replace(traits, takes_several_calls=takes_several_calls)
-    return TemplateTraits(takes_tools, False, knows_developer=knows_developer)
+            return _with_traits_of_turns(found, attempt)
+    return traits
+
+
+def _with_traits_of_turns(traits: TemplateTraits, attempt: Render) -> TemplateTraits:
+    """Adds what the template supports of messages with calls beside the calls' own form."""
+
+    def written(traits: TemplateTraits, *messages: dict[str, Any]) -> str:
+        return attempt(traits.adapt([USER, *messages]))
+
+    def writes_both(traits: TemplateTraits) -> bool:
+        return written(traits, TWO_CALLS).count("probe value") == 2
+
+    if not writes_both(traits):
+        split = replace(traits, one_call=True)
+        traits = replace(traits, takes_several_calls=False, one_call=writes_both(split))
+    thinking = replace(traits, reads_thinking=True)
+    if REASONING not in written(traits, REASONED) and REASONING in written(thinking, REASONED):
+        both = written(thinking, {**REASONED, "content": "probe content"})
+        result = written(thinking, CALLING, RESULT)
+        traits = replace(
+            thinking,
+            thinking_or_content=REASONING not in both or "probe content" not in both,
+            # other templates with this property are given text, as in transformers
+            results_as_json='\\"probe_result' in result,
+        )
+    return traits

@@ -6,6 +6,7 @@ Must not know: where a trace comes from.
 from __future__ import annotations
 
 import io
+import statistics
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -201,6 +202,8 @@ def _execute(
     if usual := usual_implementation(of_model):
         heading.append(f"; {usual} unless a line names another", style="not bold")
     tree.add(Group(heading, _table(of_model, rank.seconds, is_wide)))
+    if rank.experts:
+        tree.add(experts_line(rank.experts))
     sampler = spans.get("sampler")
     if sampler is not None:
         label = _span(sampler)
@@ -208,6 +211,19 @@ def _execute(
     if (most := dominating(kernels)) is not None:
         tree.add(Text(sentence(most, rank.seconds), style="bold"))
     return tree
+
+
+def experts_line(experts: dict[int, list[int]]) -> str:
+    """The rows that the experts of all layers computed; imbalance is the most over the mean."""
+    rows = sorted(count for of_layer in experts.values() for count in of_layer)
+    read = [len(of_layer) - of_layer.count(0) for of_layer in experts.values()]
+    uneven = [max(each) * len(each) / (sum(each) or 1) for each in experts.values()]
+    per_layer = max(map(len, experts.values()))
+    return (
+        f"experts of {_count(len(experts), 'layer')}: {rows[0]} to {rows[-1]} rows each, median "
+        f"{statistics.median(rows):g}; {min(read)} to {max(read)} of {per_layer} read per layer; "
+        f"imbalance {min(uneven):.1f} to {max(uneven):.1f}, median {statistics.median(uneven):.1f}"
+    )
 
 
 def _span(span: Span) -> Text:

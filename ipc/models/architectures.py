@@ -46,6 +46,7 @@ class Architecture:
     o_bias: bool | None = None
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    has_sinks: bool = False  # of attention, one for each head
     is_merged: bool = False
     norms: LayerNorms = PRE_NORMS
     activation: str = "silu"
@@ -121,6 +122,8 @@ class Architecture:
         if self.qk_norm:
             yield "self_attn.q_norm.weight", [q_rows if self.qk_norm_whole else head_dim]
             yield "self_attn.k_norm.weight", [kv_rows if self.qk_norm_whole else head_dim]
+        if self.has_sinks:
+            yield "self_attn.sinks", [config.num_attention_heads]
         yield from ((f"{name}.weight", [hidden]) for name in self.norms if name is not None)
 
 
@@ -263,6 +266,25 @@ ARCHITECTURES = {
         qk_norm_whole=True,
         defaults={"rms_norm_eps": 1e-5, "num_experts_per_tok": 8},
         experts=ExpertsFormat(),
+    ),
+    "GptOssForCausalLM": Architecture(
+        "gpt_oss",
+        honours=("attention_bias", "layer_types", *_EXPERTS),
+        default_head_dim=64,
+        has_sinks=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+            "rope_theta": 150_000.0,
+        },
+        constants={"fp32_norms": True},
+        experts=ExpertsFormat(renormalizes=True, has_biases=True, is_clamped=True, router="router"),
     ),
 }
 

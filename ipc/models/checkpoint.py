@@ -21,7 +21,7 @@ from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
 from .quantization_config import MXFP4, CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
-from .stacked_experts import stacked_pieces
+from .stacked_experts import MXFP4_GROUP, MXFP4_NUMBERS, MXFP4_SCALES, Piece, stacked_pieces
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,11 +31,6 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 METADATA = "__metadata__"
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-# What stands behind the name of a weight in MXFP4: numbers, two in a byte, and exponents, one for a
-# group.
-MXFP4_NUMBERS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
@@ -128,11 +123,16 @@ def check_checkpoint(
     }
     stacks: dict[str, list[str]] = {}
     for weight, piece in stacked_pieces(shapes).items():
-        if weight not in quantized:
-            stacks.setdefault(piece.stored, []).append(weight)
-            allowed[piece.stored] = StoredPart(
-                piece.stored, tuple(FLOAT_BYTES), (piece.shape,), is_required=False
-            )
+        if weight in quantized:
+            continue
+        dtypes, stored = tuple(FLOAT_BYTES), {piece.stored: piece.shape}
+        if quantization is not None and quantization.format_of(weight, shapes[weight]):
+            dtypes, stored = ("U8",), _in_mxfp4(weight, piece)
+            allowed.pop(weight)
+            required += list(stored)[1:]
+        stacks.setdefault(next(iter(stored)), []).append(weight)
+        for name, shape in stored.items():
+            allowed[name] = StoredPart(name, dtypes, (shape,), is_required=False)
     files = find_weight_files(directory)
     origin: dict[str, Path] = {}
     for path in files:
@@ -155,6 +155,19 @@ def check_checkpoint(
             f"{directory}: no file has the tensor {missing[0]}{more}; read: {read}"
         )
     return origin
+
+
+def _in_mxfp4(weight: str, piece: Piece) -> dict[str, list[int]]:
+    """Name -> shape of the numbers and of the scales that are stored in place of a tensor."""
+    experts, columns, rows = piece.shape
+    if columns % MXFP4_GROUP:
+        raise ModelLoadError(
+            f"config.json: quantization_config: {weight} has {columns} columns, MXFP4 needs a "
+            f"multiple of {MXFP4_GROUP}"
+        )
+    scales = [experts, rows, columns // MXFP4_GROUP]
+    numbers = [*scales, MXFP4_GROUP // 2]
+    return {piece.stored + MXFP4_NUMBERS: numbers, piece.stored + MXFP4_SCALES: scales}
 
 
 class StoredWeights(NamedTuple):

@@ -91,6 +91,8 @@ _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", 
 _READ = frozenset(
     {
         "decoder_sparse_step",
+        "experts_per_token",  # OpenAI's name of num_experts_per_tok
+        "initial_context_length",  # of original_max_position_embeddings
         "layer_types",
         "max_window_layers",
         "mlp_only_layers",
@@ -108,6 +110,8 @@ _READ = frozenset(
         "rope_scaling",
         "rope_theta",
         "sliding_window",
+        "swiglu_alpha",
+        "swiglu_limit",
         *CONTEXT_KEYS,
     }
 )

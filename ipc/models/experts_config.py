@@ -24,8 +24,11 @@ class ExpertsConfig:
     per_token: int
     size: int  # inner size of an expert
     renormalizes: bool  # the weights of a token's experts add up to 1
+    names: ExpertsFormat
     shared_size: int = 0  # inner size of the expert that all tokens share; 0: there is none
     dense_layers: tuple[int, ...] = ()  # that have a gated MLP instead
+    # scale and limit of a clamped SwiGLU (kernels/moe.py), in place of the config's activation
+    clamped_swiglu: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -34,13 +37,17 @@ class ExpertsFormat:
 
     `size`: the key of an expert's inner size. `renormalizes`: None follows norm_topk_prob.
     `block`: the prefix of the layer's tensors; `gate`, `up` and `down`: names within an expert.
+    `has_biases`: of the router and of the experts.
     """
 
     size: str = "intermediate_size"
     renormalizes: bool | None = None
     has_shared: bool = False
     has_dense_layers: bool = False
+    has_biases: bool = False
+    is_clamped: bool = False  # swiglu_alpha and swiglu_limit are those of a clamped SwiGLU
     block: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -59,19 +66,30 @@ class ExpertsFormat:
             _count(hf_config, "num_experts_per_tok", count),
             _count(hf_config, self.size),
             bool(normalizes) if self.renormalizes is None else self.renormalizes,
+            self,
             _count(hf_config, "shared_expert_intermediate_size") if self.has_shared else 0,
             _dense_layers(hf_config) if self.has_dense_layers else (),
+            (_positive(hf_config, "swiglu_alpha"), _positive(hf_config, "swiglu_limit"))
+            if self.is_clamped
+            else None,
         )
 
     def weight_shapes(
         self, config: ExpertsConfig, hidden_size: int
     ) -> Iterator[tuple[str, list[int]]]:
         """Name and shape of every tensor of a layer's experts."""
-        yield f"{self.block}.gate.weight", [config.count, hidden_size]
+        sizes, size = {self.router: config.count}, config.size
+        yield f"{self.block}.{self.router}.weight", [config.count, hidden_size]
         for expert in range(config.count):
-            for name in (self.gate, self.up):
-                yield f"{self.block}.experts.{expert}.{name}.weight", [config.size, hidden_size]
-            yield f"{self.block}.experts.{expert}.{self.down}.weight", [hidden_size, config.size]
+            for name, shape in (
+                (self.gate, [size, hidden_size]),
+                (self.up, [size, hidden_size]),
+                (self.down, [hidden_size, size]),
+            ):
+                sizes[f"experts.{expert}.{name}"] = shape[0]
+                yield f"{self.block}.experts.{expert}.{name}.weight", shape
+        if self.has_biases:
+            yield from ((f"{self.block}.{name}.bias", [rows]) for name, rows in sizes.items())
         if self.has_shared:
             shared = f"{self.block}.shared_expert"
             for name in ("gate_proj", "up_proj"):
@@ -92,6 +110,15 @@ def _dense_layers(hf_config: dict[str, Any]) -> tuple[int, ...]:
         "decoder_sparse_step",
     )
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % every)
+
+
+def _positive(hf_config: dict[str, Any], key: str) -> float:
+    value = hf_config.get(key)
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1e6:
+        raise ModelLoadError(
+            f"config.json: {key} must be a number above 0, at most 1,000,000, got {value!r:.100}"
+        )
+    return float(value)
 
 
 def _count(hf_config: dict[str, Any], key: str, most: int = 2**31 - 1) -> int:

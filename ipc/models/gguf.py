@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -98,6 +98,14 @@ class Metadata(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         value = self._values[key]
         return value.read() if isinstance(value, _LongArray) else value
+
+    def strings_at(self, key: str, indices: list[int]) -> dict[int, str]:
+        """The strings of a list at these ascending indices; without those that are not there."""
+        value = self._values.get(key)
+        if isinstance(value, _LongArray):
+            return value.strings_at(indices)
+        values = value if isinstance(value, list) else []
+        return {i: values[i] for i in indices if i < len(values) and isinstance(values[i], str)}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._values)
@@ -192,6 +200,14 @@ class _LongArray(NamedTuple):
     at: int  # first byte
 
     def read(self) -> list[Any]:
+        return self._in_file(lambda header: header.elements(self.letter, self.length, self.field))
+
+    def strings_at(self, indices: list[int]) -> dict[int, str]:
+        wanted = [i for i in indices if i < self.length and not self.letter]
+        return self._in_file(lambda header: header.strings_at(wanted, self.field))
+
+    def _in_file(self, function: Callable[[_Header], Any]) -> Any:
+        """The result of function, called with the header at the first byte."""
         try:
             with (
                 self.path.open("rb") as file,
@@ -199,7 +215,7 @@ class _LongArray(NamedTuple):
             ):
                 header = _Header(self.path, data)
                 header.at = self.at
-                return header.elements(self.letter, self.length, self.field)
+                return function(header)
         except (OSError, ValueError) as error:  # ValueError: the file is empty now
             raise _unsound(self.path, str(error)) from error
 
@@ -346,6 +362,14 @@ class _Header:
             raise self.unsound(f"{field} has a string that is not UTF-8") from None
         self.at = at
         return values
+
+    def strings_at(self, indices: list[int], field: str) -> dict[int, str]:
+        """Of an array of strings that begins here. indices: ascending."""
+        found, passed = {}, 0
+        for index in indices:
+            self.skip_strings(index - passed, field)
+            found[index], passed = self.string(field), index + 1
+        return found
 
     def string(self, field: str, most: int | None = None) -> str:
         num_bytes = self.number("Q", field)

@@ -151,6 +151,18 @@ GGUF_ARCHITECTURES = {
         constants={"norm_topk_prob": False},
         presence=_BIASES,
     ),
+    "gpt-oss": GGUFArchitecture(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        keys=_LOCAL_EXPERTS,
+        presence={"attention_bias": "attn_q.bias"},
+        windows=2,
+    ),
     # the following run in transformers' code
     "gemma": GGUFArchitecture(
         "GemmaForCausalLM",
@@ -257,18 +269,6 @@ GGUF_ARCHITECTURES = {
         "seed_oss",
         {"post_attention_norm": "post_attention_layernorm"},
         presence=_BIASES | {"attention_out_bias": "attn_output.bias"},
-    ),
-    "gpt-oss": GGUFArchitecture(
-        "GptOssForCausalLM",
-        "gpt_oss",
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_sinks": "self_attn.sinks",
-            "ffn_gate_inp": "mlp.router",
-        },
-        keys=_LOCAL_EXPERTS,
-        presence={"attention_bias": "attn_q.bias"},
-        windows=2,
     ),
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}

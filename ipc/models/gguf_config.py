@@ -80,6 +80,8 @@ ENDING_TOKENS = frozenset(
         "<|return|>",
     }
 )
+# In gpt-oss' format <|end|> ends one of several messages of an answer, and a call ends the answer.
+MESSAGE_END, CALL_END = "<|end|>", "<|call|>"
 CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
@@ -157,13 +159,14 @@ def gguf_generation_config(file: GGUFFile) -> dict[str, Any]:
     """
     metadata = file.metadata
     ends = [metadata.get(f"tokenizer.ggml.{key}") for key in _END_KEYS]
-    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if isinstance(tokens, list) and isinstance(kinds, list):
-        ends += [
-            i
-            for i, (text, kind) in enumerate(zip(tokens, kinds))
-            if kind == CONTROL_TOKEN and text in ENDING_TOKENS
-        ]
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    if isinstance(kinds, list):
+        ids = [i for i, kind in enumerate(kinds) if kind == CONTROL_TOKEN]
+        texts = metadata.strings_at("tokenizer.ggml.tokens", ids)
+        control = {text: i for i, text in texts.items()}
+        ends += [i for text, i in control.items() if text in ENDING_TOKENS]
+        if CALL_END in control:
+            ends = [end for end in [*ends, control[CALL_END]] if end != control.get(MESSAGE_END)]
     found = list(dict.fromkeys(end for end in ends if end is not None))
     config: dict[str, Any] = {"eos_token_id": found} if found else {}
     for key, name in _SAMPLING_KEYS.items():

@@ -5,6 +5,7 @@ Must not know: the tokenizers library, which reads them; templates; requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 from ..errors import ModelLoadError
 from .gguf import GGUFFile, read_gguf
 from .gguf_pre_tokenizers import PRE_TOKENIZERS, byte_level
-from .merge_cache import merges_of
+from .merge_cache import Merges, merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 # tokenizer.ggml.model -> what it is
@@ -40,7 +41,8 @@ def tokenizer_json(path: Path) -> bytes:
     beside = path.with_name("tokenizer.json")
     if beside.exists():
         return beside.read_bytes()
-    return msgspec.json.encode(gguf_tokenizer(Vocabulary(read_gguf(path))))
+    contents = gguf_tokenizer(Vocabulary(read_gguf(path)))
+    return msgspec.json.encode(contents, enc_hook=list)  # of merges
 
 
 def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
@@ -248,7 +250,7 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
     }
 
 
-def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> Merges:
     """SentencePiece merges the two neighbours whose joined piece has the highest score: every way
     to cut a piece in two is a merge with that piece's score.
     """
@@ -264,7 +266,9 @@ def _merges_by_score(vocabulary: Vocabulary, scores: list[float]) -> list[tuple[
     return merges_of(sorted(scores_of, key=scores_of.__getitem__))
 
 
-def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> dict[str, Any]:
+def _bpe(
+    vocab: dict[str, int], merges: Sequence[tuple[str, str]], **options: Any
+) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,

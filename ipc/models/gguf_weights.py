@@ -33,12 +33,14 @@ VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
 # kernels are packed again at load (kernels/reference/gguf_repack.py). Numbers of 16 and 32 bits
 # become numbers of the model's dtype. tests/ipc/models/test_gguf_weights.py compares this table
 # with the kernels.
-_WITH_KERNELS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K")
+_WITH_KERNELS = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "MXFP4"),
+    *("Q4_K", "Q5_K", "Q6_K"),
+)
 MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
     "Q2_K": "Q8_0",
     "Q3_K": "Q6_K",
     "IQ4_XS": "Q8_0",
-    "MXFP4": "Q8_0",
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
 }
@@ -97,8 +99,8 @@ def _stacked_experts(shapes: Mapping[str, list[int]]) -> dict[str, list[str]]:
     for weight, piece in stacked_pieces(shapes).items():
         stored = piece.stored
         if piece.expert is not None:
-            stored = stored.replace("gate_up_proj", "up_proj" if piece.begin else "gate_proj")
-            stored += ".weight"
+            stored = stored.replace("gate_up_proj", "up_proj" if piece.is_second else "gate_proj")
+            stored = f"{stored.removesuffix('_bias')}.{weight.rpartition('.')[2]}"
         experts.setdefault(stored, []).append(weight)
     return experts
 

@@ -44,6 +44,8 @@ class WeightFormat:
     scale_name: str = "weight_scale"  # of packed and plain
 
     def __str__(self) -> str:
+        if self.layout == MXFP4:
+            return MXFP4.upper()
         if self.is_float:
             number = "fp8"
         else:
@@ -164,10 +166,13 @@ def _fbgemm_fp8(config: Json) -> CheckpointQuantization:
 
 
 def _mxfp4(config: Json) -> CheckpointQuantization:
-    """Linear layers keep their dtype; experts are stored as numbers and scales of blocks
-    (checkpoint.read_stored_weights).
+    """Experts are stored as numbers and scales of blocks of 32, all of a layer in one tensor
+    (stacked_experts.py); other layers keep their dtype.
     """
-    return CheckpointQuantization(MXFP4, (), lambda layer: True)
+    found = WeightFormat(MXFP4, 4, group_size=32)
+    return CheckpointQuantization(
+        MXFP4, ((lambda layer: True, found),), lambda layer: ".experts." not in layer
+    )
 
 
 def _compressed_tensors(config: Json) -> CheckpointQuantization:

@@ -11,7 +11,7 @@ from math import prod
 
 from ..errors import ModelLoadError
 from .gguf_weights import layer_of
-from .quantization_config import CheckpointQuantization, WeightFormat
+from .quantization_config import MXFP4, CheckpointQuantization, WeightFormat
 
 FLOATS = ("F32", "F16", "BF16")
 E4M3 = "F8_E4M3"
@@ -31,7 +31,7 @@ UNUSED = (
 INT4_TYPES = {128: "INT4_128", 32: "INT4_32"}
 INT8_TYPE = "Q8_0"
 # type -> columns and bytes of a block; native kernels multiply all of them
-BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34)}
+BLOCKS = {"INT4_128": (128, 68), "INT4_32": (32, 20), "Q8_0": (32, 34), "MXFP4": (32, 17)}
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class StoredPart:
 def parts_of(
     shapes: dict[str, list[int]], quantization: CheckpointQuantization | None
 ) -> dict[str, StoredPart]:
-    """As stored_parts, of all quantized weights among `shapes`."""
+    """As stored_parts, of all quantized weights among `shapes` that have tensors of their own."""
     parts: dict[str, StoredPart] = {}
     for name, shape in shapes.items() if quantization is not None else ():
         found = None if quantization is None else quantization.format_of(name, shape)
-        if found is not None:
+        if found is not None and found.layout != MXFP4:
             parts |= stored_parts(name, shape, found)
     return parts
 
@@ -143,6 +143,8 @@ def packed_type(found: WeightFormat, columns: int) -> str | None:
     """
     if found.is_float:
         return None
+    if found.layout == MXFP4:
+        return MXFP4.upper()
     group = found.group_size or columns
     if found.bits == 8:
         return INT8_TYPE if group % BLOCKS[INT8_TYPE][0] == 0 else None

@@ -131,12 +131,14 @@ def parse_ropes(
     hf_config: dict[str, Any], head_dim: int, honours: tuple[str, ...]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """The rope parameters of all layers; or, with "layer_types" among `honours`, those of layers
-    without a window and those of layers with one. The latter are never scaled by rope_scaling.
+    without a window and those of layers with one, where config.json has both. The latter are never
+    scaled by rope_scaling.
 
     Raises as parse_rope_parameters does, and for lists of another length than there are
     frequencies.
     """
-    if "layer_types" not in honours:
+    has_own = _by_kind(hf_config) or hf_config.get("rope_local_base_freq") is not None
+    if "layer_types" not in honours or not has_own:
         ropes = parse_rope_parameters(hf_config, honours), None
     else:
         own = {"rope_scaling": None, "rope_parameters": None}

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(weight|bias)")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 # name of an expert's projection -> name of the layer's tensor, and whether it is the second half of
 # an expert's rows there
@@ -25,18 +25,28 @@ _STACKS = {
 _RENAMED = (".block_sparse_moe.", ".mlp.")  # Mixtral's, in the form with stacked experts
 
 
+# What stands behind the name of a tensor of experts in MXFP4: numbers [experts, rows, groups, 16],
+# two of a group's 32 in a byte, and exponents [experts, rows, groups].
+MXFP4_NUMBERS, MXFP4_SCALES, MXFP4_GROUP = "_blocks", "_scales", 32
+
+
 class Piece(NamedTuple):
     """Where a weight lies in a stored tensor."""
 
     stored: str
     shape: list[int]  # of the whole tensor
     expert: int | None  # index along its first dimension; None: the weight is the whole tensor
-    begin: int = 0  # first row within the expert
-    end: int = 0
+    rows: slice = slice(None)  # within the expert
+    is_second: bool = False  # of gate and up
+    is_transposed: bool = False  # an expert's rows are the last dimension
 
 
 def stacked_pieces(shapes: Mapping[str, list[int]]) -> dict[str, Piece]:
-    """Weight -> its piece of a stored tensor, for the names of `shapes` that have another form."""
+    """Weight -> its piece of a stored tensor, for the names of `shapes` that have another form.
+
+    Experts with biases are those of gpt-oss: its stored tensors have the columns of an expert
+    before its rows, which are of gate and up in turn.
+    """
     found = {name: match for name in shapes if (match := _EXPERT.fullmatch(name))}
     counts: dict[str, int] = {}
     for match in found.values():
@@ -44,11 +54,18 @@ def stacked_pieces(shapes: Mapping[str, list[int]]) -> dict[str, Piece]:
     pieces: dict[str, Piece] = {}
     for name, match in found.items():
         stack, is_second = _STACKS[match[3]]
-        rows, columns = shapes[name]
-        begin = rows if is_second else 0
-        whole = [counts[match[1]], 2 * rows if stack == _GATE_UP else rows, columns]
+        rows, *columns = shapes[name]
+        count, stored_rows = counts[match[1]], 2 * rows if stack == _GATE_UP else rows
         stored = f"{match[1]}.experts.{stack}".replace(*_RENAMED)
-        pieces[name] = Piece(stored, whole, int(match[2]), begin, begin + rows)
+        if match[4] == "bias":
+            stored += "_bias"
+        whole = [count, stored_rows, *columns]
+        begin = rows if is_second else 0
+        place = slice(begin, begin + rows)
+        if has_biases := f"{name.removesuffix(match[4])}bias" in shapes:
+            whole = [count, *columns, stored_rows]
+            place = slice(int(is_second), stored_rows, stored_rows // rows)
+        pieces[name] = Piece(stored, whole, int(match[2]), place, is_second, has_biases)
     for name, shape in shapes.items():
         if name not in found and _RENAMED[0] in name:
             pieces[name] = Piece(name.replace(*_RENAMED), shape, None)

@@ -25,8 +25,10 @@ from .gguf_blocks import (
     block_type,
     dequantize,
     fifth_bits,
+    fp4_numbers,
     half,
     iq4_numbers,
+    mxfp4_scales,
     scale_and_zero,
     scales_and_leasts,
     split,
@@ -138,6 +140,11 @@ def _iq4_nl(blocks: Tensor) -> _Pieces:
     return iq4_numbers(unpack_bits(numbers, 4, 16)), half(scale), None
 
 
+def _mxfp4(blocks: Tensor) -> _Pieces:
+    exponent, numbers = split(blocks, 1, 16)
+    return fp4_numbers(unpack_bits(numbers, 4, 16)), mxfp4_scales(exponent), None
+
+
 def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> _Pieces:
     scales, leasts = scales_and_leasts(packed)
     return numbers, half(scale) * scales, -(half(least) * leasts)
@@ -174,6 +181,7 @@ _PARTS = {
     "Q5_0": _q5_0,
     "Q5_1": _q5_1,
     "IQ4_NL": _iq4_nl,
+    "MXFP4": _mxfp4,
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,

@@ -2,9 +2,9 @@
 
 Must not know: files, speed.
 
-Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact. MXFP4 as Q8_0 is exact for scales that fp16
-holds, 2**-24 to 2**15. IQ4_XS as Q8_0 keeps the numbers and rounds the scale of each 32 to fp16, by
-at most 2**-11 of it. Q2_K as Q8_0 rounds every weight, by at most 1/253 of the largest of its 32.
+Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact. IQ4_XS as Q8_0 keeps the numbers and rounds the
+scale of each 32 to fp16, by at most 2**-11 of it. Q2_K as Q8_0 rounds every weight, by at most
+1/253 of the largest of its 32.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from .gguf_blocks import (
     PIECE,
     block_type,
     dequantize,
-    fp4_numbers,
     half,
     iq4_numbers,
     iq4_xs_scales,
-    mxfp4_scales,
     q3_k_scales,
     split,
     unpack_bits,
@@ -94,16 +92,10 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _as_q8_0(half(scale) * iq4_xs_scales(packed), iq4_numbers(unpack_bits(numbers, 4, 16)))
 
 
-def _mxfp4(blocks: Tensor) -> Tensor:
-    scale, numbers = split(blocks, 1, 16)
-    return _as_q8_0(mxfp4_scales(scale), fp4_numbers(unpack_bits(numbers, 4, 16)))
-
-
 _REPACKED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "Q2_K": ("Q8_0", _q2_k),
     "Q3_K": ("Q6_K", _q3_k),
     "IQ4_XS": ("Q8_0", _iq4_xs),
-    "MXFP4": ("Q8_0", _mxfp4),
     "TQ1_0": ("Q4_0", _ternary("TQ1_0")),
     "TQ2_0": ("Q4_0", _ternary("TQ2_0")),
 }

@@ -3,10 +3,12 @@
 Must not know: speed.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ..moe import Experts
+from ..moe import ClampedSwiGLU, Experts
 from ..registry import register
 from .activation import gelu_tanh_and_mul, silu_and_mul
 from .quantized import fused
@@ -42,9 +44,22 @@ def route_experts(
     return ids.int(), weights * scale
 
 
+def clamped_swiglu_and_mul(x: Tensor, activation: ClampedSwiGLU) -> Tensor:
+    """[T, 2 * I], the gates first -> [T, I]"""
+    limit = activation.limit
+    gate, up = x.float().chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (gate / (1 + (-activation.scale * gate).exp()) * (up + 1)).to(x.dtype)
+
+
 @register("fused_moe", name="reference", priority=0)
 def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
-    activate = ACTIVATIONS[experts.activation]
+    activation = experts.activation
+    activate = (
+        partial(clamped_swiglu_and_mul, activation=activation)
+        if isinstance(activation, ClampedSwiGLU)
+        else ACTIVATIONS[activation]
+    )
     returned = torch.zeros(*expert_ids.shape, x.shape[1], device=x.device)  # of each slot
     for expert in expert_ids.unique().tolist():
         tokens, slots = (expert_ids == expert).nonzero(as_tuple=True)
@@ -55,6 +70,13 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     for slot in range(expert_ids.shape[1]):
         total = fused(returned[:, slot], weights[:, slot, None], total)
     return total.to(x.dtype)
+
+
+@register("count_experts", name="reference", priority=0)
+def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
+    if slots is not None:
+        ids = ids[slots >= 0]
+    counts += torch.bincount(ids.flatten(), minlength=len(counts))
 
 
 @register("add_gated", name="reference", priority=0)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..moe import Experts
+from ..moe import ClampedSwiGLU, Experts
 from ..registry import register
 from .device import PLAIN, PRIORITY, TILE, is_cuda
 
@@ -28,6 +28,7 @@ PAIRS, TILES = 128, 128  # pairs, and tiles, per step of align_kernel
 LOWEST = tl.constexpr(-3.0e38)  # a choice that is less than any, but not taken
 LEAST_SUM = tl.constexpr(1e-20)  # kernels/reference/moe.py
 ACTIVATIONS = ("silu", "gelu_tanh")
+CLAMPED = 3
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
@@ -131,6 +132,42 @@ def route_experts(
 
 
 @triton.jit
+def count_kernel(
+    ids_ptr,
+    slots_ptr,
+    counts_ptr,
+    num_pairs,
+    TOP_K: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program counts BLOCK of ids [T * TOP_K]."""
+    pair = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    counted = pair < num_pairs
+    if HAS_SLOTS:
+        counted = counted & (tl.load(slots_ptr + pair // TOP_K, mask=counted, other=-1) >= 0)
+    ids = tl.load(ids_ptr + pair, mask=counted, other=0)
+    ones = tl.full([BLOCK], 1, tl.int64)
+    tl.atomic_add(counts_ptr + ids, ones, mask=counted, sem="relaxed")
+
+
+@register("count_experts", name="triton", predicate=is_cuda, priority=PRIORITY)
+def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
+    ids = ids.contiguous()
+    if ids.numel():
+        count_kernel[triton.cdiv(ids.numel(), PAIRS),](
+            ids,
+            ids if slots is None else slots,
+            counts,
+            ids.numel(),
+            TOP_K=ids.shape[1],
+            HAS_SLOTS=slots is not None,
+            BLOCK=PAIRS,
+            **PLAIN,
+        )
+
+
+@triton.jit
 def align_kernel(
     ids_ptr,
     pairs_ptr,
@@ -175,6 +212,7 @@ def experts_kernel(
     pairs_ptr,
     experts_ptr,
     weights_ptr,
+    biases_ptr,
     out_ptr,
     x_stride,
     IN: tl.constexpr,
@@ -182,14 +220,17 @@ def experts_kernel(
     COUNT: tl.constexpr,
     TOP_K: tl.constexpr,
     DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    GATE_SCALE: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """out [pairs, OUT] = x [., IN], row pair // TOP_K, times the weight of the tile's expert. With
-    an ACTIVATION (1: SiLU, 2: GELU) the weight has 2 * OUT rows, gate and up. Grid (tiles, blocks
-    of outputs).
+    """out [pairs, OUT] = x [., IN], row pair // TOP_K, times the weight of the tile's expert, plus
+    its bias. With an ACTIVATION (1: SiLU, 2: GELU, 3: ClampedSwiGLU) the weight has 2 * OUT rows,
+    gate and up. Grid (tiles, blocks of outputs).
     """
     expert = tl.load(experts_ptr + tl.program_id(0))
     if expert < COUNT:
@@ -210,13 +251,24 @@ def experts_kernel(
             if ACTIVATION > 0:
                 up = tl.load(weight_ptrs + OUT * IN + start, mask=mask, other=0.0)
                 up_total = tl.dot(x, up, up_total, input_precision="ieee")
+        if HAS_BIAS:
+            bias_ptrs = tl.load(biases_ptr + expert).to(tl.pointer_type(DTYPE)) + column
+            total += tl.load(bias_ptrs, mask=column < OUT, other=0.0).to(tl.float32)[None, :]
+            if ACTIVATION > 0:
+                up_bias = tl.load(bias_ptrs + OUT, mask=column < OUT, other=0.0)
+                up_total += up_bias.to(tl.float32)[None, :]
         if ACTIVATION > 0:
             gate = total.to(DTYPE).to(tl.float32)
-            inner = gate
-            if ACTIVATION == 2:  # as gate_kernel in activation.py
-                inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            active = (gate * tl.sigmoid(inner)).to(DTYPE).to(tl.float32)
-            total = active * up_total.to(DTYPE).to(tl.float32)
+            up = up_total.to(DTYPE).to(tl.float32)
+            if ACTIVATION == 3:
+                gate = tl.minimum(gate, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+                up = tl.clamp(up, -GATE_LIMIT, GATE_LIMIT, propagate_nan=tl.PropagateNan.ALL)
+                total = gate * tl.sigmoid(GATE_SCALE * gate) * (up + 1)
+            else:
+                inner = gate
+                if ACTIVATION == 2:  # as gate_kernel in activation.py
+                    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+                total = (gate * tl.sigmoid(inner)).to(DTYPE).to(tl.float32) * up
         tl.store(
             out_ptr + pair.to(tl.int64)[:, None] * OUT + column[None, :],
             total.to(out_ptr.dtype.element_ty),
@@ -245,7 +297,13 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         experts.scratch["triton"] = [
             _addresses(layers, x.device) for layers in (experts.gate_up, experts.down)
         ]
-    gate_up, down = experts.scratch["triton"]
+    (gate_up, gate_up_bias), (down, down_bias) = experts.scratch["triton"]
+    activation, gate = experts.activation, (0.0, 0.0)
+    if isinstance(activation, ClampedSwiGLU):
+        gate = activation.scale, activation.limit
+        kind = CLAMPED
+    else:
+        kind = 1 + ACTIVATIONS.index(activation)
     (num_tokens, top_k), count = expert_ids.shape, len(experts.down)
     hidden_size, inner_size = experts.down[0].weight.shape  # type: ignore[attr-defined]
     out = x.new_empty(num_tokens, hidden_size)
@@ -274,12 +332,16 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         pairs,
         of_tiles,
         gate_up,
+        gate_up if gate_up_bias is None else gate_up_bias,
         inner,
         x.stride(0),
         IN=hidden_size,
         OUT=inner_size,
         TOP_K=top_k,
-        ACTIVATION=1 + ACTIVATIONS.index(experts.activation),
+        HAS_BIAS=gate_up_bias is not None,
+        ACTIVATION=kind,
+        GATE_SCALE=gate[0],
+        GATE_LIMIT=gate[1],
         DEPTH=DEPTH,
         **tiles,
     )
@@ -289,12 +351,16 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         pairs,
         of_tiles,
         down,
+        down if down_bias is None else down_bias,
         returned,
         inner_size,
         IN=inner_size,
         OUT=hidden_size,
         TOP_K=1,
+        HAS_BIAS=down_bias is not None,
         ACTIVATION=0,
+        GATE_SCALE=0.0,
+        GATE_LIMIT=0.0,
         DEPTH=DEPTH,
         **tiles,
     )
@@ -305,15 +371,20 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     return out
 
 
-def _addresses(layers: Sequence[Any], device: torch.device) -> Tensor:
-    """[E] i64, of the layers' weights, which are contiguous and have no bias."""
-    for layer in layers:
-        if layer.bias is not None or not layer.weight.is_contiguous():
-            raise ValueError("experts with biases are not supported on a GPU")
-    addresses = torch.tensor([layer.weight.data_ptr() for layer in layers])
-    if device.type == "cuda":
-        return addresses.pin_memory().to(device, non_blocking=True)
-    return addresses
+def _addresses(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """[E] i64 each: of the layers' weights, and of their biases, which all have or none has."""
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    has_bias = biases[0] is not None
+    if any((bias is not None) != has_bias for bias in biases):
+        raise ValueError("either all experts of a layer have a bias, or none")
+    if not all(tensor.is_contiguous() for tensor in (*weights, *(biases if has_bias else ()))):
+        raise ValueError("weights and biases of experts must be contiguous")
+
+    def addresses(tensors: list[Tensor]) -> Tensor:
+        found = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+
+    return addresses(weights), addresses(biases) if has_bias else None
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Quire and llama.cpp's server on the same GGUF file, over HTTP.
 
     python tests/bench/bench_gguf.py FILE.gguf --llama-server PATH [--rounds 5] [--threads 2]
-    [--write]
+    [--cells "one request" eight] [--write]
 
 Both servers stay loaded and take turns, so that disturbances affect both. Prompts are random token
 ids, new ones in every round; sampling is greedy and ignores the end of the sequence. Figures are
@@ -48,6 +48,7 @@ class Cell:
 
 CELLS = {
     "one request": Cell(1, 0, 128, 128),
+    "eight": Cell(8, 0, 128, 64),
     "sixteen": Cell(16, 0, 128, 64),
     "sixteen, 700 shared": Cell(16, 700, 32, 32),
     "prompt of 4096": Cell(1, 0, 4096, 1, counts_prompt=True),
@@ -200,13 +201,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             starts[kind.name].append(seconds)
             first_peaks[kind.name].append(server.peak_mib())
             server.stop()
-    slots = max(cell.requests for cell in CELLS.values())
+    cells = {name: CELLS[name] for name in args.cells}
+    slots = max(cell.requests for cell in cells.values())
     servers = [start(kind, args, slots)[:2] for kind in kinds]
     rates: dict[str, dict[str, list[float]]] = {
-        name: {server.name: [] for server, _ in servers} for name in CELLS
+        name: {server.name: [] for server, _ in servers} for name in cells
     }
     try:
-        for name, cell in CELLS.items():
+        for name, cell in cells.items():
             for i in range(args.rounds + 1):  # the first one is a warm-up
                 prompts = make_prompts(cell, vocab_size, f"{name} {i} {time.time()}")
                 for server, url in servers if i % 2 else servers[::-1]:
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--llama-server", required=True, help="llama.cpp's llama-server program")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--context", type=int, default=4352, help="tokens of one request")
     parser.add_argument("--logs", default="/tmp", help="folder for the servers' logs")
     parser.add_argument("--write", action="store_true", help="keep the figures in results/")

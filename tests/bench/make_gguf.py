@@ -2,6 +2,9 @@
 
 python tests/bench/make_gguf.py 0.5B OUT.gguf
 llama-quantize OUT.gguf OUT-Q4_K_M.gguf Q4_K_M
+
+Mixtures of experts are 30B-A3B-layers, four layers of Qwen3-30B-A3B, and 30B-A3B-small, a sixteenth
+of its parameters; both with a vocabulary of 32,000, so that the head does not take most of a step.
 """
 
 from __future__ import annotations
@@ -11,31 +14,50 @@ from collections.abc import Iterator
 
 import gguf
 import numpy as np
-from quire.tests.bench.gpu_shapes import SHAPES
+from quire.tests.bench.gpu_shapes import SHAPES, shape
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
+MIXTURES = {
+    "30B-A3B-layers": shape(2048, 4, 32, 4, 128, 768, 32_000, True, **EXPERTS),
+    "30B-A3B-small": shape(1024, 9, 16, 2, 128, 512, 32_000, True, **EXPERTS),
+}
 
 
 def tensors(shape: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Qwen2 model with a tied head."""
+    """Names and shapes of a Qwen2 or Qwen3-MoE model with a tied head."""
     hidden, inner = shape["hidden_size"], shape["intermediate_size"]
     heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
-    head_dim = hidden // heads
+    head_dim, experts = shape["head_dim"], shape.get("num_experts")
     yield "token_embd.weight", (shape["vocab_size"], hidden)
     for i in range(shape["num_hidden_layers"]):
         for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
             yield f"blk.{i}.attn_{name}.weight", (rows * head_dim, hidden)
-            yield f"blk.{i}.attn_{name}.bias", (rows * head_dim,)
+            if not experts:
+                yield f"blk.{i}.attn_{name}.bias", (rows * head_dim,)
+        if experts:
+            yield f"blk.{i}.attn_q_norm.weight", (head_dim,)
+            yield f"blk.{i}.attn_k_norm.weight", (head_dim,)
+            yield f"blk.{i}.ffn_gate_inp.weight", (experts, hidden)
         yield f"blk.{i}.attn_output.weight", (hidden, heads * head_dim)
         yield f"blk.{i}.attn_norm.weight", (hidden,)
         yield f"blk.{i}.ffn_norm.weight", (hidden,)
-        yield f"blk.{i}.ffn_gate.weight", (inner, hidden)
-        yield f"blk.{i}.ffn_up.weight", (inner, hidden)
-        yield f"blk.{i}.ffn_down.weight", (hidden, inner)
+        suffix, stack = ("_exps", (experts,)) if experts else ("", ())
+        yield f"blk.{i}.ffn_gate{suffix}.weight", (*stack, inner, hidden)
+        yield f"blk.{i}.ffn_up{suffix}.weight", (*stack, inner, hidden)
+        yield f"blk.{i}.ffn_down{suffix}.weight", (*stack, hidden, inner)
     yield "output_norm.weight", (hidden,)
 
 
 def write(shape: dict, path: str) -> None:
-    writer = gguf.GGUFWriter(path, "qwen2", use_temp_file=True)
+    experts = shape.get("num_experts")
+    writer = gguf.GGUFWriter(path, "qwen3moe" if experts else "qwen2", use_temp_file=True)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(shape["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(shape["intermediate_size"])
+        writer.add_key_length(shape["head_dim"])
+        writer.add_value_length(shape["head_dim"])
     writer.add_context_length(32_768)
     writer.add_embedding_length(shape["hidden_size"])
     writer.add_block_count(shape["num_hidden_layers"])
@@ -59,8 +81,9 @@ def write(shape: dict, path: str) -> None:
             values = np.ones(size, np.float32)
         else:
             values = random.standard_normal(size, np.float32) * np.float32(0.02)
-        # vectors are F32 in every file that llama.cpp writes
-        writer.add_tensor(name, values.astype(np.float16) if values.ndim == 2 else values)
+        # vectors and routers are F32 in every file that llama.cpp writes
+        is_float = values.ndim == 1 or "gate_inp" in name
+        writer.add_tensor(name, values if is_float else values.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -69,10 +92,11 @@ def write(shape: dict, path: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shape", choices=[name for name, of in SHAPES.items() if is_tied_qwen2(of)])
+    shapes = {name: of for name, of in SHAPES.items() if is_tied_qwen2(of)} | MIXTURES
+    parser.add_argument("shape", choices=shapes)
     parser.add_argument("path", help="the file to write")
     args = parser.parse_args()
-    write(SHAPES[args.shape], args.path)
+    write(shapes[args.shape], args.path)
 
 
 def is_tied_qwen2(shape: dict) -> bool:

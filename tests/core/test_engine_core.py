@@ -2,6 +2,8 @@
 test_random_workloads.py).
 """
 
+import time
+
 import pytest
 from quire.core.engine_core import EngineCore
 from quire.ipc.errors import InvalidParameterError
@@ -288,3 +290,26 @@ def test_shutdown_reaches_the_executor():
     core.shutdown()
     core.shutdown()
     assert core.executor.is_shut_down
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_request_ends_at_its_deadline(async_scheduling):
+    core = make_core(async_scheduling=async_scheduling, max_num_seqs=2)
+    soon = time.monotonic() + 0.2
+    for name in ("running", "waiting"):
+        core.add_request(make_request(f"other {name}", params=greedy(max_tokens=30)))
+        core.add_request(make_request(name, params=greedy(max_tokens=250), deadline=soon))
+    core.add_request(make_request("too late", deadline=time.monotonic() - 1))
+    answers = {}
+    while core.has_work():
+        for outputs in step(core).values():
+            collect(outputs, answers)
+        time.sleep(0.005)
+    late = {name: answers.pop(name) for name in ("running", "waiting", "too late")}
+    assert {answer.reason for answer in late.values()} == {FinishReason.TIMEOUT}
+    assert 0 < len(late["running"].tokens) < 250 and not late["too late"].tokens
+    assert {(answer.reason, len(answer.tokens)) for answer in answers.values()} == {
+        (FinishReason.LENGTH, 30)
+    }
+    assert core.get_metrics()["num_finished_timeout"] == 3 and core.scheduler.next_deadline is None
+    assert_nothing_left(core)

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import gc
 import os
 import queue
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import threading
 import time
 import types
 
+import msgspec
 import psutil
 import pytest
 from quire.core.engine_proc import EngineCoreProc
@@ -170,6 +173,18 @@ def test_an_idle_engine_uses_no_cpu(open_client):
 
 
 # ---------------------------------------------------------------- bad frames
+
+
+def test_a_deadline_passes_while_the_engine_is_paused(open_client):
+    client = open_client()
+    client.call_utility("pause", "keep")
+    request = make_request("r", max_tokens=5)
+    deadline = time.monotonic() + 0.2
+    client.add_request(msgspec.structs.replace(request, deadline=deadline))
+    assert client._connection.pull.poll(5000)
+    outputs = client.get_output()
+    assert [end.reason for end in outputs.finished] == [FinishReason.TIMEOUT]
+    assert time.monotonic() >= deadline
 
 
 @NUM_FRAMES
@@ -377,6 +392,39 @@ def test_two_programs_one_killed(tmp_path, open_client):
         assert ast.literal_eval(printed) == wanted
         assert observer.call_utility("scheduler_state")["running"] == []
         assert observer.call_utility("check_integrity") is True
+
+
+def open_soon(open_client, address: str) -> MPClient:
+    """Open a client of a daemon that is about to have room for one."""
+    for _ in range(100):
+        with contextlib.suppress(EngineStartError):
+            return open_client(address)
+    raise AssertionError("there is still no room")
+
+
+def test_a_daemon_without_descriptors_turns_new_clients_away(tmp_path, open_client):
+    with daemon(tmp_path, make_config(hf_overrides={"delay_s": 0.002})) as (address, process):
+        first = open_client(address)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
+        first.add_request(make_request("all the time", max_tokens=240))
+        clients = []
+        with pytest.raises(EngineStartError, match="clients, and no descriptors for another.*128"):
+            for _ in range(40):
+                clients.append(open_client(address))
+        assert len(clients) >= 10
+        for _ in range(20):
+            with pytest.raises(EngineStartError, match="no descriptors"):
+                open_client(address)
+        assert len(collect(first, "all the time")["all the time"][0]) == 240
+        # a client that leaves makes room, and so does one that closes its socket and says nothing
+        clients.pop().shutdown()
+        clients.append(open_soon(open_client, address))
+        clients[-1]._connection.router.close()
+        clients[-1]._connection.pull.close()
+        replacement = open_soon(open_client, address)
+        replacement.add_request(make_request("last", max_tokens=3))
+        assert len(collect(replacement, "last")["last"][0]) == 3
+        assert process.poll() is None
 
 
 def test_a_daemon_outlives_its_clients_and_drains(tmp_path, open_client):

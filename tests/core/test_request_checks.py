@@ -48,6 +48,10 @@ REFUSED = [
     ),
     ("priority", make_request(priority="high")),
     ("cache_salt", make_request(cache_salt=5)),
+    ("owner", make_request(owner=5)),
+    ("owner", make_request(owner="o" * 257)),
+    ("owner_weight", make_request(owner_weight=0)),
+    ("owner_weight", make_request(owner_weight=float("nan"))),
     ("request_id", make_request(request_id=["r"])),
 ]
 

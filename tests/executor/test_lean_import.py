@@ -49,6 +49,24 @@ def test_kernels_of_meta_tensors_load_on_first_use(processors, is_deferred):
     )
 
 
+EARLY = """
+import sys
+from quire.executor import lean_import
+from quire.frontend.engine_args import EngineArgs
+lean_import.import_torch()
+import torch
+assert hasattr(sys.modules["torch._meta_registrations"], "__getattr__")
+lean_import.import_torch(EngineArgs().create_engine_config())
+assert hasattr(sys.modules["torch._meta_registrations"], "__getattr__")
+lean_import.import_torch(EngineArgs(logits_processors=["some.package:f"]).create_engine_config())
+assert not hasattr(sys.modules["torch._meta_registrations"], "__getattr__")
+"""
+
+
+def test_a_configuration_that_follows_brings_back_what_other_code_needs():
+    subprocess.run([sys.executable, "-c", EARLY], check=True)
+
+
 def test_nothing_is_allocated_if_torch_is_already_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", object())
     lean_import.import_torch(None)

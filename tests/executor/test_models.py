@@ -145,6 +145,17 @@ VARIANTS = {
     ),
     "olmoe": ("olmoe", {}),
     "olmoe-biases": ("olmoe", {"attention_bias": True, "norm_topk_prob": True}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss-all-experts": (
+        "gpt_oss",
+        {
+            "num_experts_per_tok": 5,
+            "swiglu_alpha": 0.8,
+            "attention_bias": False,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "mistral": ("mistral", {}),
     "mistral-no-window": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "llama": ("llama", {}),
@@ -227,7 +238,7 @@ def test_long_prompt_is_token_exact(kind, overrides, tiny, oracle):
     "variant",
     [
         *("gemma3", "phi3", "smollm3", "olmo3", "granite", "ministral3-beyond"),
-        *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe"),
+        *("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "gpt-oss"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
@@ -257,7 +268,8 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
 
 @pytest.mark.parametrize("isa", ["auto", "none"])
 @pytest.mark.parametrize(
-    "variant", ["qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe"]
+    "variant",
+    ["qwen2-window", "mistral", "gemma3", "olmo3", "mixtral-window", "qwen2-moe", "gpt-oss"],
 )
 def test_windows_and_experts_are_token_exact_in_chunks_beside_decodes_and_after_preemption(
     variant, isa, tiny, oracle

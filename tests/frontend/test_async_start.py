@@ -95,7 +95,7 @@ def test_the_bundled_model(engine):
 
 def test_a_death_is_noticed_without_a_call(tmp_path):
     async def main(address: str, process) -> None:
-        llm = await AsyncLLM.start(EngineArgs(), address)
+        llm = await AsyncLLM.start(EngineArgs(on_engine_death="fail"), address)
         assert not llm.errored
         process.kill()
         while not llm.errored:

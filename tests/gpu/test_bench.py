@@ -54,6 +54,7 @@ NOT_TIMED = {
     "random_gumbel",  # within sample_tokens
     # no model of the benchmark has experts
     "route_experts",
+    "count_experts",
     "fused_moe",
     "add_gated",
     "write_runs",

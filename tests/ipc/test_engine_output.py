@@ -3,11 +3,14 @@ that does not block.
 """
 
 import array
+import errno
 import os
 import queue
 import time
 
 import pytest
+import zmq
+from quire.ipc import engine_output
 from quire.ipc.codec import INLINE_BYTES, Decoder
 from quire.ipc.engine_output import EngineOutput
 from quire.ipc.messages import (
@@ -121,6 +124,22 @@ def test_a_reader_that_left(output, readers):
     output.send(1, rows("to you"))
     assert readers[1].read().request_ids == ["to you"]
     assert readers[0].read(0.05) is None
+
+
+def test_a_client_that_cannot_be_connected_is_reported_and_the_others_are_served(
+    output, readers, monkeypatch
+):
+    def no_descriptors(context, address):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
+    output.on_overflow = dropped.put
+    monkeypatch.setattr(engine_output, "connect_push", no_descriptors)
+    output.connect(7, "ipc:///nowhere")
+    assert dropped.get(timeout=5) == 7
+    output.send(7, UtilityResult(1))
+    output.send(0, UtilityResult(2))
+    assert readers[0].read().call_id == 2
 
 
 def test_a_message_that_cannot_be_encoded_becomes_an_error(output, readers):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -84,3 +86,18 @@ def test_free_memory_is_the_smaller_of_machine_and_cgroup(monkeypatch):
     assert machine.free_memory_bytes() == 12345
     monkeypatch.setattr(machine, "cgroup_free_memory", lambda: None)
     assert 0 < machine.free_memory_bytes() <= psutil.virtual_memory().total
+
+
+def test_descriptors_are_counted_and_the_limit_is_raised():
+    code = (
+        "import os, resource\n"
+        "from quire.ipc.machine import *\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "before = num_open_descriptors()\n"
+        "os.pipe()\n"
+        "assert num_open_descriptors() == before + 2 and descriptor_limit() == 64\n"
+        "raise_descriptor_limit()\n"
+        "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

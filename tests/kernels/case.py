@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from quire.kernels.moe import Experts
 from quire.kernels.ops import AttentionMetadata
+from quire.kernels.reference.gguf_blocks import block_type
 from quire.tests.kernels.triton.waiting import NothingWaits
 from torch import Tensor
 
@@ -91,13 +93,11 @@ def copies(args: tuple[Any, ...]) -> list[Any]:
 class DenseLayer:
     """A linear layer that a GPU's experts may have."""
 
-    bias = None
-
-    def __init__(self, weight: Tensor):
-        self.weight = weight
+    def __init__(self, weight: Tensor, bias: Tensor | None = None):
+        self.weight, self.bias = weight, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        return F.linear(x, self.weight, self.bias)
 
 
 def on_gpu(function: Callable) -> Callable:
@@ -126,7 +126,7 @@ def on_gpu(function: Callable) -> Callable:
                 )
             if isinstance(value, Experts):
                 layers = [
-                    [DenseLayer(move(layer.weight)) for layer in of_experts]
+                    [DenseLayer(move(layer.weight), move(layer.bias)) for layer in of_experts]
                     for of_experts in (value.gate_up, value.down)
                 ]
                 return Experts(*layers, value.activation)
@@ -162,3 +162,28 @@ def on_gpu(function: Callable) -> Callable:
 
 def rand(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(shape).to(dtype)
+
+
+def random_blocks(rows: int, columns: int, type: str) -> Tensor:
+    """Blocks of any bytes, whose scales are such that weights are about 1 / columns**0.5."""
+    blocks = torch.randint(
+        256, (rows, columns // block_type(type).columns, block_type(type).num_bytes)
+    ).byte()
+    if type.startswith("INT4"):
+        scales = (torch.randn(blocks.shape[:2]) / (8 * columns**0.5)).half().float()
+        words = scales.view(torch.int32) | torch.randint(16, scales.shape, dtype=torch.int32)
+        blocks[..., :4] = words.unsqueeze(-1).view(torch.uint8)
+        return blocks.flatten(1)
+    if type == "MXFP4":  # 2 ** (byte - 128), numbers up to 12
+        lowest = 128 - round(math.log2(8 * columns**0.5))
+        blocks[..., 0] = torch.randint(lowest - 3, lowest + 1, blocks.shape[:2]).byte()
+        return blocks.flatten(1)
+    types = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
+    largest = dict(zip(types, (128, 8, 16, 16, 32, 128, 1000, 2000, 4000), strict=True))[type]
+    halves = 2 if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
+    scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
+    if halves == 2:  # minima are as large as the numbers times their scales
+        scales[..., 1] *= {"Q4_1": 8, "Q5_1": 16, "Q4_K": 8, "Q5_K": 16}[type]
+    at = blocks.shape[2] - 2 if type == "Q6_K" else 0
+    blocks[..., at : at + 2 * halves] = scales.half().view(torch.uint8)
+    return blocks.flatten(1)

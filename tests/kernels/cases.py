@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from quire.kernels.reference import gguf_linear, quantized
-from quire.kernels.reference.gguf_blocks import block_type, dequantize
+from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.attention_cases import paged_attention
-from quire.tests.kernels.case import Case, rand
+from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
 from torch import Tensor
 
@@ -161,27 +161,6 @@ def pack_gguf_linear(dtype: torch.dtype) -> list[Case]:
         case(7, 512, {"Q4_K": 32, "Q6_K": 17, "Q8_0": 16}, True),
         case(0, 256, {"Q8_0": 32}, False),
     ]
-
-
-def random_blocks(rows: int, columns: int, type: str) -> Tensor:
-    """Blocks of any bytes, whose scales are such that weights are about 1 / columns**0.5."""
-    blocks = torch.randint(
-        256, (rows, columns // block_type(type).columns, block_type(type).num_bytes)
-    ).byte()
-    if type.startswith("INT4"):
-        scales = (torch.randn(blocks.shape[:2]) / (8 * columns**0.5)).half().float()
-        words = scales.view(torch.int32) | torch.randint(16, scales.shape, dtype=torch.int32)
-        blocks[..., :4] = words.unsqueeze(-1).view(torch.uint8)
-        return blocks.flatten(1)
-    types = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", "Q4_K", "Q5_K", "Q6_K"]
-    largest = dict(zip(types, (128, 8, 16, 16, 32, 128, 1000, 2000, 4000), strict=True))[type]
-    halves = 2 if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else 1
-    scales = torch.randn(*blocks.shape[:2], halves) / (largest * columns**0.5)
-    if halves == 2:  # minima are as large as the numbers times their scales
-        scales[..., 1] *= {"Q4_1": 8, "Q5_1": 16, "Q4_K": 8, "Q5_K": 16}[type]
-    at = blocks.shape[2] - 2 if type == "Q6_K" else 0
-    blocks[..., at : at + 2 * halves] = scales.half().view(torch.uint8)
-    return blocks.flatten(1)
 
 
 def rms_norm(dtype: torch.dtype) -> list[Case]:
@@ -496,4 +475,4 @@ SAMPLING_OPS = (
     "random_gumbel",
     "gather_logprobs",
 )
-ROUTING_OPS = ("route_experts",)  # tests/kernels/test_moe.py
+ROUTING_OPS = ("route_experts", "count_experts")  # tests/kernels/test_moe.py

@@ -8,23 +8,39 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from quire.kernels import registry
-from quire.kernels.moe import Experts
+from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.tests.kernels.case import Case, DenseLayer, rand
 from torch import Tensor
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+CLAMPED = ClampedSwiGLU(1.702, 0.7)  # a limit that many numbers exceed
+Biases = tuple[Tensor, Tensor] | None  # [E, 2 I] and [E, H]
 
 
-def experts_of(gate_up: Tensor, down: Tensor, activation: str, bits: int | None = None) -> Experts:
+def experts_of(
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str | ClampedSwiGLU,
+    bits: int | None = None,
+    biases: Biases = None,
+) -> Experts:
     """gate_up [E, 2 I, H], down [E, H, I], packed by the default kernels."""
     ops = registry.select("cpu", gate_up.dtype)
 
-    def pack(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    def pack(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         if bits is None:
-            return ops.pack_linear(weight, None)
-        return ops.pack_quantized_linear(weight, None, bits)
+            return ops.pack_linear(weight, bias)
+        return ops.pack_quantized_linear(weight, bias, bits)
 
-    return Experts([pack(w) for w in gate_up], [pack(w) for w in down], activation)
+    return Experts(*packed(pack, gate_up, down, biases), activation)
+
+
+def packed(pack: Callable, gate_up: Tensor, down: Tensor, biases: Biases) -> list[list]:
+    of_parts = biases or ([None] * len(gate_up), [None] * len(down))
+    return [
+        [pack(weight, bias) for weight, bias in zip(weights, of_part, strict=True)]
+        for weights, of_part in zip((gate_up, down), of_parts, strict=True)
+    ]
 
 
 def random_ids(num_tokens: int, num_experts: int, top_k: int) -> Tensor:
@@ -38,34 +54,53 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
         """Packs the weights, then runs the experts."""
 
         def call(self, function: Callable, args: list[Any]) -> Tensor:
-            x, ids, weights, gate_up, down, activation = args
+            x, ids, weights, gate_up, down, activation, *biases = args
+            of_parts = (biases[0], biases[1]) if biases else None
             if getattr(function, "is_on_gpu", False):
-                layers = [[DenseLayer(weight) for weight in stack] for stack in (gate_up, down)]
-                experts = Experts(*layers, activation)
+                experts = Experts(*packed(DenseLayer, gate_up, down, of_parts), activation)
             else:
-                experts = experts_of(gate_up, down, activation)
+                experts = experts_of(gate_up, down, activation, biases=of_parts)
             with torch.inference_mode():
                 return function(x, ids, weights.float(), experts)
 
     def own(
-        x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: str | ClampedSwiGLU,
+        *biases: Tensor,
     ) -> tuple[Tensor, ...]:
         total = torch.zeros_like(x)
+        of_gate_up, of_down = biases or (gate_up.new_zeros(gate_up.shape[:2]), [0.0] * len(down))
         for token, row in enumerate(x):
             for weight, expert in zip(weights[token], ids[token].tolist()):
-                gate, up = (gate_up[expert] @ row).chunk(2)
-                total[token] += weight * (down[expert] @ (ACTIVATIONS[activation](gate) * up))
+                gate, up = (gate_up[expert] @ row + of_gate_up[expert]).chunk(2)
+                if isinstance(activation, ClampedSwiGLU):
+                    gate, up = gate.clamp(max=activation.limit), up.clamp(-0.7, 0.7)
+                    inner = gate * (1.702 * gate).sigmoid() * (up + 1)
+                else:
+                    inner = ACTIVATIONS[activation](gate) * up
+                total[token] += weight * (down[expert] @ inner + of_down[expert])
         return (total,)
 
     def case(
-        name: str, ids: Tensor, num_experts: int, hidden: int, inner: int, activation: str = "silu"
+        name: str,
+        ids: Tensor,
+        num_experts: int,
+        hidden: int,
+        inner: int,
+        activation: str | ClampedSwiGLU = "silu",
+        has_biases: bool = False,
     ) -> Case:
         gate_up, down = (
             (torch.randn(num_experts, n, k) / k**0.5).to(dtype)
             for n, k in ((2 * inner, hidden), (hidden, inner))
         )
         x, weights = rand(len(ids), hidden, dtype=dtype), torch.rand(ids.shape) + 0.1
-        return Packed(name, (x, ids, weights, gate_up, down, activation), own)
+        biases = [rand(num_experts, n, dtype=dtype) for n in (2 * inner, hidden) if has_biases]
+        return Packed(name, (x, ids, weights, gate_up, down, activation, *biases), own)
 
     one = torch.full((70, 1), 2, dtype=torch.int32)
     return [
@@ -75,6 +110,9 @@ def fused_moe(dtype: torch.dtype) -> list[Case]:
         case("every expert", random_ids(9, 4, 4), 4, 100, 64),
         case("many rows", random_ids(150, 6, 2), 6, 64, 80),
         case("no token", random_ids(0, 4, 2), 4, 64, 32),
+        case("biases", random_ids(9, 4, 2), 4, 64, 48, has_biases=True),
+        case("clamped", random_ids(70, 8, 3), 8, 64, 40, CLAMPED),
+        case("clamped, biases", random_ids(13, 5, 4), 5, 96, 32, CLAMPED, has_biases=True),
     ]
 
 

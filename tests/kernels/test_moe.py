@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from quire.kernels import ops, registry
 from quire.kernels.moe import Experts
+from quire.kernels.reference import moe as reference
 from quire.kernels.reference.quantized import fused
 from quire.tests.kernels.cases import random_blocks
 from quire.tests.kernels.implementations import each
-from quire.tests.kernels.moe_cases import experts_of, random_ids
+from quire.tests.kernels.moe_cases import CLAMPED, experts_of, packed, random_ids
 from torch import Tensor
 
 PLAIN = {"bias": None, "scale": 1.0, "num_groups": 1, "top_groups": 1}
@@ -81,6 +84,20 @@ def test_ties_take_the_lowest_id_and_nan_stays_in_its_row(route_experts):
         assert weights[0].isfinite().all() and weights[1].isnan().all()
 
 
+@each("count_experts")
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (37, 128, 8), (5, 3, 3)])
+def test_counts_of_experts(count_experts, tokens, experts, top_k):
+    torch.manual_seed(tokens)
+    ids, counts = random_ids(tokens, experts, top_k), torch.arange(experts)
+    expected = counts + torch.bincount(ids.flatten(), minlength=experts)
+    count_experts(ids, None, counts)
+    assert torch.equal(counts, expected)
+    slots = torch.arange(tokens) % 3 - 1
+    count_experts(ids, slots, counts)
+    expected += torch.bincount(ids[slots >= 0].flatten(), minlength=experts)
+    assert torch.equal(counts, expected)
+
+
 @each("route_experts")
 def test_a_token_is_routed_alike_in_every_batch(route_experts):
     torch.manual_seed(2)
@@ -124,7 +141,7 @@ def test_native_experts_give_the_bits_of_each_layer_alone(dtype, bits):
     assert experts.scratch["native"] is not None  # no layer was called by the reference
 
 
-@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q6_K", "INT4_128"])
+@pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q5_1", "MXFP4", "Q4_K", "Q6_K", "INT4_128"])
 def test_native_experts_of_blocks_give_the_bits_of_each_layer_alone(type):
     ops_of = registry.select("cpu", torch.bfloat16)
     if ops_of.chosen["fused_moe"] != "native":
@@ -144,6 +161,41 @@ def test_native_experts_of_blocks_give_the_bits_of_each_layer_alone(type):
         expected = one_by_one(x, ids, weights, experts)
         assert torch.equal(ops_of.fused_moe(x, ids, weights, experts), expected)
     assert experts.scratch["native"] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", [None, 8, 4, "MXFP4"])
+def test_clamped_experts_with_biases_do_not_depend_on_other_tokens(dtype, kind):
+    ops_of = registry.select("cpu", dtype)
+    if ops_of.chosen["fused_moe"] != "native":
+        pytest.skip("the native library is not built")
+    torch.manual_seed(5)
+    gate_up, down = torch.randn(6, 128, 128).to(dtype) / 11, torch.randn(6, 128, 64).to(dtype) / 8
+    biases = torch.randn(6, 128).to(dtype), torch.randn(6, 128).to(dtype)
+    if kind == "MXFP4":
+
+        def pack(weight: Tensor, bias: Tensor) -> Any:
+            return ops_of.pack_gguf_linear(
+                [random_blocks(*weight.shape, kind)], [kind], bias, dtype
+            )
+
+        experts = Experts(*packed(pack, gate_up, down, biases), CLAMPED)
+    else:
+        experts = experts_of(gate_up, down, CLAMPED, kind, biases)
+    x, ids = 3 * torch.randn(90, 128).to(dtype), random_ids(90, 6, 4)
+    weights = torch.rand(ids.shape)
+    result = ops_of.fused_moe(x, ids, weights, experts)
+    expected = reference.fused_moe(x, ids, weights, experts)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+    for start, end in ((0, 1), (88, 90), (10, 47)):
+        part = slice(start, end)
+        alone = ops_of.fused_moe(x[part], ids[part], weights[part], experts)
+        assert torch.equal(alone, result[part])
+    assert experts.scratch["native"] is not None
+    x[3] = torch.nan
+    spoilt = ops_of.fused_moe(x, ids, weights, experts)
+    assert spoilt[3].isnan().all() and torch.equal(spoilt[4:], result[4:])
 
 
 def test_add_gated_rounds_once():

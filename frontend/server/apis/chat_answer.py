@@ -44,7 +44,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "timeout"]
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):

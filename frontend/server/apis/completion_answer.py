@@ -18,7 +18,7 @@ from ..turns.token_logprobs import CompletionLogprobs, joined, prompt_logprobs
 from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
-FinishReason = Literal["stop", "length", "content_filter"]
+FinishReason = Literal["stop", "length", "content_filter", "timeout"]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):

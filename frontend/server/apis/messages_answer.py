@@ -17,7 +17,12 @@ from ..turns.answer_run import AnswerRun, ChoiceDelta
 from ..turns.blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
 from .block_answer import BlockAnswer
 
-STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "timeout": "max_tokens",
+}
 DELTAS = {
     TEXT: ("text_delta", "text"),
     REASONING: ("thinking_delta", "thinking"),

@@ -84,7 +84,7 @@ class OllamaAnswer(BlockAnswer):
         usage, metrics = self._run.usage, self._run.metrics
         return {
             "done": True,
-            "done_reason": "length" if finish_reason == "length" else "stop",
+            "done_reason": "length" if finish_reason in ("length", "timeout") else "stop",
             "total_duration": _nanoseconds(metrics and metrics.e2e_latency),
             "load_duration": 0,
             "prompt_eval_count": usage.prompt_tokens,

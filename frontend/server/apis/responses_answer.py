@@ -71,7 +71,7 @@ class ResponsesAnswer(BlockAnswer):
             self._take_logprobs(delta, events)
         ended = [block for what, block, _ in events if what == STOP]
         self._statuses += ["completed"] * len(ended)
-        if ended and delta.finish_reason == "length":
+        if ended and delta.finish_reason in ("length", "timeout"):
             self._statuses[-1] = "incomplete"
         return events
 
@@ -105,7 +105,7 @@ class ResponsesAnswer(BlockAnswer):
             for block, status in zip(self._blocks.blocks, self._statuses, strict=True)
         ]
         end: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
-        if last.finish_reason == "length":
+        if last.finish_reason in ("length", "timeout"):
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
         response = self._head | end | {"output": output, "usage": self._usage()}
         self._keep(response)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from ....ipc.checks import require_weight
 from ....ipc.errors import InvalidParameterError
 from ..config import ServerConfig
 from .errors import ApiError
@@ -30,16 +31,22 @@ class Keys:
         self._config = config
         self._open_paths = OPEN_PATHS | ({"/"} if config.page else set())
         self._digests: list[bytes] = []
+        self._weights: dict[str, float] = {}  # by tenant
         self.read()
 
     def read(self) -> None:
         """Reads the key file; may be called again. If reading fails, the keys stay as they are."""
-        keys = [*self._config.api_key, *_read_keys(self._config.api_key_file)]
+        keys = dict.fromkeys(self._config.api_key, 1.0) | _read_keys(self._config.api_key_file)
         self._digests = [_digest(key.encode()) for key in keys]
+        self._weights = dict(zip(map(_tenant, self._digests), keys.values(), strict=True))
 
     @property
     def are_required(self) -> bool:
         return bool(self._digests)
+
+    def weight(self, tenant: str) -> float:
+        """The tenant's part of the engine, relative to others'."""
+        return self._weights.get(tenant, 1.0)
 
     def check(self, scope: Any) -> str:
         """Returns the tenant of the request; "" if no keys are configured.
@@ -60,7 +67,7 @@ class Keys:
         digest = _digest(presented)
         if not any([hmac.compare_digest(digest, known) for known in self._digests]):  # noqa: C419
             raise ApiError(401, "Incorrect API key provided.", code="invalid_api_key")
-        return digest.hex()[:16]
+        return _tenant(digest)
 
 
 def _presented(headers: list[tuple[bytes, bytes]]) -> bytes | None:
@@ -78,16 +85,39 @@ def _digest(key: bytes) -> bytes:
     return blake2b(key, digest_size=32).digest()
 
 
-def _read_keys(path: str | None) -> list[str]:
+def _tenant(digest: bytes) -> str:
+    return digest.hex()[:16]
+
+
+def _read_keys(path: str | None) -> dict[str, float]:
+    """The keys with their weights: each line is KEY, or KEY weight=NUMBER."""
     if path is None:
-        return []
+        return {}
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidParameterError("api_key_file", f"cannot be read: {error}") from error
-    keys = [line.split("#")[0].strip() for line in lines]
-    if not any(keys):
+    keys = {}
+    for number, line in enumerate(lines, start=1):
+        if words := line.split("#")[0].split():
+            keys[words[0]] = _read_weight(number, words[1:])
+    if not keys:
         raise InvalidParameterError(
             "api_key_file", "contains no key; without keys every client would have access"
         )
-    return [key for key in keys if key]
+    return keys
+
+
+def _read_weight(line_number: int, words: list[str]) -> float:
+    name = f"api_key_file, line {line_number}"
+    if not words:
+        return 1.0
+    key, _, value = words[0].partition("=")
+    if len(words) > 1 or key != "weight":
+        raise InvalidParameterError(name, "must be KEY, or KEY weight=NUMBER")
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = value
+    require_weight(f"{name}, weight", weight)
+    return float(weight)

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ....ipc.params import MAX_TIMEOUT_S
 from ..config import ServerConfig
 from .bodies import Body, decode
 from .content_encoding import decoder
@@ -40,6 +41,8 @@ class Call:
     task: asyncio.Task
     path: str = ""  # path of the URL
     tenant: str = ""  # digest of the key; never the key itself
+    weight: float = 1.0  # of the key
+    deadline: float | None = None  # from x-timeout-s, by time.monotonic()
     unknown_params: list[str] = field(default_factory=list)  # unknown fields of the body
     # Fields that the API defines and that have no effect here.
     ignored_params: list[str] = field(default_factory=list)
@@ -95,6 +98,26 @@ class Call:
 
 def call_of(request: Request) -> Call:
     return request.scope["state"]["call"]
+
+
+def read_deadline(headers: list[tuple[bytes, bytes]]) -> float | None:
+    """The end of the time that the client gives in x-timeout-s, by time.monotonic(). Raises
+    ApiError 400 for a value that is no time.
+    """
+    for name, value in headers:
+        if name == b"x-timeout-s":
+            try:
+                timeout_s = float(value)
+            except ValueError:
+                timeout_s = 0.0
+            if not 0 < timeout_s <= MAX_TIMEOUT_S:
+                raise invalid(
+                    "x-timeout-s",
+                    f"'x-timeout-s' must be a number of seconds greater than 0 and at most "
+                    f"{MAX_TIMEOUT_S:g}.",
+                )
+            return time.monotonic() + timeout_s
+    return None
 
 
 def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
+from ...text.chat_template import template_variables
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import Tool, ToolChoice, checked_tools
@@ -19,7 +20,7 @@ from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
 from ..http.openapi import described
 from ..state import ServerState
-from ..turns.chat_turn import ChatTurn, prepare_chat
+from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..turns.response_format import wants_compact_json
 from ..turns.sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 
@@ -138,14 +139,11 @@ def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[
     A name that does not occur in the template has no effect and is reported as ignored.
     """
     variables: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        template = state.template_text
-        if "reasoning_effort" in template:
-            variables["reasoning_effort"] = body.reasoning_effort
-        elif body.reasoning_effort == "none" and "enable_thinking" in template:
-            variables["enable_thinking"] = False
-        else:
-            call.ignored_params.append("reasoning_effort")
+    if (effort := body.reasoning_effort) is not None:
+        is_level = effort != "none" or "reasoning_effort" in template_variables(state.template_text)
+        enabled, level = (None, effort) if is_level else (False, None)
+        names = ("reasoning_effort", "reasoning_effort")
+        variables = thinking_variables(state, call, enabled, level, names)
     if body.documents and "documents" not in state.template_text:
         call.ignored_params.append("documents")
     given = checked_variables(body.chat_template_kwargs)

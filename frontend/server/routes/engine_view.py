@@ -42,6 +42,9 @@ def routes(state: ServerState) -> list[Route]:
         }
         return Json(observed | about)
 
+    async def experts(request: Request) -> Response:
+        return Json(await state.ready_engine().expert_load())
+
     async def recent(request: Request) -> Response:
         limit = _number(request, "limit", default=100, largest=MAX_REQUESTS)
         return Json(
@@ -65,6 +68,7 @@ def routes(state: ServerState) -> list[Route]:
 
     return [
         Route("/v1/engine/state", engine_state),
+        Route("/v1/engine/experts", experts),
         Route("/v1/requests", recent),
         Route("/v1/requests/{request_id}/trace", trace),
         Route("/v1/requests/{request_id}", one),

@@ -13,47 +13,69 @@ from starlette.routing import Route
 
 from .... import __version__
 from ...async_llm import AsyncLLM
-from ..config import ServerConfig
 from ..http.errors import ApiError
 from ..http.sse import Json
 from ..state import ServerState
 
-# How long a response waits for the engine's ping; probes expect a response within one second.
-PING_S = 0.5
+# How long a response waits for the engine's answer; probes expect a response within one second.
+ANSWER_S = 0.5
+MAX_SILENCE_S = 1.0  # a process that does not answer a beat for so long is not ready
 
 
-class Heartbeat:
-    """A ping that the engine answers between two steps.
+class Probe:
+    """A call that the engine answers as long as it works.
 
-    At most one is in flight, however many probes wait for it.
+    At most one is in flight, however many responses wait for it.
     """
 
-    def __init__(self) -> None:
-        self._ping: asyncio.Task | None = None
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._call: asyncio.Task | None = None
         self._sent = 0.0  # by the event loop's clock
 
     async def silent_s(self, engine: AsyncLLM) -> float:
-        """Seconds for which the pending ping has been unanswered, because the engine is in a step;
-        0.0 if the engine has just answered.
+        """Seconds for which the pending call has been unanswered; 0.0 if the engine has just
+        answered.
 
         Raises EngineDeadError.
         """
         loop = asyncio.get_running_loop()
-        if self._ping is None or self._ping.done():
-            self._ping, self._sent = loop.create_task(engine.call_utility("ping")), loop.time()
-        done, _ = await asyncio.wait([self._ping], timeout=PING_S)
+        if self._call is None or self._call.done():
+            self._call, self._sent = (
+                loop.create_task(engine.call_utility(self._method)),
+                loop.time(),
+            )
+        done, _ = await asyncio.wait([self._call], timeout=ANSWER_S)
         if not done:
             return loop.time() - self._sent
-        self._ping.result()
+        self._call.result()
         return 0.0
 
 
-async def check_steps(heartbeat: Heartbeat, engine: AsyncLLM, config: ServerConfig) -> None:
-    """Raises ApiError 503 if the engine does not finish its step."""
-    if (silent_s := await heartbeat.silent_s(engine)) > config.step_timeout_s:
-        raise ApiError(
-            503, f"The engine has not finished a step for {silent_s:.0f} s.", code="engine_stuck"
+class Heartbeat:
+    """Whether an engine works: its process answers at once (beat), and its steps end (ping)."""
+
+    def __init__(self) -> None:
+        self._beat, self._ping = Probe("beat"), Probe("ping")
+
+    async def check(self, engine: AsyncLLM) -> None:
+        """Raises ApiError 503 if the engine is being replaced, its process does not answer, or a
+        step does not end.
+        """
+        if engine.client.is_replacing:
+            text = "The engine has died and is being replaced."
+            raise ApiError(503, text, code="engine_restarting")
+        of_process, of_step = await asyncio.gather(
+            self._beat.silent_s(engine), self._ping.silent_s(engine)
         )
+        if of_process > MAX_SILENCE_S:
+            raise ApiError(
+                503, f"The engine has not answered for {of_process:.0f} s.", code="engine_stuck"
+            )
+        if of_step > engine.config.service_config.step_timeout_s:
+            raise ApiError(
+                503, f"The engine has not finished a step for {of_step:.0f} s.", code="engine_stuck"
+            )
 
 
 async def version(request: Request) -> Response:
@@ -73,8 +95,8 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        """Readiness: the engine is loaded and completes steps."""
-        await check_steps(heartbeat, state.ready_engine(), state.server_config)
+        """Readiness: the engine is loaded and answers and completes steps."""
+        await heartbeat.check(state.ready_engine())
         return Json({"status": "ready", "model": state.model_name})
 
     async def load(request: Request) -> Response:

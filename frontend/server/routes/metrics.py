@@ -67,6 +67,8 @@ OWN_COUNTERS = (
     "num_inputs_refused",
     "num_bad_engine_frames",
     "num_dropped_rows",
+    "num_requests_resumed",
+    "num_requests_quarantined",
 )
 
 
@@ -279,6 +281,7 @@ class Collector:
                 "See frontend/telemetry/stats.py.",
                 value=self._of_engine.get(name, 0),
             )
+        yield from self._of_restarts()
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",
             "Requests whose KV cache is in host memory.",
@@ -300,6 +303,39 @@ class Collector:
             ("bound",),
             admission.num_refused if admission else {},
         )
+        yield from self._of_experts()
+
+    def _of_experts(self) -> Iterator[Metric]:
+        """Two gauges for each layer with experts: those of each expert would be thousands."""
+        if experts := self._status.get("experts"):
+            imbalance = GaugeMetricFamily(
+                "quire:expert_load_imbalance",
+                "Tokens of a layer's busiest expert over the mean, since the weights were loaded.",
+                labels=("layer",),
+            )
+            unused = GaugeMetricFamily(
+                "quire:expert_unused_ratio",
+                "Share of a layer's experts that got no token since the weights were loaded.",
+                labels=("layer",),
+            )
+            for layer, of_busiest, without_tokens in experts:
+                imbalance.add_metric([str(layer)], of_busiest)
+                unused.add_metric([str(layer)], without_tokens)
+            yield from (imbalance, unused)
+
+    def _of_restarts(self) -> Iterator[Metric]:
+        if (engine := self._state.engine) is None:
+            return
+        restarts, gaps = engine.client.restarts, self._state.meters.restart_gaps
+        while restarts.gaps_s:
+            gaps.observe(restarts.gaps_s.popleft())
+        yield _by(
+            "quire:engine_restarts",
+            "Engines that took the place of one that died.",
+            ("cause",),
+            restarts.by_cause,
+        )
+        yield _histogram("quire:engine_restart_gap_seconds", gaps.about, (), {(): gaps})
 
     def _of_the_server(self) -> Iterator[Metric]:
         """Metrics of the HTTP server that only Quire has."""

@@ -29,7 +29,8 @@ from .usage import Usage
 class ChoiceDelta:
     """New output of one choice.
 
-    `finish_reason`: "stop", "length", "tool_calls", or None while the choice is unfinished.
+    `finish_reason`: "stop", "length", "timeout", "tool_calls", or None while the choice is
+    unfinished.
     """
 
     index: int

@@ -17,7 +17,7 @@ import msgspec
 
 from ....ipc.params import SamplingParams
 from ...answer_format import AnswerFormat
-from ...text.chat_template import ChatTemplateTimeError
+from ...text.chat_template import ChatTemplateTimeError, template_variables
 from ..http.call import Call
 from ..http.errors import invalid
 from ..state import ServerState
@@ -75,20 +75,32 @@ def thinking_variables(
     """The template variables for a model's optional reasoning and its effort; None: the template's
     default.
 
-    `names`: the two fields of the body; a field that the template does not support is noted as
+    `names`: the two fields of the body; a field that the model does not support is noted as
     ignored.
     """
-    template = state.template_text
+    known = template_variables(state.template_text)
+    switches = {"enable_thinking", "thinking"} & known
     variables: dict[str, Any] = {}
     if enabled is not None:
-        variables = {name: enabled for name in ("enable_thinking", "thinking") if name in template}
-        if not variables and (enabled or state.answer_format.reasoning_marks is not None):
+        variables = dict.fromkeys(sorted(switches), enabled)
+        if not switches and enabled is not (state.answer_format.reasoning_marks is not None):
             call.ignored_params.append(names[0])
-    if effort is not None and "reasoning_effort" in template:
-        variables["reasoning_effort"] = effort
+    if effort is not None and "reasoning_effort" in known:
+        variables["reasoning_effort"] = _known_effort(state, call, effort, names[1])
     elif effort is not None and names[1] not in call.ignored_params:
         call.ignored_params.append(names[1])
     return variables
+
+
+def _known_effort(state: ServerState, call: Call, effort: str, name: str) -> str:
+    """The model's nearest level to `effort`. The field `name` is noted if it is another one."""
+    marks = state.answer_format.reasoning_marks
+    efforts = marks.efforts if marks is not None else ()
+    if not efforts or effort in efforts:
+        return effort
+    if name not in call.ignored_params:
+        call.ignored_params.append(name)
+    return efforts[0] if effort in ("none", "minimal") else efforts[-1]
 
 
 async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:
@@ -100,9 +112,7 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> Answer
     text, token_ids = await render_turn(
         state, call, turn, must_fit=turn.params.truncate_prompt_tokens is None
     )
-    if not format.skip_special_tokens:
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
-
+    params = format.adapt(params)
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
     tools = turn.tools if turn.wants_tools else None

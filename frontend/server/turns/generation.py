@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
+
+import msgspec
 
 from ....ipc.errors import InvalidParameterError
 from ....ipc.params import SamplingParams
@@ -91,22 +94,23 @@ async def run(
     state.running_ids.add(request_id)
     metrics: list[RequestMetrics] = []
     slot = state.ready_admission().slot(
-        call.tenant, id(call), job.params.n, len(job.token_ids), job.priority
+        call.tenant, id(call), job.params.n, len(job.token_ids), job.priority, call.deadline
     )
     try:
         more = {
             "priority": job.priority,
+            "owner": call.tenant,
+            "owner_weight": call.weight,
             "on_submitted": metrics.append,
             "take_at_once": take_at_once,
         }
-        async with (
-            slot,
-            aclosing(engine.generate(prompt, job.params, request_id, **more)) as outputs,
-        ):
-            async for last in outputs:
-                if last.error is not None:
-                    raise failure(last, job.names)
-                yield last
+        async with slot:
+            params = _until(call.deadline, job.params)
+            async with aclosing(engine.generate(prompt, params, request_id, **more)) as outputs:
+                async for last in outputs:
+                    if last.error is not None:
+                        raise failure(last, job.names)
+                    yield last
     except InvalidParameterError as error:
         raise refused(error.parameter, error.problem, job.names) from None
     finally:
@@ -121,6 +125,14 @@ async def run(
             }
             state.request_log.add(request_id, metrics[0], summary)
             state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
+
+
+def _until(deadline: float | None, params: SamplingParams) -> SamplingParams:
+    """`params` with what is left until the deadline as timeout_s."""
+    if deadline is None:
+        return params
+    timeout_s = max(0.001, deadline - time.monotonic())
+    return msgspec.structs.replace(params, timeout_s=timeout_s)
 
 
 def finish_reason(output: RequestOutput) -> str | None:

@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 15
+ABI_VERSION = 17
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -68,6 +68,9 @@ class Op(IntEnum):
     EXPERTS_LINEAR_INT4 = 51
     EXPERTS_LINEAR_BLOCKS = 52
     EXTERNAL = 53
+    LINEAR_MXFP4 = 54
+    EMBEDDING_MXFP4 = 55
+    COUNT_EXPERTS = 56
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -221,6 +224,7 @@ class Epilogue(IntEnum):
     PLAIN = 0
     GATED = 1
     GATED_GELU = 2
+    GATED_CLAMPED = 3
 
 
 class Linear(Call):
@@ -235,6 +239,8 @@ class Linear(Call):
         out_features=c_int64,
         epilogue=c_int32,
         out_dtype=c_int32,
+        gate_scale=c_double,
+        gate_limit=c_double,
     )
 
 
@@ -326,6 +332,17 @@ class SortByExpert(Call):
         starts=c_void_p,
         tokens=c_void_p,
         places=c_void_p,
+        counts=c_void_p,
+        count=c_int64,
+        top_k=c_int64,
+    )
+
+
+class CountExperts(Call):
+    _fields_ = _fields(
+        ids=c_void_p,
+        slots=c_void_p,
+        counts=c_void_p,
         count=c_int64,
         top_k=c_int64,
     )

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...moe import Experts
+from ...moe import ClampedSwiGLU, Experts
 from ...reference import moe as reference
 from ...registry import register
 from .calls import (
     AddGated,
     CombineExperts,
+    CountExperts,
     Epilogue,
     ExpertsLinear,
     Op,
@@ -97,13 +98,18 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
             starts.data_ptr(),
             tokens.data_ptr(),
             place_of.data_ptr(),
+            None,
             count,
             top_k,
         )
     )
     inner = empty(places, down.in_features, dtype=x.dtype)
-    epilogue = _EPILOGUES[experts.activation]
-    submit(gate_up.call(x, inner, rows, starts, tokens, top_k, epilogue))
+    gated = gate_up.call(x, inner, rows, starts, tokens, top_k, Epilogue.GATED_CLAMPED)
+    if isinstance(activation := experts.activation, ClampedSwiGLU):
+        gated.gate_scale, gated.gate_limit = activation.scale, activation.limit
+    else:
+        gated.epilogue = _EPILOGUES[activation]
+    submit(gated)
     returned = empty(places, down.out_features, dtype=torch.float32)
     submit(down.call(inner, returned, rows, starts, None, top_k, Epilogue.PLAIN))
     out = empty(num_tokens, down.out_features, dtype=x.dtype)
@@ -123,6 +129,22 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         )
     )
     return out
+
+
+@register("count_experts", name="native", predicate=is_native, priority=PRIORITY)
+def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
+    submit(
+        CountExperts(
+            Op.COUNT_EXPERTS,
+            DTYPES[torch.float32],
+            num_rows(ids),
+            ids.data_ptr(),
+            None if slots is None else slots.data_ptr(),
+            counts.data_ptr(),
+            len(counts),
+            ids.shape[1],
+        )
+    )
 
 
 @register("add_gated", name="native", predicate=is_native, priority=PRIORITY)
@@ -197,6 +219,8 @@ class _Table:
             self.out_features,
             epilogue,
             DTYPES[out.dtype],
+            0.0,
+            0.0,
             None,
             ctypes.addressof(self.weights),
             None if self.scales is None else ctypes.addressof(self.scales),

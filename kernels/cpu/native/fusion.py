@@ -10,7 +10,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from .calls import Call, Epilogue, Linear, Op, Rotary, RotaryAndWriteKv, SiluAndMul, WriteKv
+from .calls import (
+    Call,
+    CountExperts,
+    Epilogue,
+    Linear,
+    Op,
+    Rotary,
+    RotaryAndWriteKv,
+    SiluAndMul,
+    SortByExpert,
+    WriteKv,
+)
 from .recorder import Recorder
 
 EPILOGUES = {Op.SILU_AND_MUL: Epilogue.GATED, Op.GELU_TANH_AND_MUL: Epilogue.GATED_GELU}
@@ -36,6 +47,8 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
             _gate(calls, index, uses[found[0]] if found else [])
         elif isinstance(call, WriteKv) and index:
             _rotate_and_write(calls, index)
+        elif isinstance(call, SortByExpert) and index:
+            _count_and_sort(calls, index)
     return [call for call in calls if call is not None]
 
 
@@ -81,3 +94,11 @@ def _rotate_and_write(calls: list[Call | None], index: int) -> None:
         **shared, **{name: getattr(write, name) for name, _ in RotaryAndWriteKv._fields_}
     )
     calls[index].origin = write.origin
+
+
+def _count_and_sort(calls: list[Call | None], index: int) -> None:
+    """Fuses CountExperts with SortByExpert of the same ids."""
+    count, sort = calls[index - 1], calls[index]
+    if isinstance(count, CountExperts) and count.slots is None:
+        if (count.ids, count.rows, count.count) == (sort.ids, sort.rows, sort.count):
+            sort.counts, calls[index - 1] = count.counts, None

@@ -10,6 +10,7 @@ kernels/reference/gguf_linear.py specifies the arithmetic, src/gguf_types.inl th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from torch import Tensor
 from ...registry import register
 from .calls import BlockLayout, EmbeddingInt8, Epilogue, Op, QuantizedLinear, Step
 from .library import library
+from .linear import Release
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
 _PANEL = 16
+_PIECE_BYTES = 16 * 2**20  # of rows that are packed before they are released
 
 
 class Layout(NamedTuple):
@@ -43,6 +46,7 @@ LAYOUTS = {
     "Q5_0": Layout(22, 32, (2, 22), ((0, 2, 2),)),
     "Q5_1": Layout(24, 32, (4, 24), ((0, 2, 2), (2, 4, 2))),
     "IQ4_NL": Layout(18, 32, (2, 18), ((0, 2, 2),)),
+    "MXFP4": Layout(17, 32, (1, 17), ((0, 1, 1),)),
     "INT4_32": Layout(20, 32, (4, 20), ((0, 4, 4),)),
     "INT4_128": Layout(68, 128, (4, 68), ((0, 4, 4),)),
     "Q4_K": Layout(144, 256, (16, 144), ((0, 2, 2), (2, 4, 2), (4, 16, 4))),
@@ -52,9 +56,11 @@ LAYOUTS = {
 
 
 class PackedBlocks:
-    """Blocks of one type in panels. parts: [rows, bytes] each, stacked."""
+    """Blocks of one type in panels. parts: [rows, bytes] each, stacked. release: called with rows
+    of the parts once they are packed.
+    """
 
-    def __init__(self, parts: Sequence[Tensor], type: str):
+    def __init__(self, parts: Sequence[Tensor], type: str, release: Release):
         self.type, layout = type, LAYOUTS[type]
         num_blocks = parts[0].shape[1] // layout.num_bytes
         self.rows, self.in_features = sum(map(len, parts)), num_blocks * layout.columns
@@ -66,14 +72,24 @@ class PackedBlocks:
         addresses = torch.cat(
             [torch.arange(len(part)) * part.stride(0) + part.data_ptr() for part in parts]
         )
-        library.pack_blocks(
-            addresses.data_ptr(),
-            self.rows,
-            num_blocks,
-            BlockLayout(layout.num_bytes, layout.numbers, len(layout.scales), layout.scales),
-            self.numbers.data_ptr(),
-            self.scales.data_ptr(),
+        file_layout = BlockLayout(
+            layout.num_bytes, layout.numbers, len(layout.scales), layout.scales
         )
+        most = max(1, _PIECE_BYTES // (_PANEL * num_blocks * layout.num_bytes)) * _PANEL
+        starts = [0, *accumulate(map(len, parts))]
+        for first in range(0, self.rows, most):
+            end, panel = min(first + most, self.rows), first // _PANEL
+            library.pack_blocks(
+                addresses[first:].data_ptr(),
+                end - first,
+                num_blocks,
+                file_layout,
+                self.numbers[panel:].data_ptr(),
+                self.scales[panel:].data_ptr(),
+            )
+            for part, start in zip(parts, starts):
+                if len(packed := part[max(0, first - start) : max(0, end - start)]):
+                    release(packed)
 
 
 class PackedGgufLinear:
@@ -88,10 +104,11 @@ class PackedGgufLinear:
         types: Sequence[str],
         bias: Tensor | None,
         dtype: torch.dtype,
+        release: Release = lambda rows: None,
     ):
         """parts [n, bytes] uint8, stacked, are the weight's rows; each has a type."""
         self.dtype, self.bias = dtype, None if bias is None else bias.contiguous()
-        self.parts = [PackedBlocks(*part) for part in _joined(parts, types)]
+        self.parts = [PackedBlocks(*part, release) for part in _joined(parts, types)]
         self.in_features = self.parts[0].in_features
         self.out_features = sum(part.rows for part in self.parts)
 
@@ -156,7 +173,7 @@ class PackedGgufLinear:
                 part.rows,
                 epilogue,
                 DTYPES[out_dtype],
-                part.scales.data_ptr(),
+                scales=part.scales.data_ptr(),
             )
             submit(call)
             first += part.rows
@@ -168,6 +185,9 @@ def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> PackedGgufLinear:
     return PackedGgufLinear(parts, types, bias, dtype)
+
+
+pack_gguf_linear.from_parts = PackedGgufLinear
 
 
 def _joined(parts: Sequence[Tensor], types: Sequence[str]) -> list[tuple[list[Tensor], str]]:

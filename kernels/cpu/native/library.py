@@ -14,7 +14,7 @@ from .calls import ABI_VERSION, BlockLayout, Call, Step
 
 logger = logging.getLogger(__name__)
 
-ISAS = ("amx", "avx512", "avx2")  # best first
+ISAS = ("amx", "avx512_bf16", "avx512", "avx2")  # best first
 
 
 class Library:

@@ -148,7 +148,7 @@ class PackedQuantizedLinear(PackedLinear):
             self.out_features,
             epilogue,
             DTYPES[out_dtype],
-            self.scales.data_ptr(),
+            scales=self.scales.data_ptr(),
         )
         submit(call)
         return out

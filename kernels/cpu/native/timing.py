@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
 GATED: dict[int, str] = {
     c.Epilogue.GATED: " + silu_and_mul",
     c.Epilogue.GATED_GELU: " + gelu_tanh_and_mul",
+    c.Epilogue.GATED_CLAMPED: " + clamped_swiglu",
 }
 STRUCTS: dict[Op, type[Call]] = {
     Op.RMS_NORM: c.RmsNorm,
@@ -40,6 +40,7 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.SAMPLE: c.Sample,
     Op.ROUTE_EXPERTS: c.RouteExperts,
     Op.SORT_BY_EXPERT: c.SortByExpert,
+    Op.COUNT_EXPERTS: c.CountExperts,
     Op.COMBINE_EXPERTS: c.CombineExperts,
     Op.ADD_GATED: c.AddGated,
     Op.EXTERNAL: c.External,
@@ -61,8 +62,8 @@ class TimedCall(NamedTuple):
 class _Run(NamedTuple):
     pointers: ctypes.Array
     counts: tuple[int, int]  # T and R
-    query_lens: list[int]
-    seq_lens: list[int]  # before the first pass
+    query_start_loc: bytes  # [B + 1] i32
+    seq_lens: bytes  # [B] i32, before the first pass
     times: np.ndarray  # [calls, threads, 2] ns
 
 
@@ -75,13 +76,12 @@ class CallTimer:
 
     def run(self, pointers: ctypes.Array, step: Step) -> None:
         times = np.zeros((len(pointers), self._num_threads, 2), np.int64)
-        starts = _ints(step.query_start_loc, step.num_requests + 1)
         self._runs.append(
             _Run(
                 pointers,
                 (step.num_tokens, step.num_logits),
-                [end - begin for begin, end in pairwise(starts)],
-                _ints(step.seq_lens, step.num_requests),
+                _copied(step.query_start_loc, step.num_requests + 1),
+                _copied(step.seq_lens, step.num_requests),
                 times,
             )
         )
@@ -96,10 +96,12 @@ class CallTimer:
 def timed_calls(run: _Run) -> Iterator[TimedCall]:
     """What the calls of a run were, in order. The program must still exist."""
     pass_number = 0
+    query_lens = np.diff(np.frombuffer(run.query_start_loc, np.int32)).tolist()
+    first_seq_lens = np.frombuffer(run.seq_lens, np.int32).tolist()
     for address, times in zip(run.pointers, run.times.tolist()):
         op = Op(Call.from_address(address).op)
         call = struct_of(op).from_address(address)
-        seq_lens = [length + pass_number for length in run.seq_lens]
+        seq_lens = [length + pass_number for length in first_seq_lens]
         threads = [
             (thread, begin / 1e9, end / 1e9) for thread, (begin, end) in enumerate(times) if end
         ]
@@ -107,7 +109,7 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
             address,
             op.name.lower() + GATED.get(getattr(call, "epilogue", 0), ""),
             DTYPE_NAMES[call.dtype],
-            work_of(op, call, run.counts, run.query_lens, seq_lens),
+            work_of(op, call, run.counts, query_lens, seq_lens),
             _weights(call, run.counts[0]),
             threads,
             pass_number,
@@ -160,7 +162,7 @@ def work_of(
         return Work(f"[{rows}, {call.kv_heads}, {call.head_dim}] × 2", num_bytes)
     if isinstance(call, (c.Argmax, c.Sample)):
         return work.rows_of(rows, call.vocab_size, 4, 1)
-    if isinstance(call, (c.RouteExperts, c.SortByExpert)):
+    if isinstance(call, (c.RouteExperts, c.SortByExpert, c.CountExperts)):
         return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)
     if isinstance(call, c.External):
         sizes = [
@@ -193,5 +195,6 @@ def _weights(call: Call, num_tokens: int) -> list[int]:
     return [address for address in found if address is not None]
 
 
-def _ints(address: int | None, count: int) -> list[int]:
-    return list((ctypes.c_int32 * count).from_address(address)) if address else []
+def _copied(address: int | None, count: int) -> bytes:
+    """`count` numbers of 4 bytes."""
+    return ctypes.string_at(address, 4 * count) if address else b""

@@ -21,7 +21,7 @@ def _compute_too_much(scheduler):
 
 
 def _list_twice(scheduler):
-    scheduler.waiting.append(scheduler.running[0])
+    scheduler.waiting.add(scheduler.running[0])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 from quire.core.request import Request
+from quire.core.scheduling.owners import Owner
 from quire.core.scheduling.preemption import PreemptionPolicy
 from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
 from quire.ipc.models.kv_layout import KVLayout
@@ -9,12 +10,13 @@ from quire.ipc.params import SamplingParams
 from quire.tests.core.scheduling.loop import Loop, distinct
 
 # swapping is cheaper from 40 tokens on
+OWNER = Owner()
 COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
 
 
 def request(name: str, num_computed_tokens: int, priority: int = 0, arrival: int = 0) -> Request:
     message = EngineCoreRequest(name, [1], SamplingParams(seed=0, max_tokens=5))
-    made = Request(message, max_model_len=100, key=(priority, arrival))
+    made = Request(message, max_model_len=100, key=(priority, arrival), owner=OWNER)
     made.num_computed_tokens = num_computed_tokens
     return made
 

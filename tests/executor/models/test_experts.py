@@ -21,7 +21,7 @@ from quire.tests.tiny_fallbacks import save_tiny_fallback
 from quire.tests.tiny_models import make_tiny_config
 from safetensors.torch import load_file, save_file
 
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"]
 PROMPT = [5, 9, 250, 17, 100, 3, 3, 41, 77, 201, 6]
 
 
@@ -30,7 +30,7 @@ def test_every_token_has_the_experts_that_transformers_chooses(kind, tiny, oracl
     directory = tiny(kind)
     theirs: list[torch.Tensor] = []
     model = oracle(directory)
-    routers = [m for name, m in model.named_modules() if name.endswith("mlp.gate")]
+    routers = [m for name, m in model.named_modules() if name.endswith(("mlp.gate", "mlp.router"))]
     hooks = [r.register_forward_hook(lambda _, __, out: theirs.append(out[2])) for r in routers]
     with torch.inference_mode():
         model(torch.tensor([PROMPT]))
@@ -76,7 +76,7 @@ def stacked_copy(directory: Path, target: Path, kind: str) -> Path:
             tensors[piece.stored] = values
             continue
         whole = tensors.setdefault(piece.stored, torch.zeros(piece.shape))
-        whole[piece.expert, piece.begin : piece.end] = values
+        whole[piece.expert, piece.rows] = values
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
     return target
 

@@ -80,6 +80,31 @@ def test_every_weight_is_counted_once(tiny, isa, dtype):
         assert size * expected <= counted <= size * expected * 1.1
 
 
+@pytest.mark.parametrize("isa", [pytest.param("auto", marks=native), "none"])
+def test_the_experts_that_are_read_are_counted_once(tiny, isa):
+    executor = start_executor(tiny("mixtral"), cpu_isa=isa)
+    plain = run(executor, 3)
+    answers, trace = traced(executor)
+    assert answers == plain
+    config = executor.worker.model.config
+    expert_bytes = 4 * 3 * config.hidden_size * config.experts.size
+    for rank, num_tokens in zip(ranks(trace), (7, 2, 2), strict=True):
+        assert list(rank.experts) == list(range(config.num_hidden_layers))
+        for layer, rows in rank.experts.items():
+            assert sum(rows) == num_tokens * config.experts.per_token
+            of_experts = [
+                kernel.weight_bytes
+                for kernel in rank.kernels
+                if kernel.module.startswith(f"layers.{layer}.")
+                and (kernel.op == "fused_moe" or kernel.op.startswith("experts_linear"))
+            ]
+            read = len(rows) - rows.count(0)
+            if isa == "none":
+                assert sum(of_experts) == read * expert_bytes
+            else:  # which experts each call has read is not kept
+                assert read * expert_bytes <= sum(of_experts) <= len(rows) * expert_bytes
+
+
 @native
 def test_kernels_are_those_of_the_model_in_order(tiny):
     executor = start_executor(tiny("qwen2"))

@@ -134,6 +134,9 @@ def test_nothing_is_allocated_if_torch_is_already_imported(tiny):
         str(tiny("qwen2")), hf_overrides={"tie_word_embeddings": True}
     ).create_engine_config()
     assert early_memory.begin(config) == [] and early_memory.take() is None
+    for thread in early_memory.begin(config, imports_torch=True):  # another thread has only begun
+        thread.join()
+    assert early_memory.take() is not None
 
 
 def make(num_bytes: int) -> mmap.mmap:

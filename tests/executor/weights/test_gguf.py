@@ -225,14 +225,14 @@ def test_factors_that_the_configuration_expects(checkpoint, tmp_path):
 @needs_native
 def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
     directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
-    write_gguf(path, directory, "MXFP4", {"lm_head.weight": "Q5_1"})
+    write_gguf(path, directory, "TQ2_0", {"lm_head.weight": "MXFP4"})
     caplog.set_level(logging.INFO, logger="quire")
     build(path, directory, torch.bfloat16)
-    assert "model.gguf: matrices in MXFP4 (15), Q5_1 (1)" in caplog.text
-    assert caplog.text.count("weights of type MXFP4 are packed again as Q8_0") == 1
-    assert "Q5_1 are" not in caplog.text
+    assert "model.gguf: matrices in TQ2_0 (15), MXFP4 (1)" in caplog.text
+    assert caplog.text.count("weights of type TQ2_0 are packed again as Q4_0") == 1
+    assert "MXFP4 are" not in caplog.text
     build(path, directory, torch.float32)
-    assert caplog.text.count("weights of type MXFP4 are unpacked to torch.float32") == 1
+    assert caplog.text.count("weights of type TQ2_0 are unpacked to torch.float32") == 1
 
 
 # ---------------------------------------------------------------- blocks that are kept

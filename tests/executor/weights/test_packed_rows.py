@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from quire.executor.weights.packed_rows import PackedRows, copy_weights
+from quire.executor.weights import packed_rows
+from quire.executor.weights.packed_rows import PackedRows, copy_weights, pack_blocks
 
 
 def test_blocks_are_dequantized_into_a_tensor_of_any_shape():
@@ -27,3 +29,27 @@ def test_other_values_are_copied():
     tensor = torch.zeros(5, dtype=torch.bfloat16)
     copy_weights(tensor, torch.arange(5.0))
     assert tensor.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_only_rows_of_a_file_are_released(monkeypatch: pytest.MonkeyPatch):
+    """The others lie beside what the process still uses."""
+    parts = [
+        PackedRows(torch.zeros(rows, 34, dtype=torch.uint8), "Q8_0", is_mapped)
+        for rows, is_mapped in ((3, True), (4, False), (2, True))
+    ]
+    released: list[int] = []
+    monkeypatch.setattr(packed_rows, "release_mapped", lambda rows: released.append(len(rows)))
+
+    def pack(rows, types, bias, dtype):
+        return list(map(len, rows)), types, dtype
+
+    expected = ([3, 4, 2], ["Q8_0"] * 3, torch.float32)
+    assert pack_blocks(pack, parts, None, torch.float32) == expected and not released
+
+    def from_parts(rows, types, bias, dtype, release):
+        for part in rows:
+            release(part[1:])
+        return pack(rows, types, bias, dtype)
+
+    pack.from_parts = from_parts
+    assert pack_blocks(pack, parts, None, torch.float32) == expected and released == [2, 1]

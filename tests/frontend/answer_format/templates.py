@@ -49,7 +49,32 @@ PYTHON_CALL = (
 )
 PYTHON_LIST = each(PYTHON_CALL + "{% if not loop.last %}, {% endif %}")
 
+# As gpt-oss' own: the tools in the developer's message, one call per message, reasoning only before
+# calls, and tojson for results of tools.
+HARMONY = """\
+{{- '<|start|>system<|message|>Reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}\
+{%- set first = messages[0] if messages[0].role in ('system', 'developer') %}\
+{%- if first or tools %}{{ '<|start|>developer<|message|>' }}\
+{%- if first %}{{ '# Instructions\n\n' + first.content }}{% endif %}\
+{%- for tool in tools or [] %}{{ tool.function | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}\
+{%- set last = namespace(name=none) %}\
+{%- for m in messages %}\
+{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}\
+{%- elif m.role == 'tool' %}{{ '<|start|>functions.' + last.name + ' to=assistant<|channel|>' }}\
+{{- 'commentary<|message|>' + (m.content | tojson) + '<|end|>' }}\
+{%- elif m.role == 'assistant' and 'tool_calls' in m %}\
+{%- if m.content and m.thinking %}{{ raise_exception('content or thinking, not both') }}\
+{%- elif m.content or m.thinking %}\
+{{- '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking) + '<|end|>' }}\
+{%- endif %}{%- set call = m.tool_calls[0].function %}{% set last.name = call.name %}\
+{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}\
+{{- (call.arguments | tojson) + '<|call|>' }}\
+{%- elif m.role == 'assistant' %}\
+{{- '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}\
+{%- endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
+
 TEMPLATES = {
+    "harmony": HARMONY,
     "hermes": chatml(
         each(
             '{{ \'\n<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + ('

@@ -84,6 +84,9 @@ def test_template_output_is_parsed_back(name, content, calls) -> None:
     if answer_format.tool_format.bare_beginnings and content:
         return  # such models write either text or calls
     answer = parse(answer_format, whole[len(prompt) :].removesuffix("<|im_end|>\n"), TOOLS)
+    if name == "harmony":  # its template writes content before calls as reasoning
+        answer.content, answer.reasoning = answer.reasoning, ""
+    calls = calls if answer_format.several_calls else calls[:1]
     assert (answer.content, [call.name for call in answer.tool_calls]) == (
         content or "",
         [call.name for call in calls],

@@ -17,11 +17,15 @@ class RecordingDisplay:
 
     def __init__(self) -> None:
         self.answers: list[str] = [""]
+        self.reasoning = ""
         self.notices: list[str] = []
         self.errors: list[str] = []
 
     def write(self, text: str) -> None:
         self.answers[-1] += text
+
+    def write_reasoning(self, text: str) -> None:
+        self.reasoning += text
 
     def end(self) -> None:
         self.answers.append("")

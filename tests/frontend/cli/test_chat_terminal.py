@@ -121,3 +121,25 @@ def test_plain_text_is_printed_as_it_is() -> None:
     display.notice("a notice")
     display.error("an error")
     assert (out.getvalue(), err.getvalue()) == ("**a**\n\n", "a notice\nquire: an error\n")
+
+
+def test_reasoning_is_dim_on_a_terminal_and_left_out_elsewhere() -> None:
+    tty, pipe = Tty(), io.StringIO()
+    for out in (tty, pipe):
+        display = PlainDisplay(out, io.StringIO())
+        for piece in ("H\x07", "m."):
+            display.write_reasoning(piece)
+        for piece in ("Ye", "s."):
+            display.write(piece)
+        display.end()
+        display.write_reasoning("Hm.")  # and nothing else
+        display.end()
+    dim = "\x1b[2m{}\x1b[0m".format
+    assert tty.getvalue() == f"{dim('H')}{dim('m.')}\n\nYes.\n{dim('Hm.')}\n\n\n"
+    assert pipe.getvalue() == "Yes.\n\n"
+    out = Tty()
+    display = MarkdownDisplay(out, io.StringIO())
+    display.write_reasoning("Hm.")
+    display.write("**Yes**")
+    display.end()
+    assert out.getvalue().startswith(f"{dim('Hm.')}\n\n") and "**" not in out.getvalue()

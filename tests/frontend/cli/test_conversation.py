@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from quire import InvalidParameterError
+from quire.frontend.cli.conversation import Conversation
+from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from quire.tests.frontend.answer_format.grammars import marked_tokenizer
+from quire.tests.frontend.answer_format.templates import TEMPLATES
 from quire.tests.frontend.cli.talks import RecordingDisplay, conversation
 from quire.tests.tiny_models import save_tiny_model
 
@@ -61,3 +66,38 @@ def test_a_truncated_answer_is_reported(model: Path) -> None:
     with conversation(model, ignore_eos=True) as talk:
         talk.say("one", display)
     assert display.notices == ["the answer ended at max_tokens or at the end of the context"]
+
+
+def test_reasoning_is_shown_and_not_remembered() -> None:
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+    tokenizer = marked_tokenizer(marks)
+    pieces = ["<|channel|>analysis<|mess", "age|>Hm.<|end|><|start|>assistant"]
+    pieces += ["<|channel|>final<|message|>", "Yes", "."]
+    asked, outputs = [], []
+
+    def add_request(request_id: str, prompt: dict, params: object) -> None:
+        asked.append((tokenizer.decode(prompt["prompt_token_ids"]), params))
+        for i, piece in enumerate(pieces):
+            reason = "stop" if i == len(pieces) - 1 else None
+            completion = CompletionOutput(0, piece, [i], finish_reason=reason)
+            outputs.append(
+                RequestOutput(request_id, None, [], [completion], bool(reason), RequestMetrics(0.0))
+            )
+
+    engine = SimpleNamespace(
+        tokenizer=tokenizer,
+        config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000)),
+        add_request=add_request,
+        has_unfinished_requests=lambda: bool(outputs),
+        step=lambda: [outputs.pop(0)],
+    )
+    tokenizer.chat_templates["default"] = TEMPLATES["harmony"]
+    display, talk = RecordingDisplay(), Conversation(engine, {}, None)  # type: ignore[arg-type]
+    talk.say("one", display)
+    talk.say("two", display)
+    assert display.answers == ["Yes.", "Yes.", ""] and display.reasoning == "Hm.Hm."
+    assert talk.messages[1] == {"role": "assistant", "content": "Yes."}
+    (_, (prompt, params)) = asked
+    said = "<|start|>assistant<|channel|>final<|message|>Yes.<|end|>"
+    assert said in prompt and "Hm." not in prompt
+    assert not params.skip_special_tokens and len(params.stop_token_ids) == 2

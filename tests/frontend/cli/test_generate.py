@@ -267,7 +267,7 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
 
 def test_the_death_of_an_engine_is_exit_code_1_with_its_cause() -> None:
     with subprocess.Popen(
-        [*QUIRE, "generate", *[STORY] * 8, *LONG, *ONE_THREAD],
+        [*QUIRE, "generate", *[STORY] * 8, *LONG, *ONE_THREAD, "--engine-restarts", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,6 +10,7 @@ import random
 from quire.frontend.clients.client import EngineClient
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
+from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -29,6 +30,8 @@ FORMS = [
     "process async",
     "daemon",
     "daemon async",
+    "supervised",
+    "supervised async",
 ]
 
 
@@ -43,10 +46,12 @@ class Driver:
             self.client: EngineClient = InprocClient(
                 self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form
             )
-        elif form.startswith("process"):
+        elif form.startswith(("process", "supervised")):
             self.client = MPClient(
                 self.config, asyncio_mode=self.runner is not None, command=COMMAND
             )
+            if form.startswith("supervised"):
+                self.client = SupervisedClient(self.client, self.config, command=COMMAND)
         else:
             self.daemon = daemon(directory, self.config)
             address, self.process = self.daemon.__enter__()

@@ -60,7 +60,7 @@ def test_rows_of_several_steps_may_come_together(open_driver):
 
 
 def test_deferred_rows_are_sent_before_the_engines_failure(open_driver):
-    driver, told = open_driver(hf_overrides={"raise_at_step": 4}), []
+    driver, told = open_driver(hf_overrides={"raise_at_step": 4}, engine_restarts=0), []
     driver.client.pace_outputs(1)
     driver.client.add_request(
         EngineCoreRequest("a", [1, 2], SamplingParams(seed=0, max_tokens=200))
@@ -181,7 +181,7 @@ def test_utility_errors(open_driver):
 
 
 def test_a_failed_step_kills_the_engine(open_driver):
-    driver = open_driver(hf_overrides={"raise_at_step": 0})
+    driver = open_driver(hf_overrides={"raise_at_step": 0}, engine_restarts=0)
     driver.client.add_request(make_requests(1)[0])
     with pytest.raises(EngineDeadError, match="scripted failure"):
         driver.collect(1)

@@ -182,7 +182,7 @@ def test_errors_of_the_utilities_that_change_the_engine(open_driver):
 
 
 def test_a_death_ends_a_wait(open_driver):
-    driver = open_driver(hf_overrides={"raise_at_step": 3})
+    driver = open_driver(hf_overrides={"raise_at_step": 3}, engine_restarts=0)
     driver.client.add_request(long_requests(1)[0])
     with pytest.raises(EngineDeadError, match="scripted failure"):
         driver.call("pause", "wait")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from quire.frontend.model_info import cpu
 
-AVX512 = " ".join(sorted(cpu.AVX512))
+AVX512_BF16 = " ".join(sorted(cpu.AVX512_BF16))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,10 @@ def test_bfloat16(
 
 
 def test_instruction_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512} amx_bf16\n")
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {AVX512_BF16} amx_bf16\n")
     monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    assert cpu.native_isas() == ["avx512", "avx2"]  # the system does not provide tiles
+    # the system does not provide tiles
+    assert cpu.native_isas() == ["avx512_bf16", "avx512", "avx2"]
 
 
 def test_the_frontend_detects_what_the_engine_does() -> None:

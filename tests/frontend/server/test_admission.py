@@ -274,6 +274,91 @@ def test_no_key_waits_for_more_than_one_request_of_each_other_key(keys: list[str
     in_world(test, 1, 100, 100)
 
 
+def in_shared_world(test, *bounds: int, **options) -> None:
+    async def run() -> None:
+        admission = Admission(*bounds, Clock(), reserves_shares=True, **options)
+        world = World(admission)
+        world.check = lambda: None  # limits may be exceeded by shares
+        await test(world)
+        await world.end()
+        assert not admission._running
+
+    asyncio.run(run())
+
+
+def test_a_key_has_its_share_though_another_fills_the_engine_and_the_queue() -> None:
+    async def test(world: World) -> None:
+        for i in range(8):
+            await world.arrive(f"a{i}", "a", num_tokens=10)
+        assert world.entered == ["a0", "a1", "a2", "a3"] and world.refused == ["a6", "a7"]
+        for i in range(5):
+            await world.arrive(f"b{i}", "b", num_tokens=10)
+        # two of four in the engine, one of two in the queue
+        assert world.entered[4:] == ["b0", "b1"] and world.refused[2:] == ["b3", "b4"]
+        assert world.admission.num_running == 6
+        await world.leave("b0")
+        assert world.entered[6:] == ["b2"]
+        for name in ("a0", "a1", "a2"):  # then there is room for another
+            await world.leave(name)
+        assert world.entered[7:] == ["a4"]
+
+    in_shared_world(test, 4, 2, 1000)
+
+
+def test_waiting_tokens_of_a_key_are_bounded() -> None:
+    async def test(world: World) -> None:
+        await world.arrive("a", "a", num_tokens=500)
+        await world.arrive("a1", "a", num_tokens=6)
+        await world.arrive("a2", "a", num_tokens=5)
+        assert world.refused == ["a2"]
+        assert world.admission.num_refused == {"tokens_per_key": 1}
+        await world.arrive("b", "b", num_tokens=500)
+        await world.arrive("b1", "b", num_tokens=10)
+        assert world.refused == ["a2"]
+
+    in_shared_world(test, 1, 100, 1000, max_waiting_tokens_per_key=10)
+
+
+@settings(max_examples=40, deadline=None)
+@given(EVENTS, st.integers(1, 4), st.integers(0, 6), st.integers(1, 20))
+def test_shares_leave_nobody_behind(
+    events: list[tuple], max_running: int, max_waiting: int, max_waiting_tokens: int
+) -> None:
+    """Every request that is not refused is admitted, and a key alone is held to the limits."""
+
+    async def test(world: World) -> None:
+        for number, event in enumerate(events):
+            if event[0] == "arrive":
+                await world.arrive(f"{number}", *event[1:])
+                keys = len({event[1], *world.admission._running, *world.admission._lines})
+                assert keys > 1 or World.check(world) is None
+            elif event[0] == "leave" and world.inside:
+                await world.leave(sorted(world.inside)[event[1] % len(world.inside)])
+        while world.inside:
+            await world.leave(next(iter(world.inside)))
+        assert set(world.tasks) == {*world.entered, *world.refused}
+        assert not world.admission.num_waiting
+
+    in_shared_world(test, max_running, max_waiting, max_waiting_tokens)
+
+
+def test_a_request_is_refused_at_once_or_leaves_the_queue_when_its_time_is_over() -> None:
+    async def test(world: World) -> None:
+        admission = world.admission
+        await world.arrive("a")
+        with pytest.raises(ApiError, match="expected to begin after 1 s") as caught:
+            async with admission.slot("", "hasty", deadline=100.5):
+                raise AssertionError("it was let in")
+        assert caught.value.status == 429 and admission.num_refused == {"deadline": 1}
+        admission.expected_wait_s = lambda: 0.0  # wrong
+        with pytest.raises(ApiError, match="time was over") as caught:
+            async with admission.slot("", "late", deadline=100.05):
+                raise AssertionError("it was let in")
+        assert caught.value.status == 504 and not admission.num_waiting
+
+    in_world(test, 1, 10, 10)
+
+
 def test_the_estimate_follows_the_pace() -> None:
     clock = Clock()
 

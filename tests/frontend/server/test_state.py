@@ -72,3 +72,5 @@ def test_a_template_is_a_file_or_a_name(tmp_path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert read_template(str(tmp_path / "mine.jinja")) == "{{ messages }}"
     assert read_template("tool_use") == "tool_use" and read_template(None) is None
+    text = "{{ messages }}" * 500
+    assert read_template(text) == text

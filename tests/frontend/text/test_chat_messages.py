@@ -8,6 +8,8 @@ from quire.frontend.text.chat_messages import (
     normalize_messages,
     with_arguments_as_text,
     with_empty_content,
+    with_one_call,
+    with_results_as_json,
     with_short_ids,
     with_system_for_developer,
 )
@@ -171,3 +173,31 @@ def test_forms_that_some_templates_need() -> None:
         "system",
         "user",
     ]
+
+
+def test_one_call_per_message() -> None:
+    def result(content: str, **fields: str) -> dict:
+        return {"role": "tool", "content": content, **fields}
+
+    user, f, g = {"role": "user", "content": "What?"}, {"id": "1"}, {"id": "2"}
+    calling = {"role": "assistant", "content": "See.", "tool_calls": [f, g]}
+    one, two = {**calling, "tool_calls": [f]}, {"role": "assistant", "tool_calls": [g]}
+    a, b, c = (result(x, tool_call_id=i) for x, i in (("a", "1"), ("b", "2"), ("c", "3")))
+    for messages, split in (
+        ([user, calling, b, a, c, user], [user, one, a, two, b, c, user]),
+        ([calling, b], [one, two, b]),
+        ([calling], [one, two]),
+        ([user, one, a], [user, one, a]),
+    ):
+        assert with_one_call(messages) == split
+    f, g = {"function": {}}, {"function": {"name": "g"}}
+    calling["tool_calls"] = [f, g]
+    found = with_one_call([calling, result("a"), result("b"), calling])
+    assert [m.get("tool_calls", m.get("content")) for m in found] == [[f], "a", [g], "b", [f], [g]]
+
+
+def test_results_as_json() -> None:
+    contents = ['{"a": 1}', "[1]", "5", "sunny", "{", "[" * 100_000]
+    messages = [{"role": "tool", "content": content} for content in contents]
+    found = [m["content"] for m in with_results_as_json([*messages, {"role": "user"}])[:-1]]
+    assert found == [{"a": 1}, [1], *contents[2:]]

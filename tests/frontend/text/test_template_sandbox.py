@@ -22,6 +22,7 @@ from quire.frontend.text.template_sandbox import (
     TemplateTimeError,
     render,
     time_limit,
+    variables_of,
 )
 
 USER = [{"role": "user", "content": "Hello"}]
@@ -173,3 +174,12 @@ def test_the_limits_cost_little() -> None:
     template_sandbox.compile_template(template)
     ratio = fastest(lambda: render(template, variables)) / fastest(lambda: plain.render(variables))
     assert ratio < 6
+
+
+def test_the_variables_of_a_template() -> None:
+    """Not attributes of the same name, nor names that the template sets itself."""
+    source = "{% if effort is not defined %}{% set effort = 'low' %}{% endif %}{{ effort }}"
+    source += "{% for m in messages %}{{ m.thinking }}{% set n = m %}{% endfor %}"
+    assert variables_of(source) == {"effort", "messages"}
+    nested = "{% if a %}" * 5000 + "{% endif %}" * 5000
+    assert variables_of("{% no Jinja") == variables_of(nested) == frozenset()

@@ -4,9 +4,12 @@ expects.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from quire.frontend.text.chat_template import render_chat, template_traits
 from quire.frontend.text.template_traits import TemplateTraits
+from quire.tests.frontend.answer_format.templates import TEMPLATES
 
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 LOOP = "{% for m in messages %}[{{ m.role }}] BODY{% endfor %}"
@@ -119,3 +122,77 @@ def test_the_role_developer() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
     assert render_chat(template(), messages) == "[system] Be brief."
     assert render_chat("{# developer #}" + template(), messages) == "[developer] Be brief."
+
+
+# ---------------------------------------------------------------- gpt-oss
+
+HARMONY_TRAITS = TemplateTraits(
+    takes_tools=True,
+    writes_calls=True,
+    takes_several_calls=False,
+    one_call=True,
+    one_instruction=True,
+    reads_thinking=True,
+    thinking_or_content=True,
+    results_as_json=True,
+)
+
+
+def call(identifier: str, name: str) -> dict[str, Any]:
+    return {"id": identifier, "function": {"name": name, "arguments": '{"a": 1}'}}
+
+
+def test_a_conversation_for_gpt_oss() -> None:
+    """Instructions become one, each call has its message and its result, reasoning and text before
+    a call are `thinking`, and results that are JSON stay unquoted.
+    """
+    source = TEMPLATES["harmony"]
+    assert template_traits(source) == HARMONY_TRAITS
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What?"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [call("1", "f"), call("2", "g")],
+        },
+        {"role": "tool", "tool_call_id": "2", "content": "noon"},
+        {"role": "tool", "tool_call_id": "1", "content": '{"b": "é"}'},
+        {"role": "developer", "content": "In French."},
+        {"role": "assistant", "reasoning": "Broke off"},
+    ]
+    assert render_chat(source, messages, add_generation_prompt=True) == (
+        "<|start|>system<|message|>Reasoning: medium<|end|>"
+        "<|start|>developer<|message|># Instructions\n\nBe brief.\n\nIn French.<|end|>"
+        "<|start|>user<|message|>What?<|end|>"
+        "<|start|>assistant<|channel|>analysis<|message|>Hm.\nLet me see.<|end|>"
+        '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+        '<|start|>functions.f to=assistant<|channel|>commentary<|message|>{"b": "é"}<|end|>'
+        '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"a": 1}<|call|>'
+        '<|start|>functions.g to=assistant<|channel|>commentary<|message|>"noon"<|end|>'
+        "<|start|>assistant<|channel|>final<|message|><|end|><|start|>assistant"
+    )
+
+
+def test_a_template_that_needs_descriptions_of_tools() -> None:
+    source = template(
+        tools="{% for tool in tools or [] %}{{ '//' + tool.function.description + ' ' + "
+        "tool.function.name }}{% endfor %}"
+    )
+    assert template_traits(source).needs_descriptions
+    bare = {"type": "function", "function": {"name": "f"}}
+    described = {"type": "function", "function": {"name": "g", "description": "G."}}
+    written = render_chat(source, CONVERSATION[:1], tools=[bare, described])
+    assert written == "// f//G. g[user] What?"
+    assert "description" not in bare["function"]
+    assert not template_traits(template()).needs_descriptions
+
+
+def test_several_system_messages() -> None:
+    first = "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    source = first + "{% for m in messages if m.role == 'user' %}[{{ m.content }}]{% endfor %}"
+    assert template_traits(source).one_instruction
+    messages = [{"role": r, "content": c} for r, c in (("user", "What?"), ("system", "Be brief."))]
+    assert render_chat(source, messages) == "Be brief.[What?]"
+    assert render_chat(template(), messages) == "[user] What?[system] Be brief."

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from quire.frontend.trace.tree import REASONS, sentence
+from quire.frontend.trace.tree import REASONS, experts_line, sentence
 from quire.tests.frontend.trace.made import made
 
 GOLDEN = Path(__file__).with_name("tree.txt")
@@ -38,3 +38,11 @@ def test_every_reason_is_explained():
     from quire.ipc.trace import Waiting
 
     assert all(f'"{reason}"' in Waiting.__doc__ for reason in REASONS)
+
+
+def test_rows_of_experts_are_one_line():
+    line = experts_line({0: [4, 0, 0, 0], 1: [1, 1, 1, 1], 5: [2, 2, 0, 0]})
+    assert line == (
+        "experts of 3 layers: 0 to 4 rows each, median 1; 1 to 4 of 4 read per layer; imbalance "
+        "1.0 to 4.0, median 2.0"
+    )

@@ -16,10 +16,18 @@ def parse(kind: str, **change: object) -> ExpertsConfig | None:
 
 
 def test_each_familys_experts() -> None:
-    assert parse("mixtral") == ExpertsConfig(4, 2, 96, True)
-    assert parse("qwen2_moe") == ExpertsConfig(6, 3, 32, False, shared_size=80)
-    assert parse("qwen3_moe") == ExpertsConfig(8, 3, 48, True, dense_layers=(0, 2))
-    assert parse("olmoe", norm_topk_prob=True) == ExpertsConfig(5, 2, 96, True)
+    def expect(kind: str, *args: int, **options: object) -> ExpertsConfig:
+        names = next(known.experts for known in ARCHITECTURES.values() if known.model_type == kind)
+        return ExpertsConfig(*args, names=names, **options)
+
+    assert parse("mixtral") == expect("mixtral", 4, 2, 96, renormalizes=True)
+    assert parse("qwen2_moe") == expect("qwen2_moe", 6, 3, 32, renormalizes=False, shared_size=80)
+    qwen3_moe = expect("qwen3_moe", 8, 3, 48, renormalizes=True, dense_layers=(0, 2))
+    assert parse("qwen3_moe") == qwen3_moe
+    olmoe = parse("olmoe", norm_topk_prob=True)
+    assert olmoe == expect("olmoe", 5, 2, 96, renormalizes=True)
+    gpt_oss = expect("gpt_oss", 5, 2, 96, renormalizes=True, clamped_swiglu=(1.702, 0.9))
+    assert parse("gpt_oss") == gpt_oss
     assert parse("llama") is None
 
 

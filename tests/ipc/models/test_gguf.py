@@ -244,6 +244,9 @@ def test_long_arrays_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
     assert tracemalloc.get_traced_memory()[1] < 10_000
     tracemalloc.stop()
     assert file.metadata["words"] == words and file.metadata["flags"] == [True] * 3000
+    picked = file.metadata.strings_at("words", [0, 7, 4999, 5000])
+    assert picked == {0: "token0", 7: "token7", 4999: "token4999"}
+    assert file.metadata.strings_at("flags", [0]) == file.metadata.strings_at("no", [0]) == {}
     content = path.read_bytes()
     path.write_bytes(content.replace(b"token77", b"token\xff7"))
     with pytest.raises(ModelLoadError, match="the array words has a string that is not UTF-8"):

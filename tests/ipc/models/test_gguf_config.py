@@ -203,3 +203,16 @@ def test_every_end_token(tmp_path: Path) -> None:
         "top_k": 64,
     }
     assert gguf_generation_config(_file(tmp_path, {})) == {}
+
+
+def test_a_message_of_gpt_oss_does_not_end_its_answer(tmp_path: Path) -> None:
+    words = ["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>", "a"]
+    metadata = LLAMA | {
+        "tokenizer.ggml.tokens": words,
+        "tokenizer.ggml.token_type": [3, 3, 3, 3, 1],
+        "tokenizer.ggml.eos_token_id": 0,
+        "tokenizer.ggml.eot_token_id": 1,
+    }
+    assert gguf_generation_config(_file(tmp_path, metadata)) == {"eos_token_id": [0, 3, 2]}
+    words[2] = "<|user|>"  # Phi
+    assert gguf_generation_config(_file(tmp_path, metadata)) == {"eos_token_id": [0, 1, 3]}

@@ -203,3 +203,6 @@ def test_mxfp4_is_of_experts_alone():
     found = parse({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     assert found.method == "mxfp4"
     assert found.format_of("model.layers.0.self_attn.q_proj.weight", [64, 64]) is None
+    experts = found.format_of("model.layers.0.mlp.experts.3.up_proj.weight", [64, 64])
+    assert str(experts) == "MXFP4"
+    assert found.format_of("model.layers.0.mlp.experts.3.up_proj.bias", [64]) is None

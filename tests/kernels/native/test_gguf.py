@@ -15,6 +15,7 @@ from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 from quire.tests.kernels.native.test_quantized import normal, same_bits
 
 if library is not None:
+    from quire.kernels.cpu.native import gguf
     from quire.kernels.cpu.native.gguf import PackedGgufLinear
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 17, 33)  # few and many rows use different instructions
@@ -58,7 +59,10 @@ def test_numbers_at_the_edge_of_their_range(isa, type):
     one = torch.tensor([1.0]).half().view(torch.uint8)
     num_bytes = block_type(type).num_bytes
     by_block = blocks.view(16, -1, num_bytes)
-    by_block[..., num_bytes - 2 if type == "Q6_K" else 0 :][..., :2] = one
+    if type == "MXFP4":
+        by_block[..., 0] = 128
+    else:
+        by_block[..., num_bytes - 2 if type == "Q6_K" else 0 :][..., :2] = one
     if type in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
         by_block[..., 2:4] = one
     if type == "Q6_K":
@@ -114,3 +118,19 @@ def test_a_row_that_is_not_finite_gives_nan(isa, type):
     expected = layer(x)
     x[1, 3], x[2, 300] = float("nan"), float("inf")
     assert same_bits(layer(x)[[0, 3]], expected[[0, 3]]) and layer(x)[1:3].isnan().all()
+
+
+@types
+@pytest.mark.skipif(library is None, reason=NEEDS_LIBRARY)
+def test_pieces_are_packed_as_a_whole_and_released_once(type, monkeypatch):
+    """Several parts, whose pieces begin anywhere in them."""
+    columns = 2 * block_type(type).columns
+    parts = [random_blocks(rows, columns, type) for rows in (40, 7, 30)]
+    whole = PackedGgufLinear(parts, [type] * 3, None, torch.bfloat16).parts[0]
+    monkeypatch.setattr(gguf, "_PIECE_BYTES", 33 * parts[0].shape[1])
+    released = []
+    pieces = PackedGgufLinear(
+        parts, [type] * 3, None, torch.bfloat16, release=lambda rows: released.append(rows.clone())
+    ).parts[0]
+    assert torch.equal(pieces.numbers, whole.numbers) and torch.equal(pieces.scales, whole.scales)
+    assert len(released) == 5 and torch.equal(torch.cat(released), torch.cat(parts))

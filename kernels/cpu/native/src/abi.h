@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 15
+#define QUIRE_ABI_VERSION 17
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -66,6 +66,9 @@ enum Op : int32_t {
     OP_EXPERTS_LINEAR_INT4,
     OP_EXPERTS_LINEAR_BLOCKS,
     OP_EXTERNAL,
+    OP_LINEAR_MXFP4,
+    OP_EMBEDDING_MXFP4,
+    OP_COUNT_EXPERTS,
     NUM_OPS,
 };
 
@@ -210,12 +213,13 @@ struct Attention : Call {
     const float* sinks;
 };
 
-enum Epilogue : int32_t { PLAIN = 0, GATED = 1, GATED_GELU = 2 };
+enum Epilogue : int32_t { PLAIN = 0, GATED = 1, GATED_GELU = 2, GATED_CLAMPED = 3 };
 
 // out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. With GATED the first
 // half of the weight's rows is the gate's, out [rows, out_features / 2] is SiluAndMul of the
-// product, and out_features is a multiple of 32; GATED_GELU is the same with GELU. weight is
-// packed (quire_pack_linear). bias [out_features] has the activations' dtype, or is null.
+// product, and out_features is a multiple of 32; GATED_GELU is the same with GELU, GATED_CLAMPED
+// with ClampedSwiGLU (kernels/moe.py). weight is packed (quire_pack_linear). bias [out_features]
+// has the activations' dtype, or is null.
 struct Linear : Call {
     const void* x;
     const void* weight;
@@ -223,8 +227,9 @@ struct Linear : Call {
     void* out;
     int64_t x_row, out_row;
     int64_t in_features, out_features;
-    int32_t epilogue;   // Epilogue
-    int32_t out_dtype;  // Dtype of out: that of the activations, or F32
+    int32_t epilogue;               // Epilogue
+    int32_t out_dtype;              // Dtype of out: that of the activations, or F32
+    double gate_scale, gate_limit;  // of GATED_CLAMPED
 };
 
 // logits fp32 [rows, vocab_size] -> out [rows]: the lowest index of each row's largest logit;
@@ -310,12 +315,23 @@ struct RouteExperts : Call {
 
 // Orders the pairs of row and expert, ids [rows, top_k], by expert: those of expert e have the
 // places starts[e] to starts[e + 1], ascending by row. tokens [rows * top_k]: the row of each
-// place; places [rows, top_k]: the place of each pair.
+// place; places [rows, top_k]: the place of each pair. counts [count], unless null: as in
+// CountExperts.
 struct SortByExpert : Call {
     const int32_t* ids;
     int32_t* starts;
     int32_t* tokens;
     int32_t* places;
+    int64_t* counts;
+    int64_t count, top_k;
+};
+
+// counts [count] += how many of ids [rows, top_k] name each expert, as count_experts
+// (kernels/moe.py); slots [rows] or null.
+struct CountExperts : Call {
+    const int32_t* ids;
+    const int64_t* slots;
+    int64_t* counts;
     int64_t count, top_k;
 };
 
@@ -369,8 +385,8 @@ struct External : Call {
     int64_t function;  // its address
 };
 
-// isa is the name of an instruction set, in order of preference "amx", "avx512", "avx2". Returns 1
-// if this processor and operating system support it.
+// isa is the name of an instruction set, in order of preference "amx", "avx512_bf16", "avx512",
+// "avx2". Returns 1 if this processor and operating system support it.
 QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
 // Chooses the instruction set of all later runs. Returns 0, or -1 if it is not supported.
@@ -403,7 +419,7 @@ struct BlockLayout {
     int32_t num_bytes;  // at most MAX_BLOCK_BYTES
     int32_t numbers[2];
     int32_t num_scales;
-    int32_t scales[3][3];  // in the order of the packed scales; then 2 or 4 bytes, kept together
+    int32_t scales[3][3];  // in the order of the packed scales; then 1, 2 or 4 bytes, kept together
 };
 
 // Packs rows of blocks (gguf_dot.inl, gguf_super_dot.inl) on all threads: numbers

@@ -102,6 +102,17 @@ void sort_by_expert(const Call& call, const Step& step, const Worker& worker) {
     }
     for (int64_t expert = a.count; expert > 0; expert--) a.starts[expert] = a.starts[expert - 1];
     a.starts[0] = 0;
+    if (a.counts)
+        for (int64_t e = 0; e < a.count; e++) a.counts[e] += a.starts[e + 1] - a.starts[e];
+}
+
+void count_experts(const Call& call, const Step& step, const Worker& worker) {
+    const CountExperts& a = (const CountExperts&)call;
+    if (worker.next(1) != 0) return;
+    const int64_t rows = rows_of(call, step);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t k = 0; k < a.top_k && !(a.slots && a.slots[row] < 0); k++)
+            a.counts[a.ids[row * a.top_k + k]]++;
 }
 
 template <typename T>

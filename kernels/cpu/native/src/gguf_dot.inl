@@ -219,7 +219,7 @@ private:
                 return multiply_exactly<ROWS - 1, PANELS>(rows, panels, next, place, up, x, sums);
         const int64_t first = next.panels.first + place * next.panels.apart,
                       share = panel_bytes / next.shares;
-        const Blocks soon{(const char*)call.weight + first * panel_bytes,
+        const Blocks soon{(const char*)next.layer->weight + first * panel_bytes,
                           next.panels.apart * panel_bytes};
         panels.template multiply<ROWS, PANELS>(x.template as<typename F::Kind>(), soon,
                                                next.share * share, (next.share + 1) * share, place,

@@ -7,6 +7,7 @@
 //   scales   by block, in another array; fp16 [16 outputs] each:
 //            Q8_0, Q4_0, Q5_0, IQ4_NL: d. Q4_1, Q5_1: d, m. Q4_K, Q5_K: d, dmin, then three words
 //            [16][4] of 6-bit scales. Q6_K: four words [16][4] of scales, then d. INT4_*: a word.
+//            MXFP4: a byte, the exponent.
 //
 // weight = scale * (stored number - ZERO) + least. Each type F has
 //   stored(numbers of a vector of outputs, sub, i, line)
@@ -17,6 +18,9 @@
 
 constexpr int64_t GROUP_BLOCKS = 256, BLOCK_SIZE = 32, BLOCKS = GROUP_BLOCKS / BLOCK_SIZE,
                   WORDS = 4 * PANEL;  // bytes of a panel's words
+// Rows that are multiplied directly by blocks of frequent types; only those, because each number of
+// rows is compiled.
+constexpr int MANY_DIRECT_ROWS = Vec::LANES == 16 ? 8 : 2;
 
 inline float half_at(const char* p) {
     uint16_t bits;
@@ -65,6 +69,8 @@ struct BlockType : BlockKind<MOST_STORED, LESS != 0, HAS_LEAST, PARTS_BESIDE> {
                              LINE_OF_K = PANEL * NUMBER_BYTES / COLUMNS, BLOCK = GROUP * LINE_OF_K,
                              BLOCK_SCALES = PANEL * SCALE_BYTES,
                              SCALES = GROUP / COLUMNS * BLOCK_SCALES;
+    // more rows are multiplied by unpacked panels
+    static constexpr int MAX_DIRECT_ROWS = 2;
     static constexpr int ONE_STREAM = 0, ZERO = LESS, SUBS = COLUMNS / BLOCK_SIZE, WRITTEN_OUT = 1;
 
     // What removes ZERO from an exact sum; or the sum of x, which the least weight multiplies.
@@ -92,15 +98,16 @@ struct BlockType : BlockKind<MOST_STORED, LESS != 0, HAS_LEAST, PARTS_BESIDE> {
 };
 
 // Types of 32 numbers: a scale and perhaps a least weight in fp16
-template <int64_t NUMBER_BYTES, int MOST, int ZERO, bool LEAST = false>
-struct SmallBlock : BlockType<BLOCK_SIZE, NUMBER_BYTES, LEAST ? 4 : 2, MOST, ZERO, LEAST> {
+template <int64_t NUMBER_BYTES, int MOST, int ZERO, bool LEAST = false,
+          int64_t SCALE_BYTES = LEAST ? 4 : 2>
+struct SmallBlock : BlockType<BLOCK_SIZE, NUMBER_BYTES, SCALE_BYTES, MOST, ZERO, LEAST> {
     static ALWAYS_INLINE void decode(const BlockScales& from, Vec* scales, Vec* leasts) {
         *scales = from.halves(0);
         if (LEAST) *leasts = from.halves(2 * PANEL);
     }
     // number: as stored
     static float scaled(int number, const char* scales, int64_t lane, int64_t k) {
-        scales += k / BLOCK_SIZE * (LEAST ? 4 : 2) * PANEL + 2 * lane;
+        scales += k / BLOCK_SIZE * SCALE_BYTES * PANEL + 2 * lane;
         const float product = half_at(scales) * (float)(number - ZERO);
         return LEAST ? product + half_at(scales + 2 * PANEL) : product;
     }
@@ -121,6 +128,7 @@ struct SmallBlock : BlockType<BLOCK_SIZE, NUMBER_BYTES, LEAST ? 4 : 2, MOST, ZER
 };
 
 struct Q8_0 : SmallBlock<32, 127, 0> {
+    static constexpr int MAX_DIRECT_ROWS = MANY_DIRECT_ROWS;
     static ALWAYS_INLINE Ints stored(const char* numbers, int, int, int line) {
         return Ints::load(numbers + line * WORDS).for_add_bytes();
     }
@@ -197,11 +205,32 @@ struct IQ4_NL : SmallBlock<16, 127, 0> {
     }
 };
 
+// A number is 4 bits of E2M1, doubled to be whole; 12 is added, so that it has no sign. A scale is
+// a power of two, halved: 2**(byte - 128).
+struct MXFP4 : SmallBlock<16, 31, 12, false, 1> {
+    static constexpr int MAX_DIRECT_ROWS = MANY_DIRECT_ROWS;
+    alignas(16) static constexpr int8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24,
+                                                       12, 11, 10, 9,  8,  6,  4,  0};
+    static ALWAYS_INLINE Ints stored(const char* numbers, int, int, int line) {
+        return nibbles(numbers, line).look_up(NUMBERS);
+    }
+    static ALWAYS_INLINE void decode(const BlockScales& from, Vec* scales, Vec*) {
+        *scales =
+            Ints::load_bytes(vector_at(from.data, from.apart, from.v, Vec::LANES)).halved_powers();
+    }
+    static float weight(const char* numbers, const char* scales, int64_t lane, int64_t k) {
+        const int32_t exponent = (uint8_t)scales[k / BLOCK_SIZE * PANEL + lane],
+                      bits = exponent < 2 ? 0x200000 << exponent : (exponent - 1) << 23;
+        return float_of(bits) * (float)(NUMBERS[nibble_of(numbers, lane, k, 0)] - 12);
+    }
+};
+
 // Q4_K and Q5_K: eight scales and eight minima of 6 bits, packed into three words. Two parts of 32
 // share bytes; a byte of high bits has one of each part.
 template <bool FIVE_BITS>
 struct Q45K : BlockType<256, FIVE_BITS ? 160 : 128, 16, FIVE_BITS ? 31 : 15, 0, true> {
     using Base = BlockType<256, FIVE_BITS ? 160 : 128, 16, FIVE_BITS ? 31 : 15, 0, true>;
+    static constexpr int MAX_DIRECT_ROWS = FIVE_BITS ? 2 : MANY_DIRECT_ROWS;
     static constexpr int WRITTEN_OUT = 2;
     static constexpr int64_t NIBBLES = FIVE_BITS ? 8 * WORDS : 0;  // after the high bits
 
@@ -247,7 +276,7 @@ using Q5_K = Q45K<true>;
 // Two scales of 8 bits per 32 numbers. A byte of low bits has numbers i and i + 64 of 128, a byte
 // of high ones i, i + 32, i + 64 and i + 96.
 struct Q6_K : BlockType<256, 192, 18, 63, 32, false, 2> {
-    static constexpr int WRITTEN_OUT = 4;
+    static constexpr int MAX_DIRECT_ROWS = (MANY_DIRECT_ROWS > 2 ? 4 : 2), WRITTEN_OUT = 4;
     static constexpr int64_t HIGH = 32 * WORDS;
 
     static ALWAYS_INLINE Ints stored(const char* numbers, int sub, int i, int line) {

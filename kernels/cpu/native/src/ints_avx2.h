@@ -61,6 +61,17 @@ struct Ints {
     Ints signed_byte(int i) const {
         return _mm256_srai_epi32(_mm256_slli_epi32(v, 24 - 8 * i), 24);
     }
+    // BYTES / 4 bytes in 32 bits; 2**(x - 128) of such, as their bits: the least two are subnormal
+    static Ints load_bytes(const void* p) {
+        return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    }
+    Vec halved_powers() const {
+        const __m256i one = _mm256_set1_epi32(1),
+                      least =
+                          _mm256_slli_epi32(_mm256_add_epi32(_mm256_min_epi32(v, one), one), 21);
+        return _mm256_castsi256_ps(
+            _mm256_max_epi32(_mm256_slli_epi32(_mm256_sub_epi32(v, one), 23), least));
+    }
     // table [16], at an address divisible by 16, of nibbles
     Ints look_up(const int8_t* table) const {
         return _mm256_shuffle_epi8(

@@ -46,6 +46,16 @@ struct Ints {
     Ints signed_byte(int i) const {
         return _mm512_srai_epi32(_mm512_slli_epi32(v, 24 - 8 * i), 24);
     }
+    static Ints load_bytes(const void* p) {
+        return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    }
+    Vec halved_powers() const {
+        const __m512i one = _mm512_set1_epi32(1),
+                      least =
+                          _mm512_slli_epi32(_mm512_add_epi32(_mm512_min_epi32(v, one), one), 21);
+        return _mm512_castsi512_ps(
+            _mm512_max_epi32(_mm512_slli_epi32(_mm512_sub_epi32(v, one), 23), least));
+    }
     Ints look_up(const int8_t* table) const {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)),
                                    v);

@@ -1,5 +1,5 @@
 // The kernels for AMX, whose tiles multiply matrices of bf16 and int8: Intel since Sapphire Rapids.
-// The other kernels are those of AVX-512.
+// The other kernels are those of AVX-512 with BF16.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -39,5 +39,5 @@ namespace amx {
 #pragma clang attribute pop
 #endif
 
-const Isa isa_amx = {"amx", amx::KERNELS.by_op, &isa_avx512};
+const Isa isa_amx = {"amx", amx::KERNELS.by_op, &isa_avx512_bf16};
 #endif

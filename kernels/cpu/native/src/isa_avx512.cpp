@@ -1,4 +1,4 @@
-// The kernels for AVX-512 with BF16 and VNNI: AMD since Zen 4, Intel since Cooper Lake.
+// The kernels for AVX-512 with VNNI: Intel since Cascade Lake, AMD since Zen 4.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,15 +14,13 @@
 #pragma GCC target("avx2,fma,f16c,bmi2")
 #elif defined(__clang__)
 #pragma clang attribute push(                                                                    \
-    __attribute__((                                                                              \
-        target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16"))), \
+    __attribute__((target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni"))), \
     apply_to = function)
 #else
-#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")
+#pragma GCC target("avx2,fma,f16c,bmi2,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
 #endif
 
 namespace avx512 {
-#define QUIRE_BF16 1  // has instructions that multiply pairs of bf16
 #ifdef QUIRE_EMULATED
 #include "emulated_avx512.h"
 #endif

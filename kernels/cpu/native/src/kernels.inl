@@ -11,18 +11,21 @@
 #include "attention_tile.inl"
 #include "attention.inl"
 
-#ifdef QUIRE_AMX
-// Those that use tiles; the others are AVX-512's.
+#ifdef QUIRE_BF16
+// Those that multiply bf16 or, in tiles, integers; the others are AVX-512's.
 struct Kernels {
     Kernel by_op[NUM_OPS] = {};
     constexpr Kernels() {
         by_op[OP_LINEAR] = linear;
-        by_op[OP_LINEAR_INT8] = quantized::linear_int8;
-        by_op[OP_LINEAR_INT4] = quantized::linear_int4;
         by_op[OP_ATTENTION] = attention;
         by_op[OP_EXPERTS_LINEAR] = experts_linear;
-        by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_int8;
-        by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_int4;
+#ifdef QUIRE_AMX
+        using quantized::Int8Dot, quantized::Int4Dot;
+        by_op[OP_LINEAR_INT8] = quantized::quantized_linear<Int8Dot>;
+        by_op[OP_LINEAR_INT4] = quantized::quantized_linear<Int4Dot>;
+        by_op[OP_EXPERTS_LINEAR_INT8] = quantized::experts_linear_of<Int8Dot>;
+        by_op[OP_EXPERTS_LINEAR_INT4] = quantized::experts_linear_of<Int4Dot>;
+#endif
     }
 };
 constexpr Kernels KERNELS;
@@ -37,8 +40,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     silu_and_mul,
     embedding,
     linear,
-    quantized::linear_int8,
-    quantized::linear_int4,
+    quantized::quantized_linear<quantized::Int8Dot>,
+    quantized::quantized_linear<quantized::Int4Dot>,
     rotary,
     write_kv,
     rotary_and_write_kv,
@@ -82,9 +85,12 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     combine_experts,
     add_gated,
     experts_linear,
-    quantized::experts_linear_int8,
-    quantized::experts_linear_int4,
+    quantized::experts_linear_of<quantized::Int8Dot>,
+    quantized::experts_linear_of<quantized::Int4Dot>,
     quantized::experts_linear_blocks,
     external,
+    quantized::quantized_linear<quantized::MXFP4>,
+    quantized::gguf_embedding<quantized::MXFP4>,
+    count_experts,
 };
 #endif

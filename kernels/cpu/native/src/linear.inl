@@ -99,14 +99,17 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
 // Computes one row's columns from their sums; those of the up half are `half` further on. bias
 // (same layout as sums) may be null. Sums and bias extend to a multiple of PANEL.
 template <typename T, typename Out>
-inline ALWAYS_INLINE void finish_row(const float* sums, const float* bias, int64_t columns,
-                                     int64_t half, int32_t epilogue, Out* out) {
+inline ALWAYS_INLINE void finish_row(const Linear& a, const float* sums, const float* bias,
+                                     int64_t columns, int64_t half, int32_t epilogue, Out* out) {
     const bool gated = epilogue != PLAIN;
     for (int64_t i = 0; i < columns; i += Vec::LANES) {
         Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
         if (bias) value = value + Vec::load(bias + i);
         if (bias && gated) up = up + Vec::load(bias + half + i);
-        if (gated) {
+        if (epilogue == GATED_CLAMPED) {
+            value = clamped_swiglu(Number<T>::round(value), Number<T>::round(up),
+                                   Vec((float)a.gate_scale), Vec((float)a.gate_limit));
+        } else if (gated) {
             value = Number<T>::round(value);
             value = Number<T>::round(epilogue == GATED_GELU ? gelu_tanh(value) : silu(value)) *
                     Number<T>::round(up);
@@ -174,10 +177,10 @@ struct LinearItems {
             const float* values = sums + row * width;
             int64_t place = (first + row) * a.out_row + column;
             if (a.out_dtype == F32)
-                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, a.epilogue,
+                finish_row<T>(a, values, a.bias ? bias : nullptr, columns, half, a.epilogue,
                               (float*)a.out + place);
             else
-                finish_row<T>(values, a.bias ? bias : nullptr, columns, half, a.epilogue,
+                finish_row<T>(a, values, a.bias ? bias : nullptr, columns, half, a.epilogue,
                               (uint16_t*)a.out + place);
         }
     }

@@ -79,6 +79,13 @@ inline Vec tanh(Vec x) {
 
 inline Vec silu(Vec x) { return x / (Vec(1.0f) + exp(Vec() - x)); }
 
+// (up + 1) * gate * sigmoid(scale * gate) of clamped numbers; a NaN stays one
+inline Vec clamped_swiglu(Vec gate, Vec up, Vec scale, Vec limit) {
+    gate = Vec::min(limit, gate);
+    up = Vec::max(Vec() - limit, Vec::min(limit, up));
+    return gate / (Vec(1.0f) + exp(Vec() - gate * scale)) * (up + Vec(1.0f));
+}
+
 // GELU as its approximation by tanh defines it (Hendrycks & Gimpel 2016): (1 + tanh(u)) / 2 is
 // 1 / (1 + e**(-2 u)), which stays exact where tanh is near -1.
 inline Vec gelu_tanh(Vec x) {

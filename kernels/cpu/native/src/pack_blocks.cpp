@@ -63,8 +63,9 @@ void pack_panel(const Packing& p, int64_t panel, const char* zeros) {
         numbers = lay_out<4>(at, layout.numbers[0], layout.numbers[1], numbers);
         for (int32_t i = 0; i < layout.num_scales; i++) {
             const int32_t* part = layout.scales[i];
-            scales = part[2] == 4 ? lay_out<4>(at, part[0], part[1], scales)
-                                  : lay_out<2>(at, part[0], part[1], scales);
+            scales = part[2] == 4   ? lay_out<4>(at, part[0], part[1], scales)
+                     : part[2] == 2 ? lay_out<2>(at, part[0], part[1], scales)
+                                    : lay_out<1>(at, part[0], part[1], scales);
         }
     }
 }

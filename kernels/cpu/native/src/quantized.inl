@@ -47,7 +47,6 @@ inline int64_t scales_of_panel(int64_t in_features) {
 #include "gguf_types.inl"
 
 constexpr int MAX_PANELS = 4;
-constexpr int64_t ROWS_OF_BLOCKS = 2;      // that are multiplied directly by GGUF's blocks
 using Sums = float[MAX_PANELS][2][PANEL];  // a row's results; [1] is of the up half
 
 // How far ahead weights and scales are prefetched. Weights go to the L2 cache: L1 allows few
@@ -68,6 +67,12 @@ struct Panels {
 struct Next {
     Panels panels;  // of the next product
     int64_t share, shares;
+    const QuantizedLinear* layer;  // whose panels these are, of the same size
+
+    template <typename Dot>
+    const char* scales() const {
+        return (const char*)layer->scales + panels.first * scales_of_panel<Dot>(layer->in_features);
+    }
 };
 
 #include "gguf_dot.inl"
@@ -83,14 +88,15 @@ inline int64_t ahead_of(int64_t panel_bytes, int64_t wanted, int64_t block) {
 // A few panels times a few rows of x
 template <typename Dot>
 struct VectorForm {
-    // of GGUF's blocks few: more rows are multiplied by unpacked ones
-    static constexpr int MAX_ROWS = Dot::OWN_SCALES ? ROWS_OF_BLOCKS : MAX_EXACT_SUMS / 2;
+    static constexpr int MAX_ROWS = Dot::MAX_DIRECT_ROWS;
 
     const QuantizedLinear& call;
     explicit VectorForm(const QuantizedLinear& call, const Worker&) : call(call) {}
 
     static constexpr int panels_at_once(int64_t rows) {
-        return panels_beside((int)rows, MAX_EXACT_SUMS);
+        // of blocks, a row also has sums in fp32
+        constexpr int MOST = MAX_EXACT_SUMS / 2;
+        return panels_beside((int)rows, Dot::OWN_SCALES && rows > 2 ? MOST : MAX_EXACT_SUMS);
     }
     static constexpr bool one_stream(int64_t rows) { return rows <= Dot::ONE_STREAM; }
 
@@ -113,8 +119,8 @@ private:
         for (int64_t i = 0; i < panels.count; i++) {
             const int64_t panel = panels.first + i * panels.apart, behind = panel + panels.apart;
             const bool goes_on = one_stream(ROWS) && i + 1 < panels.count;
-            multiply_panels<ROWS, 1>(panel, 0, goes_on ? Next{{behind, 1, 0}, 0, 1} : next, i, up,
-                                     x, sums);
+            multiply_panels<ROWS, 1>(panel, 0, goes_on ? Next{{behind, 1, 0}, 0, 1, &call} : next,
+                                     i, up, x, sums);
         }
     }
 
@@ -127,23 +133,18 @@ private:
                       panel_bytes = depth * Dot::LINE_OF_K,
                       panel_scales = scales_of_panel<Dot>(call.in_features);
         const int64_t ahead = ahead_of(panel_bytes, AHEAD_BYTES / PANELS, Dot::BLOCK);
-        const char *weights = (const char*)call.weight,
-                   *scales = (const char*)call.scales + first * panel_scales;
-        const Blocks here{weights + first * panel_bytes, apart * panel_bytes};
-        const Blocks there{weights + next.panels.first * panel_bytes,
+        const char* scales = (const char*)call.scales + first * panel_scales;
+        const Blocks here{(const char*)call.weight + first * panel_bytes, apart * panel_bytes};
+        const Blocks there{(const char*)next.layer->weight + next.panels.first * panel_bytes,
                            next.panels.apart * panel_bytes};
         const int64_t scales_apart = apart * panel_scales,
-                      share = next.shares > 1 ? Dot::BLOCK / next.shares : 0;
-        const char* soon_scales = share
-                                      ? (const char*)call.scales + next.panels.first * panel_scales
-                                      : scales + AHEAD_GROUPS * Dot::SCALES;
-        const int64_t soon_scales_apart = share ? next.panels.apart * panel_scales : scales_apart;
+                      share = next.shares > 1 ? Dot::BLOCK / next.shares : 0,
+                      scales_ahead = share ? x.groups : std::min(AHEAD_GROUPS, x.groups);
         decltype(Vec::v) total[ROWS * VECTORS];
         // An opaque zero: GCC would clear all sums with one instruction for memory, which is slow.
         const Vec zero = settled(Vec());
         for (auto& sum : total) sum = zero.v;
-        for (int64_t group = 0; group < x.groups;
-             group++, scales += Dot::SCALES, soon_scales += Dot::SCALES) {
+        for (int64_t group = 0; group < x.groups; group++, scales += Dot::SCALES) {
             const char* block = here.first + group * Dot::BLOCK;
             const int64_t left = panel_bytes - group * Dot::BLOCK - ahead;
             const Blocks soon = left > 0 ? Blocks{block + ahead, here.apart}
@@ -153,9 +154,14 @@ private:
                 for (int64_t i = 0; i < SEAM_BYTES; i += 64) there.ask_for<PANELS>(i);
             for (int64_t i = 0; i < share; i += 64)
                 there.ask_for<PANELS>((x.groups * next.share + group) * share + i);
+            const int64_t over = group + scales_ahead - x.groups;
+            const Blocks soon_scales =
+                over < 0 ? Blocks{scales + scales_ahead * Dot::SCALES, scales_apart}
+                         : Blocks{next.scales<Dot>() + over * Dot::SCALES,
+                                  next.panels.apart * panel_scales};
             written_out<PANELS>([&](int panel) ALWAYS_INLINE {
                 for (int64_t i = 0; i < Dot::SCALES; i += 64)
-                    __builtin_prefetch(soon_scales + panel * soon_scales_apart + i);
+                    __builtin_prefetch(soon_scales.first + panel * soon_scales.apart + i);
             });
             const int64_t size = std::min(Dot::GROUP, depth - group * Dot::GROUP);
             if constexpr (Dot::OWN_SCALES)
@@ -221,14 +227,15 @@ void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t f
         copy_numbers((const T*)a.bias + up * all_columns + column, bias[up], columns);
     auto finish = [&](auto* out, int64_t columns, int32_t epilogue) ALWAYS_INLINE {
         for (int64_t row = 0; row < rows; row++)
-            finish_row<T>(sums[row][place][0], a.bias ? bias[0] : nullptr, columns, PANEL, epilogue,
-                          out + (first + row) * a.out_row + column);
+            finish_row<T>(a, sums[row][place][0], a.bias ? bias[0] : nullptr, columns, PANEL,
+                          epilogue, out + (first + row) * a.out_row + column);
     };
     // tells the compiler that a panel is complete, as nearly all are
     auto finish_all = [&](auto* out) ALWAYS_INLINE {
         if (columns < PANEL) finish(out, columns, a.epilogue);
         else if (a.epilogue == GATED) finish(out, PANEL, GATED);
         else if (a.epilogue == GATED_GELU) finish(out, PANEL, GATED_GELU);
+        else if (a.epilogue == GATED_CLAMPED) finish(out, PANEL, GATED_CLAMPED);
         else finish(out, PANEL, PLAIN);
     };
     if (a.out_dtype == F32) finish_all((float*)a.out);
@@ -285,8 +292,9 @@ struct QuantizedItems {
     int64_t panels, chunk, beside, sets, count;
     bool one_stream;
 
+    // layers: that the threads share
     QuantizedItems(Products& products, const QuantizedLinear& a, int64_t first, int64_t rows,
-                   int64_t threads)
+                   int64_t threads, int64_t layers = 1)
         : products(products), a(a), first(first), rows(rows) {
         const int64_t max_rows = products.max_rows;
         panels = ceil_div(columns(), PANEL);
@@ -294,16 +302,17 @@ struct QuantizedItems {
             rows, std::max<int64_t>(1, CACHED_BYTES / products.row_bytes / max_rows) * max_rows);
         beside = std::max<int64_t>(
             1, std::min<int64_t>(products.panels_at_once(std::min(chunk, max_rows)),
-                                 panels / threads));
+                                 panels * layers / threads));
         sets = ceil_div(panels, beside);
         const int64_t worth = rows <= max_rows ? STREAMS_BYTES : ITEM_BYTES;
-        count =
-            std::min(sets, std::max<int64_t>(8 * threads, panels * products.panel_bytes / worth));
+        count = std::min(
+            sets, std::max(ceil_div(8 * threads, layers), panels * products.panel_bytes / worth));
         one_stream = products.one_stream(chunk);
     }
 
-    // following: the item that the thread probably computes next
-    __attribute__((noinline)) void run(int64_t item, int64_t following) const {
+    // following: the item that the thread probably computes next, of next_layer
+    __attribute__((noinline)) void run(int64_t item, int64_t following,
+                                       const QuantizedLinear& next_layer) const {
         const bool gated = a.epilogue != PLAIN;
         const int64_t max_rows = products.max_rows;
         Sums sums[Products::MOST_ROWS];
@@ -313,19 +322,23 @@ struct QuantizedItems {
                           count_of_sets =
                               one_stream ? ceil_div(size, beside) : size / beside + size % beside;
             for (int64_t set = 0; set < count_of_sets; set++) {
-                const Panels side = side_of(item, set), next = set + 1 < count_of_sets
-                                                                   ? side_of(item, set + 1)
-                                                                   : side_of(following, 0);
+                const bool goes_on = set + 1 < count_of_sets;
+                const Panels side = side_of(item, set),
+                             next = goes_on ? side_of(item, set + 1) : side_of(following, 0);
+                const QuantizedLinear& layer = goes_on ? a : next_layer;
                 for (int64_t tile = 0; tile < tiles; tile++) {
                     const int64_t row = begin + tile * here / tiles,
                                   num_rows = begin + (tile + 1) * here / tiles - row;
                     for (int64_t p = 0; p < side.count; p++)
                         ask_for_results(a, first + row, num_rows, side.first + p * side.apart);
                     for (int up = 0; up <= gated; up++)
-                        products.multiply(
-                            row, num_rows, Panels{up * panels + side.first, side.count, side.apart},
-                            Next{{up * panels + next.first, next.count, next.apart}, tile, tiles},
-                            up, sums);
+                        products.multiply(row, num_rows,
+                                          Panels{up * panels + side.first, side.count, side.apart},
+                                          Next{{up * panels + next.first, next.count, next.apart},
+                                               tile,
+                                               tiles,
+                                               &layer},
+                                          up, sums);
                     for (int64_t p = 0; p < side.count; p++)
                         finish_panel<T>(a, sums, p, first + row, num_rows,
                                         side.first + p * side.apart, columns());
@@ -371,7 +384,7 @@ void multiply_rows(const QuantizedLinear& a, int64_t rows, const Worker& worker)
                                        round_up(a.in_features, Dot::DEPTH) * Dot::LINE_OF_K);
         const QuantizedItems<T> items(products, a, first, count, worker.count);
         for (int64_t i; (i = worker.next(items.count)) < items.count;)
-            items.run(i, worker.following(i, items.count));
+            items.run(i, worker.following(i, items.count), a);
         if (first + most < rows) worker.barrier();
     }
 }
@@ -390,7 +403,7 @@ struct ManyRows {
 template <typename Dot>
 struct ManyRows<Dot, true> {
     using Form = UnpackedForm<Dot>;
-    static constexpr int64_t FROM = ROWS_OF_BLOCKS + 1;
+    static constexpr int64_t FROM = Dot::MAX_DIRECT_ROWS + 1;
 };
 
 template <typename Dot>
@@ -402,8 +415,6 @@ void quantized_linear(const Call& call, const Step& step, const Worker& worker) 
         FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, typename Many::Form>(a, rows, worker)));
     else FOR_DTYPE(call.dtype, (multiply_rows<T, Dot, VectorForm<Dot>>(a, rows, worker)));
 }
-
-constexpr Kernel linear_int8 = quantized_linear<Int8Dot>, linear_int4 = quantized_linear<Int4Dot>;
 
 #include "quantized_experts.inl"
 

@@ -30,6 +30,7 @@ inline const char* vector_at(const char* data, int64_t apart, int i, int64_t byt
 // group has `size` numbers.
 struct Int8Dot {
     static constexpr bool OWN_SCALES = false;
+    static constexpr int MAX_DIRECT_ROWS = MAX_EXACT_SUMS / 2;
     static constexpr int64_t GROUP = GROUP_INT8, UNDER_SCALE = GROUP, DEPTH = 64, SCALED = GROUP,
                              LINE_OF_K = PANEL, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT8,
                              SCALES_AT = 0, TERMS = 1;
@@ -79,6 +80,7 @@ struct Int8Dot {
 // One half of a group after the other if the sums of both do not fit the registers.
 struct Int4Dot {
     static constexpr bool OWN_SCALES = false;
+    static constexpr int MAX_DIRECT_ROWS = MAX_EXACT_SUMS / 2;
     static constexpr int64_t GROUP = GROUP_INT4, UNDER_SCALE = GROUP, DEPTH = 64, SCALED = GROUP,
                              LINE_OF_K = PANEL / 2, BLOCK = GROUP * LINE_OF_K, SCALES = SCALES_INT4,
                              SCALES_AT = FACTORS, TERMS = 2;

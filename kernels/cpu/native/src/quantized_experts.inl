@@ -66,24 +66,29 @@ void multiply_experts(ExpertLayers& layers, const ExpertsLinear& a, const Worker
         layer.scales = (const void*)a.all_scales[expert];
         return layer;
     };
+    int64_t active = 0;
+    for (int64_t expert = 0; expert < a.count; expert++) active += rows_of(expert) > 0;
     ExpertItems all;
     for (int64_t expert = 0; expert < a.count; expert++) {
         const int64_t rows = rows_of(expert);
         if (rows == 0) continue;
         const QuantizedLinear layer = layer_of_expert(expert);
         Products& products = layers.start(layer, a.starts[expert], rows);
-        all.add(expert, QuantizedItems<T>(products, layer, 0, rows, worker.count).count);
+        all.add(expert, QuantizedItems<T>(products, layer, 0, rows, worker.count, active).count);
     }
     for (int64_t item = worker.next(all.count); item < all.count;) {
         const int64_t i = all.find(item), expert = all.experts[i], begin = all.begin_of(i);
         const QuantizedLinear layer = layer_of_expert(expert);
         Products& products = layers.start(layer, a.starts[expert], rows_of(expert));
-        const QuantizedItems<T> items(products, layer, 0, rows_of(expert), worker.count);
+        const QuantizedItems<T> items(products, layer, 0, rows_of(expert), worker.count, active);
+        // the first item of the next expert follows the last one, with as many panels probably
+        const QuantizedLinear after =
+            i + 1 < all.num_experts ? layer_of_expert(all.experts[i + 1]) : layer;
         // all items of this expert that the thread gets one after the other
         while (begin <= item && item < all.ends[i]) {
             const int64_t following = worker.following(item, all.count);
-            const bool is_mine = begin <= following && following < all.ends[i];
-            items.run(item - begin, (is_mine ? following : item) - begin);
+            if (following < all.ends[i]) items.run(item - begin, following - begin, layer);
+            else items.run(item - begin, 0, after);
             item = worker.next(all.count);
         }
     }
@@ -96,10 +101,7 @@ void experts_linear_of(const Call& call, const Step&, const Worker& worker) {
     FOR_DTYPE(call.dtype, multiply_experts<T>(layers, a, worker));
 }
 
-constexpr Kernel experts_linear_int8 = experts_linear_of<Int8Dot>,
-                 experts_linear_int4 = experts_linear_of<Int4Dot>;
-
-#ifndef QUIRE_AMX
+#ifndef QUIRE_BF16
 inline void experts_linear_blocks(const Call& call, const Step& step, const Worker& worker) {
     switch (((const ExpertsLinear&)call).kind) {
         case OP_LINEAR_Q8_0:
@@ -114,6 +116,8 @@ inline void experts_linear_blocks(const Call& call, const Step& step, const Work
             return experts_linear_of<Q5_1>(call, step, worker);
         case OP_LINEAR_IQ4_NL:
             return experts_linear_of<IQ4_NL>(call, step, worker);
+        case OP_LINEAR_MXFP4:
+            return experts_linear_of<MXFP4>(call, step, worker);
         case OP_LINEAR_Q4_K:
             return experts_linear_of<Q4_K>(call, step, worker);
         case OP_LINEAR_Q5_K:

@@ -18,23 +18,26 @@ const Isa* chosen = nullptr;
 #if defined(__x86_64__)
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
-#ifdef QUIRE_EMULATED  // isa_avx512.cpp, isa_amx.cpp
+#ifdef QUIRE_EMULATED  // isa_avx512.cpp, isa_avx512_bf16.cpp, isa_amx.cpp
 bool has_avx512() { return has_avx2(); }
+bool has_avx512_bf16() { return has_avx2(); }
 bool has_amx() { return has_avx2(); }
 #else
 bool has_avx512() {
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+}
+bool has_avx512_bf16() {
     unsigned a, b, c, d;
-    bool has_bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
-    return has_avx2() && has_bf16 && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+    return has_avx512() && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
 }
 
 // The system enables the tiles' registers on request, once per process (Linux's
 // Documentation/arch/x86/xstate.rst).
 bool has_amx() {
     unsigned a, b, c, d;
-    if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+    if (!has_avx512_bf16() || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
     bool bf16 = d >> 22 & 1, tile = d >> 24 & 1, int8 = d >> 25 & 1;
     constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
     return bf16 && tile && int8 &&
@@ -44,6 +47,7 @@ bool has_amx() {
 
 const Isa* find(const char* name) {
     if (!std::strcmp(name, "amx") && has_amx()) return &isa_amx;
+    if (!std::strcmp(name, "avx512_bf16") && has_avx512_bf16()) return &isa_avx512_bf16;
     if (!std::strcmp(name, "avx512") && has_avx512()) return &isa_avx512;
     if (!std::strcmp(name, "avx2") && has_avx2()) return &isa_avx2;
     return nullptr;

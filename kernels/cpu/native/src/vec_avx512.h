@@ -1,4 +1,4 @@
-// Vectors of 16 fp32 numbers, AVX-512 with BF16. The names are those of vec_avx2.h.
+// Vectors of 16 fp32 numbers, AVX-512. The names are those of vec_avx2.h.
 #pragma once
 #include <immintrin.h>
 
@@ -35,10 +35,12 @@ struct Vec {
         return _mm512_castsi512_ps(
             _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000)));
     }
+#ifdef QUIRE_BF16
     // first, then second; the instruction turns denormal numbers into zeros.
     static void store_flushed(Vec first, Vec second, uint16_t* p) {
         _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
     }
+#endif
     static void store_pairs(Vec first, Vec second, uint16_t* p) {
         __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16),
                 high = _mm512_castps_si512(second.rounded().v);
@@ -117,6 +119,7 @@ struct DotF32 {
     static Vec weights(const float* p, int) { return Vec::load(p); }
     static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
 };
+#ifdef QUIRE_BF16
 struct DotBf16 {
     using Weight = uint16_t;
     using X = uint16_t;
@@ -128,4 +131,15 @@ struct DotBf16 {
         return _mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)weights);
     }
 };
+#else
+struct DotBf16 {
+    using Weight = uint16_t;
+    using X = float;
+    static constexpr int STEPS = 2, X_PER_STEP = 1;
+    static Vec weights(const uint16_t* p, int step) {
+        return step == 0 ? Vec::first_of_pairs(p) : Vec::second_of_pairs(p);
+    }
+    static Vec add(Vec sum, Vec weights, const float* x) { return Vec::fma(Vec(*x), weights, sum); }
+};
+#endif
 constexpr int REGISTERS = 32, MAX_SUMS = 28;

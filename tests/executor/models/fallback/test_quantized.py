@@ -18,11 +18,10 @@ from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import Driver, greedy
 from quire.tests.executor.models.fallback.test_model import NUM_TOKENS, assert_greedy, prompt, start
 from quire.tests.executor.weights.test_gguf import needs_native
-from quire.tests.quantized_checkpoints import edit_config, write_quantized
+from quire.tests.quantized_checkpoints import edit_config, write_mxfp4, write_quantized
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 # model_type, format and its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -131,28 +130,8 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFi
     """As OpenAI publishes them; transformers' own unpacking is the oracle."""
     original, directory = tmp_path / "original", tmp_path / "mxfp4"
     save_tiny_fallback(original, "gpt_oss")
-    meant = load_file(original / "model.safetensors")
-    stored = dict(meant)
-    generator = torch.Generator().manual_seed(5)
-    for name, weight in meant.items():
-        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            continue
-        experts, columns, rows = weight.shape
-        shape = (experts, rows, columns // 32, 16)
-        numbers = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        exponents = torch.randint(119, 124, shape[:3], dtype=torch.uint8, generator=generator)
-        exponents[0, 0, 0] = 0  # the least, a subnormal number
-        del stored[name]
-        stored |= {f"{name}_blocks": numbers, f"{name}_scales": exponents}
-        meant[name] = convert_moe_packed_tensors(numbers, exponents, dtype=torch.float32)
-        assert meant[name].shape == weight.shape
-    assert len(stored) > len(meant)
-    directory.mkdir()
-    for path in original.glob("*.json"):
-        (directory / path.name).write_bytes(path.read_bytes())
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    meant = write_mxfp4(directory, original)
     save_file(meant, original / "model.safetensors", metadata={"format": "pt"})
-    edit_config(directory, {"quant_method": "mxfp4"})
     oracle: Any = AutoModelForCausalLM.from_pretrained(
         original, dtype=torch.float32, attn_implementation="eager"
     )
@@ -164,6 +143,6 @@ def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path, caplog: pytest.LogCaptureFi
     row = driver.add("row", prompt(37, 1), greedy(logprobs=2))
     driver.run(NUM_TOKENS)
     assert_greedy(oracle, row)
-    change(directory, **{next(name for name in stored if name.endswith("_scales")): None})
+    change(directory, **{"model.layers.0.mlp.experts.down_proj_scales": None})
     with pytest.raises(ModelLoadError, match="no file has the tensor .*_scales"):
         start(directory)

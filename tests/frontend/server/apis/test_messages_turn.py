@@ -151,8 +151,8 @@ def test_tool_choices(choice: dict, told: Any) -> None:
     [
         (None, {}),
         ({"type": "adaptive"}, {}),
-        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True, "thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False, "thinking": False}),
+        ({"type": "enabled", "budget_tokens": 2000}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
     ],
 )
 def test_thinking_is_a_switch_of_the_template(thinking: dict | None, variables: dict) -> None:

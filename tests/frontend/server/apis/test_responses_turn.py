@@ -173,7 +173,6 @@ def test_effort_is_a_variable_of_the_template() -> None:
     state = THINKING_STATE
     assert turn(state=state, reasoning={"effort": "low"}).template_variables == {
         "enable_thinking": True,
-        "thinking": True,
         "reasoning_effort": "low",
     }
     assert (

@@ -107,6 +107,9 @@ ROWS: Table = {
     ("POST", "/v1/engine/state"): [
         ({}, 405, None, "method_not_allowed", "/v1/engine/state does not support POST"),
     ],
+    ("POST", "/v1/engine/experts"): [
+        ({}, 405, None, "method_not_allowed", "/v1/engine/experts does not support POST"),
+    ],
     ("POST", "/v1/requests"): [
         ({}, 405, None, "method_not_allowed", "/v1/requests does not support POST"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx2 as httpx
 import pytest
 from quire.frontend.server.app import all_routes, make_app
 from quire.frontend.server.config import ServerConfig
@@ -64,6 +65,18 @@ def test_keys_from_a_file(tmp_path) -> None:
             Keys(ServerConfig(api_key_file=str(path)))
     with pytest.raises(InvalidParameterError, match="cannot be read"):
         Keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+
+
+def test_weights_from_a_file(tmp_path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one weight=3  # ours\ntwo\n")
+    keys = Keys(ServerConfig(api_key_file=str(path), api_key=["three"]))
+    weights = [keys.weight(keys.check(scope(x_api_key=key))) for key in ("one", "two", "three")]
+    assert weights == [3.0, 1.0, 1.0] and keys.weight("") == 1.0
+    for options in ("weight=0", "weight=much", "weight=nan", "wait=1", "weight=1 weight=2"):
+        path.write_text(f"zero\none {options}\n")
+        with pytest.raises(InvalidParameterError, match="api_key_file, line 2"):
+            Keys(ServerConfig(api_key_file=str(path)))
 
 
 def test_a_key_in_the_url_is_ignored_and_the_error_says_why() -> None:
@@ -139,3 +152,32 @@ def test_tenants_over_http() -> None:
             assert client.get("/v1/models?key=secret-five", headers=headers).status_code == 401
         assert client.get("/health").status_code == 200
         assert "secret" not in client.log()
+
+
+def test_a_flood_by_one_key_does_not_hold_up_another() -> None:
+    """Another key's requests, one after the other, all end while most of the flood is unfinished.
+    In order of arrival the first of them would end after the flood.
+    """
+    flags = ("--api-key", "one", "--api-key", "two", "--max-concurrent-requests", "32")
+
+    async def flood(base_url: str) -> int:
+        async with httpx.AsyncClient(base_url=base_url, timeout=60) as client:
+
+            async def post(key: str, first: int) -> None:
+                body = {"prompt": [first, 1, 2], "max_tokens": 20 if key == "one" else 2}
+                headers = {"authorization": f"Bearer {key}"}
+                answer = await client.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+
+            tasks = [asyncio.ensure_future(post("one", i)) for i in range(80)]
+            while not any(task.done() for task in tasks):
+                await asyncio.sleep(0.01)
+            for i in range(5):
+                await post("two", i)
+            num_done = sum(task.done() for task in tasks)
+            await asyncio.gather(*tasks)
+            return num_done
+
+    with slow_engine(0.01, max_num_seqs=4) as (address, _):
+        with running_server("--engine", address, *flags) as client:
+            assert asyncio.run(flood(str(client.base_url))) <= 40

@@ -53,6 +53,10 @@ def complete(server: httpx.Client, **more: object) -> httpx.Response:
     return answer
 
 
+def test_the_load_of_experts(server: httpx.Client) -> None:
+    assert server.get("/v1/engine/experts").json() == {"layers": [], "tokens": []}  # has none
+
+
 def test_the_state_of_the_engine(server: httpx.Client) -> None:
     complete(server, prompt="Once upon a time there was a fox. " * 8)
     state = server.get("/v1/engine/state").json()

@@ -4,6 +4,7 @@ import socket
 import time
 
 import httpx2 as httpx
+import psutil
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
@@ -45,3 +46,18 @@ def test_ping_is_health_and_load_counts_requests(server: httpx.Client) -> None:
         next(lines)
         assert server.get("/load").json() == {"server_load": 1}
     wait_until(lambda: server.get("/load").json() == {"server_load": 0})
+
+
+def test_a_stopped_engine_is_not_ready_and_then_replaced() -> None:
+    with running_server("--step-timeout-s", "3") as client:
+        (engine,) = psutil.Process(client.process.pid).children()
+        assert client.get("/health/ready").status_code == 200
+        engine.suspend()
+        took_s = wait_until(lambda: client.get("/health/ready").status_code == 503, timeout_s=20)
+        assert took_s < 2.5
+        assert client.get("/health/ready").json()["error"]["code"] == "engine_stuck"
+        wait_until(lambda: not engine.is_running(), timeout_s=20)
+        wait_until(lambda: client.get("/health/ready").status_code == 200, timeout_s=60)
+        answer = client.post("/v1/completions", json={"prompt": "Once", "max_tokens": 3})
+        assert answer.status_code == 200
+        assert 'quire:engine_restarts_total{cause="hang"} 1.0' in client.get("/metrics").text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
+from quire.frontend.clients.client import Restarts
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.routes import metrics
 from quire.frontend.server.state import ServerState
@@ -278,7 +280,10 @@ def test_an_engine_that_does_not_answer_does_not_block_the_scrape(
 
     state = ServerState(ServerConfig(), "m")
     state.engine = SimpleNamespace(
-        get_metrics=get_metrics, call_utility=call_utility, config=make_config()
+        get_metrics=get_metrics,
+        call_utility=call_utility,
+        config=make_config(),
+        client=SimpleNamespace(restarts=Restarts(Counter(SIGKILL=2), gaps_s=deque([0.5, 3.0]))),
     )
     collector = metrics.Collector(state)
     asyncio.run(collector.ask_engines())
@@ -288,3 +293,31 @@ def test_an_engine_that_does_not_answer_does_not_block_the_scrape(
     assert found["quire:engine_up"] == answers and found["quire:num_requests_running"] == (
         3 if answers else 0
     )
+    assert found["quire:engine_restarts"] == 2
+
+
+def test_layers_with_experts_have_two_gauges_each() -> None:
+    async def get_metrics() -> dict[str, int]:
+        return {}
+
+    async def call_utility(name: str) -> dict[str, Any]:
+        return {"experts": [[0, 1.5, 0.25], [3, 4.0, 0.75]]}
+
+    state = ServerState(ServerConfig(), "m")
+    state.engine = SimpleNamespace(
+        get_metrics=get_metrics,
+        call_utility=call_utility,
+        config=make_config(),
+        client=SimpleNamespace(restarts=Restarts()),
+    )
+    collector = metrics.Collector(state)
+    asyncio.run(collector.ask_engines())
+    found = {
+        family.name: {one.labels["layer"]: one.value for one in family.samples}
+        for family in collector.collect()
+        if family.name.startswith("quire:expert")
+    }
+    assert found == {
+        "quire:expert_load_imbalance": {"0": 1.5, "3": 4.0},
+        "quire:expert_unused_ratio": {"0": 0.25, "3": 0.75},
+    }

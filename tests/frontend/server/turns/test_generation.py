@@ -6,10 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
+import httpx2 as httpx
 import pytest
+from quire import LLM, SamplingParams
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.turns.generation import failure, merged
+from quire.tests.frontend.server.conftest import running_server, slow_engine
 
 
 class Runs:
@@ -91,3 +94,27 @@ def test_a_refusal_of_the_engine_is_a_client_error_and_a_failure_a_server_error(
     ) and error.message == "response_format: too deep"
     ours = failure(RequestOutput("r", None, [], [], True, error="logits are not finite"), {})
     assert ours.status == 500 and "logits" not in ours.message
+
+
+def test_a_request_ends_at_its_timeout() -> None:
+    """From Python and over HTTP, with the tokens that it has."""
+    with slow_engine(0.02, max_num_seqs=1) as (address, _):
+        with LLM(engine=address) as llm:
+            params = SamplingParams(max_tokens=5000, timeout_s=0.3, temperature=0.0)
+            [output] = llm.generate([1, 2, 3], params, use_tqdm=False)
+            completion = output.outputs[0]
+            assert completion.finish_reason == "timeout" and 0 < len(completion.token_ids) < 5000
+        with running_server("--engine", address, "--max-concurrent-requests", "1") as client:
+            body = {"prompt": [1, 2, 3], "max_tokens": 5000}
+
+            def post(timeout_s: str) -> httpx.Response:
+                headers = {"x-timeout-s": timeout_s}
+                return client.post("/v1/completions", json=body, headers=headers)
+
+            answer = post("0.3").json()
+            assert answer["choices"][0]["finish_reason"] == "timeout"
+            assert 0 < answer["usage"]["completion_tokens"] < 5000
+            for wrong in ("soon", "0", "-1", "nan", "inf"):
+                refused = post(wrong)
+                assert refused.status_code == 400
+                assert refused.json()["error"]["param"] == "x-timeout-s"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from quire.kernels.moe import Experts
+from quire.kernels.moe import ClampedSwiGLU, Experts
 from quire.kernels.triton import moe
 from quire.tests.kernels.case import DenseLayer
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations
@@ -22,9 +22,21 @@ def fused_moe() -> torch.Tensor:
     return moe.fused_moe(bf16(64, 2048), ids, torch.zeros(64, 8), experts)
 
 
+def clamped() -> torch.Tensor:
+    """Of gpt-oss-20b's sizes, with fewer experts."""
+    experts = Experts(
+        [DenseLayer(bf16(5760, 2880), bf16(5760)) for _ in range(8)],
+        [DenseLayer(bf16(2880, 2880), bf16(2880)) for _ in range(8)],
+        ClampedSwiGLU(1.702, 7.0),
+    )
+    ids = torch.zeros(64, 4, dtype=torch.int32)
+    return moe.fused_moe(bf16(64, 2880), ids, torch.zeros(64, 4), experts)
+
+
 BUDGETS = [
     # small kernels beside the products: none has loads of 16 bytes everywhere
     Budget("fused_moe", fused_moe, registers=255, launches=4, wide_loads=False),
+    Budget("fused_moe, clamped", clamped, registers=255, launches=4, wide_loads=False),
     Budget(
         "route_experts, E = 128",
         lambda: moe.route_experts(torch.zeros(64, 128), *PLAIN),
@@ -35,6 +47,16 @@ BUDGETS = [
         "route_experts, groups",
         lambda: moe.route_experts(torch.zeros(64, 256), *GROUPED),
         registers=64,
+        wide_loads=False,
+    ),
+    Budget(
+        "count_experts",
+        lambda: moe.count_experts(
+            torch.zeros(64, 8, dtype=torch.int32),
+            torch.zeros(64, dtype=torch.int64),
+            torch.zeros(128, dtype=torch.int64),
+        ),
+        registers=40,
         wide_loads=False,
     ),
     Budget(

@@ -4,12 +4,15 @@ decode, decode; the logits are the reference's.
 
 import pytest
 import torch
+from quire.executor.models.experts import MixtureOfExperts
+from quire.executor.models.gpt_oss import GptOssForCausalLM
 from quire.executor.models.layers import LayerFactory
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.weights.loader import fill_with_random_weights
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
+from quire.tests.kernels.triton.guard import reachable
 
 BLOCK_SIZE = 16
 SHAPE = {
@@ -30,7 +33,7 @@ SHAPE = {
 
 def build(model_class: type, device: str):
     """Builds the model on tensors in host memory, with the operations of `device`."""
-    config = model_class.parse_config(SHAPE | (WINDOWS if model_class is Qwen3ForCausalLM else {}))
+    config = model_class.parse_config(SHAPE | OWN.get(model_class, {}))
     ops = registry.select(
         device,
         torch.float32,
@@ -65,7 +68,22 @@ def metadata(
     )
 
 
-WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+OWN = {
+    Qwen3ForCausalLM: {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    GptOssForCausalLM: {
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 0.05,
+    },
+}
+
+
+def experts_of(model) -> list[torch.Tensor]:
+    """Weights and biases, which kernels reach by addresses."""
+    blocks = [layer.mlp for layer in model.layers if isinstance(layer.mlp, MixtureOfExperts)]
+    packed = [layer.packed for block in blocks for layer in (*block.gate_up, *block.down)]
+    return [tensor for layer in packed for tensor in (layer.weight, layer.bias)]
 
 
 @torch.inference_mode()
@@ -79,14 +97,15 @@ def run(model_class: type, device: str) -> list[torch.Tensor]:
     for query_lens, seq_lens in (([17, 3], [17, 3]), ([1, 3], [18, 6]), ([1, 1], [19, 7])):
         count = sum(query_lens)
         positions, step = metadata(query_lens, seq_lens, block_tables)
-        hidden = model(token_ids[taken : taken + count], positions, step)
+        with reachable(experts_of(model) if device == "cuda" else []):
+            hidden = model(token_ids[taken : taken + count], positions, step)
         last = torch.tensor(query_lens).cumsum(0) - 1
         results.append(model.compute_logits(ops.gather_rows(hidden, last)))
         taken += count
     return results
 
 
-@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen3ForCausalLM])
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, Qwen3ForCausalLM, GptOssForCausalLM])
 def test_a_model_gives_the_references_logits(model_class):
     for mine, expected in zip(run(model_class, "cuda"), run(model_class, "cpu"), strict=True):
         assert mine.dtype == torch.float32

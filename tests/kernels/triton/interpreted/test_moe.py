@@ -1,4 +1,4 @@
-"""Routing in Triton gives the reference's experts and weights."""
+"""Routing in Triton gives the reference's experts and weights, and counting its counts."""
 
 import pytest
 import torch
@@ -37,3 +37,16 @@ def test_a_row_of_nan_has_valid_experts_and_affects_no_other():
     assert torch.equal(spoilt_ids[[0, 2]], ids[[0, 2]])
     assert torch.equal(spoilt[[0, 2]], weights[[0, 2]]) and spoilt[1].isnan().all()
     assert len({*spoilt_ids[1].tolist()}) == 4 and all(0 <= i < 8 for i in spoilt_ids[1].tolist())
+
+
+@pytest.mark.parametrize("has_slots", [False, True])
+def test_counts_as_the_reference(has_slots):
+    registry.import_implementations("cuda")
+    found = {i.name: i.function for i in registry.implementations("count_experts")}
+    ids = torch.randint(0, 7, (50, 3), dtype=torch.int32)
+    slots = torch.arange(50) % 4 - 1 if has_slots else None
+    counts = torch.arange(7)
+    expected = counts.clone()
+    on_gpu(found["triton"])(ids, slots, counts)
+    found["reference"](ids, slots, expected)
+    assert torch.equal(counts, expected)

@@ -1,4 +1,5 @@
-"""Qwen3-MoE: as Qwen3, with a mixture of experts in all layers, or in some.
+"""gpt-oss: a mixture of experts with biases and clamped gates, and attention with a sink per head,
+in a window in every other layer (OpenAI 2025, arXiv 2508.10925).
 
 Must not know: files, requests, devices.
 """
@@ -9,17 +10,16 @@ from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig
 from .blocks import Attention
 from .decoder import Decoder
-from .experts import experts_or_mlp
+from .experts import MixtureOfExperts
 from .layers import LayerFactory
 
-_ARCHITECTURE = ARCHITECTURES["Qwen3MoeForCausalLM"]
 
-
-class Qwen3MoeForCausalLM(Decoder):
-    parse_config = staticmethod(_ARCHITECTURE.parse)
+class GptOssForCausalLM(Decoder):
+    parse_config = staticmethod(ARCHITECTURES["GptOssForCausalLM"].parse)
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
         ropes = make.ropes(config, max_model_len)
+        bias = config.attention_bias
         super().__init__(
             make,
             config,
@@ -28,9 +28,10 @@ class Qwen3MoeForCausalLM(Decoder):
                 config,
                 layer,
                 ropes,
-                qkv_bias=config.attention_bias,
-                o_bias=config.attention_bias,
-                qk_norm=True,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=False,
+                has_sinks=True,
             ),
-            make_mlp=lambda layer: experts_or_mlp(make, config, _ARCHITECTURE.experts, layer),
+            make_mlp=lambda layer: make.block(MixtureOfExperts, config, layer),
         )

@@ -1,0 +1,153 @@
+"""What each owner may hold of a step while others wait: its tokens, slots and blocks.
+
+Must not know: the rows of a step, how a token is computed. With one owner, nothing here applies.
+
+An owner's share of everything is its weight divided by the weights of all owners with unfinished
+requests. What one does not use is used by the others. They get it back
+
+- in the next step, as tokens of the budget (`divide_budget`): a long prompt delays the requests of
+  others by the step that is running;
+- by preemption, as slots and blocks (`preempt_for_others`): from the owner that holds the most for
+  its weight, as long as that is more than its share.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from ..request import Request
+from .admission import find_start, num_missing_blocks
+from .owners import Owner
+
+if TYPE_CHECKING:
+    from .scheduler import Scheduler
+
+
+def divide_budget(scheduler: Scheduler) -> dict[Owner, int] | None:
+    """The most tokens that each owner's running requests may compute in this step; None if all
+    requests together, waiting ones included, want no more than the budget.
+
+    Shares are max-min fair: what an owner does not want is divided among the others.
+    """
+    queue, budget = scheduler.waiting, scheduler.max_num_batched_tokens
+    if not (queue.is_shared and scheduler.enable_chunked_prefill):
+        return None
+    wanted: dict[Owner, int] = dict.fromkeys(queue.owners.values(), 0)
+    for request in scheduler.running:
+        num_tokens = request.num_tokens + request.num_pending_tokens - request.num_computed_tokens
+        wanted[request.owner] += min(num_tokens, scheduler.max_chunk_tokens)
+    for owner in wanted:
+        for request in islice(owner.waiting, len(scheduler.free_slots)):
+            if wanted[owner] >= budget:
+                break
+            wanted[owner] += min(request.num_tokens, scheduler.max_chunk_tokens)
+    if sum(wanted.values()) <= budget:
+        return None
+    shares, weight = {}, sum(owner.weight for owner in wanted)
+    for owner in sorted(wanted, key=lambda owner: (wanted[owner] / owner.weight, owner.served)):
+        share = max(min(1, budget), int(budget * owner.weight / weight))
+        shares[owner] = min(wanted[owner], share)
+        budget -= shares[owner]
+        weight -= owner.weight
+    return shares
+
+
+def preempt_for_others(scheduler: Scheduler) -> list[Request]:
+    """Preempts requests so that those whose turn it is can start in this step, if their owner has
+    less than its share; returns the preempted ones.
+
+    An owner without a running request may always have one. The head of `running` is not preempted,
+    nor is the last running request of an owner.
+    """
+    queue, manager, preempted = scheduler.waiting, scheduler.kv_cache_manager, []
+    first = queue.next({}) if queue.is_shared else None
+    if first is None:
+        return preempted
+    owner, holdings = first.owner, Holdings(scheduler)
+    served = [other.served for other in queue.owners.values() if other.waiting]
+    num_tokens, num_slots, num_reserved = 0, len(scheduler.free_slots), None
+    for request in islice(owner.waiting, scheduler.max_num_seqs):
+        is_others_turn = owner.served + num_tokens / owner.weight > min(served)
+        if is_others_turn or num_tokens >= scheduler.max_num_batched_tokens:
+            break
+        if not holdings.may_start(request):
+            break
+        start = find_start(manager, request)
+        if start is None:  # it waits for a sibling
+            break
+        if num_reserved is None:
+            layout = manager.layout
+            num_reserved = sum(num_missing_blocks(layout, other) for other in scheduler.running)
+        num_reserved += manager.num_needed(request.num_tokens, start.blocks)
+        num_missing = -manager.num_free_after(num_reserved, start.blocks)
+        victims = holdings.choose_victims(num_slots < 1, num_missing)
+        if victims is None:
+            break
+        for victim in victims:
+            num_reserved -= num_missing_blocks(manager.layout, victim)
+            scheduler.running.remove(victim)
+            scheduler.preempt(victim)
+        preempted += victims
+        num_slots += len(victims) - 1
+        num_tokens += request.num_tokens - start.num_tokens
+        holdings.add(request)
+    return preempted
+
+
+class Holdings:
+    """How many slots and blocks each owner has."""
+
+    def __init__(self, scheduler: Scheduler):
+        self._scheduler = scheduler
+        self._manager = scheduler.kv_cache_manager
+        self._weight = sum(owner.weight for owner in scheduler.waiting.owners.values())
+        self._slots: Counter[Owner] = Counter()
+        self._blocks: Counter[Owner] = Counter()
+        for request in scheduler.running:
+            self.add(request)
+
+    def add(self, request: Request, sign: int = 1) -> None:
+        num_blocks = self._manager.layout.most_blocks(request.num_tokens)
+        self._slots[request.owner] += sign
+        self._blocks[request.owner] += sign * num_blocks
+
+    def use(self, owner: Owner) -> float:
+        """The larger of its parts of the slots and of the blocks, relative to its share (dominant
+        resource fairness, Ghodsi et al. 2011): 1 is exactly its share.
+        """
+        part = max(
+            self._slots[owner] / self._scheduler.max_num_seqs,
+            self._blocks[owner] / self._manager.block_pool.num_blocks,
+        )
+        return part * self._weight / owner.weight
+
+    def may_start(self, request: Request) -> bool:
+        """Whether its owner may take from others for it."""
+        if not self._slots[request.owner]:
+            return True
+        self.add(request)
+        use = self.use(request.owner)
+        self.add(request, sign=-1)
+        return use <= 1
+
+    def choose_victims(self, lacks_slot: bool, num_lacking: int) -> list[Request] | None:
+        """The requests to preempt for a slot and this many blocks; None if those that may be
+        preempted are not enough.
+        """
+        victims: list[Request] = []
+        running = self._scheduler.running[1:]
+        while lacks_slot or num_lacking > 0:
+            above = [o for o in self._slots if self._slots[o] > 1 and self.use(o) > 1]
+            owner = max(above, key=self.use, default=None)
+            mine = [r for r in running if r.owner is owner and r not in victims]
+            if not mine:
+                return None
+            victim = max(mine, key=self._scheduler.preemption.order)
+            num_lacking -= self._manager.num_blocks_of(victim.request_id)
+            num_lacking -= num_missing_blocks(self._manager.layout, victim)
+            lacks_slot = False
+            victims.append(victim)
+            self.add(victim, sign=-1)
+        return victims

@@ -1,0 +1,69 @@
+"""EngineState: what a client has set in its engine and the next engine must have too.
+
+Must not know: how calls reach an engine, requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+# Utilities that may be called again on the next engine when the first died during the call: they
+# only report, or setting the same state twice is setting it once.
+REPEATABLE = frozenset(
+    {
+        "ping",
+        "beat",
+        "observe",
+        "scheduler_state",
+        "expert_load",
+        "get_metrics",
+        "status",
+        "check_integrity",
+        "execute_dummy_batch",
+        "pause",
+        "resume",
+        "is_paused",
+        "stall_reason",
+        "sleep",
+        "wake_up",
+        "is_sleeping",
+        "reset_prefix_cache",
+        "load_weights",
+    }
+)
+_SLEEPS = {1: {"kv_cache"}, 2: {"weights", "kv_cache"}}  # level -> what it frees
+
+
+@dataclass
+class EngineState:
+    rows_per_s: int = 0
+    pause_mode: str | None = None
+    asleep: set[str] = field(default_factory=set)
+    weights_path: str | None = None
+
+    def note(self, method: str, args: tuple) -> None:
+        """A utility has succeeded."""
+        if method == "pause":
+            self.pause_mode = args[0] if args else "abort"
+        elif method == "resume":
+            self.pause_mode = None
+        elif method == "sleep":
+            self.asleep |= _SLEEPS[args[0] if args else 1]
+        elif method == "wake_up":
+            tags = args[0] if args else None
+            self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
+        elif method == "load_weights":
+            self.weights_path = args[0]
+            self.asleep.discard("weights")
+
+    def calls(self) -> list[tuple[str, Any]]:
+        """The utilities, with their argument, that bring a new engine into this state."""
+        calls: list[tuple[str, Any]] = []
+        if self.weights_path is not None:
+            calls.append(("load_weights", self.weights_path))
+        if self.asleep:
+            calls.append(("sleep", 2 if "weights" in self.asleep else 1))
+        if self.pause_mode is not None:
+            calls.append(("pause", self.pause_mode))
+        return calls

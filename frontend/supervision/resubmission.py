@@ -1,0 +1,143 @@
+"""Resubmission: in which order the requests of a dead engine are submitted to the next one, and
+which request is the cause if that one dies too.
+
+Must not know: how an engine is started or called, why it died.
+
+The request that ends engines is not known at first. After a death, requests are submitted one at a
+time, each when the one before has a new token, those first that had none. If the engine dies again,
+only requests that were in flight at both deaths, and made no progress in between, are suspects. One
+that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
+that was alone in the engine when it died is the cause.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
+
+# A request that has received so many tokens since a death did not cause it: a step in one call, and
+# the rows that were on their way, hold fewer.
+PROBATION_TOKENS = 32
+
+MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
+
+# A request and its output tokens so far.
+Entry = tuple[EngineCoreRequest, list[int]]
+
+
+@dataclass
+class Suspect:
+    """A request that was in flight when an engine died."""
+
+    num_deaths: int  # in a row, without progress in between
+    num_tokens: int  # when it was last submitted
+
+
+@dataclass
+class Group:
+    """Requests that are submitted together; the next group waits until each has `num_new` tokens
+    or has ended.
+    """
+
+    entries: list[Entry]
+    num_new: int = 1
+
+
+class Resubmission:
+    def __init__(self) -> None:
+        self._suspects: dict[str, Suspect] = {}  # by engine id
+        self._groups: deque[Group] = deque()
+        # Of the group submitted last, what the next one waits for: the number of output tokens.
+        self._awaited: dict[str, int] = {}
+        # Whether the last death left fewer suspects to try, and none that is clearly the cause.
+        self.narrows = False
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a request waits here."""
+        return bool(self._groups)
+
+    def on_death(self, entries: list[Entry], *, num_needed: int) -> Entry | None:
+        """The engine has died with these requests unfinished. Plans their resubmission. Returns
+        the request that is the cause, if that is clear, and leaves it out.
+
+        num_needed: the deaths that a request which was alone in the engine must have seen.
+        """
+        waiting = {request.request_id for group in self._groups for request, _ in group.entries}
+        before, self._suspects = self._suspects, {}
+        idle: list[Entry] = []  # suspects that have no token since they were submitted
+        active: list[Entry] = []  # other suspects
+        rest: list[Entry] = []
+        for entry in entries:
+            request_id, num_tokens = entry[0].request_id, len(entry[1])
+            suspect = before.get(request_id)
+            num_deaths = 1
+            if request_id in waiting:  # this death had another cause
+                rest.append(entry)
+                if suspect is None:
+                    continue
+            elif suspect is None or num_tokens >= suspect.num_tokens + PROBATION_TOKENS:
+                rest.append(entry)
+            else:
+                (idle if num_tokens == suspect.num_tokens else active).append(entry)
+                num_deaths = suspect.num_deaths + 1
+            self._suspects[request_id] = Suspect(num_deaths, num_tokens)
+        culprit = None
+        if len(idle) + len(active) == 1:
+            (alone,) = idle + active
+            if self._suspects[alone[0].request_id].num_deaths >= num_needed:
+                culprit, idle, active = alone, [], []
+                del self._suspects[alone[0].request_id]
+        self._plan(idle, active, rest)
+        self.narrows = bool(idle or active)
+        return culprit
+
+    def _plan(self, idle: list[Entry], active: list[Entry], rest: list[Entry]) -> None:
+        half = (len(active) + 1) // 2
+        halves = [Group(part, PROBATION_TOKENS) for part in (active[:half], active[half:]) if part]
+        # A request that ends the engine with its prompt is among the first without a token. Many
+        # more of these may have waited for their turn; they do not delay those that were running.
+        new = [entry for entry in rest if not entry[1]]
+        running = [entry for entry in rest if entry[1]]
+        singles = new[:MAX_NEW_FIRST] + running + new[MAX_NEW_FIRST:]
+        self._awaited = {}
+        self._groups = deque([*(Group([e]) for e in idle), *halves, *(Group([e]) for e in singles)])
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """A new request while others wait: it waits behind them."""
+        self._groups.append(Group([(request, [])], 0))
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """These requests have been aborted."""
+        dropped = set(request_ids)
+        for group in self._groups:
+            group.entries = [e for e in group.entries if e[0].request_id not in dropped]
+        for request_id in dropped:
+            self._awaited.pop(request_id, None)
+
+    def take(self, outputs: EngineCoreOutputs) -> None:
+        """Notes the progress in the engine's outputs."""
+        awaited = self._awaited
+        ended = {finished.row for finished in outputs.finished}
+        for row, request_id in enumerate(outputs.request_ids):
+            target = awaited.get(request_id)
+            if target is not None:
+                num_tokens = outputs.first_indices[row] + outputs.num_tokens[row]
+                if num_tokens >= target or row in ended:
+                    del awaited[request_id]
+
+    def due(self) -> list[Entry]:
+        """The requests to submit now."""
+        due: list[Entry] = []
+        while self._groups and not self._awaited:
+            group = self._groups.popleft()
+            due += group.entries
+            if group.num_new:
+                self._awaited = {
+                    request.request_id: len(tokens) + group.num_new
+                    for request, tokens in group.entries
+                }
+        return due

@@ -1,0 +1,494 @@
+"""SupervisedClient: an EngineClient whose engine is replaced when it dies.
+
+Must not know: text, what a request asks for, how its outputs are used.
+
+    death ─▶ wait ─▶ start the next engine ─▶ set what was set in the last one ─▶ submit requests
+                 ◀── it died, too ─────────┴──────────────────────────────────┘
+
+`_recover` is this sequence and yields what it waits for. Blocking calls run it where they noticed
+the death; in asyncio one task runs it and all waiting calls await that task. The requests and their
+tokens come from the session (`journal`): the new engine continues each from its last token, with
+the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import EngineDeadError, EngineRestartedError, EngineStartError, ModelLoadError
+from ...ipc.messages import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Finished,
+    FinishReason,
+)
+from ..clients.client import CLOSED, OF_A_LOOP, EngineClient, Restarts
+from ..clients.guard import Guard
+from ..clients.mp_client import MPClient
+from .engine_state import REPEATABLE, EngineState
+from .restart_budget import RestartBudget
+from .resubmission import Entry, Resubmission
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger("quire.supervision")
+
+# How often a daemon is looked for that has ended, and how long.
+ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
+# The deaths after which a request is the cause. SIGKILL may also come from outside.
+NUM_DEATHS, NUM_DEATHS_IF_KILLED = 2, 3
+
+
+class Sleep(NamedTuple):
+    seconds: float
+
+
+class Start(NamedTuple):
+    """Starts an engine; its client is sent back."""
+
+    epoch: int
+
+
+class Call(NamedTuple):
+    """Calls a utility of a new engine."""
+
+    engine: MPClient
+    method: str
+    args: tuple
+
+
+class Close(NamedTuple):
+    engine: MPClient
+
+
+Recovery = Generator[Sleep | Start | Call | Close, Any, None]
+
+
+class SupervisedClient(EngineClient):
+    """Implements EngineClient over clients of engines that replace each other.
+
+    first: the client of the first engine, which is ready. engine, command: as in MPClient; a daemon
+    is not started but attached to again. When no engine can be started any more, every call raises
+    EngineDeadError. A utility that the engine's death interrupted is called again, or, if calling
+    it twice is not the same as once, raises EngineRestartedError.
+    """
+
+    def __init__(
+        self,
+        first: MPClient,
+        config: EngineConfig,
+        engine: str = "process",
+        *,
+        command: Sequence[str] | None = None,
+    ):
+        service = config.service_config
+        self.asyncio_mode = first.asyncio_mode
+        self.is_shared = first.is_shared
+        self.ready = first.ready
+        self.restarts = Restarts()
+        self._engine = first
+        self._next: MPClient | None = None  # an engine that is started but not yet in use
+        self._address, self._command = engine, command
+        # The next engine has as many blocks as the first, so that what fitted fits again.
+        self._config = msgspec.structs.replace(
+            config,
+            cache_config=msgspec.structs.replace(
+                config.cache_config, num_gpu_blocks_override=first.ready.num_blocks
+            ),
+        )
+        self._attach_timeout_s = min(ATTACH_TIMEOUT_S, service.startup_timeout_s)
+        self._budget = RestartBudget(service.engine_restarts)
+        self._resubmission = Resubmission()
+        self._state = EngineState()
+        self._own_outputs: deque[EngineCoreOutputs] = deque()  # of requests that end here
+        self._children: dict[str, list[str]] = {}  # resumed completions of a request with n > 1
+        self._died_at: float | None = None  # until the first output of the next engine
+        self._awaiting_output: set[str] = set()  # resumed requests
+        self._failure: EngineDeadError | None = None
+        self._guard = Guard()
+        self._is_closed = threading.Event()
+        self._recovery: asyncio.Task | None = None
+        first.has_requests = lambda: self.has_requests()
+
+    @property
+    def num_bad_frames(self) -> int:
+        return self._engine.num_bad_frames
+
+    @property
+    def engine_pid(self) -> int:
+        return self._engine.engine_pid
+
+    # ------------------------------------------------------------ what both modes use
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        with self._guard:
+            self._raise_if_over()
+            if self._resubmission.is_active:
+                self._resubmission.add(request)
+                return
+            try:
+                self._engine.add_request(request)
+            except EngineDeadError:
+                self._raise_if_over()  # otherwise it is in the journal and the next engine gets it
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        with self._guard:
+            self._raise_if_over()
+            ids = [one for key in request_ids for one in (key, *self._children.pop(key, ()))]
+            self._resubmission.drop(ids)
+            self._awaiting_output.difference_update(ids)
+            try:
+                self._engine.abort_requests(ids)
+                self._submit_due()
+            except EngineDeadError:
+                self._raise_if_over()  # otherwise they are no longer in the journal
+
+    def pace_outputs(self, rows_per_s: int) -> None:
+        with self._guard:
+            self._raise_if_over()
+            self._state.rows_per_s = rows_per_s
+            if self._resubmission.is_active:
+                return
+            try:
+                self._engine.pace_outputs(rows_per_s)
+            except EngineDeadError:
+                self._raise_if_over()
+
+    def shutdown(self) -> None:
+        if self._guard.is_in_fork:
+            return
+        self._is_closed.set()
+        if self._recovery is not None and not self._recovery.get_loop().is_closed():
+            self._recovery.cancel()
+        self._engine.shutdown()
+        if (following := self._next) is not None:
+            following.shutdown()
+
+    async def shutdown_async(self) -> None:
+        import asyncio
+
+        if self._guard.is_in_fork:
+            return
+        self._is_closed.set()
+        if (recovery := self._recovery) is not None:
+            recovery.cancel()
+            await asyncio.wait([recovery])
+        await self._engine.shutdown_async()
+        if (following := self._next) is not None:
+            await following.shutdown_async()
+
+    def _raise_if_over(self) -> None:
+        if self._is_closed.is_set():
+            raise EngineDeadError(CLOSED)
+        if self._failure is not None:
+            raise EngineDeadError(*self._failure.args) from self._failure
+
+    def _note(self, outputs: EngineCoreOutputs) -> EngineCoreOutputs:
+        """Notes the progress of resumed requests, and submits those that wait for it."""
+        if self._died_at is not None:
+            now, died_at = time.monotonic(), self._died_at
+            self._budget.note_progress()
+            for request_id in self._awaiting_output.intersection(outputs.request_ids):
+                self._awaiting_output.discard(request_id)
+                self.restarts.gaps_s.append(now - died_at)
+            if self._resubmission.is_active:
+                self._resubmission.take(outputs)
+                self._submit_due()
+            elif not self._awaiting_output:
+                self._died_at = None
+        return outputs
+
+    def _submit_due(self) -> None:
+        """Submits the requests whose turn it is. Does nothing if the engine has died; the next call
+        that waits notices that.
+        """
+        if not self._resubmission.is_active:
+            return
+        try:
+            for request, tokens in self._resubmission.due():
+                self._engine.add_request(
+                    msgspec.structs.replace(request, resume_tokens=list(tokens))
+                )
+            if not self._resubmission.is_active and self._state.rows_per_s:
+                self._engine.pace_outputs(self._state.rows_per_s)
+        except EngineDeadError:
+            logger.debug("the engine died while its requests were submitted")
+
+    # ------------------------------------------------------------ recovery
+
+    def _recover(self, death: EngineDeadError) -> Recovery:
+        """Replaces the dead engine. Raises EngineDeadError if that is not possible."""
+        dead, started = self._engine, time.monotonic()
+        self.is_replacing = True
+        if self._died_at is None:
+            self._died_at = started
+        exit_signal = dead.exit_signal
+        is_killed = self.is_shared or (exit_signal == signal.SIGKILL and not dead.was_hung)
+        entries = self.journal()
+        num_needed = NUM_DEATHS_IF_KILLED if is_killed else NUM_DEATHS
+        culprit = self._resubmission.on_death(entries, num_needed=num_needed)
+        if culprit is not None:
+            entries = [entry for entry in entries if entry is not culprit]
+        self._awaiting_output.update(request.request_id for request, _ in entries)
+        yield Close(dead)
+        is_free, epoch, cause = self._resubmission.narrows, dead.ready.epoch + 1, death
+        while True:
+            self._raise_if_over()
+            if (delay_s := self._budget.take(is_free=is_free)) is None:
+                limit = self._budget.max_restarts
+                raise EngineDeadError(
+                    f"{cause} (it is not started again: engine_restarts={limit} allows "
+                    + (f"{limit} in 10 minutes)" if limit else "none)")
+                )
+            logger.error("%s; starting it again in %g s", cause, delay_s)
+            if delay_s:
+                yield Sleep(delay_s)
+            try:
+                engine = self._next = yield Start(epoch)
+                self._check_same_model(engine)
+                for method, argument in self._state.calls():
+                    yield Call(engine, method, (argument,))
+                break
+            except EngineDeadError as error:
+                is_free, epoch, cause = False, epoch + 1, error
+                if self._next is not None:
+                    yield Close(self._next)
+                    self._next = None
+            except Exception as error:  # such as a model whose files are gone
+                raise EngineDeadError(f"{death} (and no engine can be started: {error})") from error
+        self._engine, self._next = engine, None
+        engine.has_requests = lambda: self.has_requests()
+        self.ready = self._engine.ready
+        name = "daemon" if self.is_shared else "hang" if dead.was_hung else _name(exit_signal)
+        self.restarts.by_cause[name] += 1
+        self.is_replacing = False
+        if culprit is not None:
+            self._quarantine(culprit)
+        self._remember_children(entries)
+        self.restarts.num_resumed += len(entries)
+        logger.warning(
+            "the engine is ready again after %.2f s; %d requests continue",
+            time.monotonic() - started,
+            len(entries),
+        )
+        self._submit_due()
+
+    def _check_same_model(self, engine: MPClient) -> None:
+        """Raises ModelLoadError if the daemon that has taken the place of another runs another
+        model.
+        """
+        old, new = self.ready.config.model_config, engine.ready.config.model_config
+        if self.is_shared and old != new:
+            raise ModelLoadError(
+                f"the engine at {self._address} now runs {new.model}, with other settings than the "
+                f"{old.model} of before"
+            )
+
+    def _quarantine(self, culprit: Entry) -> None:
+        """Ends a request because engines die of it."""
+        request, tokens = culprit
+        self.restarts.num_quarantined += 1
+        error = "the engine died each time it computed this request; see the engine's log"
+        logger.error("request %s ends: %s", request.request_id, error)
+        self._own_outputs.append(
+            EngineCoreOutputs(
+                self._engine.ready.epoch,
+                [request.request_id],
+                [len(tokens)],
+                [0],
+                [],
+                [Finished(0, FinishReason.ERROR, error=error)],
+                engine_index=self._engine.ready.engine_index,
+                timestamp=time.monotonic(),
+            )
+        )
+
+    def _remember_children(self, entries: list[Entry]) -> None:
+        """The next engine knows a request with n > 1 as its completions alone."""
+        self._children = {}
+        for request, _ in entries:
+            index, _, parent = request.request_id.partition("_")
+            if index.isdecimal():  # see child_request_id
+                self._children.setdefault(parent, []).append(request.request_id)
+
+    # ------------------------------------------------------------ blocking
+
+    def get_output(self) -> EngineCoreOutputs:
+        if self.asyncio_mode:
+            raise RuntimeError(OF_A_LOOP)
+        with self._guard:
+            while not self._own_outputs:
+                self._raise_if_over()
+                try:
+                    return self._note(self._engine.get_output())
+                except EngineDeadError as death:
+                    self._run_recovery(death)
+            return self._own_outputs.popleft()
+
+    def call_utility(self, method: str, *args: Any) -> Any:
+        with self._guard:
+            is_repeated = False
+            while True:
+                self._raise_if_over()
+                try:
+                    result = self._engine.call_utility(method, *args)
+                except EngineDeadError as death:
+                    self._run_recovery(death)
+                    is_repeated = self._check_repeatable(method, is_repeated, death)
+                    continue
+                self._state.note(method, args)
+                return result
+
+    def _check_repeatable(self, method: str, is_repeated: bool, death: EngineDeadError) -> bool:
+        if is_repeated or method not in REPEATABLE:
+            raise EngineRestartedError(
+                f"the engine died during {method} and was started again; {method} may have had no "
+                f"effect"
+            ) from death
+        return True
+
+    def _run_recovery(self, death: EngineDeadError) -> None:
+        self._raise_if_over()
+        recovery = self._recover(death)
+        answer: Any = None
+        try:
+            action = next(recovery)
+            while True:
+                try:
+                    answer = self._do(action)
+                except Exception as error:
+                    action = recovery.throw(error)
+                else:
+                    action = recovery.send(answer)
+        except StopIteration:
+            pass
+        except EngineDeadError as error:
+            self._failure = self._failure or error
+            raise
+        self._raise_if_over()
+
+    def _do(self, action: Sleep | Start | Call | Close) -> Any:
+        match action:
+            case Sleep(seconds):
+                self._is_closed.wait(seconds)
+            case Start(epoch):
+                deadline = time.monotonic() + self._attach_timeout_s
+                while True:
+                    self._raise_if_over()
+                    try:
+                        engine = MPClient(
+                            self._config, self._address, epoch=epoch, command=self._command
+                        )
+                    except EngineStartError:
+                        if not self.is_shared or time.monotonic() > deadline:
+                            raise
+                        self._is_closed.wait(ATTACH_INTERVAL_S)
+                        continue
+                    if self._is_closed.is_set():
+                        engine.shutdown()
+                        self._raise_if_over()
+                    return engine
+            case Call(engine, method, args):
+                engine.call_utility(method, *args)
+            case Close(engine):
+                engine.shutdown()
+
+    # ------------------------------------------------------------ asyncio
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        self._guard.check_process()
+        while not self._own_outputs:
+            self._raise_if_over()
+            engine = self._engine
+            try:
+                return self._note(await engine.get_output_async())
+            except EngineDeadError as death:
+                await self._recovered(engine, death)
+        return self._own_outputs.popleft()
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        self._guard.check_process()
+        is_repeated = False
+        while True:
+            self._raise_if_over()
+            engine = self._engine
+            try:
+                result = await engine.call_utility_async(method, *args)
+            except EngineDeadError as death:
+                await self._recovered(engine, death)
+                is_repeated = self._check_repeatable(method, is_repeated, death)
+                continue
+            self._state.note(method, args)
+            return result
+
+    async def _recovered(self, dead: MPClient, death: EngineDeadError) -> None:
+        """Returns when another engine has taken the place of `dead`."""
+        import asyncio
+
+        self._raise_if_over()
+        if dead is not self._engine and self._recovery is None:
+            return
+        if self._recovery is None:
+            self._recovery = asyncio.get_running_loop().create_task(
+                self._run_recovery_async(death), name="quire engine restart"
+            )
+        recovery = self._recovery
+        await asyncio.wait([recovery])
+        self._raise_if_over()
+        if not recovery.cancelled() and (error := recovery.exception()) is not None:
+            raise error
+
+    async def _run_recovery_async(self, death: EngineDeadError) -> None:
+        recovery = self._recover(death)
+        answer: Any = None
+        try:
+            action = next(recovery)
+            while True:
+                try:
+                    answer = await self._do_async(action)
+                except Exception as error:
+                    action = recovery.throw(error)
+                else:
+                    action = recovery.send(answer)
+        except StopIteration:
+            pass
+        except EngineDeadError as error:
+            self._failure = self._failure or error
+        finally:
+            self._recovery = None
+
+    async def _do_async(self, action: Sleep | Start | Call | Close) -> Any:
+        import asyncio
+
+        match action:
+            case Sleep(seconds):
+                await asyncio.sleep(seconds)
+            case Start(epoch):
+                deadline = time.monotonic() + self._attach_timeout_s
+                while True:
+                    try:
+                        return await MPClient.start(
+                            self._config, self._address, epoch=epoch, command=self._command
+                        )
+                    except EngineStartError:
+                        if not self.is_shared or time.monotonic() > deadline:
+                            raise
+                        await asyncio.sleep(ATTACH_INTERVAL_S)
+            case Call(engine, method, args):
+                await engine.call_utility_async(method, *args)
+            case Close(engine):
+                await engine.shutdown_async()
+
+
+def _name(exit_signal: signal.Signals | None) -> str:
+    return "exit" if exit_signal is None else exit_signal.name

@@ -1,0 +1,52 @@
+"""An engine's process that starts before its configuration is known: it imports its libraries while
+this process imports its own and reads the model's headers.
+
+Must not know: what an engine imports, or how its configuration is made.
+
+    this process    early_engine ─▶ imports ─▶ configuration ─▶ open_connection takes the process
+    the engine        HELLO ─▶ torch and the executor ────────────────▶ CONFIG ─▶ weights
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from .config import ServiceConfig
+from .connection import Connection
+from .process import engine_command
+
+_waiting: Connection | None = None
+
+
+@contextmanager
+def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Starts the process; the first `open_connection` inside takes it, and the end of the context
+    ends a process that was not taken.
+
+    engine: as of `open_connection`. arguments: the engine's, by name, those that were given. Does
+    nothing if they ask for another kind of engine or process, which must not import early. The
+    thread that calls it must live as long as the engine.
+    """
+    global _waiting
+    is_on_cpu = arguments.get("device", "auto") in ("auto", "cpu")
+    if engine != "process" or not is_on_cpu or arguments.get("logits_processors"):
+        yield
+        return
+    max_message_bytes = arguments.get("max_message_bytes", ServiceConfig().max_message_bytes)
+    _waiting = Connection(max_message_bytes)
+    try:
+        _waiting.spawn(engine_command(imports_early=True), max_message_bytes)
+        yield
+    finally:
+        if (connection := take()) is not None:
+            connection.shutdown_timeout_s = 0.0  # it has nothing to save
+            connection.close()
+
+
+def take() -> Connection | None:
+    """Returns the connection to the waiting process, once; the caller owns it."""
+    global _waiting
+    taken, _waiting = _waiting, None
+    return taken

@@ -1,0 +1,35 @@
+"""EngineState: the calls that bring a new engine into the state of the last one."""
+
+from __future__ import annotations
+
+import pytest
+from quire.core.engine_core import EngineCore
+from quire.frontend.supervision.engine_state import REPEATABLE, EngineState
+
+
+@pytest.mark.parametrize(
+    ("noted", "calls"),
+    [
+        ([], []),
+        ([("pause", ())], [("pause", "abort")]),
+        ([("pause", ("keep",)), ("pause", ("wait",))], [("pause", "wait")]),
+        ([("pause", ("keep",)), ("resume", ())], []),
+        ([("sleep", ())], [("sleep", 1)]),
+        ([("sleep", (2,)), ("wake_up", (["weights"],))], [("sleep", 1)]),
+        ([("sleep", (2,)), ("wake_up", (None,))], []),
+        ([("sleep", (2,)), ("load_weights", ("x",))], [("load_weights", "x"), ("sleep", 1)]),
+        ([("load_weights", ("x",)), ("load_weights", ("y",))], [("load_weights", "y")]),
+        ([("sleep", (2,)), ("pause", ("keep",))], [("sleep", 2), ("pause", "keep")]),
+        ([("observe", (-1, 1)), ("ping", ())], []),
+    ],
+)
+def test_calls(noted, calls) -> None:
+    state = EngineState()
+    for method, args in noted:
+        state.note(method, args)
+    assert state.calls() == calls
+
+
+def test_every_utility_is_repeatable_or_known_not_to_be() -> None:
+    once = {"collective_rpc", "start_trace", "wait_for_trace", "end_trace"}
+    assert REPEATABLE | once == EngineCore.UTILITIES and not REPEATABLE & once

@@ -1,0 +1,345 @@
+"""SupervisedClient: engines die, and requests and state continue on the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
+from quire.frontend.clients.mp_client import MPClient
+from quire.frontend.supervision.supervised_client import SupervisedClient
+from quire.ipc.errors import EngineDeadError, EngineRestartedError
+from quire.ipc.params import RequestOutputKind, child_seed
+from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fakes import expected_output, make_config, weights_digest
+
+POISON = 96  # the token that ends the engine; other prompts do not have it
+
+
+def supervised(asyncio_mode: bool = False, engine: str = "process", **settings) -> SupervisedClient:
+    config = make_config(**{"startup_timeout_s": 30.0, "engine_restarts": 1000, **settings})
+    command = COMMAND if engine == "process" else None
+    first = MPClient(config, engine, asyncio_mode=asyncio_mode, command=command)
+    return SupervisedClient(first, config, engine, command=command)
+
+
+def some_requests(number: int, seed: int = 0, max_tokens: int = 60):
+    """Prompts with their parameters; some have two completions."""
+    rng = random.Random(seed)
+    return {
+        f"r{i}": (
+            [rng.randrange(POISON) for _ in range(rng.randint(1, 60))],
+            SamplingParams(
+                temperature=float(i % 3 > 0),
+                seed=rng.randrange(2**40),
+                max_tokens=rng.randint(max_tokens // 2, max_tokens),
+                n=1 + (i % 3 > 1),
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            ),
+        )
+        for i in range(number)
+    }
+
+
+def assert_expected(requests, outputs: dict[str, RequestOutput], config, weights=0) -> None:
+    for request_id, (prompt, params) in requests.items():
+        output = outputs[request_id]
+        assert output.error is None, output.error
+        for completion in output.outputs:
+            own = params
+            if params.n > 1:
+                seed = child_seed(params.seed, completion.index)
+                own = SamplingParams(
+                    temperature=params.temperature, seed=seed, max_tokens=params.max_tokens
+                )
+            expected = expected_output(prompt, own, [], config, weights)[0]
+            assert completion.token_ids == expected, (request_id, completion.index)
+            assert completion.finish_reason == "length"
+
+
+class Blocking:
+    """LLMEngine over a supervised client, used like Asyncio below."""
+
+    def __init__(self, engine: str = "process", **settings):
+        self.client = supervised(engine=engine, **settings)
+        self.llm = LLMEngine(self.client.ready.config, self.client)
+
+    def generate(self, requests, on_output: Callable[[], None] = lambda: None):
+        for request_id, (prompt, params) in requests.items():
+            self.llm.add_request(request_id, prompt, params)
+        finished = {}
+        while self.llm.has_unfinished_requests():
+            for output in self.llm.step():
+                finished[output.request_id] = output
+                on_output()
+        return finished
+
+    def call(self, method: str, *args):
+        return self.llm.call_utility(method, *args)
+
+    def close(self) -> None:
+        self.llm.shutdown()
+
+
+class Asyncio:
+    def __init__(self, engine: str = "process", **settings):
+        self.runner = asyncio.Runner()
+        self.client = supervised(True, engine, **settings)
+        self.llm = AsyncLLM(self.client.ready.config, self.client)
+
+    def generate(self, requests, on_output: Callable[[], None] = lambda: None):
+        async def one(request_id, prompt, params):
+            async for output in self.llm.generate(prompt, params, request_id):
+                on_output()
+            return request_id, output
+
+        async def every():
+            return dict(
+                await asyncio.gather(*(one(key, *value) for key, value in requests.items()))
+            )
+
+        return self.runner.run(asyncio.wait_for(every(), 60))
+
+    def call(self, method: str, *args):
+        return self.runner.run(asyncio.wait_for(self.llm.call_utility(method, *args), 60))
+
+    def close(self) -> None:
+        self.runner.run(self.llm.shutdown_async())
+        self.runner.close()
+
+
+@pytest.fixture(params=[Blocking, Asyncio])
+def open_engine(request):
+    opened = []
+
+    def open_(**settings):
+        opened.append(request.param(**settings))
+        return opened[-1]
+
+    yield open_
+    for engine in opened:
+        engine.close()
+
+
+def kill(client: SupervisedClient, number: int = signal.SIGKILL) -> None:
+    try:
+        os.kill(client.engine_pid, number)
+    except ProcessLookupError:
+        pass
+
+
+class Killer(threading.Thread):
+    """Ends the engine `times` times, each at a random moment after the next one has its requests:
+    earlier, a request would be alone in it more than once.
+    """
+
+    def __init__(self, client: SupervisedClient, times: int, seed: int):
+        super().__init__(daemon=True)
+        self.client, self.times, self.rng = client, times, random.Random(seed)
+
+    def run(self) -> None:
+        for i in range(self.times):
+            wait_until(lambda: sum(self.client.restarts.by_cause.values()) == i, 60)
+            wait_until(lambda: not self.client._resubmission.is_active, 60)
+            time.sleep(self.rng.uniform(0.02, 0.2))
+            kill(self.client, self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_requests_continue_after_deaths_at_random_moments(open_engine, seed: int) -> None:
+    engine = open_engine(hf_overrides={"delay_s": 0.005})
+    requests = some_requests(24, seed, max_tokens=150)
+    killer = Killer(engine.client, 4, seed)
+    killer.start()
+    assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+    killer.times = 0
+    assert sum(engine.client.restarts.by_cause.values()) >= 2
+    assert engine.client.restarts.num_resumed and engine.client.restarts.num_quarantined == 0
+    assert engine.client.ready.epoch == sum(engine.client.restarts.by_cause.values())
+    assert len(engine.client.restarts.gaps_s) >= 2
+    killer.join()
+    assert engine.call("check_integrity") is True
+
+
+def test_an_idle_engine_is_replaced_by_the_next_call(open_engine) -> None:
+    engine = open_engine()
+    kill(engine.client)
+    assert engine.call("ping") == "pong"
+    kill(engine.client)
+    requests = some_requests(3)
+    assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_poison_request_ends_alone(open_engine, number: int, after: int) -> None:
+    poison = {"token": POISON, "after": after, "signal": number}
+    engine = open_engine(hf_overrides={"poison": poison, "delay_s": 0.002})
+    requests = some_requests(7, max_tokens=100)
+    bad = {"bad": ([1, POISON, 2], SamplingParams(max_tokens=20, temperature=0.0))}
+    outputs = engine.generate(requests | bad)
+    assert_expected(requests, outputs, engine.client.ready.config)
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert outputs["bad"].error is not None and "the engine died" in outputs["bad"].error
+    assert engine.client.restarts.num_quarantined == 1
+    assert sum(engine.client.restarts.by_cause.values()) <= 6
+
+
+@pytest.mark.parametrize("hang", ["stopped", "sleeping"])
+def test_a_hanging_engine_is_replaced(open_engine, hang: str, capfd, tmp_path) -> None:
+    """One that is stopped, and one whose thread is in a step without an end."""
+    overrides = {"delay_s": 0.005} | (
+        {"hang_once": str(tmp_path / "hung")} if hang == "sleeping" else {}
+    )
+    engine = open_engine(step_timeout_s=1.0, hf_overrides=overrides)
+    requests = some_requests(5, max_tokens=90)
+    is_first = iter([True])
+
+    def stop() -> None:
+        if hang == "stopped" and next(is_first, False):
+            os.kill(engine.client.engine_pid, signal.SIGSTOP)
+
+    streams = {
+        key: (prompt, msgspec.structs.replace(params, output_kind=RequestOutputKind.CUMULATIVE))
+        for key, (prompt, params) in requests.items()
+    }
+    began = time.monotonic()
+    assert_expected(requests, engine.generate(streams, stop), engine.client.ready.config)
+    assert engine.client.restarts.by_cause["hang"] >= 1
+    if hang == "sleeping":
+        assert "execute_model" in capfd.readouterr().err  # the stacks of its threads
+    assert max(engine.client.restarts.gaps_s) < time.monotonic() - began
+
+
+def test_a_long_call_is_no_hang(open_engine) -> None:
+    engine = open_engine(step_timeout_s=0.3, hf_overrides={"slow_call_s": 2.5})
+    assert engine.call("collective_rpc", "check_health")
+    assert engine.client.restarts.by_cause == {}
+
+
+def test_a_request_alone_ends_after_two_deaths(open_engine) -> None:
+    poison = {"token": POISON, "after": 1, "signal": signal.SIGSEGV}
+    engine = open_engine(hf_overrides={"poison": poison})
+    outputs = engine.generate({"bad": ([POISON], SamplingParams(max_tokens=9))})
+    assert outputs["bad"].outputs[0].finish_reason == "error"
+    assert engine.client.restarts.by_cause == {"SIGSEGV": 2}
+    requests = some_requests(2)
+    assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+
+
+def test_the_budget_ends(open_engine) -> None:
+    engine = open_engine(engine_restarts=1)
+    kill(engine.client)
+    assert engine.call("ping") == "pong"
+    kill(engine.client)
+    with pytest.raises(EngineDeadError, match=r"SIGKILL.*engine_restarts=1 allows 1 in 10 min"):
+        engine.call("ping")
+    with pytest.raises(EngineDeadError, match="engine_restarts=1"):
+        engine.generate(some_requests(1))
+
+
+def test_state_that_was_set_is_set_again(open_engine) -> None:
+    engine = open_engine()
+    engine.call("load_weights", "other")
+    engine.call("pause", "keep")
+    kill(engine.client)
+    assert engine.call("is_paused") is True
+    engine.call("resume")
+    engine.call("sleep", 1)
+    kill(engine.client)
+    assert engine.call("is_sleeping") is True
+    engine.call("wake_up")
+    requests = some_requests(3)
+    outputs = engine.generate(requests)
+    assert_expected(requests, outputs, engine.client.ready.config, weights_digest("other"))
+
+
+def test_a_call_that_is_not_repeatable_says_so(open_engine) -> None:
+    engine = open_engine()
+    kill(engine.client)
+    with pytest.raises(EngineRestartedError, match="died during collective_rpc"):
+        engine.call("collective_rpc", "check_health")
+    assert engine.call("collective_rpc", "check_health")
+
+
+def test_completions_of_a_resumed_request_can_be_aborted() -> None:
+    engine = Blocking(hf_overrides={"delay_s": 0.01})
+    try:
+        engine.llm.add_request("two", [1, 2], SamplingParams(n=2, max_tokens=200, seed=1))
+        while not any(output.outputs[0].token_ids for output in engine.llm.step()):
+            pass
+        kill(engine.client)
+        engine.llm.step()
+        engine.llm.abort_request("two")
+        assert engine.call("scheduler_state")["requests"] == []
+    finally:
+        engine.close()
+
+
+def test_requests_may_come_and_go_while_no_engine_is_there() -> None:
+    async def main() -> None:
+        client = supervised(True, hf_overrides={"delay_s": 0.01})
+        llm = AsyncLLM(client.ready.config, client)
+        requests = some_requests(3)
+
+        async def run(request_id: str, prompt, params) -> RequestOutput:
+            async for output in llm.generate(prompt, params, request_id):
+                pass
+            return output
+
+        first = asyncio.create_task(run("r0", *requests["r0"]))
+        gone = asyncio.create_task(run("gone", [5], SamplingParams(max_tokens=200)))
+        await asyncio.sleep(0.1)
+        kill(client)
+        await asyncio.sleep(0.05)
+        late = [asyncio.create_task(run(key, *requests[key])) for key in ("r1", "r2")]
+        gone.cancel()
+        outputs = await asyncio.gather(first, *late)
+        assert_expected(requests, dict(zip(requests, outputs)), client.ready.config)
+        state = await llm.call_utility("scheduler_state")
+        assert state["requests"] == []
+        kill(client)
+        waiting = asyncio.create_task(run("r1", *requests["r1"]))
+        await asyncio.sleep(0.05)
+        await llm.shutdown_async()  # while the next engine starts
+        with pytest.raises(EngineDeadError):
+            await waiting
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("kind", [Blocking, Asyncio])
+def test_a_daemon_that_is_started_again(tmp_path, kind) -> None:
+    config = make_config(hf_overrides={"delay_s": 0.01})
+    with daemon(tmp_path, config) as (address, process):
+        engine = kind(address)
+        requests = some_requests(6)
+        has_begun = threading.Event()
+
+        def replace() -> None:
+            time.sleep(0.2)
+            process.kill()
+            process.wait()
+            os.unlink(tmp_path / "engine.sock")
+            with daemon(tmp_path, config):
+                has_begun.set()
+                done.wait(60)
+
+        done = threading.Event()
+        thread = threading.Thread(target=replace)
+        thread.start()
+        try:
+            assert_expected(requests, engine.generate(requests), config)
+            assert has_begun.is_set() and engine.client.restarts.by_cause == {"daemon": 1}
+        finally:
+            engine.close()
+            done.set()
+            thread.join()

@@ -15,26 +15,26 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import EngineDeadError, EngineRestartedError, EngineStartError, ModelLoadError
+from ...ipc.errors import EngineDeadError, EngineRestartedError, ModelLoadError
 from ...ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
     FinishReason,
 )
-from ..clients.client import CLOSED, OF_A_LOOP, EngineClient, Restarts
+from ..clients.client import OF_A_LOOP, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
 from .engine_state import REPEATABLE, EngineState
+from .recovery import Call, Close, Recovery, Sleep, Start, Successors, run, run_async
 from .restart_budget import RestartBudget
 from .resubmission import Entry, Resubmission
 
@@ -43,35 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.supervision")
 
-# How often a daemon is looked for that has ended, and how long.
-ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
 # The deaths after which a request is the cause. SIGKILL may also come from outside.
 NUM_DEATHS, NUM_DEATHS_IF_KILLED = 2, 3
-
-
-class Sleep(NamedTuple):
-    seconds: float
-
-
-class Start(NamedTuple):
-    """Starts an engine; its client is sent back."""
-
-    epoch: int
-
-
-class Call(NamedTuple):
-    """Calls a utility of a new engine."""
-
-    engine: MPClient
-    method: str
-    args: tuple
-
-
-class Close(NamedTuple):
-    engine: MPClient
-
-
-Recovery = Generator[Sleep | Start | Call | Close, Any, None]
 
 
 class SupervisedClient(EngineClient):
@@ -98,15 +71,14 @@ class SupervisedClient(EngineClient):
         self.restarts = Restarts()
         self._engine = first
         self._next: MPClient | None = None  # an engine that is started but not yet in use
-        self._address, self._command = engine, command
         # The next engine has as many blocks as the first, so that what fitted fits again.
-        self._config = msgspec.structs.replace(
+        config = msgspec.structs.replace(
             config,
             cache_config=msgspec.structs.replace(
                 config.cache_config, num_gpu_blocks_override=first.ready.num_blocks
             ),
         )
-        self._attach_timeout_s = min(ATTACH_TIMEOUT_S, service.startup_timeout_s)
+        self._successors = Successors(config, engine, command)
         self._budget = RestartBudget(service.engine_restarts)
         self._resubmission = Resubmission()
         self._state = EngineState()
@@ -116,7 +88,6 @@ class SupervisedClient(EngineClient):
         self._awaiting_output: set[str] = set()  # resumed requests
         self._failure: EngineDeadError | None = None
         self._guard = Guard()
-        self._is_closed = threading.Event()
         self._recovery: asyncio.Task | None = None
         first.has_requests = lambda: self.has_requests()
 
@@ -167,7 +138,7 @@ class SupervisedClient(EngineClient):
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
             return
-        self._is_closed.set()
+        self._successors.close()
         if self._recovery is not None and not self._recovery.get_loop().is_closed():
             self._recovery.cancel()
         self._engine.shutdown()
@@ -179,7 +150,7 @@ class SupervisedClient(EngineClient):
 
         if self._guard.is_in_fork:
             return
-        self._is_closed.set()
+        self._successors.close()
         if (recovery := self._recovery) is not None:
             recovery.cancel()
             await asyncio.wait([recovery])
@@ -188,8 +159,7 @@ class SupervisedClient(EngineClient):
             await following.shutdown_async()
 
     def _raise_if_over(self) -> None:
-        if self._is_closed.is_set():
-            raise EngineDeadError(CLOSED)
+        self._successors.raise_if_closed()
         if self._failure is not None:
             raise EngineDeadError(*self._failure.args) from self._failure
 
@@ -290,8 +260,8 @@ class SupervisedClient(EngineClient):
         old, new = self.ready.config.model_config, engine.ready.config.model_config
         if self.is_shared and old != new:
             raise ModelLoadError(
-                f"the engine at {self._address} now runs {new.model}, with other settings than the "
-                f"{old.model} of before"
+                f"the engine at {self._successors.address} now runs {new.model}, with other "
+                f"settings than the {old.model} of before"
             )
 
     def _quarantine(self, culprit: Entry) -> None:
@@ -359,49 +329,12 @@ class SupervisedClient(EngineClient):
 
     def _run_recovery(self, death: EngineDeadError) -> None:
         self._raise_if_over()
-        recovery = self._recover(death)
-        answer: Any = None
         try:
-            action = next(recovery)
-            while True:
-                try:
-                    answer = self._do(action)
-                except Exception as error:
-                    action = recovery.throw(error)
-                else:
-                    action = recovery.send(answer)
-        except StopIteration:
-            pass
+            run(self._recover(death), self._successors.perform)
         except EngineDeadError as error:
             self._failure = self._failure or error
             raise
         self._raise_if_over()
-
-    def _do(self, action: Sleep | Start | Call | Close) -> Any:
-        match action:
-            case Sleep(seconds):
-                self._is_closed.wait(seconds)
-            case Start(epoch):
-                deadline = time.monotonic() + self._attach_timeout_s
-                while True:
-                    self._raise_if_over()
-                    try:
-                        engine = MPClient(
-                            self._config, self._address, epoch=epoch, command=self._command
-                        )
-                    except EngineStartError:
-                        if not self.is_shared or time.monotonic() > deadline:
-                            raise
-                        self._is_closed.wait(ATTACH_INTERVAL_S)
-                        continue
-                    if self._is_closed.is_set():
-                        engine.shutdown()
-                        self._raise_if_over()
-                    return engine
-            case Call(engine, method, args):
-                engine.call_utility(method, *args)
-            case Close(engine):
-                engine.shutdown()
 
     # ------------------------------------------------------------ asyncio
 
@@ -449,45 +382,12 @@ class SupervisedClient(EngineClient):
             raise error
 
     async def _run_recovery_async(self, death: EngineDeadError) -> None:
-        recovery = self._recover(death)
-        answer: Any = None
         try:
-            action = next(recovery)
-            while True:
-                try:
-                    answer = await self._do_async(action)
-                except Exception as error:
-                    action = recovery.throw(error)
-                else:
-                    action = recovery.send(answer)
-        except StopIteration:
-            pass
+            await run_async(self._recover(death), self._successors.perform_async)
         except EngineDeadError as error:
             self._failure = self._failure or error
         finally:
             self._recovery = None
-
-    async def _do_async(self, action: Sleep | Start | Call | Close) -> Any:
-        import asyncio
-
-        match action:
-            case Sleep(seconds):
-                await asyncio.sleep(seconds)
-            case Start(epoch):
-                deadline = time.monotonic() + self._attach_timeout_s
-                while True:
-                    try:
-                        return await MPClient.start(
-                            self._config, self._address, epoch=epoch, command=self._command
-                        )
-                    except EngineStartError:
-                        if not self.is_shared or time.monotonic() > deadline:
-                            raise
-                        await asyncio.sleep(ATTACH_INTERVAL_S)
-            case Call(engine, method, args):
-                await engine.call_utility_async(method, *args)
-            case Close(engine):
-                await engine.shutdown_async()
 
 
 def _name(exit_signal: signal.Signals | None) -> str:

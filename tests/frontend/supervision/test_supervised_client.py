@@ -145,11 +145,20 @@ class Killer(threading.Thread):
         super().__init__(daemon=True)
         self.client, self.times, self.rng = client, times, random.Random(seed)
 
+    def num_unfinished(self) -> int:
+        while True:
+            try:
+                return len(self.client.journal())
+            except RuntimeError:  # it has changed meanwhile
+                pass
+
     def run(self) -> None:
         for i in range(self.times):
             wait_until(lambda: sum(self.client.restarts.by_cause.values()) == i, 60)
             wait_until(lambda: not self.client._resubmission.is_active, 60)
             time.sleep(self.rng.uniform(0.02, 0.2))
+            if self.num_unfinished() < 4:  # the last one alone would look like the cause
+                return
             kill(self.client, self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]))
 
 

@@ -1,0 +1,153 @@
+"""What a recovery waits for, in blocking code and in asyncio; and where the next engine comes from.
+
+Must not know: requests, why an engine died, how often it may be replaced.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from typing import Any, NamedTuple
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import EngineDeadError, EngineStartError
+from ..clients.client import CLOSED
+from ..clients.mp_client import MPClient
+
+# How often a daemon is looked for that has ended, and how long.
+ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
+
+
+class Sleep(NamedTuple):
+    seconds: float
+
+
+class Start(NamedTuple):
+    """Starts an engine; its client is sent back."""
+
+    epoch: int
+
+
+class Call(NamedTuple):
+    """Calls a utility of a new engine."""
+
+    engine: MPClient
+    method: str
+    args: tuple
+
+
+class Close(NamedTuple):
+    engine: MPClient
+
+
+Action = Sleep | Start | Call | Close
+Recovery = Generator[Action, Any, None]
+
+
+def run(recovery: Recovery, perform: Callable[[Action], Any]) -> None:
+    answer: Any = None
+    try:
+        action = next(recovery)
+        while True:
+            try:
+                answer = perform(action)
+            except Exception as error:
+                action = recovery.throw(error)
+            else:
+                action = recovery.send(answer)
+    except StopIteration:
+        pass
+
+
+async def run_async(recovery: Recovery, perform: Callable[[Action], Awaitable[Any]]) -> None:
+    answer: Any = None
+    try:
+        action = next(recovery)
+        while True:
+            try:
+                answer = await perform(action)
+            except Exception as error:
+                action = recovery.throw(error)
+            else:
+                action = recovery.send(answer)
+    except StopIteration:
+        pass
+
+
+class Successors:
+    """Starts the engines that take the place of dead ones, and performs the other actions.
+
+    engine, command: as in MPClient; a daemon is not started but attached to again. `close` ends
+    what waits.
+    """
+
+    def __init__(self, config: EngineConfig, engine: str, command: Sequence[str] | None):
+        self.config, self.address, self.command = config, engine, command
+        self.is_shared = engine != "process"
+        self._attach_timeout_s = min(ATTACH_TIMEOUT_S, config.service_config.startup_timeout_s)
+        self._is_closed = threading.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed.is_set()
+
+    def close(self) -> None:
+        self._is_closed.set()
+
+    def raise_if_closed(self) -> None:
+        if self._is_closed.is_set():
+            raise EngineDeadError(CLOSED)
+
+    def perform(self, action: Action) -> Any:
+        match action:
+            case Sleep(seconds):
+                self._is_closed.wait(seconds)
+            case Start(epoch):
+                engine = self._start(epoch)
+                if self._is_closed.is_set():
+                    engine.shutdown()
+                    self.raise_if_closed()
+                return engine
+            case Call(engine, method, args):
+                engine.call_utility(method, *args)
+            case Close(engine):
+                engine.shutdown()
+
+    def _start(self, epoch: int) -> MPClient:
+        deadline = time.monotonic() + self._attach_timeout_s
+        while True:
+            self.raise_if_closed()
+            try:
+                return MPClient(self.config, self.address, epoch=epoch, command=self.command)
+            except EngineStartError:
+                if not self.is_shared or time.monotonic() > deadline:
+                    raise
+                self._is_closed.wait(ATTACH_INTERVAL_S)
+
+    async def perform_async(self, action: Action) -> Any:
+        import asyncio
+
+        match action:
+            case Sleep(seconds):
+                await asyncio.sleep(seconds)
+            case Start(epoch):
+                return await self._start_async(epoch)
+            case Call(engine, method, args):
+                await engine.call_utility_async(method, *args)
+            case Close(engine):
+                await engine.shutdown_async()
+
+    async def _start_async(self, epoch: int) -> MPClient:
+        import asyncio
+
+        deadline = time.monotonic() + self._attach_timeout_s
+        while True:
+            try:
+                return await MPClient.start(
+                    self.config, self.address, epoch=epoch, command=self.command
+                )
+            except EngineStartError:
+                if not self.is_shared or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(ATTACH_INTERVAL_S)

@@ -30,7 +30,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "Divides the logits of tokens in the prompt or output; 1: off.",
     "max_tokens": "Maximum tokens of one completion; none: to the end of the context.",
     "min_tokens": "Minimum tokens of one completion.",
-    "timeout_s": "End this many seconds after the start with finish reason timeout; none: no limit.",
+    "timeout_s": "End so many seconds after the start with finish reason timeout; none: no limit.",
     "stop": "End before this text; may be repeated.",
     "stop_token_ids": "End after one of these token ids.",
     "include_stop_str_in_output": "Keep the stop text in the output.",

@@ -14,7 +14,7 @@ from quire.tests.core.engine_loop import (
 )
 def test_only_the_listed_utilities_can_be_called(method):
     with pytest.raises(
-        InvalidParameterError, match="method: must be one of check_integrity, .* got"
+        InvalidParameterError, match="method: must be one of beat, .* got"
     ):
         make_core().call_utility(method, [])
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import RequestOutputKind, SamplingParams
-from ..answer_format import AnswerParser, Content, Reasoning, detect
 from .terminal import Interrupts
 
 if TYPE_CHECKING:
+    from ..answer_format import AnswerParser
     from ..llm_engine import LLMEngine
 
 Message = dict[str, str]
@@ -70,6 +70,8 @@ class Conversation:
     """
 
     def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
+        from ..answer_format import detect  # 40 ms, which --help does not need
+
         self.engine = engine
         self.sampling = dict(sampling)
         self.system = system
@@ -158,6 +160,8 @@ class Conversation:
         """Shows the answer as it arrives and returns it. Ctrl-C ends it and keeps the text so
         far.
         """
+        from ..answer_format import Content, Reasoning
+
         answer, error, was_cut, is_first = "", None, False, True
         try:
             while self.engine.has_unfinished_requests():

@@ -13,9 +13,7 @@ from quire.tests.core.engine_loop import (
     ["shutdown", "step_fn", "__init__", "_schedule", "drop_client", "no_such_thing", "", 5],
 )
 def test_only_the_listed_utilities_can_be_called(method):
-    with pytest.raises(
-        InvalidParameterError, match="method: must be one of beat, .* got"
-    ):
+    with pytest.raises(InvalidParameterError, match="method: must be one of beat, .* got"):
         make_core().call_utility(method, [])
 
 

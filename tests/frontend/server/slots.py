@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
+from quire.frontend.clients.client import Restarts
 from quire.frontend.outputs import RequestMetrics, RequestOutput
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.models import Models, ModelSlot
@@ -37,6 +38,7 @@ class NotingEngine:
             scripted().tokenizer,
         )
         self.get_default_sampling_params = scripted().get_default_sampling_params
+        self.client = SimpleNamespace(restarts=Restarts())
         self.dead_error: EngineDeadError | None = None
         self.is_running, self.is_asleep = True, False
 

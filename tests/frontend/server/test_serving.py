@@ -126,6 +126,9 @@ class Streaming(threading.Thread):
             self.events.append(type(error).__name__)
 
 
+NOT_RESTARTED = ("--on-engine-death", "fail")
+
+
 @contextmanager
 def busy_server(
     max_tokens: int, *flags: str
@@ -184,7 +187,7 @@ def test_a_second_signal_ends_at_once(sent: signal.Signals, code: int) -> None:
 
 
 def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
-    with busy_server(5000) as (client, streaming, engine):
+    with busy_server(5000, *NOT_RESTARTED) as (client, streaming, engine):
         engine.kill()
         error = error_of(streaming)
         assert error["code"] == "engine_dead" and error["type"] == "service_unavailable"
@@ -193,13 +196,16 @@ def test_an_engine_that_dies_ends_its_streams_and_then_the_server() -> None:
 
 
 def test_an_engine_that_dies_while_idle() -> None:
-    with slow_engine(0.0) as (address, engine), running_server("--engine", address) as client:
+    with (
+        slow_engine(0.0) as (address, engine),
+        running_server("--engine", address, *NOT_RESTARTED) as client,
+    ):
         engine.kill()
         assert client.process.wait(timeout=15) == 1
 
 
 def test_an_engine_that_dies_while_the_server_drains() -> None:
-    with busy_server(5000) as (client, streaming, engine):
+    with busy_server(5000, *NOT_RESTARTED) as (client, streaming, engine):
         client.process.send_signal(signal.SIGTERM)
         wait_until(lambda: client.get("/health/ready").status_code == 503)
         engine.kill()

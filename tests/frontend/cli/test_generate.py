@@ -261,7 +261,10 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
             time.sleep(0.01)
         program.send_signal(signal.SIGINT)
         out, err = program.communicate(timeout=20)
-    assert (program.returncode, out, err) == (130, b"", b"")
+    # CPython itself ends with the signal, 130 for a shell, if Ctrl-C arrives while it executes a
+    # string, as dataclasses do
+    assert program.returncode in (130, -signal.SIGINT)
+    assert (out, err) == (b"", b"")
     assert psutil.wait_procs(children, timeout=5)[1] == []
 
 

@@ -8,6 +8,9 @@ time, each when the one before has a new token, those first that had none. If th
 only requests that were in flight at both deaths, and made no progress in between, are suspects. One
 that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
 that was alone in the engine when it died is the cause.
+
+Grammars come last: their check needs a process that each engine starts anew, and other requests do
+not wait for it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
 # the rows that were on their way, hold fewer.
 PROBATION_TOKENS = 32
 
+NUM_DEATHS = 2  # that a request must have seen to be the cause
+
 MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
 
 # A request and its output tokens so far.
@@ -33,6 +38,7 @@ class Suspect:
     """A request that was in flight when an engine died."""
 
     num_deaths: int  # in a row, without progress in between
+    num_alone: int  # of these, the last ones, at which no other request was a suspect
     num_tokens: int  # when it was last submitted
 
 
@@ -60,11 +66,12 @@ class Resubmission:
         """Whether a request waits here."""
         return bool(self._groups)
 
-    def on_death(self, entries: list[Entry], *, num_needed: int) -> Entry | None:
+    def on_death(self, entries: list[Entry], *, num_alone_needed: int = 1) -> Entry | None:
         """The engine has died with these requests unfinished. Plans their resubmission. Returns
         the request that is the cause, if that is clear, and leaves it out.
 
-        num_needed: the deaths that a request which was alone in the engine must have seen.
+        num_alone_needed: of the NUM_DEATHS or more in a row that the cause has seen, those at
+        which it must have been the only suspect.
         """
         waiting = {request.request_id for group in self._groups for request, _ in group.entries}
         before, self._suspects = self._suspects, {}
@@ -74,7 +81,7 @@ class Resubmission:
         for entry in entries:
             request_id, num_tokens = entry[0].request_id, len(entry[1])
             suspect = before.get(request_id)
-            num_deaths = 1
+            num_deaths, num_alone = 1, int(len(entries) == 1)
             if request_id in waiting:  # this death had another cause
                 rest.append(entry)
                 if suspect is None:
@@ -83,12 +90,14 @@ class Resubmission:
                 rest.append(entry)
             else:
                 (idle if num_tokens == suspect.num_tokens else active).append(entry)
-                num_deaths = suspect.num_deaths + 1
-            self._suspects[request_id] = Suspect(num_deaths, num_tokens)
+                num_deaths, num_alone = suspect.num_deaths + 1, suspect.num_alone
+            self._suspects[request_id] = Suspect(num_deaths, num_alone, num_tokens)
         culprit = None
         if len(idle) + len(active) == 1:
             (alone,) = idle + active
-            if self._suspects[alone[0].request_id].num_deaths >= num_needed:
+            suspect = self._suspects[alone[0].request_id]
+            suspect.num_alone += 1
+            if suspect.num_deaths >= NUM_DEATHS and suspect.num_alone >= num_alone_needed:
                 culprit, idle, active = alone, [], []
                 del self._suspects[alone[0].request_id]
         self._plan(idle, active, rest)
@@ -100,9 +109,11 @@ class Resubmission:
         halves = [Group(part, PROBATION_TOKENS) for part in (active[:half], active[half:]) if part]
         # A request that ends the engine with its prompt is among the first without a token. Many
         # more of these may have waited for their turn; they do not delay those that were running.
-        new = [entry for entry in rest if not entry[1]]
-        running = [entry for entry in rest if entry[1]]
+        plain = [entry for entry in rest if not _has_grammar(entry)]
+        new = [entry for entry in plain if not entry[1]]
+        running = [entry for entry in plain if entry[1]]
         singles = new[:MAX_NEW_FIRST] + running + new[MAX_NEW_FIRST:]
+        singles += [entry for entry in rest if _has_grammar(entry)]
         self._awaited = {}
         self._groups = deque([*(Group([e]) for e in idle), *halves, *(Group([e]) for e in singles)])
 
@@ -141,3 +152,7 @@ class Resubmission:
                     for request, tokens in group.entries
                 }
         return due
+
+
+def _has_grammar(entry: Entry) -> bool:
+    return entry[0].sampling_params.structured_outputs is not None

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.supervision")
 
-# The deaths after which a request is the cause. SIGKILL may also come from outside.
-NUM_DEATHS, NUM_DEATHS_IF_KILLED = 2, 3
+# SIGKILL may also come from outside: so often a request must be the only suspect to be the cause.
+NUM_ALONE_IF_KILLED = 3
 
 
 class SupervisedClient(EngineClient):
@@ -205,8 +205,8 @@ class SupervisedClient(EngineClient):
         exit_signal = dead.exit_signal
         is_killed = self.is_shared or (exit_signal == signal.SIGKILL and not dead.was_hung)
         entries = self.journal()
-        num_needed = NUM_DEATHS_IF_KILLED if is_killed else NUM_DEATHS
-        culprit = self._resubmission.on_death(entries, num_needed=num_needed)
+        num_alone_needed = NUM_ALONE_IF_KILLED if is_killed else 1
+        culprit = self._resubmission.on_death(entries, num_alone_needed=num_alone_needed)
         if culprit is not None:
             entries = [entry for entry in entries if entry is not culprit]
         self._awaiting_output.update(request.request_id for request, _ in entries)

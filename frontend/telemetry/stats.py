@@ -82,6 +82,7 @@ class StatsLogger:
         # at the interval's start; None: the next statistics
         self._base: SchedulerStats | None = None
         self._latest = SchedulerStats()
+        self._epoch = 0
 
     def begin(self) -> None:
         """Called before a request is sent.
@@ -92,10 +93,12 @@ class StatsLogger:
             self._is_idle = False
             self._begin, self._base = time.monotonic(), None if self.shares_engine else self._latest
 
-    def record(self, stats: SchedulerStats) -> None:
+    def record(self, stats: SchedulerStats, epoch: int = 0) -> None:
         """Processes the engine's statistics, which arrive with its outputs."""
         now = time.monotonic()
-        if self._base is None:
+        if epoch != self._epoch:  # an engine that replaced another counts from 0
+            self._epoch, self._base = epoch, SchedulerStats()
+        elif self._base is None:
             self._begin, self._base = now, stats
         self._latest = stats
         self._is_idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
@@ -181,7 +184,7 @@ class Telemetry:
         if outputs.stats is not None:
             self.stats = outputs.stats
             if self._log is not None:
-                self._log.record(outputs.stats)
+                self._log.record(outputs.stats, outputs.epoch)
 
     def fail(self, error: Exception) -> None:
         """Called when the engine is gone: no request will finish."""

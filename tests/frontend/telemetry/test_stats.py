@@ -115,6 +115,15 @@ def test_short_requests_do_not_flood_the_log(clock, lines):
     assert 2 <= len(lines()) <= 4
 
 
+def test_no_rate_is_negative_after_a_restart(clock, lines):
+    log = StatsLogger(10)
+    log.begin()
+    log.record(busy(1000, 500), epoch=0)
+    clock.now += 10
+    log.record(busy(100, 40), epoch=1)  # the next engine counts from 0
+    assert lines()[-1].startswith("prompt throughput: 10.0 tokens/s, generation throughput: 4.0 ")
+
+
 def test_an_engine_shared_with_others_does_not_start_at_zero(clock, lines):
     log = StatsLogger(10.0, shares_engine=True)
     log.begin()

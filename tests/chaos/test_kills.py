@@ -1,0 +1,85 @@
+"""The engine is killed again and again under streams of a real server, and no byte differs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import time
+
+import httpx2 as httpx
+import psutil
+import pytest
+from quire.tests.chaos.traffic import Traffic, gaps, mixed_jobs, undisturbed
+from quire.tests.frontend.server.conftest import running_server
+
+SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
+FLAGS = ("--engine-restarts", "10000", "--max-concurrent-requests", "256")
+
+
+def engine_of(server: httpx.Client) -> psutil.Process | None:
+    """The server's engine, ready or starting, if there is one."""
+    for child in psutil.Process(server.process.pid).children():
+        try:
+            if any("engine_proc" in word for word in child.cmdline()):
+                return child
+        except psutil.Error:
+            continue
+    return None
+
+
+async def kill_at_random(server: httpx.Client, number: int, rng: random.Random) -> list[float]:
+    """Kills the engine so often; returns when. Most times while it generates or resumes requests,
+    sometimes while it starts.
+    """
+    moments: list[float] = []
+    for _ in range(number):
+        if rng.random() < 0.95:
+            await asyncio.sleep(0.1)  # until the death is noticed
+            while server.get("/health/ready").status_code != 200:
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(rng.uniform(0.0, 1.5))
+        if (engine := engine_of(server)) is not None:
+            engine.send_signal(signal.SIGKILL)
+            moments.append(time.monotonic())
+    return moments
+
+
+def run_with_kills(number: int) -> None:
+    print(f"\nCHAOS_SEED={SEED}")
+    jobs = mixed_jobs(SEED)
+
+    async def main(server: httpx.Client) -> tuple[Traffic, list[float]]:
+        expected = await undisturbed(str(server.base_url), jobs)
+        traffic = Traffic(str(server.base_url), jobs, expected, SEED)
+        traffic.start()
+        moments = await kill_at_random(server, number, random.Random(SEED))
+        await traffic.stop()
+        return traffic, moments
+
+    with running_server(*FLAGS) as server:
+        traffic, moments = asyncio.run(main(server))
+        metrics = server.get("/metrics").text
+        log = server.log()
+    seen = gaps(traffic.answers, moments)
+    lines = [line for line in metrics.splitlines() if line.startswith("quire:engine_restart")]
+    print(
+        f"{number} kills, {len(traffic.answers)} streams, {len(traffic.problems)} problems; gaps "
+        f"of {len(seen)} streams: median {statistics.median(seen):.2f} s, "
+        f"longest {max(seen):.2f} s",
+        *[line for line in lines if "total" in line or "sum" in line or "count" in line],
+        sep="\n",
+    )
+    assert not traffic.problems, "\n".join(traffic.problems[:5]) + "\n" + log[-3000:]
+
+
+def test_three_kills() -> None:
+    run_with_kills(3)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(600)
+def test_fifty_kills() -> None:
+    run_with_kills(50)

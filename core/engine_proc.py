@@ -14,6 +14,7 @@ import argparse
 import faulthandler
 import gc
 import logging
+import math
 import os
 import queue
 import signal
@@ -56,6 +57,7 @@ from ..ipc.process import PARENT_DEATH_SIGNAL, STACKS_SIGNAL, SignalPipe, die_wi
 from ..ipc.sockets import MAX_DAEMON_SOCKETS, bind_listener, make_context
 from .engine_core import EngineCore, begin_import
 
+LINGER_S = 1.0  # see EngineCoreProc.lingers
 FLUSH_TIMEOUT_S = 2.0  # how long an exiting engine waits for its clients to read their outputs
 
 logger = logging.getLogger("quire.engine")
@@ -84,9 +86,14 @@ class EngineCoreProc:
         self.epoch = self.engine_index = 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
-        # nothing new is accepted; the process exits when all rows are delivered
+        # the process exits when it has no requests and all rows are delivered
         self.is_draining = False
         self.must_leave = False
+        self.is_daemon = False
+        # A child leaves at a signal when it has had no request for LINGER_S: the signal may have
+        # been sent to its parent too, which then drains and has more of them.
+        self.lingers = False
+        self.idle_since: float | None = None  # while it could leave
         self.num_overflowed_clients = 0
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         input_.on_beat = lambda client_index, call_id: output.send(
@@ -105,7 +112,7 @@ class EngineCoreProc:
         `config` is a daemon's own; a child receives its parent's. Raises what prevented the engine
         from starting (after telling the clients); later errors end in EngineDead and exit code 1.
         """
-        self.config = config
+        self.config, self.is_daemon = config, config is not None
         self.output.start()
         self.input.start()
         try:
@@ -174,12 +181,24 @@ class EngineCoreProc:
     def _loop(self) -> None:
         core = self.core
         assert core is not None  # it is loaded before the loop starts
-        while not self.must_leave and not (self.is_draining and core.is_idle()):
-            self._take_events(block=not self._can_step(core), until=core.scheduler.next_deadline)
+        while not self.must_leave and not self._may_leave(core):
+            until = core.scheduler.next_deadline
+            if self.idle_since is not None:
+                until = min(until or math.inf, self.idle_since + LINGER_S)
+            self._take_events(block=not self._can_step(core), until=until)
             if self._can_step(core):
                 self._step(core)
         if not self.must_leave:
             self._send_to_all(EngineDead("the engine was asked to leave"))
+
+    def _may_leave(self, core: EngineCore) -> bool:
+        if not self.is_draining or not core.is_idle():
+            self.idle_since = None
+            return False
+        if not self.lingers:
+            return True
+        self.idle_since = self.idle_since or time.monotonic()
+        return time.monotonic() - self.idle_since >= LINGER_S
 
     def _can_step(self, core: EngineCore) -> bool:
         return core.has_work() and not self.output.is_full and not self.must_leave
@@ -229,7 +248,7 @@ class EngineCoreProc:
             if isinstance(event, events.ClientLeft):
                 self.output.disconnect(event.client_index)
         elif isinstance(event, events.LeaveSignal):
-            self.is_draining = True
+            self.is_draining, self.lingers = True, not self.is_daemon
         elif isinstance(event, events.Fatal):
             raise EngineDeadError(f"an IO thread failed: {event.error}") from event.error
 
@@ -237,14 +256,11 @@ class EngineCoreProc:
 
     def _on_message(self, client_index: int, message: Any) -> None:
         if isinstance(message, EngineCoreRequest):
-            if self.core is None or self.is_draining:
-                self._refuse(
-                    client_index,
-                    message.request_id,
-                    "the engine is leaving" if self.is_draining else "the engine is not ready",
-                )
-            else:
+            if self.core is None:
+                self._refuse(client_index, message.request_id, "the engine is not ready")
+            elif not (self.is_draining and self.is_daemon):
                 self.core.add_request(message, client_index)
+            # else its client submits it to the next daemon when this one is gone
         elif isinstance(message, AbortRequests):
             if self.core is not None:
                 self.core.abort_requests(message.request_ids, client_index)
@@ -254,7 +270,7 @@ class EngineCoreProc:
         elif isinstance(message, UtilityCall):
             self._call_utility(message, client_index)
         elif isinstance(message, Shutdown):
-            self.is_draining = True
+            self.is_draining, self.lingers = True, False
             self.must_leave = not message.drain
         elif isinstance(message, Config) and self.config is None:
             self.config = message.config

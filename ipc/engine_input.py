@@ -90,7 +90,7 @@ class ClientOverflowed(NamedTuple):
 
 
 class LeaveSignal(NamedTuple):
-    """SIGTERM: finish running requests, accept no new ones, exit."""
+    """SIGTERM: finish the requests, then exit."""
 
 
 class Wake(NamedTuple):

@@ -54,6 +54,8 @@ class EngineClient(ABC):
     num_bad_frames = 0  # invalid frames from the engine, which are dropped
     ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
     is_replacing = False  # the engine has died, and the next one is not ready
+    # The program ends soon: an engine that dies is replaced only for requests. The server sets it.
+    is_draining = False
     restarts = Restarts()  # of a client that replaces dead engines; others never change it
     # The unfinished requests with their output tokens so far, from which a client that replaces a
     # dead engine resubmits them. The session sets it.

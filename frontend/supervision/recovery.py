@@ -17,10 +17,17 @@ from ..clients.mp_client import MPClient
 
 # How often a daemon is looked for that has ended, and how long.
 ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
+WAIT_INTERVAL_S = 0.02  # between two looks at a condition
 
 
 class Sleep(NamedTuple):
     seconds: float
+
+
+class Wait(NamedTuple):
+    """Until `holds` is true; in asyncio only."""
+
+    holds: Callable[[], bool]
 
 
 class Start(NamedTuple):
@@ -41,7 +48,7 @@ class Close(NamedTuple):
     engine: MPClient
 
 
-Action = Sleep | Start | Call | Close
+Action = Sleep | Wait | Start | Call | Close
 Recovery = Generator[Action, Any, None]
 
 
@@ -131,6 +138,9 @@ class Successors:
         match action:
             case Sleep(seconds):
                 await asyncio.sleep(seconds)
+            case Wait(holds):
+                while not holds():
+                    await asyncio.sleep(WAIT_INTERVAL_S)
             case Start(epoch):
                 return await self._start_async(epoch)
             case Call(engine, method, args):

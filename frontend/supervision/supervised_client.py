@@ -34,7 +34,7 @@ from ..clients.client import OF_A_LOOP, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
 from .engine_state import REPEATABLE, EngineState
-from .recovery import Call, Close, Recovery, Sleep, Start, Successors, run, run_async
+from .recovery import Call, Close, Recovery, Sleep, Start, Successors, Wait, run, run_async
 from .restart_budget import RestartBudget
 from .resubmission import Entry, Resubmission
 
@@ -104,7 +104,7 @@ class SupervisedClient(EngineClient):
     def add_request(self, request: EngineCoreRequest) -> None:
         with self._guard:
             self._raise_if_over()
-            if self._resubmission.is_active:
+            if self.is_replacing or self._resubmission.is_active:
                 self._resubmission.add(request)
                 return
             try:
@@ -211,6 +211,9 @@ class SupervisedClient(EngineClient):
             entries = [entry for entry in entries if entry is not culprit]
         self._awaiting_output.update(request.request_id for request, _ in entries)
         yield Close(dead)
+        if self.is_draining and not self._resubmission.is_active:
+            logger.info("%s; it is started again only for a request", death)
+            yield Wait(lambda: self._resubmission.is_active)
         is_free, epoch, cause = self._resubmission.narrows, dead.ready.epoch + 1, death
         while True:
             self._raise_if_over()

@@ -27,7 +27,7 @@ from http import HTTPStatus
 
 import msgspec
 
-from ....ipc.errors import EngineDeadError, InvalidParameterError
+from ....ipc.errors import EngineDeadError, EngineRestartedError, InvalidParameterError
 
 TYPES = {
     401: "authentication_error",
@@ -50,6 +50,9 @@ INTERNAL = (
     "this response."
 )
 ENGINE_GONE = "The engine has stopped; the server's log has the cause."
+ENGINE_RESTARTED = (
+    "The engine died during this call and was started again; the call may have had no effect."
+)
 
 
 class ErrorDetail(msgspec.Struct):
@@ -182,6 +185,8 @@ def from_exception(error: Exception, names: dict[str, str] | None = None) -> Api
         return refused(error.parameter, error.problem, names)
     if isinstance(error, EngineDeadError):
         return ApiError(503, ENGINE_GONE, code="engine_dead")
+    if isinstance(error, EngineRestartedError):
+        return ApiError(503, ENGINE_RESTARTED, code="engine_restarted", retry_after_s=1.0)
     return ApiError(500, INTERNAL, code="internal_error")
 
 

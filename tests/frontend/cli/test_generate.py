@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -266,6 +267,20 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
     assert program.returncode in (130, -signal.SIGINT)
     assert (out, err) == (b"", b"")
     assert psutil.wait_procs(children, timeout=5)[1] == []
+
+
+def test_ctrl_c_replaces_no_engine() -> None:
+    """As in a terminal, where it reaches the whole process group."""
+    with subprocess.Popen(
+        [*QUIRE, "generate", *[STORY] * 8, *LONG, *ONE_THREAD],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as program:
+        assert program.stdout.read1(10)
+        os.killpg(program.pid, signal.SIGINT)
+        _, err = program.communicate(timeout=20)
+    assert (program.returncode, err) == (130, b"")
 
 
 def test_the_death_of_an_engine_is_exit_code_1_with_its_cause() -> None:

@@ -4,6 +4,7 @@ failures.
 
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,7 +25,6 @@ from quire.frontend.server.serving import check_certificate, open_port, raise_op
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
-
 
 def test_the_port_is_open_while_the_model_loads() -> None:
     with running_server(wait=False) as client:
@@ -168,6 +168,34 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests() -> None:
         assert "Traceback" not in client.log() and "active requests may finish" in client.log()
 
 
+def engine_of(client: httpx.Client) -> psutil.Process | None:
+    for child in psutil.Process(client.process.pid).children():
+        with suppress(psutil.Error):
+            if "quire.core.engine_proc" in child.cmdline():
+                return child
+    return None
+
+
+@pytest.mark.parametrize("num_streams", [0, 5])
+def test_sigterm_to_every_process_as_from_systemd(num_streams: int) -> None:
+    """The engine finishes its requests, those that wait in the server too, and is not replaced."""
+    queued = re.compile(rf"quire:num_requests_queued\S* {max(0, num_streams - 2)}")
+    with running_server("--max-concurrent-requests", "2") as client:
+        engine = engine_of(client)
+        engine.suspend()
+        streams = [Streaming(client, 120) for _ in range(num_streams)]
+        wait_until(lambda: queued.search(client.get("/metrics").text))
+        for process in (engine, psutil.Process(client.process.pid)):
+            process.send_signal(signal.SIGTERM)
+        engine.resume()
+        for stream in streams:
+            stream.join(timeout=60)
+            assert stream.events[-1] == "[DONE]"
+            assert json.loads(stream.events[-2])["choices"][0]["finish_reason"] == "length"
+        assert client.process.wait(timeout=30) == 0
+        assert "starting it again" not in client.log() and "Traceback" not in client.log()
+
+
 def test_streams_that_take_too_long_end_with_the_reason() -> None:
     with busy_server(5000, "--drain-timeout-s", "0.3") as (client, streaming, _):
         client.process.send_signal(signal.SIGTERM)
@@ -212,6 +240,21 @@ def test_an_engine_that_dies_while_the_server_drains() -> None:
         assert error_of(streaming)["code"] == "engine_dead"
         assert client.process.wait(timeout=15) == 1
         assert "Traceback" not in client.log() and "\nquire: " in client.log()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_the_last_restart_is_followed_by_the_end_of_the_server(restarts: int) -> None:
+    with running_server("--engine-restarts", str(restarts)) as client:
+        for i in range(restarts + 1):
+            dead = engine_of(client)
+            dead.kill()
+            if i < restarts:
+                wait_until(lambda: engine_of(client) not in (None, dead), 30)
+                wait_until_ready(client)
+        assert client.process.wait(timeout=15) == 1
+        [cause] = [line for line in client.log().splitlines() if line.startswith("quire: ")]
+        assert "killed by SIGKILL" in cause and "Traceback" not in client.log()
+        assert client.log().count("starting it again") == restarts
 
 
 @contextmanager

@@ -325,6 +325,51 @@ def test_requests_may_come_and_go_while_no_engine_is_there() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_a_request_may_come_while_an_idle_engine_is_replaced() -> None:
+    async def main() -> None:
+        client = supervised(True)
+        llm = AsyncLLM(client.ready.config, client)
+        assert await llm.call_utility("ping") == "pong"
+        kill(client)
+        while not client.is_replacing:
+            await asyncio.sleep(0.002)
+        outputs = [output async for output in llm.generate([1], SamplingParams(max_tokens=3), "r")]
+        assert outputs[-1].finished
+        await llm.shutdown_async()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> None:
+    async def main() -> None:
+        client = supervised(True, hf_overrides={"delay_s": 0.01})
+        llm = AsyncLLM(client.ready.config, client)
+
+        async def run(request_id: str) -> RequestOutput:
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            async for output in llm.generate([1], params, request_id):
+                pass
+            return output
+
+        running = asyncio.create_task(run("running"))
+        await asyncio.sleep(0.1)
+        kill(client, signal.SIGTERM)
+        client.is_draining = True
+        assert (await running).outputs[0].finish_reason == "length"
+        while not client.is_replacing:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)
+        assert client.restarts.by_cause == {}
+        assert (await run("late")).outputs[0].finish_reason == "length"
+        assert client.restarts.by_cause == {"exit": 1}
+        kill(client, signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        await llm.shutdown_async()
+        assert client.restarts.by_cause == {"exit": 1}
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize("kind", [Blocking, Asyncio])
 def test_a_daemon_that_is_started_again(tmp_path, kind) -> None:
     config = make_config(hf_overrides={"delay_s": 0.01})

@@ -9,7 +9,7 @@ from quire.frontend.server.http.errors import (
     from_exception,
     from_status,
 )
-from quire.ipc.errors import EngineDeadError, InvalidParameterError
+from quire.ipc.errors import EngineDeadError, EngineRestartedError, InvalidParameterError
 
 
 def test_openai_shape() -> None:
@@ -58,6 +58,15 @@ def test_internal_details_are_hidden(secret: Exception) -> None:
     assert error.status in (500, 503)
     assert not any(
         piece in error.message for piece in ("ipc:", "/etc", "pid", "Traceback", "KeyError")
+    )
+
+
+def test_a_call_that_an_engine_did_not_survive_may_be_repeated() -> None:
+    error = from_exception(EngineRestartedError("the engine died during start_trace"))
+    assert (error.status, error.code, error.headers()) == (
+        503,
+        "engine_restarted",
+        {"retry-after": "1"},
     )
 
 

@@ -66,6 +66,7 @@ class Mock:
         self.jobs: list[Job] = []
         self.finished: list[dict] = []
         self.bodies: list[dict] = []  # of chat and completion requests
+        self.experts: dict[str, list] = {"layers": [], "tokens": []}
         self.paths: list[str] = []  # of all requests
         self.num_polls = 0
         self.num_aborted = 0
@@ -322,6 +323,9 @@ def make_app(mock: Mock):
     async def state(request: Request) -> Response:
         return JSONResponse(mock.state(int(request.query_params.get("since", 0))))
 
+    async def experts(request: Request) -> Response:
+        return JSONResponse(mock.experts)
+
     async def recent(request: Request) -> Response:
         return JSONResponse(
             {"object": "list", "data": mock.finished[: int(request.query_params.get("limit", 100))]}
@@ -398,6 +402,7 @@ def make_app(mock: Mock):
     routes = [
         *page.routes(SimpleNamespace(server_config=SimpleNamespace(page=True))),
         Route("/v1/engine/state", guarded(state)),
+        Route("/v1/engine/experts", guarded(experts)),
         Route("/v1/requests", guarded(recent)),
         Route("/v1/requests/{id}", guarded(one)),
         Route("/v1/requests/{id}/trace", guarded(one)),

@@ -162,12 +162,48 @@ def test_a_colour_has_one_meaning(open_page, mock, scheme: str) -> None:
     for word, colour in found:
         meanings.setdefault(colour, set()).add(word)
     assert all(len(words) == 1 for words in meanings.values()), meanings
-    assert len(meanings) == len({word for word, _ in found}) == 9
+    assert len(meanings) == len({word for word, _ in found}) == 10
     controls = page.evaluate("""[...document.querySelectorAll('button')].flatMap((button) => {
         const style = getComputedStyle(button);
         return [style.color, style.backgroundColor, style.borderTopColor];
     })""")
     assert not set(controls) & set(meanings)
+
+
+# ---------------------------------------------------------------- experts
+
+
+def test_models_without_experts_have_no_picture_of_them(page, mock) -> None:
+    mock.add(10, 0, 5)
+    wait_until(page, lambda: mock.num_finished == 1)
+    page.wait_for_timeout(1200)
+    assert not page.is_visible("#experts-box")
+    assert mock.paths.count("/v1/engine/experts") == 1
+
+
+def test_the_load_of_experts_is_a_picture(open_page, mock) -> None:
+    mock.experts = {"layers": [1, 3], "tokens": [[0, 10, 20, 70], [5, 5, 5, 5]]}
+    page = open_page()
+    page.wait_for_selector("#experts-box")
+    most = "expert 3 of layer 1 has most, 70 %, 2.8 times an even share; 1 without tokens"
+    wait_for(page, f"document.getElementById('experts').ariaLabel === 'Tokens by expert: {most}'")
+    assert page.inner_text("#experts-told") == "4 in each of 2 layers"
+    page.hover("#experts", position={"x": 26 + 40 + 5, "y": 5})
+    assert page.inner_text("#experts-tip") == (
+        "layer 1, expert 1: 10 tokens\n10 %, 0.4 times an even share"
+    )
+    opacities = """(() => {
+        const { width, height } = document.getElementById('experts');
+        const pen = document.getElementById('experts').getContext('2d');
+        const { data } = pen.getImageData(0, 0, width, height);
+        const at = (expert, row) => data[4 * (26 + 40 * expert + 8 + (3 + 20 * row) * width) + 3];
+        return [at(0, 0), at(1, 0), at(2, 0), at(3, 0), at(0, 1), at(3, 1)];
+    })()"""
+    none, few, some, most_of_all, even, also_even = page.evaluate(opacities)
+    assert none == 0 < few < some < even == also_even < most_of_all == 255
+    mock.experts["tokens"][1] = [0, 0, 0, 20]
+    mock.add(10, 0, 5)  # it is asked again only after a step
+    wait_for(page, "document.getElementById('experts').ariaLabel.includes('layer 3 has most')")
 
 
 # ---------------------------------------------------------------- one request

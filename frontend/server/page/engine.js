@@ -110,6 +110,7 @@ function take(state) {
   figures(state);
   showRequests(state);
   fetchFinished();
+  fetchExperts(state);
   counts(counters);
   noteBlocks(state);
   redraw();

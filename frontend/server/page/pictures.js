@@ -1,5 +1,5 @@
 "use strict";
-/* The canvases: output rate, KV cache, steps. */
+/* The canvases: output rate, KV cache, steps; experts.js has another. */
 
 /* Canvases take their colours from the legends, where CSS has resolved them for the theme. */
 const colour = (kind) =>
@@ -220,6 +220,7 @@ function redraw() {
     drawing = false;
     drawSpark();
     drawSteps();
+    drawExperts();
     if (drawCache()) redraw();
   });
 }

@@ -192,9 +192,10 @@ class EngineCore:
         if params.structured_outputs is None:
             return self.scheduler.add_request(request, client_index)
         arrival = self.scheduler.reserve_arrivals(params.n)
-        self.gate.add(
-            request, client_index, arrival, self.executor.check_grammar(params.structured_outputs)
+        check = self.executor.check_grammar(
+            params.structured_outputs, is_known=bool(request.resume_tokens)
         )
+        self.gate.add(request, client_index, arrival, check)
         self._admit_checked()
 
     def _refuse(self, request_id: str, refusal: InvalidParameterError, client_index: int) -> None:
@@ -211,6 +212,11 @@ class EngineCore:
                     gated.request, gated.client_index, gated.arrival, gated.queued_time
                 )
                 self.abort_requests(gated.aborted_ids, gated.client_index)
+                if self.hand_out is not None:  # from here on steps compute it; see Resubmission
+                    num_tokens = len(gated.request.resume_tokens)
+                    rows = self._rows.of(gated.client_index)
+                    rows.add(gated.request.request_id, num_tokens, [])
+                    self.hand_out(self.take_rows())
             else:
                 self.scheduler.counters.num_grammar_refusals += 1
                 self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)

@@ -77,8 +77,12 @@ class Executor(Protocol):
         """
         ...
 
-    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False
+    ) -> Future[None]:
         """Compiles a grammar for structured output. Never blocks.
+
+        is_known: another engine has compiled it, within the limits.
 
         The future's exception is the InvalidParameterError of a grammar that cannot be used.
         """

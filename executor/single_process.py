@@ -82,7 +82,9 @@ class SingleProcessExecutor:
         """
         return self.worker.execute_model(scheduler_output)
 
-    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False
+    ) -> Future[None]:
         """Returns a future that completes when the grammar is compiled. Never blocks.
 
         The future raises the InvalidParameterError of an invalid grammar. It takes milliseconds, at
@@ -91,7 +93,7 @@ class SingleProcessExecutor:
         grammars = self.worker.grammars
         if grammars is None:
             raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
-        return grammars.check(params)
+        return grammars.check(params, is_known=is_known)
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Starts a step; the caller schedules and submits the next one before it asks for the

@@ -73,7 +73,9 @@ class TroubledExecutor(FakeExecutor):
         time.sleep(self.trouble.get("slow_call_s", 0.0))
         return super().collective_rpc(method, *args)
 
-    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False
+    ) -> Future[None]:
         future: Future[None] = Future()
         threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()
         return future

@@ -215,7 +215,9 @@ class FakeExecutor:
         self.steps.append(step)
         return self._compute(step)
 
-    def check_grammar(self, params: StructuredOutputsParams) -> Future[None]:
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False
+    ) -> Future[None]:
         """Return the scripted future of a grammar check, or one that is already done."""
         future = self.grammar_checks.get(params.regex)
         if future is None:

@@ -114,11 +114,12 @@ class Grammars:
 
     # ------------------------------------------------------------ before a request is scheduled
 
-    def check(self, params: StructuredOutputsParams) -> Future[None]:
+    def check(self, params: StructuredOutputsParams, *, is_known: bool = False) -> Future[None]:
         """Returns a future that completes when the grammar is compiled.
 
         The future raises the InvalidParameterError of an invalid grammar. Called by one thread.
-        Equal grammars share one check, whose result is kept for a while.
+        Equal grammars share one check, whose result is kept for a while. is_known: it compiled in
+        another engine, within the limits, so it needs no process of its own here.
         """
         try:
             self._require_compiler()
@@ -130,7 +131,7 @@ class Grammars:
         key = key_of(params)
         known = self._verdicts.get(key)
         if known is None or (known.done() and _is_failure(known)):
-            known = self._verdicts[key] = self._submit_check(key, params)
+            known = self._verdicts[key] = self._submit_check(key, params, is_known)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -141,7 +142,9 @@ class Grammars:
             raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
         return self.compiler
 
-    def _submit_check(self, key: bytes, params: StructuredOutputsParams) -> Future[None]:
+    def _submit_check(
+        self, key: bytes, params: StructuredOutputsParams, is_known: bool
+    ) -> Future[None]:
         if self._check_pool is None and self.settings is not None:
             self._check_pool = ThreadPoolExecutor(NUM_CHECKS, "quire-grammar-check")
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
@@ -151,14 +154,17 @@ class Grammars:
             compiler = self._require_compiler()
             _submit(self._check_pool, lambda: compiler.tokenizer)
         future: Future[None] = Future()
-        _submit(self._check_pool, self._check, future, key, params)
+        _submit(self._check_pool, self._check, future, key, params, is_known)
         return future
 
-    def _check(self, future: Future[None], key: bytes, params: StructuredOutputsParams) -> None:
+    def _check(
+        self, future: Future[None], key: bytes, params: StructuredOutputsParams, is_known: bool
+    ) -> None:
         """Runs in a thread of the pool, which is also the parent of the process that it starts."""
         check = self._checks.get()
         try:
-            check.check(params)
+            if not is_known:
+                check.check(params)
             self._compile(key, params)
         except InvalidParameterError as error:
             # A new exception: the traceback of this one would keep the whole grammar alive as long

@@ -9,8 +9,9 @@ only requests that were in flight at both deaths, and made no progress in betwee
 that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
 that was alone in the engine when it died is the cause.
 
-Grammars come last: their check needs a process that each engine starts anew, and other requests do
-not wait for it.
+Requests with a grammar come last: an engine may check it first, in a process that it starts, and
+other requests do not wait for this. While its grammar is checked a request is no suspect; the
+engine's first row for it, which may hold no token, tells the end of the check.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Resubmission:
         self._groups: deque[Group] = deque()
         # Of the group submitted last, what the next one waits for: the number of output tokens.
         self._awaited: dict[str, int] = {}
+        # Submitted requests whose grammar the engine may still check.
+        self._in_check: set[str] = set()
         # Whether the last death left fewer suspects to try, and none that is clearly the cause.
         self.narrows = False
 
@@ -82,7 +85,7 @@ class Resubmission:
             request_id, num_tokens = entry[0].request_id, len(entry[1])
             suspect = before.get(request_id)
             num_deaths, num_alone = 1, int(len(entries) == 1)
-            if request_id in waiting:  # this death had another cause
+            if request_id in waiting or request_id in self._in_check:  # another cause
                 rest.append(entry)
                 if suspect is None:
                     continue
@@ -92,6 +95,7 @@ class Resubmission:
                 (idle if num_tokens == suspect.num_tokens else active).append(entry)
                 num_deaths, num_alone = suspect.num_deaths + 1, suspect.num_alone
             self._suspects[request_id] = Suspect(num_deaths, num_alone, num_tokens)
+        self._in_check.clear()
         culprit = None
         if len(idle) + len(active) == 1:
             (alone,) = idle + active
@@ -113,9 +117,12 @@ class Resubmission:
         new = [entry for entry in plain if not entry[1]]
         running = [entry for entry in plain if entry[1]]
         singles = new[:MAX_NEW_FIRST] + running + new[MAX_NEW_FIRST:]
-        singles += [entry for entry in rest if _has_grammar(entry)]
+        grammars = [entry for entry in rest if _has_grammar(entry)]
+        singles += [entry for entry in grammars if entry[1]]
         self._awaited = {}
         self._groups = deque([*(Group([e]) for e in idle), *halves, *(Group([e]) for e in singles)])
+        if unknown := [entry for entry in grammars if not entry[1]]:
+            self._groups.append(Group(unknown, 0))
 
     def add(self, request: EngineCoreRequest) -> None:
         """A new request while others wait: it waits behind them."""
@@ -126,12 +133,15 @@ class Resubmission:
         dropped = set(request_ids)
         for group in self._groups:
             group.entries = [e for e in group.entries if e[0].request_id not in dropped]
+        self._in_check -= dropped
         for request_id in dropped:
             self._awaited.pop(request_id, None)
 
     def take(self, outputs: EngineCoreOutputs) -> None:
         """Notes the progress in the engine's outputs."""
         awaited = self._awaited
+        if self._in_check:
+            self._in_check.difference_update(outputs.request_ids)
         ended = {finished.row for finished in outputs.finished}
         for row, request_id in enumerate(outputs.request_ids):
             target = awaited.get(request_id)
@@ -146,6 +156,7 @@ class Resubmission:
         while self._groups and not self._awaited:
             group = self._groups.popleft()
             due += group.entries
+            self._in_check.update(e[0].request_id for e in group.entries if _has_grammar(e))
             if group.num_new:
                 self._awaited = {
                     request.request_id: len(tokens) + group.num_new

@@ -168,11 +168,14 @@ class SupervisedClient(EngineClient):
         if self._died_at is not None:
             now, died_at = time.monotonic(), self._died_at
             self._budget.note_progress()
-            for request_id in self._awaiting_output.intersection(outputs.request_ids):
-                self._awaiting_output.discard(request_id)
-                self.restarts.gaps_s.append(now - died_at)
+            for request_id, num_tokens in zip(outputs.request_ids, outputs.num_tokens):
+                if num_tokens and request_id in self._awaiting_output:
+                    self._awaiting_output.discard(request_id)
+                    self.restarts.gaps_s.append(now - died_at)
+            for finished in outputs.finished:
+                self._awaiting_output.discard(outputs.request_ids[finished.row])
+            self._resubmission.take(outputs)
             if self._resubmission.is_active:
-                self._resubmission.take(outputs)
                 self._submit_due()
             elif not self._awaiting_output:
                 self._died_at = None

@@ -147,7 +147,20 @@ def test_grammars_come_last() -> None:
     while (due := resubmission.due()) or resubmission.is_active:
         order += [request.request_id for request, _ in due]
         resubmission.drop(order)  # as if they had ended
-    assert order == ["r3", "r1", "r5", "r0", "r2", "r4"]
+    assert order == ["r3", "r1", "r5", "r2", "r4", "r0"]
+
+
+@pytest.mark.parametrize("is_admitted", [True, False])
+def test_a_request_whose_grammar_is_checked_is_no_suspect(is_admitted: bool) -> None:
+    grammar = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(regex="a+"))
+    entries: list[Entry] = [(EngineCoreRequest("r", [1], grammar), [])]
+    resubmission = Resubmission()
+    for _ in range(4):
+        assert resubmission.on_death(entries) is None
+        assert resubmission.due() == entries and not resubmission.is_active
+    if is_admitted:
+        resubmission.take(EngineCoreOutputs(0, ["r"], [0], [0], [], []))
+    assert (resubmission.on_death(entries) is None) == (not is_admitted)
 
 
 def test_a_new_request_waits_behind_those_that_are_resubmitted() -> None:

@@ -4,7 +4,8 @@ which request is the cause if that one dies too.
 Must not know: how an engine is started or called, why it died.
 
 The request that ends engines is not known at first. After a death, requests are submitted one at a
-time, each when the one before has a new token, those first that had none. If the engine dies again,
+time, each when the one before has a new token, those first that had none. After SIGKILL, which
+often comes from outside, they are submitted together, which is faster. If the engine dies again,
 only requests that were in flight at both deaths, and made no progress in between, are suspects. One
 that had no token since is tried alone; several with a few tokens are divided into halves. A suspect
 that was alone in the engine when it died is the cause.
@@ -26,7 +27,9 @@ from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
 # the rows that were on their way, hold fewer.
 PROBATION_TOKENS = 32
 
-NUM_DEATHS = 2  # that a request must have seen to be the cause
+# The deaths in a row that a request must have seen to be the cause; and how often it must have been
+# the only suspect, if SIGKILL ended the engine.
+NUM_DEATHS, NUM_ALONE_IF_KILLED = 2, 3
 
 MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
 
@@ -69,12 +72,11 @@ class Resubmission:
         """Whether a request waits here."""
         return bool(self._groups)
 
-    def on_death(self, entries: list[Entry], *, num_alone_needed: int = 1) -> Entry | None:
+    def on_death(self, entries: list[Entry], *, is_killed: bool = False) -> Entry | None:
         """The engine has died with these requests unfinished. Plans their resubmission. Returns
         the request that is the cause, if that is clear, and leaves it out.
 
-        num_alone_needed: of the NUM_DEATHS or more in a row that the cause has seen, those at
-        which it must have been the only suspect.
+        is_killed: by SIGKILL, perhaps from outside.
         """
         waiting = {request.request_id for group in self._groups for request, _ in group.entries}
         before, self._suspects = self._suspects, {}
@@ -101,14 +103,17 @@ class Resubmission:
             (alone,) = idle + active
             suspect = self._suspects[alone[0].request_id]
             suspect.num_alone += 1
+            num_alone_needed = NUM_ALONE_IF_KILLED if is_killed else 1
             if suspect.num_deaths >= NUM_DEATHS and suspect.num_alone >= num_alone_needed:
                 culprit, idle, active = alone, [], []
                 del self._suspects[alone[0].request_id]
-        self._plan(idle, active, rest)
+        self._plan(idle, active, rest, is_killed)
         self.narrows = bool(idle or active)
         return culprit
 
-    def _plan(self, idle: list[Entry], active: list[Entry], rest: list[Entry]) -> None:
+    def _plan(
+        self, idle: list[Entry], active: list[Entry], rest: list[Entry], is_together: bool
+    ) -> None:
         half = (len(active) + 1) // 2
         halves = [Group(part, PROBATION_TOKENS) for part in (active[:half], active[half:]) if part]
         # A request that ends the engine with its prompt is among the first without a token. Many
@@ -119,8 +124,9 @@ class Resubmission:
         singles = new[:MAX_NEW_FIRST] + running + new[MAX_NEW_FIRST:]
         grammars = [entry for entry in rest if _has_grammar(entry)]
         singles += [entry for entry in grammars if entry[1]]
+        others = [Group(singles)] if is_together else [Group([entry]) for entry in singles]
         self._awaited = {}
-        self._groups = deque([*(Group([e]) for e in idle), *halves, *(Group([e]) for e in singles)])
+        self._groups = deque([*(Group([entry]) for entry in idle), *halves, *others])
         if unknown := [entry for entry in grammars if not entry[1]]:
             self._groups.append(Group(unknown, 0))
 

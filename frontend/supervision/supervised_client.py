@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("quire.supervision")
 
-# SIGKILL may also come from outside: so often a request must be the only suspect to be the cause.
-NUM_ALONE_IF_KILLED = 3
-
 
 class SupervisedClient(EngineClient):
     """Implements EngineClient over clients of engines that replace each other.
@@ -208,8 +205,7 @@ class SupervisedClient(EngineClient):
         exit_signal = dead.exit_signal
         is_killed = self.is_shared or (exit_signal == signal.SIGKILL and not dead.was_hung)
         entries = self.journal()
-        num_alone_needed = NUM_ALONE_IF_KILLED if is_killed else 1
-        culprit = self._resubmission.on_death(entries, num_alone_needed=num_alone_needed)
+        culprit = self._resubmission.on_death(entries, is_killed=is_killed)
         if culprit is not None:
             entries = [entry for entry in entries if entry is not culprit]
         self._awaiting_output.update(request.request_id for request, _ in entries)

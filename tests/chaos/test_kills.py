@@ -40,7 +40,7 @@ async def kill_at_random(server: httpx.Client, number: int, rng: random.Random) 
             await asyncio.sleep(0.1)  # until the death is noticed
             while server.get("/health/ready").status_code != 200:
                 await asyncio.sleep(0.02)
-        await asyncio.sleep(rng.uniform(0.0, 1.5))
+        await asyncio.sleep(rng.uniform(0.0, 4.0))
         if (engine := engine_of(server)) is not None:
             engine.send_signal(signal.SIGKILL)
             moments.append(time.monotonic())
@@ -72,6 +72,7 @@ def run_with_kills(number: int) -> None:
         *[line for line in lines if "total" in line or "sum" in line or "count" in line],
         sep="\n",
     )
+    print(log) if os.environ.get("CHAOS_LOG") else None
     assert not traffic.problems, "\n".join(traffic.problems[:5]) + "\n" + log[-3000:]
 
 

@@ -19,9 +19,9 @@ class Simulation:
     dies in the step that would give request `poison` its token number `position`.
     """
 
-    def __init__(self, seed: int, num_requests: int, *, num_alone: int = 1, burst: int = 1):
+    def __init__(self, seed: int, num_requests: int, *, is_killed: bool = False, burst: int = 1):
         self.rng = random.Random(seed)
-        self.resubmission, self.num_alone, self.burst = Resubmission(), num_alone, burst
+        self.resubmission, self.is_killed, self.burst = Resubmission(), is_killed, burst
         self.entries: dict[str, Entry] = {}
         for i in range(num_requests):
             request = EngineCoreRequest(f"r{i}", [1], SamplingParams(seed=0, max_tokens=LENGTH))
@@ -36,7 +36,7 @@ class Simulation:
         self.num_deaths += 1
         assert self.num_deaths < 100
         entries = list(self.entries.values())
-        culprit = self.resubmission.on_death(entries, num_alone_needed=self.num_alone)
+        culprit = self.resubmission.on_death(entries, is_killed=self.is_killed)
         if culprit is not None:
             self.convicted.append(culprit[0].request_id)
             del self.entries[culprit[0].request_id]
@@ -74,16 +74,16 @@ class Simulation:
 
 
 @pytest.mark.parametrize("burst", [1, 8])
-@pytest.mark.parametrize("num_alone", [1, 3])
-def test_one_poison_is_found_and_no_other_request_ends(num_alone: int, burst: int) -> None:
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_one_poison_is_found_and_no_other_request_ends(is_killed: bool, burst: int) -> None:
     for seed in range(60):
         rng = random.Random(seed)
-        run = Simulation(seed, rng.choice([1, 2, 5, 32]), num_alone=num_alone, burst=burst)
+        run = Simulation(seed, rng.choice([1, 2, 5, 32]), is_killed=is_killed, burst=burst)
         culprit = rng.choice(sorted(run.entries))
         run.poison[culprit] = len(run.entries[culprit][1]) + rng.choice([0, 0, 1, 3, 20, 60])
         run.run()
         assert run.convicted == [culprit], seed
-        assert run.num_deaths <= 8 + num_alone, seed
+        assert run.num_deaths <= 9 + 3 * is_killed, seed
 
 
 def test_a_new_request_that_dies_of_its_prompt_ends_after_two_deaths() -> None:
@@ -123,12 +123,12 @@ def test_deaths_with_progress_in_between_end_no_request() -> None:
 
 
 def test_kills_from_outside_end_no_request_that_was_alone_twice() -> None:
-    run = Simulation(0, 8, num_alone=3)
-    for _ in range(3):  # at the second and third, the first request is alone in the engine
+    run = Simulation(0, 8, is_killed=True)
+    for _ in range(4):  # at the last two, one request is alone in the engine
         run.die()
     assert run.convicted == [] and len(run.submitted) == 1
     run.run()
-    run = Simulation(0, 1, num_alone=3)
+    run = Simulation(0, 1, is_killed=True)
     for _ in range(3):
         run.die()
     assert run.convicted == ["r0"]

@@ -163,8 +163,7 @@ class EngineCore:
         self.check_every_step = False  # for tests: post_step runs check_integrity
         # the host's own counters, for get_metrics; see TransportStats
         self.host_counters: Callable[[], dict[str, int]] = dict
-        # Set by the host, for rows that should not wait for the end of a step; without it they
-        # wait.
+        # Set by the host, for rows that should not wait for the end of a step.
         self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
@@ -213,9 +212,7 @@ class EngineCore:
                 )
                 self.abort_requests(gated.aborted_ids, gated.client_index)
                 if self.hand_out is not None:  # from here on steps compute it; see Resubmission
-                    num_tokens = len(gated.request.resume_tokens)
-                    rows = self._rows.of(gated.client_index)
-                    rows.add(gated.request.request_id, num_tokens, [])
+                    self._rows.of(gated.client_index).add_admitted(gated.request)
                     self.hand_out(self.take_rows())
             else:
                 self.scheduler.counters.num_grammar_refusals += 1
@@ -269,9 +266,7 @@ class EngineCore:
             self.abort_requests(request_ids, client_index)
 
     def num_unheld_requests(self) -> int:
-        """The number of unfinished requests, without those that arrived during a pause and must
-        wait.
-        """
+        """The number of unfinished requests, without those that a pause holds."""
         num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
         return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
 
@@ -498,7 +493,7 @@ class EngineCore:
         return True
 
     def shutdown(self) -> None:
-        """Releases the model. May be called twice; unfinished requests get no answer."""
+        """Releases the model. May be called twice."""
         self.executor.shutdown()
 
 

@@ -24,6 +24,7 @@ import msgspec
 from ..ipc.messages import (
     Array,
     EngineCoreOutputs,
+    EngineCoreRequest,
     Finished,
     FinishReason,
     PromptLogprobs,
@@ -60,6 +61,10 @@ class ClientRows:
         self.first_indices.append(first_index)
         self.num_tokens.append(len(token_ids))
         self.token_ids += token_ids
+
+    def add_admitted(self, request: EngineCoreRequest) -> None:
+        """A row without a token: its grammar is checked, and steps compute the request."""
+        self.add(request.request_id, len(request.resume_tokens), [])
 
     # Each of these extends the row that was added last.
 

@@ -233,9 +233,7 @@ class EngineCore:
             write_end(request, FinishReason.ABORT, self._rows, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests end, its rows are discarded, and its pause
-        ends.
-        """
+        """The client has left or died: its requests and its pause end, its rows are discarded."""
         mine = [
             request_id
             for request_id, request in self.scheduler.requests.items()

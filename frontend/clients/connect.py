@@ -34,7 +34,7 @@ def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
 class TokenizerLoad:
     """Loads the tokenizer in a thread while the engine loads; first requests the weight files.
 
-    It waits until the engine has its configuration, because the tokenizer library holds the GIL.
+    It waits until the configuration is sent, because the tokenizer library holds the GIL.
 
         this process    config ─▶ spawn ─▶ HELLO, CONFIG ─▶ tokenizer ───────────────────▶ result
         the system               weight files into the page cache
@@ -49,10 +49,8 @@ class TokenizerLoad:
             begin(lambda: read_ahead(Path(config.model_config.model)))
 
     def on_progress(self, stage: str, fraction: float) -> None:
-        """Records a stage of the engine's start. Its first stage shows that it has its
-        configuration.
-        """
-        if self._tokenizer is None and stage != "start":
+        """Records a stage of the engine's start. After "start" its configuration is sent."""
+        if self._tokenizer is None and (stage != "start" or fraction == 1.0):
             self._tokenizer = begin(lambda: load_tokenizer(self._model_config))
         self._on_progress(stage, fraction)
 

@@ -410,6 +410,10 @@ def main(
     configure_logging(args.log_level, args.log_format)
     # the stacks of all threads on stderr, also of a thread that holds the GIL
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    # a server's threads give way to its engine (SCHED_BATCH), and an engine started later is their
+    # child
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     # until the engine is ready: importing torch and building a model make half a million objects
     # and no garbage
     gc.disable()

@@ -278,6 +278,13 @@ class ServiceConfig(Section, frozen=True):
         NonNegativeInt,
         Meta(description="Most restarts of the engine process in 10 minutes; 0: none."),
     ] = 5
+    standby: Annotated[
+        bool,
+        Meta(
+            description="Keep a second engine process with loaded weights, which takes the place "
+            "of one that dies at once (CPU only)."
+        ),
+    ] = False
     step_timeout_s: Annotated[
         float,
         Meta(

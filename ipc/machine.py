@@ -99,6 +99,14 @@ def free_memory_bytes() -> int:
     return free if limit is None else min(free, limit)
 
 
+def private_memory_bytes(pid: int) -> int:
+    """Memory of a process that it shares with no other, without files that are mapped."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
 def descriptor_limit() -> int:
     """The most descriptors that this process may have open."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -57,6 +57,7 @@ class EngineArguments(TypedDict, total=False):
     startup_timeout_s: float
     on_engine_death: Literal["restart", "fail"]
     engine_restarts: int
+    standby: bool
     step_timeout_s: float
     shutdown_timeout_s: float
     max_message_bytes: int

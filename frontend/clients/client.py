@@ -62,6 +62,11 @@ class EngineClient(ABC):
     journal: Callable[[], list[tuple[EngineCoreRequest, list[int]]]] = list
     has_requests: Callable[[], bool] = bool  # whether one is unfinished; the session sets it
 
+    @property
+    def standby_is_ready(self) -> bool | None:
+        """Whether an engine stands by to take the place of a dead one; None: none is wanted."""
+        return None
+
     @abstractmethod
     def add_request(self, request: EngineCoreRequest) -> None:
         """Sends a request.

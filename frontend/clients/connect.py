@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...ipc.config import EngineConfig, ModelConfig
+from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
@@ -77,6 +78,7 @@ def make_client(
     unless the configuration says otherwise. `on_progress` is called while an engine in another
     process starts.
     """
+    _check_standby(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
@@ -84,28 +86,61 @@ def make_client(
     from .mp_client import MPClient
 
     client = MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
-    return _supervised(client, config, engine)
+    try:
+        return _supervised(client, config, engine)
+    except BaseException:
+        client.shutdown()
+        raise
 
 
 def _supervised(client: MPClient, config: EngineConfig, engine: str) -> EngineClient:
-    """A client that replaces its engine process when it dies, if the configuration wants that."""
-    service = config.service_config
-    if service.on_engine_death == "fail" or service.engine_restarts == 0:
+    """A client that replaces its engine process when it dies, if the configuration wants that.
+
+    Raises NotEnoughMemoryError if it wants a standby that does not fit.
+    """
+    if not _replaces_engines(config):
         return client
     from ..supervision.supervised_client import SupervisedClient
 
+    if config.service_config.standby:
+        from ..supervision.standby import check_memory
+
+        check_memory(client)
     return SupervisedClient(client, config, engine)
+
+
+def _replaces_engines(config: EngineConfig) -> bool:
+    service = config.service_config
+    return service.on_engine_death == "restart" and service.engine_restarts > 0
+
+
+def _check_standby(config: EngineConfig, engine: str) -> None:
+    """Raises InvalidParameterError for a standby that there cannot be."""
+    if not config.service_config.standby:
+        return
+    if engine != "process":
+        raise InvalidParameterError("standby", "is for an engine in a child process")
+    if config.device_config.device != "cpu":
+        raise InvalidParameterError("standby", "is for an engine on a CPU")
+    if not _replaces_engines(config):
+        raise InvalidParameterError("standby", "needs on_engine_death='restart' and restarts")
 
 
 async def _start_client(config: EngineConfig, engine: str, on_progress: Report) -> EngineClient:
     """As make_client in asyncio_mode, without blocking the running loop."""
+    _check_standby(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
         return await InprocClient.start(config, on_progress)
     from .mp_client import MPClient
 
-    return _supervised(await MPClient.start(config, engine, on_progress), config, engine)
+    client = await MPClient.start(config, engine, on_progress)
+    try:
+        return _supervised(client, config, engine)
+    except BaseException:
+        await client.shutdown_async()
+        raise
 
 
 Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]

@@ -150,6 +150,15 @@ class MPClient(EngineClient):
         return self._connection.engine_pid
 
     @property
+    def pidfd(self) -> int:
+        """Readable when the engine is gone."""
+        return self._connection.pidfd
+
+    def describe_death(self) -> str:
+        """How a dead engine died, as far as this process can tell."""
+        return self._connection.describe_death()
+
+    @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended a child engine; None if another end, or a daemon's."""
         return self._connection.exit_signal

@@ -6,7 +6,7 @@ Must not know: how calls reach an engine, requests.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 # Utilities that may be called again on the next engine when the first died during the call: they
 # only report, or setting the same state twice is setting it once.
@@ -32,6 +32,17 @@ REPEATABLE = frozenset(
         "load_weights",
     }
 )
+
+
+class Weights(NamedTuple):
+    """What load_weights has set. A path alone does not tell: its files may change between calls."""
+
+    num_loads: int = 0
+    path: str | None = None
+
+
+NO_WEIGHTS = Weights()  # of load_weights: those of the configuration
+
 _SLEEPS = {1: {"kv_cache"}, 2: {"weights", "kv_cache"}}  # level -> what it frees
 
 
@@ -40,7 +51,7 @@ class EngineState:
     rows_per_s: int = 0
     pause_mode: str | None = None
     asleep: set[str] = field(default_factory=set)
-    weights_path: str | None = None
+    weights: Weights = NO_WEIGHTS
 
     def note(self, method: str, args: tuple) -> None:
         """A utility has succeeded."""
@@ -54,14 +65,16 @@ class EngineState:
             tags = args[0] if args else None
             self.asleep -= {"weights", "kv_cache"} if tags is None else set(tags)
         elif method == "load_weights":
-            self.weights_path = args[0]
+            self.weights = Weights(self.weights.num_loads + 1, args[0])
             self.asleep.discard("weights")
 
-    def calls(self) -> list[tuple[str, Any]]:
-        """The utilities, with their argument, that bring a new engine into this state."""
+    def calls(self, loaded: Weights = NO_WEIGHTS) -> list[tuple[str, Any]]:
+        """The utilities, with their argument, that bring a new engine into this state. `loaded`:
+        weights that it has loaded already.
+        """
         calls: list[tuple[str, Any]] = []
-        if self.weights_path is not None:
-            calls.append(("load_weights", self.weights_path))
+        if self.weights != loaded and self.weights.path is not None:
+            calls.append(("load_weights", self.weights.path))
         if self.asleep:
             calls.append(("sleep", 2 if "weights" in self.asleep else 1))
         if self.pause_mode is not None:

@@ -12,8 +12,11 @@ from typing import Any, NamedTuple
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineDeadError, EngineStartError
+from ...ipc.threads import in_thread
 from ..clients.client import CLOSED
 from ..clients.mp_client import MPClient
+from .engine_state import NO_WEIGHTS, Weights
+from .standby import Standby
 
 # How often a daemon is looked for that has ended, and how long.
 ATTACH_INTERVAL_S, ATTACH_TIMEOUT_S = 0.1, 30.0
@@ -31,9 +34,14 @@ class Wait(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Starts an engine; its client is sent back."""
+    """Starts an engine, or takes the standby; Started is sent back."""
 
     epoch: int
+
+
+class Started(NamedTuple):
+    engine: MPClient
+    weights: Weights  # that it has loaded already
 
 
 class Call(NamedTuple):
@@ -86,11 +94,21 @@ class Successors:
     """Starts the engines that take the place of dead ones, and performs the other actions.
 
     engine, command: as in MPClient; a daemon is not started but attached to again. `close` ends
-    what waits.
+    what waits. `standby`: if the configuration wants one.
     """
 
-    def __init__(self, config: EngineConfig, engine: str, command: Sequence[str] | None):
+    def __init__(
+        self,
+        config: EngineConfig,
+        engine: str,
+        command: Sequence[str] | None,
+        *,
+        asyncio_mode: bool = False,
+    ):
         self.config, self.address, self.command = config, engine, command
+        self.standby: Standby | None = None
+        if config.service_config.standby:
+            self.standby = Standby(config, asyncio_mode, command)
         self.is_shared = engine != "process"
         self._attach_timeout_s = min(ATTACH_TIMEOUT_S, config.service_config.startup_timeout_s)
         self._is_closed = threading.Event()
@@ -100,7 +118,12 @@ class Successors:
         return self._is_closed.is_set()
 
     def close(self) -> None:
+        """Ends what waits. `end_standby` follows."""
         self._is_closed.set()
+
+    def end_standby(self) -> None:
+        if self.standby is not None:
+            self.standby.close()
 
     def raise_if_closed(self) -> None:
         if self._is_closed.is_set():
@@ -111,15 +134,19 @@ class Successors:
             case Sleep(seconds):
                 self._is_closed.wait(seconds)
             case Start(epoch):
-                engine = self._start(epoch)
+                started = self._take_standby() or Started(self._start(epoch), NO_WEIGHTS)
                 if self._is_closed.is_set():
-                    engine.shutdown()
+                    started.engine.shutdown()
                     self.raise_if_closed()
-                return engine
+                return started
             case Call(engine, method, args):
                 engine.call_utility(method, *args)
             case Close(engine):
                 engine.shutdown()
+
+    def _take_standby(self) -> Started | None:
+        taken = None if self.standby is None else self.standby.take()
+        return None if taken is None else Started(*taken)
 
     def _start(self, epoch: int) -> MPClient:
         deadline = time.monotonic() + self._attach_timeout_s
@@ -142,7 +169,14 @@ class Successors:
                 while not holds():
                     await asyncio.sleep(WAIT_INTERVAL_S)
             case Start(epoch):
-                return await self._start_async(epoch)
+                taken = None
+                if self.standby is not None:
+                    taken = await in_thread(
+                        self._take_standby,
+                        on_cancel=self.standby.begin_close,
+                        discard=lambda started: started and started.engine.shutdown(),
+                    )
+                return taken or Started(await self._start_async(epoch), NO_WEIGHTS)
             case Call(engine, method, args):
                 await engine.call_utility_async(method, *args)
             case Close(engine):

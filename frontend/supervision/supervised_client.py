@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from ...ipc.messages import (
     Finished,
     FinishReason,
 )
+from ...ipc.threads import in_thread
 from ..clients.client import OF_A_LOOP, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
@@ -75,7 +77,9 @@ class SupervisedClient(EngineClient):
                 config.cache_config, num_gpu_blocks_override=first.ready.num_blocks
             ),
         )
-        self._successors = Successors(config, engine, command)
+        self._successors = Successors(config, engine, command, asyncio_mode=first.asyncio_mode)
+        self._is_exposed = True  # no standby, and none has been asked for
+        weakref.finalize(self, self._successors.end_standby)  # also runs at exit
         self._budget = RestartBudget(service.engine_restarts)
         self._resubmission = Resubmission()
         self._state = EngineState()
@@ -87,6 +91,12 @@ class SupervisedClient(EngineClient):
         self._guard = Guard()
         self._recovery: asyncio.Task | None = None
         first.has_requests = lambda: self.has_requests()
+        self._prepare_standby()
+
+    @property
+    def standby_is_ready(self) -> bool | None:
+        standby = self._successors.standby
+        return None if standby is None else standby.is_ready
 
     @property
     def num_bad_frames(self) -> int:
@@ -115,9 +125,11 @@ class SupervisedClient(EngineClient):
             ids = [one for key in request_ids for one in (key, *self._children.pop(key, ()))]
             self._resubmission.drop(ids)
             self._awaiting_output.difference_update(ids)
+            self._prepare_standby()
             try:
                 self._engine.abort_requests(ids)
-                self._submit_due()
+                if self._resubmission.is_active:
+                    self._submit_due()
             except EngineDeadError:
                 self._raise_if_over()  # otherwise they are no longer in the journal
 
@@ -141,6 +153,7 @@ class SupervisedClient(EngineClient):
         self._engine.shutdown()
         if (following := self._next) is not None:
             following.shutdown()
+        self._successors.end_standby()
 
     async def shutdown_async(self) -> None:
         import asyncio
@@ -154,6 +167,8 @@ class SupervisedClient(EngineClient):
         await self._engine.shutdown_async()
         if (following := self._next) is not None:
             await following.shutdown_async()
+        if self._successors.standby is not None:
+            await in_thread(self._successors.end_standby)
 
     def _raise_if_over(self) -> None:
         self._successors.raise_if_closed()
@@ -176,14 +191,20 @@ class SupervisedClient(EngineClient):
                 self._submit_due()
             elif not self._awaiting_output:
                 self._died_at = None
+            self._prepare_standby()
         return outputs
+
+    def _prepare_standby(self) -> None:
+        """Starts another standby when no resumed request waits: they would share the cores."""
+        standby, is_busy = self._successors.standby, self._awaiting_output
+        if standby is not None and self._is_exposed and not is_busy:
+            self._is_exposed = False
+            standby.prepare(self.ready.epoch + 1)
 
     def _submit_due(self) -> None:
         """Submits the requests whose turn it is. Does nothing if the engine has died; the next call
         that waits notices that.
         """
-        if not self._resubmission.is_active:
-            return
         try:
             for request, tokens in self._resubmission.due():
                 self._engine.add_request(
@@ -193,6 +214,13 @@ class SupervisedClient(EngineClient):
                 self._engine.pace_outputs(self._state.rows_per_s)
         except EngineDeadError:
             logger.debug("the engine died while its requests were submitted")
+
+    def _on_called(self, method: str, args: tuple) -> None:
+        """A utility has succeeded."""
+        weights = self._state.weights
+        self._state.note(method, args)
+        if self._successors.standby is not None and self._state.weights != weights:
+            self._successors.standby.set_weights(self._state.weights)
 
     # ------------------------------------------------------------ recovery
 
@@ -226,9 +254,10 @@ class SupervisedClient(EngineClient):
             if delay_s:
                 yield Sleep(delay_s)
             try:
-                engine = self._next = yield Start(epoch)
+                engine, loaded = yield Start(epoch)
+                self._next = engine
                 self._check_same_model(engine)
-                for method, argument in self._state.calls():
+                for method, argument in self._state.calls(loaded):
                     yield Call(engine, method, (argument,))
                 break
             except EngineDeadError as error:
@@ -238,7 +267,7 @@ class SupervisedClient(EngineClient):
                     self._next = None
             except Exception as error:  # such as a model whose files are gone
                 raise EngineDeadError(f"{death} (and no engine can be started: {error})") from error
-        self._engine, self._next = engine, None
+        self._engine, self._next, self._is_exposed = engine, None, True
         engine.has_requests = lambda: self.has_requests()
         self.ready = self._engine.ready
         name = "daemon" if self.is_shared else "hang" if dead.was_hung else _name(exit_signal)
@@ -254,6 +283,7 @@ class SupervisedClient(EngineClient):
             len(entries),
         )
         self._submit_due()
+        self._prepare_standby()
 
     def _check_same_model(self, engine: MPClient) -> None:
         """Raises ModelLoadError if the daemon that has taken the place of another runs another
@@ -318,7 +348,7 @@ class SupervisedClient(EngineClient):
                     self._run_recovery(death)
                     is_repeated = self._check_repeatable(method, is_repeated, death)
                     continue
-                self._state.note(method, args)
+                self._on_called(method, args)
                 return result
 
     def _check_repeatable(self, method: str, is_repeated: bool, death: EngineDeadError) -> bool:
@@ -363,7 +393,7 @@ class SupervisedClient(EngineClient):
                 await self._recovered(engine, death)
                 is_repeated = self._check_repeatable(method, is_repeated, death)
                 continue
-            self._state.note(method, args)
+            self._on_called(method, args)
             return result
 
     async def _recovered(self, dead: MPClient, death: EngineDeadError) -> None:

@@ -1,0 +1,229 @@
+"""Standby: a second engine process, loaded and idle, that takes the place of one that dies.
+
+Must not know: requests, the engine in use, who waits.
+
+    prepare ─▶ start ─▶ load the weights that clients have set ─▶ ready ─▶ take
+                 ▲                        │ it died                │ it died
+                 └────────────────────────┴────────────────────────┘
+
+A thread starts engines and watches the one that is ready.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import NotEnoughMemoryError, QuireError
+from ...ipc.machine import free_memory_bytes, private_memory_bytes
+from ..clients.mp_client import MPClient
+from .engine_state import NO_WEIGHTS, Weights
+from .restart_budget import RestartBudget
+
+if TYPE_CHECKING:
+    import asyncio
+
+logger = logging.getLogger("quire.supervision")
+
+
+def check_memory(engine: MPClient) -> None:
+    """Raises NotEnoughMemoryError if a second engine would not fit beside this one.
+
+    The KV cache counts once: that of a standby is not touched until the other engine is gone.
+    """
+    needed = private_memory_bytes(engine.engine_pid) + engine.ready.kv_cache_bytes
+    free = free_memory_bytes()
+    if needed > free:
+        raise NotEnoughMemoryError(
+            "standby",
+            f"the weights of a second engine process and the KV cache of the first take {needed} "
+            f"bytes, {free} bytes are free; a lower kv_cache_memory_bytes leaves more",
+        )
+
+
+class Standby:
+    """asyncio_mode: of the clients that `take` returns. command: as in MPClient.
+
+    A standby that dies is replaced as often, and with the same delays, as an engine in use.
+    """
+
+    def __init__(self, config: EngineConfig, asyncio_mode: bool, command: Sequence[str] | None):
+        self._config, self._command = config, command
+        self._asyncio_mode = asyncio_mode
+        self._budget = RestartBudget(config.service_config.engine_restarts)
+        self._changed = threading.Condition()  # guards what follows
+        self._epoch: int | None = None  # of the standby; None: none is wanted
+        self._weights = NO_WEIGHTS  # that it must have
+        self._ready: MPClient | None = None
+        self._ready_weights = NO_WEIGHTS
+        self._is_closed = False
+        self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread: threading.Thread | None = None
+        self._owner_pid = os.getpid()
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready is not None
+
+    def prepare(self, epoch: int) -> None:
+        """Starts one, which will be engine number `epoch`, in the background."""
+        with self._changed:
+            if self._is_closed or self._epoch is not None:
+                return
+            self._epoch = epoch
+            if self._thread is None:
+                # The child dies with the thread that started it.
+                self._thread = threading.Thread(target=self._run, name="quire-standby", daemon=True)
+                self._thread.start()
+            self._wake()
+
+    def set_weights(self, weights: Weights) -> None:
+        """The engine in use has other weights now."""
+        with self._changed:
+            self._weights = weights
+            self._wake()
+
+    def take(self) -> tuple[MPClient, Weights] | None:
+        """The client of the standby, and what it has loaded, once it is ready; None if there is
+        none, or it fails.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ready is not None or self._epoch is None or self._is_closed
+            )
+            engine, self._ready, self._epoch = self._ready, None, None
+            self._wake()
+            if engine is None or self._is_closed or _is_dead(engine):
+                if engine is not None:
+                    engine.shutdown()
+                return None
+            self._budget.note_progress()
+            return engine, self._ready_weights
+
+    def close(self) -> None:
+        """Ends the standby. May be called twice; does nothing in a fork."""
+        if os.getpid() != self._owner_pid:
+            return
+        self.begin_close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def begin_close(self) -> None:
+        """As `close`, without waiting."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+            if self._starting is not None:
+                loop, task = self._starting
+                loop.call_soon_threadsafe(task.cancel)
+            self._wake()
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        delay_s = 0.0
+        while not self._is_closed:
+            with self._changed:
+                epoch, engine, weights = self._epoch, self._ready, self._weights
+            try:
+                if epoch is None:
+                    self._sleep(None)
+                elif engine is None:
+                    if delay_s:
+                        self._sleep(delay_s)
+                    engine = self._start(epoch)
+                    self._load(engine, weights)
+                    self._offer(engine, weights)
+                elif weights != self._ready_weights:
+                    if self._withdraw(engine):
+                        self._load(engine, weights)
+                        self._offer(engine, weights)
+                elif self._sleep(None, engine) and self._withdraw(engine):
+                    raise QuireError(engine.describe_death())
+            except QuireError as error:
+                if engine is not None:
+                    engine.shutdown()
+                delay_s = self._next_delay(error)
+        with self._changed:
+            engine, self._ready = self._ready, None
+        if engine is not None:
+            engine.shutdown()
+
+    def _sleep(self, seconds: float | None, engine: MPClient | None = None) -> bool:
+        """Waits for a change. Returns whether `engine` is dead."""
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
+        if engine is not None:
+            poller.register(engine.pidfd, select.POLLIN)
+        ready = [fd for fd, _ in poller.poll(None if seconds is None else 1000 * seconds)]
+        if self._wake_fd in ready:
+            os.eventfd_read(self._wake_fd)
+        return engine is not None and engine.pidfd in ready
+
+    def _start(self, epoch: int) -> MPClient:
+        """Raises QuireError if it does not start, or `close` is called meanwhile."""
+        import asyncio
+
+        async def start() -> MPClient:
+            task = asyncio.current_task()
+            assert task is not None
+            with self._changed:
+                if self._is_closed:
+                    raise QuireError("closed")
+                self._starting = asyncio.get_running_loop(), task
+            try:
+                return await MPClient.start(self._config, epoch=epoch, command=self._command)
+            finally:
+                with self._changed:
+                    self._starting = None
+
+        try:
+            engine = asyncio.run(start())
+        except asyncio.CancelledError:
+            raise QuireError("closed") from None
+        engine.asyncio_mode = self._asyncio_mode
+        return engine
+
+    def _load(self, engine: MPClient, weights: Weights) -> None:
+        if weights.path is not None:
+            engine.call_utility("load_weights", weights.path)
+
+    def _offer(self, engine: MPClient, weights: Weights) -> None:
+        with self._changed:
+            self._ready, self._ready_weights = engine, weights
+            self._changed.notify_all()
+
+    def _withdraw(self, engine: MPClient) -> bool:
+        """Whether it has not been taken: this thread may use it again."""
+        with self._changed:
+            is_here = self._ready is engine
+            if is_here:
+                self._ready = None
+            return is_here
+
+    def _next_delay(self, error: QuireError) -> float:
+        """After a standby has died or failed: seconds until the next, if there will be one."""
+        with self._changed:
+            if self._is_closed:
+                return 0.0
+            delay_s = self._budget.take()
+            if delay_s is not None:
+                logger.error("the standby failed: %s; starting another in %g s", error, delay_s)
+                return delay_s
+            logger.error("the standby failed: %s; there will be no other", error)
+            self._is_closed = True
+            self._changed.notify_all()
+            return 0.0
+
+
+def _is_dead(engine: MPClient) -> bool:
+    return bool(select.select([engine.pidfd], [], [], 0)[0])

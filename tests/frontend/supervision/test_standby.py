@@ -1,0 +1,142 @@
+"""A standby takes the place of a dead engine, has its weights, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from quire.frontend.clients import connect
+from quire.frontend.supervision import standby as module
+from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
+from quire.tests.fake_engine import COMMAND, wait_until
+from quire.tests.fakes import make_config, weights_digest
+from quire.tests.frontend.supervision.test_supervised_client import (
+    Asyncio,
+    Blocking,
+    assert_expected,
+    kill,
+    some_requests,
+)
+
+
+@pytest.fixture(params=[Blocking, Asyncio])
+def open_engine(request):
+    opened = []
+
+    def open_(**settings):
+        opened.append(request.param(standby=True, **settings))
+        return opened[-1]
+
+    yield open_
+    for engine in opened:
+        engine.close()
+
+
+def standby_pid(engine) -> int:
+    """When it is ready."""
+    standby = engine.client._successors.standby
+    wait_until(lambda: standby.is_ready, 30)
+    return standby._ready.engine_pid
+
+
+def test_it_takes_over_and_another_follows(open_engine) -> None:
+    engine = open_engine(hf_overrides={"delay_s": 0.005})
+    requests = some_requests(8, max_tokens=90)
+    for _ in range(2):
+        expected_pid = standby_pid(engine)
+        threading.Timer(0.3, kill, [engine.client]).start()
+        assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+        assert engine.client.engine_pid == expected_pid
+    assert engine.client.restarts.by_cause == {"SIGKILL": 2}
+    assert engine.client.ready.epoch == 2
+    standby_pid(engine)  # an idle engine's death
+    kill(engine.client)
+    assert engine.call("ping") == "pong"
+    assert engine.call("check_integrity") is True
+
+
+def test_a_death_while_it_starts_waits_for_it(open_engine) -> None:
+    engine = open_engine()
+    kill(engine.client)
+    requests = some_requests(3)
+    assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+    assert engine.client.ready.epoch == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_it_has_the_weights_that_were_loaded(open_engine, when: str) -> None:
+    """Before and after it has started."""
+    engine = open_engine()
+    if when == "after":
+        standby_pid(engine)
+    engine.call("load_weights", "other")
+    standby = engine.client._successors.standby
+    wait_until(lambda: standby.is_ready and standby._ready_weights.path == "other", 30)
+    kill(engine.client)
+    requests = some_requests(3)
+    outputs = engine.generate(requests)
+    assert_expected(requests, outputs, engine.client.ready.config, weights_digest("other"))
+
+
+def test_one_that_dies_is_replaced_as_often_as_an_engine(open_engine, caplog) -> None:
+    engine = open_engine(engine_restarts=1)
+    first = standby_pid(engine)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: engine.client.standby_is_ready and standby_pid(engine) != first, 30)
+    os.kill(standby_pid(engine), signal.SIGSEGV)
+    wait_until(lambda: "there will be no other" in caplog.text, 30)
+    assert engine.client.standby_is_ready is False
+    kill(engine.client)  # an engine is started as without a standby
+    assert engine.call("ping") == "pong"
+
+
+@pytest.mark.parametrize("moment", ["start", "ready"])
+def test_nothing_remains(moment: str) -> None:
+    engine = Blocking(standby=True)
+    if moment == "ready":
+        standby_pid(engine)
+    else:
+        wait_until(lambda: len(engines()) == 2)
+    children, begin = engines(), time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 10
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    assert not any(thread.name == "quire-standby" for thread in threading.enumerate())
+
+
+def engines() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if "quire.tests.fake_engine" in p.cmdline()]
+
+
+def test_it_is_idle(open_engine) -> None:
+    process = psutil.Process(standby_pid(open_engine()))
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.5)
+    assert sum(process.cpu_times()[:2]) - before < 0.1
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("inproc", {}),
+        ("ipc:///nowhere/engine.sock", {}),
+        ("process", {"on_engine_death": "fail"}),
+        ("process", {"engine_restarts": 0}),
+        ("process", {"device": "cuda"}),
+    ],
+)
+def test_where_there_can_be_none(engine: str, settings: dict) -> None:
+    with pytest.raises(InvalidParameterError, match="^standby"):
+        connect.make_client(make_config(standby=True, **settings), engine)
+
+
+def test_it_must_fit(monkeypatch) -> None:
+    monkeypatch.setattr(module, "free_memory_bytes", lambda: 1000)
+    monkeypatch.setattr("quire.ipc.handshake.engine_command", lambda **_: COMMAND)
+    config = make_config(standby=True, startup_timeout_s=30.0)
+    with pytest.raises(NotEnoughMemoryError, match="standby.*1000 bytes are free"):
+        connect.make_client(config)

@@ -12,16 +12,13 @@ import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..ipc.config import EngineConfig
-
-# entry points of installed packages: modules that register kernels or models on import
-PLUGINS = "quire.plugins"
+from ..ipc.plugins import installed_plugins
 
 # Kernels for tensors without data, half a second of Python. Only torch's compiler and the device
 # "meta" need them; Quire uses neither.
@@ -31,7 +28,7 @@ _AFTER_LIBRARIES = "torch._tensor"
 
 
 def import_torch(config: EngineConfig | None = None) -> None:
-    """For a process that never runs another program's code, except PLUGINS and logits processors.
+    """For a process that never runs another program's code, except plugins and logits processors.
 
     Without `config`, which may follow, it is for a CPU and no logits processors. Does nothing if
     torch is already imported, but for what a `config` that followed does need.
@@ -43,7 +40,7 @@ def import_torch(config: EngineConfig | None = None) -> None:
         if not is_ours and (deferred := sys.modules.get(_DEFERRED)) is not None:
             hasattr(deferred, "__all__")  # runs it
         return
-    is_ours = is_ours and not entry_points(group=PLUGINS)
+    is_ours = is_ours and not installed_plugins()
     if is_ours:
         # numpy's own library for products, which Quire does not use, starts threads that spin
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")

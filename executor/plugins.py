@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 
 from ..ipc.errors import ModelLoadError
-from .lean_import import PLUGINS
+from ..ipc.plugins import installed_plugins
 
 _loaded: dict[str, str] = {}  # entry point -> the module that it names
 
@@ -22,15 +22,20 @@ def load_plugins() -> None:
     A child process has none of its parent's imports. Raises ModelLoadError naming the entry point
     that fails: a model must not run on other kernels than the user installed.
     """
-    for plugin in entry_points(group=PLUGINS):
-        try:
-            plugin.load()
-        except Exception as error:
-            raise ModelLoadError(
-                f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        _loaded[plugin.name] = plugin.module
+    for plugin in installed_plugins():
+        load_plugin(plugin)
+
+
+def load_plugin(plugin: EntryPoint) -> None:
+    """Raises ModelLoadError."""
+    try:
+        plugin.load()
+    except (Exception, SystemExit) as error:
+        raise ModelLoadError(
+            f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    _loaded[plugin.name] = plugin.module
 
 
 def plugin_failure(error: BaseException) -> str | None:

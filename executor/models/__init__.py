@@ -46,6 +46,11 @@ def register_model(architecture: str, model_class: type) -> None:
     _MODELS[architecture] = model_class
 
 
+def registered_models() -> dict[str, str | type]:
+    """By architecture: a module of this package, or a registered class."""
+    return dict(_MODELS)
+
+
 def find_model_class(hf_config: dict[str, Any], model_impl: str = "auto") -> type:
     """Returns the class of the first supported name in `architectures`, or else of `model_type`.
 

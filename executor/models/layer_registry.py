@@ -59,6 +59,11 @@ def unregister_layer(built_in: str, layer: Layer) -> None:
     _replacements[built_in].remove(found[-1])
 
 
+def replacements() -> list[tuple[str, Layer]]:
+    """(the built-in layer's name, what replaces it), in order of registration."""
+    return [(name, one.layer) for name, some in _replacements.items() for one in some]
+
+
 def choose_layer(built_in: type, config: DecoderConfig, index: int | None) -> Layer:
     """The class itself, or what replaces it in this layer of this model."""
     for one in reversed(_replacements.get(built_in.__name__, [])):

@@ -1,5 +1,5 @@
-"""`quire doctor`: checks the machine and a model before anything is loaded. Every check passes,
-warns or fails, with advice.
+"""`quire doctor`: checks the machine, plugins and a model before anything is loaded. Every check
+passes, warns or fails, with advice.
 
 Must not know: how anything is checked, torch.
 """
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 USAGE = "quire doctor [MODEL] [--json] [server flags] [engine flags]"
 DESCRIPTION = (
-    "Checks this machine and MODEL for problems with `quire serve` and the same flags. Nothing "
-    "is loaded."
+    "Checks this machine, the installed plugins and MODEL for problems with `quire serve` and the "
+    "same flags. No weights are loaded."
 )
 COLOURS = {"pass": "32", "warn": "33", "fail": "31"}
 
@@ -72,8 +72,10 @@ def diagnose(engine_args: EngineArgs, server: dict[str, Any]) -> Iterator[Findin
             config.host, config.port, config.max_connections, engine_args.cpu_isa
         )
         from ..model_info.model_diagnosis import check_model
+        from ..model_info.plugin_diagnosis import check_plugins
         from ..server.state import read_template
 
+        yield from check_plugins()
         yield from check_model(engine_args, config, read_template(config.chat_template))
     except ImportError as error:
         yield Finding(

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -48,7 +47,6 @@ X86_FEATURES = (
 )
 ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
 CUDA_LIBRARY = "libcuda.so.1"
-PLUGINS = "quire.plugins"  # see executor/plugins.py
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -76,7 +74,6 @@ def check_machine(
     """All checks, in display order."""
     yield check_python()
     yield from check_packages()
-    yield from check_plugins()
     yield check_cpu(cpu_isa)
     yield check_kernels(cpu_isa)
     yield check_cores()
@@ -97,21 +94,6 @@ def check_python(version: tuple[int, int] = sys.version_info[:2]) -> Finding:
     if OLDEST_PYTHON <= version <= NEWEST_PYTHON:
         return passed("python", detail)
     return failure("python", detail, "Quire supports Python 3.11 to 3.14")
-
-
-def check_plugins() -> Iterator[Finding]:
-    """What every engine on this Python imports at its start. Nothing is imported here."""
-    plugins = metadata.entry_points(group=PLUGINS)
-    names = [f"{plugin.name} = {plugin.value}" for plugin in plugins]
-    if missing := [one for one in plugins if find_spec(one.module.partition(".")[0]) is None]:
-        yield failure(
-            "plugins",
-            f"the plugin {missing[0].name} names the module {missing[0].module}, which is not "
-            "there, so no engine starts",
-            "install the plugin's package again, or uninstall it",
-        )
-    elif names:
-        yield passed("plugins", ", ".join(names))
 
 
 def check_packages() -> Iterator[Finding]:

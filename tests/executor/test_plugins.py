@@ -1,23 +1,13 @@
 """Installed plugins: they reach every engine, and their faults are named."""
 
-from pathlib import Path
-
 import pytest
 from quire import LLM, SamplingParams
 from quire.executor.plugins import load_plugins
 from quire.ipc.errors import EngineStartError, ModelLoadError
 from quire.kernels import registry
+from quire.tests.installed_plugins import install_plugin
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
-
-
-def install_plugin(directory: Path, code: str) -> None:
-    """Create what pip installs for a package `my_kernels` that declares itself as a plugin."""
-    (directory / "my_kernels.py").write_text(code)
-    info = directory / "my_kernels-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my_kernels\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[quire.plugins]\nmine = my_kernels\n")
 
 
 PLUGIN = """
@@ -46,12 +36,19 @@ def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypa
         assert llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids == mine
 
 
-def test_a_broken_plugin_is_named(tmp_path, monkeypatch):
-    install_plugin(tmp_path, "raise ValueError('no such device')")
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("raise ValueError('no such device')", "ValueError: no such device"),
+        ("raise SystemExit('no licence')", "SystemExit: no licence"),
+        ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
+    ],
+)
+def test_a_broken_plugin_is_named(tmp_path, monkeypatch, code, problem):
+    install_plugin(tmp_path, code)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
-        ModelLoadError,
-        match=r"the plugin mine = my_kernels cannot be loaded: ValueError: no such device",
+        ModelLoadError, match=f"the plugin mine = my_kernels cannot be loaded: {problem}"
     ):
         load_plugins()
 

@@ -45,21 +45,6 @@ def test_this_machine_can_be_diagnosed() -> None:
     assert [finding for finding in findings if finding.status != "pass" and not finding.fix] == []
 
 
-def test_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are named without being imported; one whose module is missing is a failure."""
-    assert list(diagnosis.check_plugins()) == []
-    monkeypatch.syspath_prepend(str(tmp_path))
-    info = tmp_path / "mine-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[quire.plugins]\nfast = my_fast_kernels.norms\n")
-    [finding] = diagnosis.check_plugins()
-    assert finding.status == "fail" and "plugin fast names the module" in finding.detail
-    (tmp_path / "my_fast_kernels.py").write_text("raise ValueError")
-    [finding] = diagnosis.check_plugins()
-    assert (finding.status, finding.detail) == ("pass", "fast = my_fast_kernels.norms")
-
-
 def test_python() -> None:
     """The versions that doctor accepts are those that pip accepts."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -80,7 +80,7 @@ def test_all_experts_are_the_dense_model_and_fewer_are_not(installed):
 
 def test_it_is_small_and_imports_nothing_private():
     lines = [line for path in EXAMPLE.glob("*.py") for line in path.read_text().splitlines()]
-    assert len([line for line in lines if line.strip()]) <= 150
+    assert len(lines) <= 150
     imported = [line for line in lines if re.match(r"\s*(from|import) ", line)]
     assert not [line for line in imported if re.search(r"[. ]_", line.replace("__future__", ""))]
 
@@ -137,10 +137,7 @@ else:
 
     types = dict.fromkeys(("x", "w", "out"), "*bf16") | dict.fromkeys(("order", "starts"), "*i64")
     types |= dict.fromkeys(("n", "k", "per_row"), "i32")
-    sizes = {"ROWS": 16, "COLUMNS": 64, "DEPTH": 64}
-    source = ASTSource(
-        sonic_moe_triton.grouped_gemm, types | dict.fromkeys(sizes, "constexpr"), sizes
-    )
+    source = ASTSource(sonic_moe_triton.grouped_gemm, types)
     assert "sm_90" in triton.compile(source, GPUTarget("cuda", 90, 32)).asm["ptx"]
 print("passed")
 """

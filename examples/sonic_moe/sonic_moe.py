@@ -28,20 +28,16 @@ def pack_sonic_moe(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], 
 
 def add_in_order(results: Tensor, top_k: int, dtype: torch.dtype) -> Tensor:
     """[T * K, H] fp32 -> [T, H]; one order of additions for all batches."""
-    total = results[::top_k].clone()
-    for slot in range(1, top_k):
-        total += results[slot::top_k]
-    return total.to(dtype)
+    return sum(results.unflatten(0, (-1, top_k)).unbind(1)).to(dtype)
 
 
 @register("pack_sonic_moe", name="reference", priority=0)
 def pack_reference(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     def run(x: Tensor, expert_ids: Tensor) -> Tensor:
-        both = torch.einsum("eih,th->tei", gate_up, x)
-        inner = ops.silu_and_mul(both.flatten(0, 1)).view(len(x), len(down), -1)
-        results = torch.einsum("ehi,tei->teh", down.float(), inner.float())
-        chosen = results.gather(1, expert_ids.long()[..., None].expand(-1, -1, x.shape[1]))
-        return add_in_order(chosen.flatten(0, 1), expert_ids.shape[1], x.dtype)
+        ids, top_k = expert_ids.flatten().long(), expert_ids.shape[1]
+        both = torch.einsum("pih,ph->pi", gate_up[ids], x.repeat_interleave(top_k, 0))
+        results = torch.einsum("phi,pi->ph", down[ids].float(), ops.silu_and_mul(both).float())
+        return add_in_order(results, top_k, x.dtype)
 
     return run
 
@@ -52,14 +48,12 @@ def pack_cpu(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], Tensor
     first, second = ([ops.pack_linear(w, None) for w in stack] for stack in (gate_up, down))
 
     def run(x: Tensor, expert_ids: Tensor) -> Tensor:
-        pairs, top_k = expert_ids.flatten().long(), expert_ids.shape[1]
-        order = pairs.argsort(stable=True)
-        counts = pairs.bincount(minlength=len(first)).tolist()
+        pairs, top_k = expert_ids.flatten(), expert_ids.shape[1]
         results = torch.empty(len(pairs), x.shape[1], dtype=torch.float32)
-        for expert, mine in enumerate(order.split(counts)):
-            if len(mine):
-                inner = ops.silu_and_mul(first[expert](x[mine // top_k]))
-                results[mine] = second[expert](inner).float()
+        for expert in pairs.unique().tolist():
+            mine = (pairs == expert).nonzero().flatten()
+            inner = ops.silu_and_mul(first[expert](x[mine // top_k]))
+            results[mine] = second[expert](inner).float()
         return add_in_order(results, top_k, x.dtype)
 
     return run
@@ -73,16 +67,12 @@ def pack_triton(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], Ten
 
 
 class SonicMoE:
-    """In place of quire's GatedMLP."""
-
-    name = "mlp"
+    """In place of quire's GatedMLP: [T, hidden_size] -> [T, hidden_size]."""
 
     def __init__(self, make, config, layer: int, bias: bool, is_merged: bool = False):
-        size, hidden_size = config.intermediate_size, config.hidden_size
-        self.gate_up = make.parameter(2, size, hidden_size)
-        self.down = make.parameter(hidden_size, size)
-        self.ops = make.ops
-        self.experts = self.router = None
+        self.name, self.ops, self.experts = "mlp", make.ops, None
+        self.gate_up = make.parameter(2, config.intermediate_size, config.hidden_size)
+        self.down = make.parameter(config.hidden_size, config.intermediate_size)
 
     def weights(self, prefix: str):
         """The checkpoint's names, with the tensors that they fill."""
@@ -91,23 +81,19 @@ class SonicMoE:
         yield f"{prefix}down_proj.weight", self.down
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[T, hidden_size] -> [T, hidden_size]"""
         if self.experts is None:  # at the first call all weights are there
-            hidden_size, inner = len(self.down), self.down.shape[1] // EXPERTS
-            slices = self.gate_up.view(2, EXPERTS, inner, hidden_size).transpose(0, 1)
-            gate_up = slices.reshape(EXPERTS, 2 * inner, hidden_size)
-            down = self.down.view(hidden_size, EXPERTS, inner).transpose(0, 1).contiguous()
-            self.experts = self.ops.pack_sonic_moe(gate_up, down)
-            self.router = self.ops.pack_linear(gate_up[:, :inner].float().mean(1).to(x.dtype), None)
-        scores = self.router(x).float()
-        ids, _ = self.ops.route_experts(scores, None, TOP_K, "softmax", False, 1.0, 1, 1)
+            gate_up = self.gate_up.unflatten(1, (EXPERTS, -1)).transpose(0, 1)  # [E, 2, I, H]
+            down = self.down.unflatten(1, (EXPERTS, -1)).transpose(0, 1).contiguous()
+            self.experts = self.ops.pack_sonic_moe(gate_up.flatten(1, 2), down)
+            self.router = self.ops.pack_linear(gate_up[:, 0].float().mean(1).to(x.dtype), None)
+        ids, _ = self.ops.route_experts(
+            self.router(x).float(), None, TOP_K, "softmax", False, 1.0, 1, 1
+        )
         return self.experts(x, ids)
 
 
-register_layer(
-    "GatedMLP",
-    SonicMoE,
-    when=lambda config, layer: (
-        config.activation == "silu" and config.intermediate_size % EXPERTS == 0
-    ),
-)
+def fits(config, layer: int) -> bool:
+    return config.activation == "silu" and config.intermediate_size % EXPERTS == 0
+
+
+register_layer("GatedMLP", SonicMoE, when=fits)

@@ -1,7 +1,5 @@
 """The GPU kernel of the plugin: a grouped GEMM that gathers its rows and scatters its results."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -9,14 +7,11 @@ from quire.kernels import ops
 from sonic_moe import add_in_order
 from torch import Tensor
 
-ROWS, COLUMNS, DEPTH = 16, 64, 64
+ROWS, COLUMNS, DEPTH = tl.constexpr(16), tl.constexpr(64), tl.constexpr(64)  # of a block
 
 
 @triton.jit
-def grouped_gemm(
-    x, w, out, order, starts, n, k, per_row,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
+def grouped_gemm(x, w, out, order, starts, n, k, per_row):
     """out[pair] = w[expert] x[pair // per_row] for the pairs order[starts[e] : starts[e + 1]]."""
     expert = tl.program_id(0)
     first = tl.load(starts + expert) + tl.program_id(1) * ROWS
@@ -37,23 +32,20 @@ def grouped_gemm(
     tl.store(out + pairs[:, None] * n + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-def pack(gate_up: Tensor, down: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    def multiply(x: Tensor, w: Tensor, order, starts, per_row: int, dtype) -> Tensor:
-        (experts, n, k), count = w.shape, len(order)
-        out = torch.empty(count, n, dtype=dtype, device=x.device)
-        grid = experts, triton.cdiv(count, ROWS), triton.cdiv(n, COLUMNS)
-        grouped_gemm[grid](
-            x.contiguous(), w, out, order, starts, n, k, per_row, ROWS, COLUMNS, DEPTH
-        )
-        return out
+def multiply(x: Tensor, w: Tensor, order, starts, per_row: int, dtype: torch.dtype) -> Tensor:
+    experts, n, k = w.shape
+    out = torch.empty(len(order), n, dtype=dtype, device=x.device)
+    grid = experts, triton.cdiv(len(order), ROWS.value), triton.cdiv(n, COLUMNS.value)
+    grouped_gemm[grid](x.contiguous(), w, out, order, starts, n, k, per_row)
+    return out
 
+
+def pack(gate_up: Tensor, down: Tensor):
     def run(x: Tensor, expert_ids: Tensor) -> Tensor:
-        pairs, top_k = expert_ids.flatten(), expert_ids.shape[1]
-        order = pairs.argsort(stable=True)
-        ids = torch.arange(len(gate_up) + 1, device=x.device, dtype=pairs.dtype)
-        starts = torch.searchsorted(pairs[order], ids)
+        top_k = expert_ids.shape[1]
+        by_expert, order = expert_ids.flatten().long().sort(stable=True)
+        starts = torch.searchsorted(by_expert, torch.arange(len(down) + 1, device=x.device))
         inner = ops.silu_and_mul(multiply(x, gate_up, order, starts, top_k, x.dtype))
-        results = multiply(inner, down, order, starts, 1, torch.float32)
-        return add_in_order(results, top_k, x.dtype)
+        return add_in_order(multiply(inner, down, order, starts, 1, torch.float32), top_k, x.dtype)
 
     return run

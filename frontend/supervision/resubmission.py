@@ -18,7 +18,7 @@ engine's first row for it, which may hold no token, tells the end of the check.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
@@ -62,8 +62,9 @@ class Resubmission:
         self._groups: deque[Group] = deque()
         # Of the group submitted last, what the next one waits for: the number of output tokens.
         self._awaited: dict[str, int] = {}
-        # Submitted requests whose grammar the engine may still check.
-        self._in_check: set[str] = set()
+        # No suspects: submitted requests whose grammar the engine may still check, and requests
+        # that no engine has received.
+        self._not_computed: set[str] = set()
         # Whether the last death left fewer suspects to try, and none that is clearly the cause.
         self.narrows = False
 
@@ -87,7 +88,8 @@ class Resubmission:
             request_id, num_tokens = entry[0].request_id, len(entry[1])
             suspect = before.get(request_id)
             num_deaths, num_alone = 1, int(len(entries) == 1)
-            if request_id in waiting or request_id in self._in_check:  # another cause
+            is_new = is_of(request_id, self._not_computed)
+            if request_id in waiting or is_new:  # this death had another cause
                 rest.append(entry)
                 if suspect is None:
                     continue
@@ -97,7 +99,7 @@ class Resubmission:
                 (idle if num_tokens == suspect.num_tokens else active).append(entry)
                 num_deaths, num_alone = suspect.num_deaths + 1, suspect.num_alone
             self._suspects[request_id] = Suspect(num_deaths, num_alone, num_tokens)
-        self._in_check.clear()
+        self._not_computed.clear()
         culprit = None
         if len(idle) + len(active) == 1:
             (alone,) = idle + active
@@ -134,20 +136,25 @@ class Resubmission:
         """A new request while others wait: it waits behind them."""
         self._groups.append(Group([(request, [])], 0))
 
+    def note_unsent(self, request_id: str) -> None:
+        """A new request came after the engine's death."""
+        self._not_computed.add(request_id)
+
     def drop(self, request_ids: Iterable[str]) -> None:
-        """These requests have been aborted."""
+        """These requests, or all completions of these, have been aborted."""
         dropped = set(request_ids)
         for group in self._groups:
-            group.entries = [e for e in group.entries if e[0].request_id not in dropped]
-        self._in_check -= dropped
-        for request_id in dropped:
-            self._awaited.pop(request_id, None)
+            group.entries = [e for e in group.entries if not is_of(e[0].request_id, dropped)]
+        self._not_computed -= dropped
+        self._awaited = {
+            one: target for one, target in self._awaited.items() if not is_of(one, dropped)
+        }
 
     def take(self, outputs: EngineCoreOutputs) -> None:
         """Notes the progress in the engine's outputs."""
         awaited = self._awaited
-        if self._in_check:
-            self._in_check.difference_update(outputs.request_ids)
+        if self._not_computed:
+            self._not_computed.difference_update(outputs.request_ids)
         ended = {finished.row for finished in outputs.finished}
         for row, request_id in enumerate(outputs.request_ids):
             target = awaited.get(request_id)
@@ -162,13 +169,18 @@ class Resubmission:
         while self._groups and not self._awaited:
             group = self._groups.popleft()
             due += group.entries
-            self._in_check.update(e[0].request_id for e in group.entries if _has_grammar(e))
+            self._not_computed.update(e[0].request_id for e in group.entries if _has_grammar(e))
             if group.num_new:
                 self._awaited = {
                     request.request_id: len(tokens) + group.num_new
                     for request, tokens in group.entries
                 }
         return due
+
+
+def is_of(request_id: str, ids: Container[str]) -> bool:
+    """Whether it is one of these, or a completion of one of these; see child_request_id."""
+    return request_id in ids or request_id.partition("_")[2] in ids
 
 
 def _has_grammar(entry: Entry) -> bool:

@@ -38,7 +38,7 @@ from ..clients.mp_client import MPClient
 from .engine_state import REPEATABLE, EngineState
 from .recovery import Call, Close, Recovery, Sleep, Start, Successors, Wait, run, run_async
 from .restart_budget import RestartBudget
-from .resubmission import Entry, Resubmission
+from .resubmission import Entry, Resubmission, is_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -118,13 +118,14 @@ class SupervisedClient(EngineClient):
                 self._engine.add_request(request)
             except EngineDeadError:
                 self._raise_if_over()  # otherwise it is in the journal and the next engine gets it
+                self._resubmission.note_unsent(request.request_id)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         with self._guard:
             self._raise_if_over()
             ids = [one for key in request_ids for one in (key, *self._children.pop(key, ()))]
             self._resubmission.drop(ids)
-            self._awaiting_output.difference_update(ids)
+            self._awaiting_output = {one for one in self._awaiting_output if not is_of(one, ids)}
             self._prepare_standby()
             try:
                 self._engine.abort_requests(ids)
@@ -236,7 +237,7 @@ class SupervisedClient(EngineClient):
         culprit = self._resubmission.on_death(entries, is_killed=is_killed)
         if culprit is not None:
             entries = [entry for entry in entries if entry is not culprit]
-        self._awaiting_output.update(request.request_id for request, _ in entries)
+        self._awaiting_output = {request.request_id for request, _ in entries}
         yield Close(dead)
         if self.is_draining and not self._resubmission.is_active:
             logger.info("%s; it is started again only for a request", death)

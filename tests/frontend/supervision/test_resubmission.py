@@ -150,6 +150,17 @@ def test_grammars_come_last() -> None:
     assert order == ["r3", "r1", "r5", "r2", "r4", "r0"]
 
 
+def test_a_request_that_no_engine_received_is_no_suspect() -> None:
+    entries: list[Entry] = [(EngineCoreRequest("r", [1], SamplingParams(seed=0)), [])]
+    resubmission = Resubmission()
+    resubmission.note_unsent("r")
+    assert resubmission.on_death(entries) is None  # of an engine that had no request
+    assert resubmission.due() == entries
+    assert resubmission.on_death(entries) is None
+    assert resubmission.due() == entries
+    assert resubmission.on_death(entries) is entries[0]
+
+
 @pytest.mark.parametrize("is_admitted", [True, False])
 def test_a_request_whose_grammar_is_checked_is_no_suspect(is_admitted: bool) -> None:
     grammar = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(regex="a+"))

@@ -1,0 +1,58 @@
+"""Thousands of simulated runs: engines die at any message, and each request ends once, with its
+tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+
+import pytest
+from quire.tests.simulation.run import Outcome, simulate
+
+NUM_SEEDS, NUM_PARTS = 1500, 10  # in the normal run; other seeds each time
+SEED = int(os.environ.get("SIMULATION_SEED", 0)) or random.randrange(2**31)
+
+
+@pytest.fixture(autouse=True)
+def silence():
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run(seed: int) -> Outcome:
+    try:
+        return simulate(seed)
+    except Exception as error:
+        pytest.fail(
+            f"seed {seed}: {type(error).__name__}: {error}\n"
+            f"its events: python -P -m quire.tests.simulation.run {seed}"
+        )
+
+
+def check(first: int, number: int) -> None:
+    outcomes = [run(seed) for seed in range(first, first + number)]
+    num_requests = sum(outcome.num_requests for outcome in outcomes)
+    assert sum(outcome.num_deaths for outcome in outcomes) > number / 2
+    assert sum(outcome.num_quarantined for outcome in outcomes) > number / 50
+    # requests that three engines in a row were killed with, from outside
+    assert sum(outcome.num_innocent for outcome in outcomes) < num_requests / 50
+
+
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+def test_no_seed_loses_repeats_or_changes_a_token(part: int) -> None:
+    number = NUM_SEEDS // NUM_PARTS
+    check(SEED + part * number, number)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+def test_many_more_seeds() -> None:
+    check(SEED + NUM_SEEDS, 50_000)
+
+
+def test_a_seed_is_always_the_same_run() -> None:
+    for seed in range(40):
+        assert run(seed) == run(seed)

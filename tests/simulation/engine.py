@@ -15,7 +15,16 @@ from typing import Any
 
 from quire.core.engine_core import EngineCore
 from quire.frontend.clients.client import CLOSED, EngineClient, result_of
-from quire.frontend.supervision.recovery import Action, Call, Close, Sleep, Start
+from quire.frontend.supervision.engine_state import NO_WEIGHTS
+from quire.frontend.supervision.recovery import (
+    Action,
+    Call,
+    Close,
+    Sleep,
+    Start,
+    Started,
+    Wait,
+)
 from quire.ipc import messages as m
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.config import EngineConfig
@@ -318,9 +327,13 @@ class SimulatedSuccessors:
         self._world, self.config, self._daemon, self._blocks = world, config, daemon, blocks
         self.is_shared = daemon is not None
         self.is_closed = False
+        self.standby = None
 
     def close(self) -> None:
         self.is_closed = True
+
+    def end_standby(self) -> None:
+        pass
 
     def raise_if_closed(self) -> None:
         if self.is_closed:
@@ -343,6 +356,10 @@ class SimulatedSuccessors:
                 return await engine.call_utility_async(method, *args)
             case Close(engine):
                 return await engine.shutdown_async()
+            case Wait(holds):
+                while not holds():
+                    await asyncio.sleep(0.1)
+                return None
         await asyncio.sleep(self._duration_s(action))
         while self._daemon is not None and self._daemon.engine.is_over:
             await asyncio.sleep(0.1)
@@ -353,7 +370,7 @@ class SimulatedSuccessors:
             return action.seconds
         return self._world.rng.uniform(0.001, 0.01 if self.is_shared else 1.5)
 
-    def _started(self, action: Action) -> SimulatedClient | None:
+    def _started(self, action: Action) -> Started | None:
         if not isinstance(action, Start):
             return None
         if self._daemon is not None:
@@ -362,9 +379,10 @@ class SimulatedSuccessors:
             raise EngineStartError("the engine ended while it started")
         else:
             engine = SimulatedEngine(self._world, self.config, action.epoch)
-        return SimulatedClient(
+        client: Any = SimulatedClient(
             self._world, engine, asyncio_mode=not self._blocks, shared=self.is_shared
         )
+        return Started(client, NO_WEIGHTS)
 
 
 class Daemon:

@@ -19,7 +19,7 @@ import torch
 
 from ..ipc.config import resolved
 from ..ipc.errors import InvalidParameterError
-from ..ipc.machine import available_cores, free_memory_bytes
+from ..ipc.machine import available_cores, free_memory_bytes, private_memory_bytes
 from ..ipc.models.memory_plan import free_of_share
 from ..kernels.cpu.native.library import library
 
@@ -174,6 +174,13 @@ def resident_bytes() -> int:
 def free_bytes(device: torch.device) -> int:
     """Free memory of the device."""
     return free_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def free_host_bytes(*, has_standby: bool) -> int:
+    """Free memory of the host, without what a standby of this process will take: weights of its
+    own. It touches its KV cache when this process is gone.
+    """
+    return free_memory_bytes() - (private_memory_bytes(os.getpid()) if has_standby else 0)
 
 
 def free_share_bytes(device: torch.device, share: float) -> int:

@@ -210,7 +210,7 @@ class Worker:
         largest step and its graphs leave.
         """
         if self.device.type == "cpu":
-            return devices.free_bytes(self.device)
+            return devices.free_host_bytes(has_standby=self.config.service_config.standby)
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         num_bytes = devices.free_share_bytes(

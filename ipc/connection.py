@@ -121,6 +121,12 @@ class Connection:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
 
+    def reap(self) -> signal.Signals | None:
+        """The signal that ended a child which is dead; None: it exited, or is a daemon."""
+        if self.process is not None:
+            self.process.reap()
+        return self.exit_signal
+
     @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended a child which is dead and reaped."""

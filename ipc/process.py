@@ -150,6 +150,10 @@ class EngineProcess:
             f"; last lines of its stderr:\n{words}" if words else ""
         )
 
+    def reap(self) -> None:
+        """Of a dead child."""
+        self._popen.wait()
+
     def send_signal(self, number: signal.Signals) -> None:
         """Does nothing if the child is dead."""
         self._popen.send_signal(number)

@@ -95,6 +95,8 @@ def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[S
                 name,
                 "is for one model; with several, NAME=MODEL names one, and each has a process",
             )
+    if arguments.get("standby"):
+        raise InvalidParameterError("standby", "is for one model")
     named = [split_name(model) for model in args.models or [arguments.get("model", "bundled")]]
     names = [name for name, _ in named]
     if len(set(names)) < len(names):

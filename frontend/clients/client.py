@@ -34,6 +34,7 @@ class Restarts:
     num_resumed: int = 0  # requests that continued on another engine
     num_quarantined: int = 0  # requests that ended because engines died of them
     # Seconds from a death to the next output of each resumed request: the last of them.
+    last_gap_s: float | None = None
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=4096))
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking prog
 # outputs read ahead of the caller; further ones stay in the socket, which limits the engine
 # (ipc/engine_output.py)
 MAX_QUEUED_OUTPUTS = 256
+ARRIVAL_S = 0.005  # for what a dead engine has sent and this process not yet read
 CHECK_CALL_ID = 0  # of the watchdog's calls; those of others begin at 1
 # Calls that may take longer than a step.
 SLOW_UTILITIES = frozenset({"load_weights", "sleep", "wake_up", "collective_rpc"})
@@ -251,7 +252,8 @@ class MPClient(EngineClient):
 
     def _on_death(self) -> None:
         """Called when the engine is gone: reads its last messages, then fails the waiting calls."""
-        deadline = time.monotonic() + LAST_WORDS_S
+        is_silent = self._connection.reap() is not None  # a signal leaves no time for words
+        deadline = time.monotonic() + (ARRIVAL_S if is_silent else LAST_WORDS_S)
         while self._last_words is None and self._connection.pull.poll(
             max(0, int((deadline - time.monotonic()) * 1000))
         ):

@@ -75,7 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # On a GPU: the share that gpu_memory_utilization leaves to other processes, and what they use
     # beyond it.
     withheld_bytes: int
-    runtime_bytes: int
+    runtime_bytes: int  # of the processes, a standby with its weights included
     step_bytes: int  # on a GPU: activations, graphs and request tables, estimated
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
@@ -157,13 +157,11 @@ def make_plan(
     layout = make_layout(config, groups.windows)
     block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
-    free = (
-        memory.total_bytes
-        - memory.withheld_bytes
-        - weights_bytes
-        - memory.runtime_bytes
-        - step_bytes
-    )
+    # A standby is a second process with weights of its own; it touches its cache when the first is
+    # gone.
+    standby_bytes = RUNTIME_BYTES + weights_bytes if config.service_config.standby else 0
+    runtime_bytes = memory.runtime_bytes + standby_bytes
+    free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
     context = model_context(config.model_config.hf_config)
     fitting = fitting_tokens(config, room, groups.windows, context)
@@ -218,7 +216,7 @@ def make_plan(
         memory_bytes=memory.total_bytes,
         memory_is_named=memory_bytes is not None,
         withheld_bytes=memory.withheld_bytes,
-        runtime_bytes=memory.runtime_bytes,
+        runtime_bytes=runtime_bytes,
         step_bytes=step_bytes,
         num_blocks=num_blocks,
         kv_cache_bytes=num_blocks * block_bytes,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineDeadError, EngineStartError
+from ...ipc.process import engine_command
 from ...ipc.threads import in_thread
 from ..clients.client import CLOSED
 from ..clients.mp_client import MPClient
@@ -105,6 +106,9 @@ class Successors:
         *,
         asyncio_mode: bool = False,
     ):
+        # As in early_engine: half of a start is imports, which need no configuration.
+        is_own = config.device_config.device == "cpu" and not config.model_config.logits_processors
+        command = command or engine_command(imports_early=is_own)
         self.config, self.address, self.command = config, engine, command
         self.standby: Standby | None = None
         if config.service_config.standby:

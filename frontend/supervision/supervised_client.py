@@ -184,7 +184,8 @@ class SupervisedClient(EngineClient):
             for request_id, num_tokens in zip(outputs.request_ids, outputs.num_tokens):
                 if num_tokens and request_id in self._awaiting_output:
                     self._awaiting_output.discard(request_id)
-                    self.restarts.gaps_s.append(now - died_at)
+                    self.restarts.last_gap_s = now - died_at
+                self.restarts.gaps_s.append(now - died_at)
             for finished in outputs.finished:
                 self._awaiting_output.discard(outputs.request_ids[finished.row])
             self._resubmission.take(outputs)

@@ -56,6 +56,7 @@ class Mock:
         self.percent = 42.0
         self.has_chat_template = True
         self.num_queued = 0
+        self.restarts: dict = {}  # further fields of /v1/engine/state
         self.num_blocks = NUM_BLOCKS
         self.num_finished = 0
         self.token_s = 0.012  # seconds between two chunks of a stream
@@ -233,6 +234,7 @@ class Mock:
             "num_queued": self.num_queued,
             "num_finished": self.num_finished,
             "has_chat_template": self.has_chat_template,
+            **self.restarts,
         }
 
     def refusal(self) -> Response | None:

@@ -40,6 +40,24 @@ def test_a_running_engine_is_shown(page, mock) -> None:
     page.wait_for_selector("#counters dd")
 
 
+def test_restarts_and_the_standby_are_shown(page, mock) -> None:
+    page.wait_for_selector("#no-rows:text('No requests.')")
+    assert page.is_hidden("#restarts")
+    mock.restarts = {"standby_is_ready": False}
+    page.wait_for_selector("#restarts:text('The standby is starting.')")
+    mock.counters["num_requests_resumed"] = 3
+    mock.restarts = {
+        "restarts": {"SIGKILL": 2, "hang": 1},
+        "last_gap_s": 0.0352,
+        "standby_is_ready": True,
+    }
+    words = (
+        "Engine restarts: SIGKILL 2, hang 1; 3 requests resumed, the last after 0.04 s. "
+        "A standby is ready."
+    )
+    page.wait_for_selector(f"#restarts:text('{words}')")
+
+
 # ---------------------------------------------------------------- lists
 
 

@@ -154,6 +154,21 @@ function figures(state) {
   const context = `a context of ${whole(state.max_model_len)} tokens`;
   const blocks = `${whole(state.num_blocks)} blocks of ${state.block_size} tokens`;
   put($("about"), `Up ${upTime(state.uptime_s)}, ${context}, ${blocks}.`);
+  showRestarts(state);
+}
+
+/* The engines that have died, the gap that a stream saw at last, and the standby. */
+function showRestarts({ restarts = {}, counters, last_gap_s: gap, standby_is_ready: isReady }) {
+  const causes = Object.entries(restarts).map(([cause, times]) => `${cause} ${whole(times)}`);
+  const words = [];
+  if (causes.length) {
+    const resumed = `${several(counters.num_requests_resumed, "request")} resumed`;
+    const last = gap == null ? "" : `, the last after ${gap.toFixed(2)} s`;
+    words.push(`Engine restarts: ${causes.join(", ")}; ${resumed}${last}.`);
+  }
+  if (isReady != null) words.push(isReady ? "A standby is ready." : "The standby is starting.");
+  $("restarts").hidden = !words.length;
+  put($("restarts"), words.join(" "));
 }
 
 function counts(counters) {

@@ -38,6 +38,11 @@ def routes(state: ServerState) -> list[Route]:
             # requests queued in this server; the engine's own queue is part of `observed`
             "num_queued": state.ready_admission().num_waiting,
             "num_finished": state.request_log.num_added,  # by this server since its start
+            # engines that took the place of dead ones, by cause; seconds from the last death to the
+            # next output; whether a standby is ready, null without --standby
+            "restarts": engine.client.restarts.by_cause,
+            "last_gap_s": engine.client.restarts.last_gap_s,
+            "standby_is_ready": engine.client.standby_is_ready,
             "has_chat_template": bool(state.template_text),
         }
         return Json(observed | about)

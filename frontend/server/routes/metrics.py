@@ -335,6 +335,12 @@ class Collector:
             ("cause",),
             restarts.by_cause,
         )
+        if engine.client.standby_is_ready is not None:
+            yield GaugeMetricFamily(
+                "quire:engine_standby_ready",
+                "Whether an engine stands by to take the place of a dead one.",
+                value=int(engine.client.standby_is_ready),
+            )
         yield _histogram("quire:engine_restart_gap_seconds", gaps.about, (), {(): gaps})
 
     def _of_the_server(self) -> Iterator[Metric]:

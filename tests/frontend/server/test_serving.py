@@ -258,6 +258,26 @@ def test_the_last_restart_is_followed_by_the_end_of_the_server(restarts: int) ->
         assert client.log().count("starting it again") == restarts
 
 
+def test_a_standby_takes_over_and_is_shown() -> None:
+    with running_server("--standby") as client:
+
+        def is_ready() -> bool:
+            return client.get("/v1/engine/state").json()["standby_is_ready"]
+
+        wait_until(is_ready, 30)
+        assert "quire:engine_standby_ready 1.0" in client.get("/metrics").text
+        first = engine_of(client)
+        first.suspend()
+        stream = Streaming(client, 40)
+        wait_until(lambda: client.get("/load").json()["server_load"] == 1)
+        first.kill()
+        stream.join(timeout=30)
+        assert stream.events[-1] == "[DONE]"
+        state = client.get("/v1/engine/state").json()
+        assert state["restarts"] == {"SIGKILL": 1} and state["last_gap_s"] < 30
+        wait_until(is_ready, 30)  # another
+
+
 @contextmanager
 def server_writing_to(stderr: int | IO[str], path: Path) -> Iterator[tuple[httpx.Client, Any]]:
     """A server on a Unix socket (its address is not in the log), and its process."""

@@ -16,6 +16,7 @@ from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready, Utility
 from ...ipc.threads import in_thread
 
 CLOSED = "this client was shut down"
+QUARANTINED = "the engine died each time it computed this request; see the engine's log"
 OF_A_LOOP = "this client belongs to an asyncio loop: await get_output_async() instead"
 
 

@@ -32,7 +32,7 @@ from ...ipc.messages import (
     FinishReason,
 )
 from ...ipc.threads import in_thread
-from ..clients.client import OF_A_LOOP, EngineClient, Restarts
+from ..clients.client import OF_A_LOOP, QUARANTINED, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
 from .engine_state import REPEATABLE, EngineState
@@ -302,8 +302,7 @@ class SupervisedClient(EngineClient):
         """Ends a request because engines die of it."""
         request, tokens = culprit
         self.restarts.num_quarantined += 1
-        error = "the engine died each time it computed this request; see the engine's log"
-        logger.error("request %s ends: %s", request.request_id, error)
+        logger.error("request %s ends: %s", request.request_id, QUARANTINED)
         self._own_outputs.append(
             EngineCoreOutputs(
                 self._engine.ready.epoch,
@@ -311,7 +310,7 @@ class SupervisedClient(EngineClient):
                 [len(tokens)],
                 [0],
                 [],
-                [Finished(0, FinishReason.ERROR, error=error)],
+                [Finished(0, FinishReason.ERROR, error=QUARANTINED)],
                 engine_index=self._engine.ready.engine_index,
                 timestamp=time.monotonic(),
             )

@@ -10,24 +10,13 @@ import statistics
 import time
 
 import httpx2 as httpx
-import psutil
 import pytest
+from quire.tests.chaos.servers import engine_of
 from quire.tests.chaos.traffic import Traffic, gaps, mixed_jobs, undisturbed
 from quire.tests.frontend.server.conftest import running_server
 
 SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
 FLAGS = ("--engine-restarts", "10000", "--max-concurrent-requests", "256")
-
-
-def engine_of(server: httpx.Client) -> psutil.Process | None:
-    """The server's engine, ready or starting, if there is one."""
-    for child in psutil.Process(server.process.pid).children():
-        try:
-            if any("engine_proc" in word for word in child.cmdline()):
-                return child
-        except psutil.Error:
-            continue
-    return None
 
 
 async def kill_at_random(server: httpx.Client, number: int, rng: random.Random) -> list[float]:

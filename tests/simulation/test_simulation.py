@@ -38,7 +38,7 @@ def check(first: int, number: int) -> None:
     assert sum(outcome.num_deaths for outcome in outcomes) > number / 2
     assert sum(outcome.num_quarantined for outcome in outcomes) > number / 50
     # requests that three engines in a row were killed with, from outside
-    assert sum(outcome.num_innocent for outcome in outcomes) < num_requests / 50
+    assert sum(outcome.num_innocent for outcome in outcomes) < num_requests / 20
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -50,6 +50,10 @@ INTERNAL = (
     "this response."
 )
 ENGINE_GONE = "The engine has stopped; the server's log has the cause."
+ENGINE_CRASH = (
+    "The engine died each time it computed this request, which ends here; the server's log has the "
+    "cause."
+)
 ENGINE_RESTARTED = (
     "The engine died during this call and was started again; the call may have had no effect."
 )

@@ -17,9 +17,17 @@ import msgspec
 
 from ....ipc.errors import InvalidParameterError
 from ....ipc.params import SamplingParams
+from ...clients.client import QUARANTINED
 from ...outputs import RequestMetrics, RequestOutput
 from ..http.call import Call
-from ..http.errors import INTERNAL, ApiError, context_length_exceeded, invalid, refused
+from ..http.errors import (
+    ENGINE_CRASH,
+    INTERNAL,
+    ApiError,
+    context_length_exceeded,
+    invalid,
+    refused,
+)
 from ..state import ServerState
 
 
@@ -151,6 +159,8 @@ def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
     """The error of a request that the engine ended: a user error with the parameter's name, or an
     internal error.
     """
+    if output.error == QUARANTINED:
+        return ApiError(500, ENGINE_CRASH, code="engine_crash")
     if output.error is None or output.error_parameter is None:
         return ApiError(500, INTERNAL, code="internal_error")
     problem = output.error.removeprefix(f"{output.error_parameter}: ")

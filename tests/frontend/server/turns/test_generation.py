@@ -9,6 +9,7 @@ from contextlib import aclosing
 import httpx2 as httpx
 import pytest
 from quire import LLM, SamplingParams
+from quire.frontend.clients.client import QUARANTINED
 from quire.frontend.outputs import RequestOutput
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.turns.generation import failure, merged
@@ -94,6 +95,8 @@ def test_a_refusal_of_the_engine_is_a_client_error_and_a_failure_a_server_error(
     ) and error.message == "response_format: too deep"
     ours = failure(RequestOutput("r", None, [], [], True, error="logits are not finite"), {})
     assert ours.status == 500 and "logits" not in ours.message
+    crash = failure(RequestOutput("r", None, [], [], True, error=QUARANTINED), {})
+    assert (crash.status, crash.code) == (500, "engine_crash") and "died" in crash.message
 
 
 def test_a_request_ends_at_its_timeout() -> None:

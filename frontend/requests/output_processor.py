@@ -29,7 +29,7 @@ from ..text.detokenizer import IncrementalDetokenizer
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
-from .request_timing import merge_timings
+from .request_timing import Timings
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +74,7 @@ class RequestState:
     are_prompt_logprobs_emitted: bool = False
     num_cached_tokens: int | None = None
     # by engine id of the completion
-    timings: dict[str, RequestTiming] = field(default_factory=dict)
+    timings: Timings = field(default_factory=Timings)
     num_unfinished: int = 1
     error: str | None = None
     error_parameter: str | None = None
@@ -399,8 +399,8 @@ class OutputProcessor:
     def _note_timing(self, engine_id: str, timing: RequestTiming) -> None:
         if (entry := self._by_engine_id.get(engine_id)) is not None:
             state, _ = entry
-            state.timings[engine_id] = timing
-            for name, value in merge_timings(state.timings.values()).items():
+            state.timings.take(engine_id, timing)
+            for name, value in state.timings.merged().items():
                 setattr(state.metrics, name, value)
 
     # ------------------------------------------------------------ outputs

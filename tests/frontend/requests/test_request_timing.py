@@ -11,7 +11,7 @@ from quire.frontend.outputs import RequestMetrics
 from quire.frontend.requests import output_processor
 from quire.frontend.requests.input_processor import InputProcessor
 from quire.frontend.requests.output_processor import OutputProcessor
-from quire.frontend.requests.request_timing import merge_timings
+from quire.frontend.requests.request_timing import Timings, merge_timings
 from quire.frontend.server.meters import Meters
 from quire.ipc.messages import FinishReason, RequestTiming
 from quire.tests.frontend.scripted_client import row
@@ -35,6 +35,29 @@ def started(n: int = 1, **params) -> tuple[OutputProcessor, str]:
 
 def timed(outputs, timing: RequestTiming, timestamp: float):
     return replace(outputs, timings=[timing], timestamp=timestamp)
+
+
+def test_a_completion_that_continues_on_another_engine_keeps_its_first_times():
+    timings = Timings()
+    timings.take("a", RequestTiming(0, 1.0, 2.0, 3.0, 3.0, prefill_chunks=[(0, 2.0, 3.0, 9)]))
+    timings.take("a", RequestTiming(0, 1.0, 2.0, 3.0, 4.0, 1, 7, [3.5], [(0, 2.0, 3.0, 9)]))
+    for _ in range(2):  # an engine sends all of its times again and again
+        timings.take(
+            "a", RequestTiming(0, 10.0, 11.0, 12.0, 13.0, 1, 2, [12.5], [(0, 11.0, 12.0, 9)])
+        )
+        assert timings.merged() == {
+            "queued_ts": 1.0,
+            "scheduled_ts": 2.0,
+            "first_token_ts": 3.0,
+            "last_token_ts": 13.0,
+            "num_preemptions": 2,
+            "num_recomputed_tokens": 9,
+            "prefill_chunks": [(0, 2.0, 3.0, 9), (0, 11.0, 12.0, 9)],
+            "preemption_ts": [3.5, 12.5],
+        }
+    timings.take("a", RequestTiming(0, 20.0, 0.0, 0.0, 0.0))
+    assert timings.merged()["first_token_ts"] == 3.0
+    assert timings.merged()["num_preemptions"] == 2
 
 
 def test_first_of_any_last_of_all_and_sums():

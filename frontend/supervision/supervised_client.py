@@ -262,13 +262,13 @@ class SupervisedClient(EngineClient):
                 for method, argument in self._state.calls(loaded):
                     yield Call(engine, method, (argument,))
                 break
-            except EngineDeadError as error:
+            except ModelLoadError as error:  # such as a model whose files are gone
+                raise EngineDeadError(f"{death} (and no engine can be started: {error})") from error
+            except Exception as error:  # it died, or lacked memory, descriptors or space for now
                 is_free, epoch, cause = False, epoch + 1, error
                 if self._next is not None:
                     yield Close(self._next)
                     self._next = None
-            except Exception as error:  # such as a model whose files are gone
-                raise EngineDeadError(f"{death} (and no engine can be started: {error})") from error
         self._engine, self._next, self._is_exposed = engine, None, True
         engine.has_requests = lambda: self.has_requests()
         self.ready = self._engine.ready

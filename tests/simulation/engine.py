@@ -376,7 +376,8 @@ class SimulatedSuccessors:
         if self._daemon is not None:
             engine = self._daemon.engine
         elif self._world.kills_now():
-            raise EngineStartError("the engine ended while it started")
+            ended = EngineStartError("the engine ended while it started")
+            raise self._world.rng.choice([ended, OSError(24, "Too many open files")])
         else:
             engine = SimulatedEngine(self._world, self.config, action.epoch)
         client: Any = SimulatedClient(

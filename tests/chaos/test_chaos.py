@@ -1,0 +1,76 @@
+"""A server under mixed streams to which something happens every few seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from quire.tests.chaos.faults import Faults, Surroundings, environment_variables, wait_until_ready
+from quire.tests.chaos.traffic import Traffic, mixed_jobs, undisturbed
+from quire.tests.chaos.trouble import FLAGS, TROUBLE
+from quire.tests.frontend.server.conftest import running_server
+
+SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
+SECONDS = float(os.environ.get("CHAOS_SECONDS", 1200))
+SHORT_S = 20.0
+
+
+async def cause_chaos(
+    server: httpx.Client, surroundings: Surroundings, seconds: float, pause_s: tuple[float, float]
+) -> tuple[Traffic, Faults]:
+    rng, jobs = random.Random(SEED), mixed_jobs(SEED)
+    troubled = [job for job in jobs if job.name.startswith("min_tokens")]
+    body = b'{"seed": %d, "stream": true' % TROUBLE
+    for job in troubled:  # in whose steps something can happen
+        rest = job.body.split(b'"stream": true', 1)[1]
+        jobs[jobs.index(job)] = replace(job, body=body + rest)
+    jobs += [job for job in jobs if b"%d" % TROUBLE in job.body] * 3
+    url = str(server.base_url)
+    expected = await undisturbed(url, jobs)
+    traffic, faults = Traffic(url, jobs, expected, SEED), Faults(server, surroundings, rng)
+    traffic.start()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not traffic.problems:
+        await asyncio.sleep(rng.uniform(*pause_s))
+        kind = await faults.one(jobs)
+        print(f"{time.strftime('%T')} {kind}: {len(traffic.answers)} streams")
+        await wait_until_ready(server)
+    await traffic.stop()
+    await wait_until_ready(server)
+    return traffic, faults
+
+
+def run(directory: Path, seconds: float, pause_s: tuple[float, float]) -> None:
+    print(f"\nCHAOS_SEED={SEED}")
+    surroundings = Surroundings(directory)
+    flags = (*FLAGS, "--engine-restarts", "10000", "--step-timeout-s", "3")
+    try:
+        with (
+            environment_variables(surroundings.environment),
+            running_server(*flags, "--max-concurrent-requests", "256") as server,
+        ):
+            traffic, faults = asyncio.run(cause_chaos(server, surroundings, seconds, pause_s))
+            state = server.get("/v1/engine/state").json()
+            log = server.log()
+    finally:
+        surroundings.close()
+    print(f"{len(traffic.answers)} streams, {len(traffic.problems)} problems, {dict(faults.done)}")
+    assert not traffic.problems, "\n".join(traffic.problems[:5]) + "\n" + log[-4000:]
+    assert state["requests"] == [], state["requests"]
+
+
+@pytest.mark.timeout(300)
+def test_some_faults(tmp_path: Path) -> None:
+    run(tmp_path, SHORT_S, (0.5, 2.0))
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(SECONDS + 900)
+def test_faults_for_twenty_minutes(tmp_path: Path) -> None:
+    run(tmp_path, SECONDS, (5.0, 15.0))

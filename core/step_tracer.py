@@ -10,12 +10,19 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec.structs import replace
-
-from ..ipc.messages import ModelRunnerOutput
-from ..ipc.trace import EngineTrace, RanksTrace, Row, StepTrace, Waiting, place_of_function
+from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.trace import (
+    EngineTrace,
+    RanksTrace,
+    RankTrace,
+    Row,
+    StepTrace,
+    Waiting,
+    place_of_function,
+)
+from .request import Request
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 
@@ -25,19 +32,42 @@ if TYPE_CHECKING:
 MAX_WAITING = 32  # requests whose reason is named
 
 
+class _Scheduled(NamedTuple):
+    """What a step's results change; the rest of the step is read when the trace is over."""
+
+    output: SchedulerOutput
+    requests: list[Request]
+    num_known: list[int]
+    num_blocks: list[int]  # taken
+    cached: dict[int, int]  # of new requests, by slot
+    waiting: list[Waiting]
+    preempted: list[str]
+    begin_s: float
+    scheduled_s: float
+    num_free_blocks: tuple[int, int]  # before and after
+
+
+class _Processed(NamedTuple):
+    scheduled: _Scheduled
+    times: tuple[float, float, float, float]  # see `processed`
+    finished: list[str]
+    num_free_blocks: int
+    num_tokens: int
+
+
 class StepTracer:
     """Between `begin` and `processed` of each step; the first `num_steps` are recorded."""
 
     def __init__(self, core: EngineCore, client_index: int, num_steps: int):
         self._core = core
         self.client_index, self.num_steps = client_index, num_steps
-        self.steps: list[StepTrace] = []
+        self.steps: list[_Processed] = []
         self._num_begun = 0
         self._waits: list[Future[int]] = []
         self._free_before = 0
         self._preempted: dict[str, int] = {}
         # of steps that run: what was known when they were scheduled
-        self._scheduled: dict[int, StepTrace] = {}
+        self._scheduled: dict[int, _Scheduled] = {}
 
     def wait(self) -> Future[int]:
         """A future that `settle` completes with the number of recorded steps."""
@@ -64,7 +94,7 @@ class StepTracer:
             ranks.implementation,
             ranks.model_class,
             os.getpid(),
-            [replace(step, ranks=ranks.steps.get(step.step, [])) for step in self.steps],
+            [self._in_words(step, ranks.steps) for step in self.steps],
             ranks.limits,
             places | ranks.places,
             ranks.notes,
@@ -83,54 +113,39 @@ class StepTracer:
         if self._num_begun == self.num_steps:
             return
         self._num_begun += 1
-        scheduler, output = self._core.scheduler, step.output
-        new = {request.slot for request in output.new_requests}
-        lookahead = output.num_lookahead_tokens or [0] * len(output.slots)
-        rows = [
-            Row(
-                request.request_id,
-                num_tokens,
-                num_computed,
-                num_lookahead,
-                request.num_tokens,
-                slot in new,
-                len(block_ids),
-                (request.num_cached_tokens or 0) if slot in new else 0,
-            )
-            for request, slot, num_tokens, num_computed, num_lookahead, block_ids in zip(
-                step.requests,
-                output.slots,
-                output.num_scheduled_tokens,
-                output.num_computed_tokens,
-                lookahead,
-                output.new_block_ids,
-            )
-        ]
+        scheduler, output, requests = self._core.scheduler, step.output, step.requests
+        cached: dict[int, int] = {}
+        if output.new_requests:
+            new = {request.slot for request in output.new_requests}
+            cached = {
+                slot: request.num_cached_tokens or 0
+                for request, slot in zip(requests, output.slots)
+                if slot in new
+            }
         preempted = [
             request_id
             for request_id, count in self._preempted.items()
             if scheduler.requests[request_id].num_preemptions > count
         ]
-        start_time, scheduled_time, _ = step.scheduling
-        self._scheduled[output.step] = StepTrace(
-            output.step,
-            start_time,
-            scheduled_time - start_time,
-            0.0,
-            0.0,
-            0.0,
-            scheduler.max_num_batched_tokens,
-            rows,
+        self._scheduled[output.step] = _Scheduled(
+            output,
+            requests,
+            [request.num_tokens for request in requests],
+            list(map(len, output.new_block_ids)),
+            cached,
             self._waiting(step),
             preempted,
-            [],
-            [self._free_before, scheduler.kv_cache_manager.num_free_blocks],
-            0,
+            step.scheduling[0],
+            step.scheduling[1],
+            (self._free_before, scheduler.kv_cache_manager.num_free_blocks),
         )
 
     def _waiting(self, step: ScheduledStep) -> list[Waiting]:
         """The first requests of the queue, and why each waits."""
-        core, found, reason = self._core, [], step.stopped_by
+        core = self._core
+        if not (core.scheduler.waiting or core.scheduler.held or core.gate):
+            return []
+        found, reason = [], step.stopped_by
         for request in islice(core.scheduler.waiting, MAX_WAITING):
             is_sibling = request.family is not None and request.family.first is not request
             why = "sibling" if is_sibling and not reason else reason or "order"
@@ -161,17 +176,60 @@ class StepTracer:
         record = self._scheduled.pop(step.output.step, None)
         if record is None:
             return
-        scheduler = self._core.scheduler
-        free = [*record.num_free_blocks, scheduler.kv_cache_manager.num_free_blocks]
-        finished = [request.request_id for request in step.requests if request.is_finished]
         self.steps.append(
-            replace(
+            _Processed(
                 record,
-                execute_begin_s=times[0],
-                execute_s=times[2],
-                process_s=times[3],
-                finished=finished,
-                num_free_blocks=free,
-                num_tokens=sum(output.num_sampled),
+                times,
+                [request.request_id for request in step.requests if request.is_finished],
+                self._core.scheduler.kv_cache_manager.num_free_blocks,
+                sum(output.num_sampled),
             )
+        )
+
+    def _in_words(self, step: _Processed, ranks: dict[int, list[RankTrace]]) -> StepTrace:
+        known, output = step.scheduled, step.scheduled.output
+        rows = [
+            Row(
+                request.request_id,
+                num_tokens,
+                num_computed,
+                num_lookahead,
+                num_known,
+                slot in known.cached,
+                num_blocks,
+                known.cached.get(slot, 0),
+            )
+            for (
+                request,
+                slot,
+                num_tokens,
+                num_computed,
+                num_lookahead,
+                num_known,
+                num_blocks,
+            ) in zip(
+                known.requests,
+                output.slots,
+                output.num_scheduled_tokens,
+                output.num_computed_tokens,
+                output.num_lookahead_tokens or [0] * len(output.slots),
+                known.num_known,
+                known.num_blocks,
+            )
+        ]
+        return StepTrace(
+            output.step,
+            known.begin_s,
+            known.scheduled_s - known.begin_s,
+            step.times[0],
+            step.times[2],
+            step.times[3],
+            self._core.scheduler.max_num_batched_tokens,
+            rows,
+            known.waiting,
+            known.preempted,
+            step.finished,
+            [*known.num_free_blocks, step.num_free_blocks],
+            step.num_tokens,
+            ranks.get(output.step, []),
         )

@@ -56,7 +56,7 @@ class _Recorded(NamedTuple):
 
     begin_s: float
     end_s: float
-    inputs: list[Any]  # see _kept_inputs
+    inputs: tuple[Any, ...]  # as the model was given them; only their shapes are read later
     spans: list[tuple[str, float, float, str]]
     operations: list[_Operation]
     runs: list[Any]  # of the native program
@@ -76,7 +76,7 @@ class StepTracer:
         self._within: list[list[Any]] = []  # modules entered: [begin, seconds of parts]
         self._is_inside = False  # an operation of the table runs
         self._spans: list[tuple[str, float, float, str]] = []
-        self._inputs: list[Any] = []  # see _kept_inputs
+        self._inputs: tuple[Any, ...] = ()
         # kept until the trace is taken: their calls are read then
         self._program = runner.program if isinstance(runner.program, Program) else None
         self._bursts = runner.bursts
@@ -155,9 +155,9 @@ class StepTracer:
         if not self._num_left or not scheduler_output.slots:
             return self._runner.execute_model(scheduler_output)
         begin_s = time.monotonic()
-        self._operations, self._spans, self._inputs, self._within = [], [], [], []
+        self._operations, self._spans, self._inputs, self._within = [], [], (), []
         before = [count.clone() for count in self._counts.values()]
-        origin = self._now()
+        origin = self._now() if self._is_on_gpu else None
         output = self._runner.execute_model(scheduler_output)
         if self._is_on_gpu:
             torch.cuda.synchronize(self._device)
@@ -217,7 +217,7 @@ class StepTracer:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "model" and not self._inputs:
-                self._inputs = _kept_inputs(args)
+                self._inputs = args
             begin_s = time.monotonic()
             try:
                 return function(*args, **kwargs)
@@ -240,7 +240,7 @@ class StepTracer:
         return RankTrace(
             recorded.begin_s,
             recorded.end_s - recorded.begin_s,
-            _inputs(recorded.inputs),
+            _inputs(_shapes(recorded.inputs)),
             [Span(*span) for span in recorded.spans],
             kernels,
             {layer: (after - before).tolist() for layer, before, after in recorded.routed},
@@ -299,7 +299,7 @@ def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
     return operation._replace(begin=begin, end=end)
 
 
-def _kept_inputs(args: Any) -> list[tuple[torch.Size, torch.dtype] | None]:
+def _shapes(args: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype] | None]:
     """Shapes and dtypes of the tensors that the model is given: args as of ModelRunner._forward."""
     tensors: list[Any] = []
     for name, value in zip(INPUTS, args):

@@ -64,7 +64,7 @@ class _Run(NamedTuple):
     counts: tuple[int, int]  # T and R
     query_start_loc: bytes  # [B + 1] i32
     seq_lens: bytes  # [B] i32, before the first pass
-    times: np.ndarray  # [calls, threads, 2] ns
+    times: ctypes.Array  # [calls, threads, 2] i64, ns
 
 
 class CallTimer:
@@ -72,20 +72,25 @@ class CallTimer:
 
     def __init__(self, num_threads: int):
         self._num_threads = num_threads
+        self._kinds: dict[int, type[ctypes.Array]] = {}  # of times, by the number of calls
         self._runs: list[_Run] = []
 
     def run(self, pointers: ctypes.Array, step: Step) -> None:
-        times = np.zeros((len(pointers), self._num_threads, 2), np.int64)
-        self._runs.append(
-            _Run(
-                pointers,
-                (step.num_tokens, step.num_logits),
-                _copied(step.query_start_loc, step.num_requests + 1),
-                _copied(step.seq_lens, step.num_requests),
-                times,
-            )
+        num_calls = len(pointers)
+        kind = self._kinds.get(num_calls)
+        if kind is None:
+            kind = self._kinds[num_calls] = ctypes.c_int64 * (num_calls * self._num_threads * 2)
+        times = kind()
+        num_requests = step.num_requests
+        run = _Run(
+            pointers,
+            (step.num_tokens, step.num_logits),
+            _copied(step.query_start_loc, num_requests + 1),
+            _copied(step.seq_lens, num_requests),
+            times,
         )
-        library.run_all_timed(pointers, step, times.ctypes.data, self._num_threads)
+        self._runs.append(run)
+        library.run_all_timed(pointers, step, ctypes.addressof(times), self._num_threads)
 
     def take(self) -> list[_Run]:
         """The runs since the last call, for `timed_calls`."""
@@ -98,7 +103,8 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
     pass_number = 0
     query_lens = np.diff(np.frombuffer(run.query_start_loc, np.int32)).tolist()
     first_seq_lens = np.frombuffer(run.seq_lens, np.int32).tolist()
-    for address, times in zip(run.pointers, run.times.tolist()):
+    all_times = np.frombuffer(run.times, np.int64).reshape(len(run.pointers), -1, 2)
+    for address, times in zip(run.pointers, all_times.tolist()):
         op = Op(Call.from_address(address).op)
         call = struct_of(op).from_address(address)
         seq_lens = [length + pass_number for length in first_seq_lens]

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
-from ..ipc.errors import ModelLoadError
+from ..ipc.errors import ModelLoadError, QuireError
 from ..ipc.plugins import installed_plugins
 
 _loaded: dict[str, str] = {}  # entry point -> the module that it names
@@ -38,16 +38,36 @@ def load_plugin(plugin: EntryPoint) -> None:
     _loaded[plugin.name] = plugin.module
 
 
+class PluginFault(QuireError):
+    """What a plugin's code returned is wrong. The message is one sentence that names the plugin."""
+
+
 def plugin_failure(error: BaseException) -> str | None:
     """One sentence that names the plugin whose code the exception went through, or None."""
+    if isinstance(error, PluginFault):
+        return str(error)
     traceback, found = error.__traceback__, None
     while traceback is not None:
         module = traceback.tb_frame.f_globals.get("__name__", "")
-        for name, root in _loaded.items():
-            if module == root or module.startswith(f"{root}."):
-                found = f"the plugin {name} = {root} failed: {type(error).__name__}: {error}"
+        if _root_of(module):
+            found = f"{describe_module(module)} failed: {type(error).__name__}: {error}"
         traceback = traceback.tb_next
     return found
+
+
+def describe_module(module: str) -> str:
+    """The plugin that a module is part of, or the module, in words."""
+    if root := _root_of(module):
+        return f"the plugin {root[0]} = {root[1]}"
+    return f"the module {module}"
+
+
+def _root_of(module: str) -> tuple[str, str] | None:
+    """(plugin, the module that it names)"""
+    for name, root in _loaded.items():
+        if module == root or module.startswith(f"{root}."):
+            return name, root
+    return None
 
 
 @contextlib.contextmanager

@@ -38,6 +38,7 @@ from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .plugins import load_plugins
 from .program.step_program import record_step
+from .result_checks import check_results
 from .runner.block_mover import BlockMover, shortest_time
 from .runner.bursts import Bursts
 from .runner.cuda_graphs import CudaCapture, GraphedStep
@@ -124,6 +125,7 @@ class Worker:
         self._ops = ops = registry.select(
             self.device, self.dtype, self.config.device_config.kernels, **facts
         )
+        check_results(ops)
         check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
         check_kv_cache_dtype(
             self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels

@@ -69,6 +69,13 @@ class Half:
 
 register_layer("GatedMLP", Half)
 """
+WRONG_SHAPE_OF_A_KERNEL = """
+from quire.kernels.registry import register
+
+@register("silu_and_mul", name="halved")
+def silu_and_mul(x):
+    return x[:, ::4].contiguous()
+"""
 NO_REFERENCE = """
 import torch
 from quire.kernels.registry import operation
@@ -91,13 +98,18 @@ register_layer("GatedMLP", make_layer)
     ("code", "sentence"),
     [
         (WRONG_SHAPE, r"my_kernels\.Half returns \[\d+, 128\].* here \[\d+, 256\]"),
+        (
+            WRONG_SHAPE_OF_A_KERNEL,
+            r"the plugin mine = my_kernels failed: its implementation 'halved' of silu_and_mul "
+            r"returns \[\d+, 320\] torch.bfloat16, not \[\d+, 640\]",
+        ),
         (NO_REFERENCE, r"no implementation of mine \(of my_kernels\).* named 'reference'"),
         (
             RAISES_AT_CONSTRUCTION,
             "the plugin mine = my_kernels failed: KeyError: 'no table for layer 0'",
         ),
     ],
-    ids=["wrong_shape", "no_reference", "construction"],
+    ids=["wrong_shape", "wrong_shape_of_a_kernel", "no_reference", "construction"],
 )
 def test_an_engine_refuses_to_start_with_a_faulty_plugin(tmp_path, monkeypatch, code, sentence):
     install_plugin(tmp_path, code)

@@ -103,7 +103,7 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
     pass_number = 0
     query_lens = np.diff(np.frombuffer(run.query_start_loc, np.int32)).tolist()
     first_seq_lens = np.frombuffer(run.seq_lens, np.int32).tolist()
-    all_times = np.frombuffer(run.times, np.int64).reshape(len(run.pointers), -1, 2)
+    all_times = np.ctypeslib.as_array(run.times).reshape(len(run.pointers), -1, 2)
     for address, times in zip(run.pointers, all_times.tolist()):
         op = Op(Call.from_address(address).op)
         call = struct_of(op).from_address(address)

@@ -54,7 +54,15 @@ from ..ipc.messages import (
     UtilityResult,
 )
 from ..ipc.process import PARENT_DEATH_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent
-from ..ipc.sockets import MAX_DAEMON_SOCKETS, bind_listener, make_context
+from ..ipc.sockets import (
+    MAX_DAEMON_SOCKETS,
+    bind_listener,
+    ipc_path,
+    listener_pid,
+    make_context,
+)
+from ..ipc.systemd import Notifier
+from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, begin_import
 
 LINGER_S = 1.0  # see EngineCoreProc.lingers
@@ -94,6 +102,7 @@ class EngineCoreProc:
         # been sent to its parent too, which then drains and has more of them.
         self.lingers = False
         self.idle_since: float | None = None  # while it could leave
+        self.notifier = Notifier()
         self.num_overflowed_clients = 0
         self.on_ready: Callable[[Ready], None] = lambda ready: None
         input_.on_beat = lambda client_index, call_id: output.send(
@@ -166,6 +175,7 @@ class EngineCoreProc:
         self.core = core
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
+        self.notifier.ready()
 
     def _report(self, stage: str, fraction: float) -> None:
         self._take_events(block=False)
@@ -182,10 +192,11 @@ class EngineCoreProc:
         core = self.core
         assert core is not None  # it is loaded before the loop starts
         while not self.must_leave and not self._may_leave(core):
-            until = core.scheduler.next_deadline
+            until = min(core.scheduler.next_deadline or math.inf, self.notifier.due)
             if self.idle_since is not None:
-                until = min(until or math.inf, self.idle_since + LINGER_S)
+                until = min(until, self.idle_since + LINGER_S)
             self._take_events(block=not self._can_step(core), until=until)
+            self.notifier.works()
             if self._can_step(core):
                 self._step(core)
         if not self.must_leave:
@@ -212,7 +223,7 @@ class EngineCoreProc:
         for client_index, rows in (outputs or {}).items():
             self.output.send(client_index, rows)
 
-    def _take_events(self, block: bool, until: float | None = None) -> None:
+    def _take_events(self, block: bool, until: float = math.inf) -> None:
         """Applies everything that has arrived, aborts first. `block`: waits until something has,
         or for `until`, by time.monotonic().
         """
@@ -222,7 +233,7 @@ class EngineCoreProc:
                 if self.core is not None:
                     self.core.abort_requests(request_ids, client_index)
             try:
-                timeout_s = None if until is None else max(0.0, until - time.monotonic())
+                timeout_s = None if until == math.inf else max(0.0, until - time.monotonic())
                 event = self.input.events.get(block, timeout_s)
             except queue.Empty:
                 return
@@ -337,9 +348,11 @@ def run_child(
         context.term()
 
 
-def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
+def run_daemon(
+    address: str, config: EngineConfig, make_executor=None, *, replaces: bool = False
+) -> int:
     """Serves programs that attach at `address` ("ipc://PATH") until SIGTERM, then finishes running
-    requests.
+    requests. `replaces`: when it is ready, it takes the address over from the daemon there.
 
     Main thread only. Returns the exit code: 0 asked to exit, 1 failed (traceback on stderr), 2
     invalid address or configuration (a message on stderr). The frontend, which does not import
@@ -350,21 +363,34 @@ def run_daemon(address: str, config: EngineConfig, make_executor=None) -> int:
     context = make_context(MAX_DAEMON_SOCKETS)
     max_message_bytes = config.service_config.max_message_bytes
     try:
-        listener = bind_listener(context, address)
         input_, output = (
             EngineInput(context, max_message_bytes, signals),
             EngineOutput(context, max_message_bytes),
         )
-        input_.serve_listener(listener, address)
+
+        def listen() -> None:
+            input_.serve_listener(bind_listener(context, address), address)
+
+        path = ipc_path(address, "listen")
+        must_take_over = replaces and listener_pid(path) is not None
+        if not must_take_over:
+            listen()
         output.on_overflow = lambda client_index: input_.events.put(
             events.ClientOverflowed(client_index)
         )
         proc = EngineCoreProc(input_, output, make_executor)
-        proc.on_ready = lambda ready: print(
-            f"quire engine: ready at {address}, {ready.num_blocks} KV-cache blocks",
-            file=sys.stderr,
-            flush=True,
-        )
+
+        def on_ready(ready: Ready) -> None:
+            if must_take_over:
+                with taken_over(path):
+                    input_.call(listen)
+            print(
+                f"quire engine: ready at {address}, {ready.num_blocks} KV-cache blocks",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        proc.on_ready = on_ready
         return proc.run(config)
     except QuireError as error:
         print(f"quire engine: {error}", file=sys.stderr)
@@ -392,6 +418,9 @@ def main(
         "--listen",
         metavar="ipc://PATH",
         help="serve programs that attach here; the configuration comes as JSON on stdin",
+    )
+    parser.add_argument(
+        "--replace", action="store_true", help="take the address over when the model is loaded"
     )
     parser.add_argument(
         "--connect", type=Path, metavar="DIRECTORY", help="serve the parent whose sockets lie here"
@@ -432,7 +461,7 @@ def main(
         config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     except msgspec.MsgspecError as error:
         parser.error(f"stdin must hold the configuration as JSON: {error}")
-    return run_daemon(args.listen, config, make_executor)
+    return run_daemon(args.listen, config, make_executor, replaces=args.replace)
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -17,6 +17,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,6 +145,7 @@ class EngineInput:
         # polled object -> handler for when it is readable
         self._handlers: dict[Any, Callable[[], None]] = {}
         self._is_closing = False
+        self._calls: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._watch(signals.read_fd, self._on_signals)
         self._thread = threading.Thread(target=self._run, name="quire-input", daemon=True)
 
@@ -168,6 +170,13 @@ class EngineInput:
 
     def start(self) -> None:
         self._thread.start()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Calls it in the thread, and waits. An exception is raised here."""
+        future: Future[None] = Future()
+        self._calls.append((function, future))
+        self._signals.wake()
+        future.result()
 
     def close(self) -> None:
         """Ends the thread and closes its sockets."""
@@ -317,6 +326,14 @@ class EngineInput:
     # ------------------------------------------------------------ signals and deaths
 
     def _on_signals(self) -> None:
+        while self._calls:
+            function, future = self._calls.popleft()
+            try:
+                function()
+            except Exception as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
         for number in self._signals.read():
             if number == signal.SIGINT:
                 self._leave_at_once(128 + number)

@@ -34,7 +34,9 @@ STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its thread
 _PR_SET_PDEATHSIG = 1
 
 
-def engine_command(*, listen: str | None = None, imports_early: bool = False) -> list[str]:
+def engine_command(
+    *, listen: str | None = None, replaces: bool = False, imports_early: bool = False
+) -> list[str]:
     """The command that runs an engine.
 
     `imports_early`: it imports what runs a model on a CPU, without other programs' code, before it
@@ -48,16 +50,18 @@ def engine_command(*, listen: str | None = None, imports_early: bool = False) ->
     command = [sys.executable, "-P", "-m", "quire.core.engine_proc"]
     if imports_early:
         command.append("--import-early")
+    if replaces:
+        command.append("--replace")
     return command if listen is None else [*command, "--listen", listen, *_log_arguments()]
 
 
-def exec_daemon(address: str, config: EngineConfig) -> NoReturn:
+def exec_daemon(address: str, config: EngineConfig, *, replaces: bool = False) -> NoReturn:
     """Replaces this process by a daemon that serves `address` ("ipc://PATH") until SIGTERM.
 
-    `config` is resolved. Exit code 0: asked to leave; 1: it failed, with a traceback on stderr; 2:
-    the address cannot be used.
+    `config` is resolved. `replaces`: a daemon that listens there, when the model is loaded. Exit
+    code 0: asked to leave; 1: it failed, with a traceback on stderr; 2: the address cannot be used.
     """
-    command = engine_command(listen=address)
+    command = engine_command(listen=address, replaces=replaces)
     sys.stdout.flush()
     sys.stderr.flush()
     # a pipe would block if the configuration exceeds its buffer

@@ -12,7 +12,7 @@ from typing import Any
 from ...ipc.errors import QuireError
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
-from .flags import LISTEN, engine_flags, given
+from .flags import LISTEN, REPLACE, engine_flags, given
 from .parser import Parser
 from .plan import render
 from .sources import naming_sources
@@ -35,7 +35,7 @@ COMMON = (
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire engine", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_model()
-    parser.add_flags("daemon", [LISTEN], ("listen",))
+    parser.add_flags("daemon", [LISTEN, REPLACE], ("listen", "replace"))
     # The programs that attach choose the seed. The model is an argument here, without --model.
     parser.add_flags("engine", engine_flags(without=("model", "seed")), COMMON)
     return parser
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         config = engine_args.create_engine_config()
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
     warn_if_too_large(engine_args, given(args, engine_flags()))
-    exec_daemon(listen, config)
+    exec_daemon(listen, config, replaces=getattr(args, "replace", False))
 
 
 def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:

@@ -121,6 +121,15 @@ LISTEN = Flag(
 )
 
 
+REPLACE = Flag(
+    "replace",
+    bool,
+    False,
+    "When the model is loaded, take the address over from the engine that listens there; its "
+    "clients continue here.",
+)
+
+
 def engine_flags(*, without: Collection[str] = ()) -> list[Flag]:
     fields = config_fields().items()
     return _flags_of({name: field for name, (_, field) in fields if name not in without})
@@ -176,9 +185,9 @@ def sampling_flags() -> list[Flag]:
 
 def all_flag_names() -> set[str]:
     """The names of all commands' settings. A variable for another command is not an error."""
-    return {
-        flag.name for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE, LISTEN)
-    }
+    of_daemons = (ENGINE, LISTEN, REPLACE)
+    flags = (*engine_flags(), *server_flags(), *sampling_flags(), *of_daemons)
+    return {flag.name for flag in flags}
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

@@ -1,0 +1,108 @@
+"""A daemon takes the address of another over, and the clients of the first continue on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+from quire.ipc.sockets import listener_pid
+from quire.ipc.takeover import taken_over
+from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fakes import make_config
+from quire.tests.frontend.supervision.test_supervised_client import (
+    Asyncio,
+    Blocking,
+    assert_expected,
+    some_requests,
+)
+
+
+def replacing(address: str, config) -> subprocess.Popen:
+    process = subprocess.Popen(
+        [*COMMAND, "--listen", address, "--replace"], stdin=subprocess.PIPE, stderr=sys.stderr
+    )
+    process.stdin.write(msgspec.json.encode(config))
+    process.stdin.close()
+    return process
+
+
+def test_streams_of_two_clients_continue(tmp_path: Path) -> None:
+    """No token is lost, repeated or different."""
+    config = make_config(hf_overrides={"delay_s": 0.01})
+    results: dict[type, tuple] = {}
+    has_begun = threading.Semaphore(0)
+
+    def use(kind: type, address: str) -> None:
+        engine = kind(address)
+        try:
+            requests = some_requests(6, max_tokens=150)
+            has_begun.release()
+            outputs = engine.generate(requests)
+            results[kind] = requests, outputs, engine.client.engine_pid, engine.client.restarts
+        finally:
+            engine.close()
+
+    with daemon(tmp_path, config) as (address, first):
+        threads = [
+            threading.Thread(target=use, args=(kind, address)) for kind in (Blocking, Asyncio)
+        ]
+        for thread in threads:
+            thread.start()
+            has_begun.acquire(timeout=30)
+        second = replacing(address, config)
+        try:
+            for thread in threads:
+                thread.join(60)
+            wait_until(lambda: first.poll() is not None)
+            for requests, outputs, pid, restarts in results.values():
+                assert_expected(requests, outputs, config)
+                assert pid == second.pid and restarts.by_cause == {"daemon": 1}
+            assert len(results) == 2 and listener_pid(tmp_path / "engine.sock") == second.pid
+        finally:
+            second.kill()
+            second.wait()
+
+
+def test_one_that_cannot_load_leaves_the_address_alone(tmp_path: Path) -> None:
+    with daemon(tmp_path, make_config()) as (address, first):
+        wait_until(lambda: listener_pid(tmp_path / "engine.sock") == first.pid)
+        assert replacing(address, make_config(hf_overrides={"at_load": "fail"})).wait(30) == 1
+        assert listener_pid(tmp_path / "engine.sock") == first.pid and first.poll() is None
+
+
+def test_where_none_listens_it_listens_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with taken_over(path):
+        pass
+    process = replacing(f"ipc://{path}", make_config(hf_overrides={"at_load": "hang"}))
+    try:
+        wait_until(lambda: listener_pid(path) == process.pid, 30)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_the_old_daemon_ends(tmp_path: Path, is_busy: bool) -> None:
+    with daemon(tmp_path, make_config(hf_overrides={"delay_s": 30.0})) as (address, first):
+        if is_busy:
+            threading.Thread(target=busy, args=(address,), daemon=True).start()
+            wait_until(lambda: has_joined.is_set(), 30)
+        with taken_over(tmp_path / "engine.sock"):
+            assert listener_pid(tmp_path / "engine.sock") is None
+        assert first.wait(10) is not None
+
+
+has_joined = threading.Event()
+
+
+def busy(address: str) -> None:
+    engine = Blocking(address, on_engine_death="fail")
+    requests = some_requests(1)
+    for request_id, (prompt, params) in requests.items():
+        engine.llm.add_request(request_id, prompt, params)
+    has_joined.set()

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 from quire.core.engine_proc import leave, main
+from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc.config import EngineConfig
 from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import StructuredOutputsParams
@@ -32,6 +33,8 @@ class TroubledExecutor(FakeExecutor):
       with this token in its prompt so many output tokens.
     - "hang_once": a path; a step from the 20th on that does not find this file makes it and does
       not end.
+    - "raise_once": [where, path]; the first step after the fifth that does not find this file makes
+      it and raises, in the "scheduler" or the "model".
     - "slow_call_s": the duration of collective_rpc, in seconds.
     - "grammar_delay_s": the duration of a grammar check, in seconds.
     """
@@ -55,6 +58,10 @@ class TroubledExecutor(FakeExecutor):
         if trouble == "exit":
             print("famous last words", file=sys.stderr, flush=True)
             os._exit(7)
+        if "raise_once" in self.trouble:
+            self.num_calls = 0
+            owner, name = (Scheduler, "schedule"), (TroubledExecutor, "execute_model")
+            raise_once(self, *(owner if self.trouble["raise_once"][0] == "scheduler" else name))
         super().load_model(report)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
@@ -79,6 +86,20 @@ class TroubledExecutor(FakeExecutor):
         future: Future[None] = Future()
         threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()
         return future
+
+
+def raise_once(executor: TroubledExecutor, owner: type, name: str) -> None:
+    """Makes a method raise if it is called often enough and the file is not there."""
+    method, path = getattr(owner, name), Path(executor.trouble["raise_once"][1])
+
+    def raising(self, *args):
+        executor.num_calls += 1
+        if executor.num_calls > 5 and not path.exists():
+            path.touch()
+            raise RuntimeError("scripted failure")
+        return method(self, *args)
+
+    setattr(owner, name, raising)
 
 
 @contextmanager

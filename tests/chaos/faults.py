@@ -83,11 +83,16 @@ class Faults:
             self.kinds.remove("do_full_disk")
         if not surroundings.has_clock:
             self.kinds.remove("do_clock")
+        self._coming: list[str] = []
 
     async def one(self, jobs: list[Job]) -> str:
-        """Does a random one; returns when its cause is gone again, not when all is well."""
+        """Does one; returns when its cause is gone again, not when all is well. Each kind comes
+        once, in random order, then each again.
+        """
         self.jobs = jobs
-        kind = self.rng.choice(self.kinds)
+        if not self._coming:
+            self._coming = self.rng.sample(self.kinds, len(self.kinds))
+        kind = self._coming.pop()
         with contextlib.suppress(psutil.Error, ProcessLookupError):  # the engine was just replaced
             await getattr(self, kind)()
         self.done[kind] += 1

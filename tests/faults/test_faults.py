@@ -1,0 +1,109 @@
+"""Faults of the table in README.md that no other file injects; and that the table is right."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from quire import SamplingParams
+from quire.ipc.params import RequestOutputKind
+from quire.tests.frontend.supervision.test_supervised_client import (
+    Asyncio,
+    assert_expected,
+    kill,
+    some_requests,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+ROW = re.compile(r"^\| F(\d+) \|[^|]*\| (?P<test>[^|]*) \| (?P<outcome>[^|]*) \|$", re.MULTILINE)
+NUM_RUNS = int(os.environ.get("FAULT_RUNS", 20))
+
+
+def run(requests, *, kill_after_s: tuple[float, ...] = (), **settings):
+    """The requests' outputs from an engine that is killed at these times, compared; returns its
+    client.
+    """
+    engine = Asyncio(**settings)
+
+    def harm() -> None:
+        for seconds in kill_after_s:
+            time.sleep(seconds)
+            kill(engine.client, signal.SIGKILL)
+
+    thread = threading.Thread(target=harm)
+    thread.start()
+    try:
+        assert_expected(requests, engine.generate(requests), engine.client.ready.config)
+        assert engine.call("check_integrity") is True
+        return engine.client
+    finally:
+        thread.join()
+        engine.close()
+
+
+def test_sigkill_in_a_chunk_of_a_prompt() -> None:
+    params = SamplingParams(
+        temperature=0.0, max_tokens=5, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY
+    )
+    requests = {"r": ([i % 90 for i in range(240)], params)}
+    delay = {"delay_s": 0.05}  # fifteen chunks
+    client = run(
+        requests, kill_after_s=(0.3,), max_num_batched_tokens=16, block_size=16, hf_overrides=delay
+    )
+    assert client.restarts.by_cause == {"SIGKILL": 1}
+
+
+def test_sigkill_of_one_stream_and_again_while_it_resumes() -> None:
+    requests = some_requests(1, max_tokens=150)
+    client = run(requests, kill_after_s=(0.3, 0.6), hf_overrides={"delay_s": 0.02})
+    assert client.restarts.by_cause["SIGKILL"] >= 1
+
+
+@pytest.mark.parametrize("where", ["scheduler", "model"])
+def test_an_exception_in_a_step(where: str, tmp_path: Path) -> None:
+    settings = {"delay_s": 0.005, "raise_once": [where, str(tmp_path / "raised")]}
+    client = run(some_requests(6), hf_overrides=settings)
+    assert (tmp_path / "raised").exists()
+    assert client.restarts.by_cause.total() == 1 and client.restarts.num_quarantined == 0
+
+
+# ------------------------------------------------------------ the table
+
+
+def rows() -> list[tuple[int, str, str]]:
+    text = (Path(__file__).parent / "README.md").read_text()
+    return [
+        (int(row[1]), row["test"].strip(), row["outcome"].strip()) for row in ROW.finditer(text)
+    ]
+
+
+def test_the_table_names_tests_that_exist() -> None:
+    assert [number for number, _, _ in rows()] == list(range(1, 37))
+    for number, tests, outcome in rows():
+        assert outcome.split(":")[0] in ("survived", "clean error", "GPU"), (number, outcome)
+        for test in re.findall(r"`([^`]+)`", tests):
+            path, _, name = test.partition("::")
+            text = (ROOT / "tests" / path).read_text()
+            assert not name or f"def {name}(" in text, (number, test)
+
+
+@pytest.mark.chaos
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number", range(1, 37))
+def test_each_fault_many_times(number: int) -> None:
+    """FAULT_RUNS times (20)."""
+    _, tests, outcome = rows()[number - 1]
+    if outcome.startswith("GPU"):
+        pytest.skip("needs a GPU")
+    nodes = [f"tests/{test}" for test in re.findall(r"`([^`]+)`", tests)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nodes]
+    for _ in range(NUM_RUNS):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-3000:]

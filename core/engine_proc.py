@@ -22,13 +22,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
 
 from ..ipc import engine_input as events
 from ..ipc.config import EngineConfig, ServiceConfig
+from ..ipc.door import bind_door, listener_pid, read_token
 from ..ipc.engine_input import EngineInput
 from ..ipc.engine_output import EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
@@ -53,14 +53,8 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from ..ipc.process import PARENT_DEATH_SIGNAL, STACKS_SIGNAL, SignalPipe, die_with_parent
-from ..ipc.sockets import (
-    MAX_DAEMON_SOCKETS,
-    bind_listener,
-    ipc_path,
-    listener_pid,
-    make_context,
-)
+from ..ipc.process import STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
+from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import Notifier
 from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, begin_import
@@ -140,6 +134,7 @@ class EngineCoreProc:
         finally:
             self.input.close()
             self.output.close(0 if self.must_leave else FLUSH_TIMEOUT_S)
+            self.input.close_doors()
             if self.core is not None:
                 self.core.shutdown()
         return 0
@@ -248,7 +243,7 @@ class EngineCoreProc:
             self._refuse(event.client_index, event.identity, event.error)
         elif isinstance(event, events.ClientJoined):
             self.clients.add(event.client_index)
-            self.output.connect(event.client_index, event.output_address)
+            self.output.connect(event.client_index, event.wire)
             if self.core is not None:
                 self.output.send(event.client_index, self.core.ready)
         elif isinstance(event, (events.ClientLeft, events.ClientOverflowed)):
@@ -324,20 +319,17 @@ class EngineCoreProc:
 
 
 def run_child(
-    sockets_path: Path,
-    parent_pid: int,
-    parent_fd: int,
+    wire: Wire,
     max_message_bytes: int,
     make_executor=None,
     *,
     imports_early: bool = False,
 ) -> int:
-    """Serves the parent that started this process, through the sockets in its directory."""
-    signals = SignalPipe(signal.SIGTERM, signal.SIGINT, PARENT_DEATH_SIGNAL)
-    die_with_parent(parent_pid)
+    """Serves the parent that started this process."""
+    signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
     context = make_context()
     input_ = EngineInput(context, max_message_bytes, signals)
-    input_.serve_parent(sockets_path, parent_pid, parent_fd)
+    input_.serve_parent(wire)
     try:
         output = EngineOutput(context, max_message_bytes)
         return EngineCoreProc(input_, output, make_executor, imports_early=imports_early).run()
@@ -363,13 +355,16 @@ def run_daemon(
     context = make_context(MAX_DAEMON_SOCKETS)
     max_message_bytes = config.service_config.max_message_bytes
     try:
+        token_file = config.service_config.token_file
+        token = None if token_file is None else read_token(token_file)
         input_, output = (
             EngineInput(context, max_message_bytes, signals),
             EngineOutput(context, max_message_bytes),
         )
 
         def listen() -> None:
-            input_.serve_listener(bind_listener(context, address), address)
+            door = bind_door(address, is_for_all_users=token is not None)
+            input_.serve_door(door, address, token)
 
         path = ipc_path(address, "listen")
         must_take_over = replaces and listener_pid(path) is not None
@@ -423,10 +418,10 @@ def main(
         "--replace", action="store_true", help="take the address over when the model is loaded"
     )
     parser.add_argument(
-        "--connect", type=Path, metavar="DIRECTORY", help="serve the parent whose sockets lie here"
+        "--connect", metavar="NAME", help="serve the parent, whose sockets have this name"
     )
     parser.add_argument("--parent-pid", type=int)
-    parser.add_argument("--parent-fd", type=int, help="reaches end-of-file when the parent is gone")
+    parser.add_argument("--key-fd", type=int, help="a pipe from the parent, with its sockets' key")
     parser.add_argument(
         "--import-early",
         action="store_true",
@@ -436,6 +431,8 @@ def main(
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     parser.add_argument("--log-format", choices=FORMATS, default="text")
     args = parser.parse_args(argv)
+    if args.connect is not None:
+        die_with_parent(args.parent_pid)
     configure_logging(args.log_level, args.log_format)
     # the stacks of all threads on stderr, also of a thread that holds the GIL
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
@@ -448,9 +445,7 @@ def main(
     gc.disable()
     if args.connect is not None:
         return run_child(
-            args.connect,
-            args.parent_pid,
-            args.parent_fd,
+            Wire(args.connect, read_key(args.key_fd, KEY_BYTES)),
             args.max_message_bytes,
             make_executor,
             imports_early=args.import_early,

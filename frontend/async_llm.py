@@ -109,8 +109,7 @@ class AsyncLLM(SessionFace):
         the GIL: 0.5 s for 150,000 tokens.
 
         If cancelled, it ends the child process, or stops loading in this process at the next
-        progress report, before it raises. A download continues. A child exits with the thread that
-        started it, so the loop's thread must live as long as the engine.
+        progress report, before it raises. A download continues.
         """
         report = on_progress or (lambda stage, fraction: None)
         config, client, tokenizer_load = await connect_async(args, engine, report)

@@ -39,6 +39,7 @@ FRONTEND_ARGUMENTS = frozenset(
         "step_timeout_s",
         "shutdown_timeout_s",
         "max_message_bytes",
+        "token_file",
         "log_stats_interval_s",
         "otlp_traces_endpoint",
     }

@@ -303,6 +303,13 @@ class ServiceConfig(Section, frozen=True):
     max_message_bytes: Annotated[
         PositiveInt, Meta(description="Largest message between the processes, in bytes.")
     ] = 256 * 2**20
+    token_file: Annotated[
+        str | None,
+        Meta(
+            description="A file with a secret of 16 bytes or more. An engine with --listen then "
+            "serves other users that send it; a program of another user sends it."
+        ),
+    ] = None
     log_stats_interval_s: Annotated[
         float, Meta(gt=0, description="Seconds between two lines of statistics in the log.")
     ] = 10.0

@@ -1,4 +1,4 @@
-"""A client's end of the wire: two bound sockets in a private directory, and the engine behind them.
+"""A client's end of the wire: two bound sockets, and the engine behind them.
 
 Must not know: requests and outputs, or who waits for them (frontend/clients/mp_client.py).
 """
@@ -7,96 +7,92 @@ from __future__ import annotations
 
 import os
 import signal
-import time
+import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder
+from .door import TOKEN_VARIABLE, ask, connect_door, peer_of, read_token
 from .errors import EngineStartError
-from .messages import PROTOCOL, Attach, ClientMessage, Detach, EngineMessage, Shutdown
+from .messages import ClientMessage, EngineMessage, Shutdown
 from .process import EngineProcess
 from .sockets import (
     ENGINE_IDENTITY,
-    INPUT_SOCKET,
-    OUTPUT_SOCKET,
-    SocketDirectory,
-    bind_pull,
-    bind_router,
-    connect_push,
-    ipc_path,
-    listener_pid,
+    RejectedPeers,
+    bind,
     make_context,
+    make_pull,
+    make_router,
+    make_wire,
 )
 
 if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs do not need
     import asyncio
 
-LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listener
-
 
 class Connection:
-    """Owns the sockets, their directory and the engine's process.
+    """Owns the sockets and the engine's process, or the connection to a daemon's door.
 
     Does not refer to the client, which can therefore be garbage-collected.
     """
 
     def __init__(self, max_message_bytes: int):
         self.owner_pid = os.getpid()
-        self.directory = SocketDirectory()
+        self.wire, secret_key = make_wire()
         self.context = make_context()
-        self.router = bind_router(
-            self.context, self.directory.address(INPUT_SOCKET), max_message_bytes
-        )
-        self.pull = bind_pull(
-            self.context, self.directory.address(OUTPUT_SOCKET), max_message_bytes
-        )
+        self.router = make_router(self.context, secret_key, max_message_bytes)
+        self.pull = make_pull(self.context, secret_key, max_message_bytes)
+        self._rejected = [RejectedPeers(self.context, end) for end in (self.router, self.pull)]
+        self._rejected_lock = threading.Lock()
         # readable after wake(); ends a poll that waits for the engine
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.encoder = Encoder(max_message_bytes)
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
         self.process: EngineProcess | None = None  # a child
-        self.pidfd = -1  # of the engine, child or daemon
+        self._door: socket.socket | None = None  # of a daemon; open while it lives and serves
+        # readable when the engine is gone: of a child a pidfd, of a daemon the door
+        self.pidfd = -1
         self.engine_pid = 0
         self.shutdown_timeout_s = 10.0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
 
     def spawn(self, command: Sequence[str], max_message_bytes: int) -> None:
-        self.process = EngineProcess(command, self.directory.path, max_message_bytes)
+        self._bind(os.geteuid())
+        self.process = EngineProcess(command, self.wire.name, self.wire.key, max_message_bytes)
         self.pidfd, self.engine_pid = self.process.pidfd, self.process.pid
 
-    def attach(self, address: str) -> None:
+    def attach(self, address: str, token_file: str | None = None) -> None:
         """Asks the daemon at `address` to connect to these sockets.
 
-        Raises EngineStartError if nothing listens there.
+        Raises EngineStartError if nothing listens there, or the daemon does not serve this program.
         """
-        path = ipc_path(address)
-        # A daemon's file exists shortly before the daemon listens, and scripts wait for the file.
-        deadline = time.monotonic() + LISTEN_GRACE_S
-        while (pid := listener_pid(path)) is None and path.exists() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if pid is None:
+        token_file = token_file or os.environ.get(TOKEN_VARIABLE)
+        token = read_token(token_file) if token_file else b""
+        self._door = door = connect_door(address)
+        uid = peer_of(door).uid
+        if uid not in (os.geteuid(), 0) and not token:
             raise EngineStartError(
-                f"no engine listens at {address}; start one with: quire engine --listen {address}"
+                f"the engine at {address} belongs to another user ({uid}); to use it, name its "
+                f"token with token_file or {TOKEN_VARIABLE}"
             )
-        if pid == 0:
-            raise EngineStartError(
-                f"the engine at {address} runs where its process cannot be seen (another "
-                f"container?)"
-            )
-        self.pidfd, self.engine_pid = os.pidfd_open(pid), pid
-        message = Attach(
-            PROTOCOL,
-            os.getpid(),
-            self.directory.address(INPUT_SOCKET),
-            self.directory.address(OUTPUT_SOCKET),
-        )
-        push = connect_push(self.context, f"ipc://{path}")
-        push.send_multipart(self.encoder.encode(message))
-        push.close()
+        self._bind(uid)
+        self.engine_pid = ask(door, self.wire, token).pid
+        self.pidfd = door.fileno()
+
+    def _bind(self, peer_uid: int) -> None:
+        bind(self.router, self.wire.input_address, peer_uid)
+        bind(self.pull, self.wire.output_address, peer_uid)
+
+    @property
+    def num_rejected_peers(self) -> int:
+        """Connections to these sockets that were refused: no engine's. Thread-safe."""
+        with self._rejected_lock:
+            return sum(rejected.count() for rejected in self._rejected)
 
     def send(self, message: ClientMessage) -> None:
         """Sends without blocking. Raises zmq.ZMQError if the engine is gone."""
@@ -159,16 +155,22 @@ class Connection:
             return
         self.is_closed = True
         self.stop_watching()
-        try:
-            self.send(Shutdown() if self.process is not None else Detach())
-        except (zmq.ZMQError, OSError):
-            pass  # the engine never started, or is gone
         if self.process is not None:
+            try:
+                self.send(Shutdown())
+            except (zmq.ZMQError, OSError):
+                pass  # the engine never started, or is gone
             self.process.close(self.shutdown_timeout_s)
-        elif self.pidfd >= 0:
-            os.close(self.pidfd)
+        if self._door is not None:
+            try:
+                self._door.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it open
+            except OSError:
+                pass  # the daemon is gone
+            self._door.close()
         os.close(self.wake_fd)
+        with self._rejected_lock:
+            for rejected in self._rejected:
+                rejected.close()
         self.router.close()
         self.pull.close(linger=0)
         self.context.term()
-        self.directory.remove()

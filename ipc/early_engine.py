@@ -26,8 +26,7 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     ends a process that was not taken.
 
     engine: as of `open_connection`. arguments: the engine's, by name, those that were given. Does
-    nothing if they ask for another kind of engine or process, which must not import early. The
-    thread that calls it must live as long as the engine.
+    nothing if they ask for another kind of engine or process, which must not import early.
     """
     global _waiting
     is_on_cpu = arguments.get("device", "auto") in ("auto", "cpu")

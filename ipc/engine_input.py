@@ -4,8 +4,8 @@ Must not know: the engine core, or what a request needs. It passes Events on; th
 decides.
 
     clients' ROUTER ──▶ DEALER ┐                           ┌─▶ aborts  applied before anything else
-    Attach ──▶ listener (PULL) ├─▶ poll, decode, guard ────┤
-    signals, pidfds, parent ───┘                           └─▶ events  in order of arrival; the main
+    Attach ──▶ door            ├─▶ poll, decode, guard ────┤
+    signals, pidfds ───────────┘                           └─▶ events  in order of arrival; the main
                                                                thread blocks here
 """
 
@@ -14,7 +14,9 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,38 +27,33 @@ from typing import Any, NamedTuple
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder, in_words, whose
+from .door import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, peer_of, read_attach
 from .machine import descriptor_limit, num_open_descriptors
 from .messages import (
     BEAT,
     PROTOCOL,
     AbortRequests,
-    Attach,
     ClientMessage,
     Config,
-    Detach,
-    EngineDead,
     Hello,
+    Served,
     Shutdown,
+    TurnedAway,
     UtilityCall,
 )
-from .process import PARENT_DEATH_SIGNAL, SignalPipe
-from .sockets import (
-    INPUT_SOCKET,
-    LINGER_MS,
-    OUTPUT_SOCKET,
-    connect_dealer,
-    ipc_path,
-    listener_pid,
-    receive,
-    remove_directory,
-)
+from .process import SignalPipe
+from .sockets import Wire, connect_dealer, ipc_path, receive
 
 # consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
-# of a client: a pidfd, and of each of two sockets the connection and what wakes its thread
-DESCRIPTORS_PER_CLIENT = 5
-# for what a daemon opens for a short time: refusals, connections of new clients, files, processes
+# of a client: a pidfd, the door, and of each of two sockets the connection and what wakes its
+# thread
+DESCRIPTORS_PER_CLIENT = 6
+# for what a daemon opens for a short time: programs at the door, files, processes
 SPARE_DESCRIPTORS = 32
+MAX_VISITORS = (
+    16  # programs at the door that have not sent their Attach; another replaces the first
+)
 
 
 class FromClient(NamedTuple):
@@ -74,7 +71,7 @@ class Refused(NamedTuple):
 
 class ClientJoined(NamedTuple):
     client_index: int
-    output_address: str
+    wire: Wire
 
 
 class ClientLeft(NamedTuple):
@@ -109,15 +106,16 @@ Event = (
 
 @dataclass
 class Peer:
-    """The input thread's record of a client."""
+    """The input thread's record of a client. The parent of a child has a dealer only."""
 
     dealer: zmq.Socket
-    pidfd: int | None  # of a daemon's client; the parent of a child is watched otherwise
-    path: Path  # of the client\'s socket
+    door: socket.socket | None = None  # ends when the client leaves or dies
+    # A fork of the client keeps its end of the door open.
+    pidfd: int | None = None
 
 
 class EngineInput:
-    """Owns the DEALER sockets and the listener.
+    """Owns the DEALER sockets and the door.
 
     `events` is for the main thread; `aborts` holds (client, request ids) that overtake it.
     """
@@ -136,10 +134,12 @@ class EngineInput:
         self._peers: dict[int, Peer] = {}
         self._num_joined = 0
         self._num_own_descriptors = 0  # of a daemon without clients
-        self._listener: zmq.Socket | None = None
+        self._listener: socket.socket | None = None
         self._listener_path: Path | None = None
-        self._sockets_path: Path | None = None
-        self._parent_pid: int | None = None
+        self._token: bytes | None = None
+        self._visitors: dict[socket.socket, float] = {}  # until when each may send its Attach
+        self._served_doors: list[socket.socket] = []  # of clients that the closed thread served
+        self._has_parent = False
         self._num_leave_signals = 0
         self._poller = zmq.Poller()
         # polled object -> handler for when it is readable
@@ -151,22 +151,19 @@ class EngineInput:
 
     # ------------------------------------------------------------ before the thread starts
 
-    def serve_parent(self, sockets_path: Path, parent_pid: int, parent_fd: int) -> None:
-        """Serves one client, number 0, that started this process.
+    def serve_parent(self, wire: Wire) -> None:
+        """Serves one client, number 0, that started this process and that it dies with."""
+        self._has_parent = True
+        self.events.put(ClientJoined(self._add_peer(wire), wire))
 
-        When the client dies, its socket directory is removed and this process exits.
+    def serve_door(self, door: socket.socket, address: str, token: bytes | None) -> None:
+        """Serves any number of clients, numbered as they attach.
+
+        door, token: as of ipc/door.py.
         """
-        self._sockets_path, self._parent_pid = sockets_path, parent_pid
-        # nothing writes to it: readable means end-of-file
-        self._watch(parent_fd, self._on_parent_gone)
-        client_index = self._add_peer(f"ipc://{sockets_path / INPUT_SOCKET}", None)
-        self.events.put(ClientJoined(client_index, f"ipc://{sockets_path / OUTPUT_SOCKET}"))
-
-    def serve_listener(self, listener: zmq.Socket, address: str) -> None:
-        """Serves any number of clients, numbered as they attach."""
-        self._listener, self._listener_path = listener, ipc_path(address)
+        self._listener, self._listener_path, self._token = door, ipc_path(address), token
         self._num_own_descriptors = num_open_descriptors()
-        self._watch(listener, self._on_listener)
+        self._watch(door.fileno(), self._on_door)
 
     def start(self) -> None:
         self._thread.start()
@@ -185,20 +182,30 @@ class EngineInput:
             self._signals.wake()
             self._thread.join()
 
+    def close_doors(self) -> None:
+        """Tells the clients that this engine is gone, after `close` and their last outputs."""
+        for door in self._served_doors:
+            door.close()
+        self._served_doors.clear()
+
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                for ready, _ in self._poller.poll():
-                    handler = self._handlers.get(ready)
-                    if handler is not None:  # else an earlier handler of this round removed it
+                polled = self._poller.poll(self._poll_timeout_ms())
+                found = [(ready, self._handlers[ready]) for ready, _ in polled]
+                for ready, handler in found:
+                    # else an earlier handler of this round removed it, and may have opened another
+                    # file with its number
+                    if self._handlers.get(ready) is handler:
                         handler()
+                self._drop_late_visitors()
         except BaseException as error:
             self.events.put(Fatal(error))
         finally:
             for client_index in list(self._peers):
-                self._remove_peer(client_index)
+                self._remove_peer(client_index, closes_door=False)
             self._close_listener()
 
     def _watch(self, source: Any, handler: Callable[[], None]) -> None:
@@ -209,24 +216,33 @@ class EngineInput:
         del self._handlers[source]
         self._poller.unregister(source)
 
-    def _add_peer(self, input_address: str, pidfd: int | None) -> int:
+    def _add_peer(
+        self, wire: Wire, door: socket.socket | None = None, pidfd: int | None = None
+    ) -> int:
         client_index = self._num_joined
         self._num_joined += 1
-        dealer = connect_dealer(self._context, input_address, self._max_message_bytes)
+        dealer = connect_dealer(self._context, wire, self._max_message_bytes)
         dealer.send_multipart(self._encoder.encode(Hello(PROTOCOL, os.getpid())))
-        self._peers[client_index] = Peer(dealer, pidfd, ipc_path(input_address))
+        self._peers[client_index] = Peer(dealer, door, pidfd)
         self._watch(dealer, lambda: self._on_dealer(client_index, dealer))
-        if pidfd is not None:
-            self._watch(pidfd, lambda: self._drop(client_index))
+        for fd in (pidfd, None if door is None else door.fileno()):
+            if fd is not None:
+                self._watch(fd, lambda: self._drop(client_index))
         return client_index
 
-    def _remove_peer(self, client_index: int) -> None:
+    def _remove_peer(self, client_index: int, *, closes_door: bool = True) -> None:
         peer = self._peers.pop(client_index)
         self._unwatch(peer.dealer)
         peer.dealer.close(linger=0)
         if peer.pidfd is not None:
             self._unwatch(peer.pidfd)
             os.close(peer.pidfd)
+        if peer.door is not None:
+            self._unwatch(peer.door.fileno())
+            if closes_door:
+                peer.door.close()
+            else:
+                self._served_doors.append(peer.door)
 
     def _drop(self, client_index: int) -> None:
         if client_index in self._peers:
@@ -247,54 +263,81 @@ class EngineInput:
                     self.events.put(Refused(client_index, identity, in_words(error, frames)))
 
     def _on_message(self, client_index: int, message: Any) -> None:
-        is_parent = self._parent_pid is not None
         if isinstance(message, AbortRequests):
             # it overtakes waiting messages, and is repeated in order below for a request that still
             # waits
             self.aborts.append((client_index, message.request_ids))
-        elif isinstance(message, (Attach, Detach) if is_parent else (Attach, Config, Shutdown)):
-            raise BadFrameError(f"a {type(message).__name__} is not for this socket")
-        elif isinstance(message, Detach):
-            return self._drop(client_index)
+        elif isinstance(message, (Config, Shutdown)) and not self._has_parent:
+            raise BadFrameError(f"a daemon's client sends no {type(message).__name__}")
         elif isinstance(message, UtilityCall) and message.method == BEAT:
             return self.on_beat(client_index, message.call_id)
         self.events.put(FromClient(client_index, message))
 
-    def _on_listener(self) -> None:
-        while self._listener is not None and (frames := receive(self._listener)) is not None:
+    # ------------------------------------------------------------ the door
+
+    def _on_door(self) -> None:
+        while self._listener is not None:
             try:
-                self._attach(self._decoder.decode(frames))
-            except Exception:
-                # not an Attach, invalid addresses, or a program that has died since: this does not
-                # affect other clients
-                self.num_bad_frames += 1
+                visitor, _ = self._listener.accept()
+            except OSError:  # nobody is left, or has gone again
+                return
+            if len(self._visitors) == MAX_VISITORS:
+                self._dismiss(next(iter(self._visitors)))
+            visitor.setblocking(False)
+            self._visitors[visitor] = time.monotonic() + ATTACH_TIMEOUT_S
+            self._watch(visitor.fileno(), lambda visitor=visitor: self._on_visitor(visitor))
 
-    def _attach(self, message: Any) -> None:
-        # a client of another protocol receives our Hello and refuses it
-        if not isinstance(message, Attach):
-            raise BadFrameError("a listener takes Attach messages")
-        ipc_path(message.input_address)
-        ipc_path(message.output_address)
-        self._drop_abandoned(lambda path: not path.exists())
-        if not self._has_descriptors():
-            self._drop_abandoned(lambda path: listener_pid(path) is None)
-            if not self._has_descriptors():
-                return self._turn_away(message)
-        pidfd = os.pidfd_open(message.pid)
+    def _on_visitor(self, visitor: socket.socket) -> None:
+        """Serves the program or tells it why not. Nothing that it sends affects other clients."""
+        is_served = False
+        self._unwatch(visitor.fileno())
+        del self._visitors[visitor]
         try:
-            client_index = self._add_peer(message.input_address, pidfd)
-        except BaseException:
-            os.close(pidfd)
-            raise
-        self.events.put(ClientJoined(client_index, message.output_address))
+            is_served = self._attach(visitor)
+        except Refusal as refusal:
+            answer(visitor, TurnedAway(str(refusal)))
+        except (BadAttachError, OSError, zmq.ZMQError):
+            self.num_bad_frames += 1
+        finally:
+            if not is_served:
+                visitor.close()
 
-    def _drop_abandoned(self, is_abandoned: Callable[[Path], bool]) -> None:
-        """Drops clients whose socket is gone, or nobody's, although their program lives: a client
-        that closes before this end has connected cannot send a Detach.
-        """
-        for client_index, peer in list(self._peers.items()):
-            if is_abandoned(peer.path):
-                self._drop(client_index)
+    def _attach(self, visitor: socket.socket) -> bool:
+        attach = read_attach(visitor, self._token)
+        if attach is None:
+            return False
+        if not self._has_descriptors():
+            raise Refusal(
+                f"the engine has {len(self._peers)} clients, and no descriptors for another (the "
+                f"limit of its process is {descriptor_limit()}; `ulimit -n`, or LimitNOFILE of a "
+                f"systemd unit, raises it)"
+            )
+        wire, pid = Wire(attach.wire_name, attach.key), peer_of(visitor).pid
+        pidfd = os.pidfd_open(pid) if pid else None  # 0: of another container
+        try:
+            answer(visitor, Served(os.getpid()))
+            client_index = self._add_peer(wire, visitor, pidfd)
+        except BaseException:
+            if pidfd is not None:
+                os.close(pidfd)
+            raise
+        self.events.put(ClientJoined(client_index, wire))
+        return True
+
+    def _dismiss(self, visitor: socket.socket) -> None:
+        del self._visitors[visitor]
+        self._unwatch(visitor.fileno())
+        visitor.close()
+
+    def _poll_timeout_ms(self) -> int | None:
+        if not self._visitors:
+            return None
+        return max(0, int(1000 * (min(self._visitors.values()) - time.monotonic())) + 1)
+
+    def _drop_late_visitors(self) -> None:
+        now = time.monotonic()
+        for visitor in [visitor for visitor, until in self._visitors.items() if until < now]:
+            self._dismiss(visitor)
 
     def _has_descriptors(self) -> bool:
         """Whether there are descriptors for one more client.
@@ -305,25 +348,16 @@ class EngineInput:
         num_used = max(num_open_descriptors(), expected) + SPARE_DESCRIPTORS
         return num_used + DESCRIPTORS_PER_CLIENT <= descriptor_limit()
 
-    def _turn_away(self, message: Attach) -> None:
-        """Tells a program why it is not served: it waits for a Hello at its input socket."""
-        cause = (
-            f"the engine has {len(self._peers)} clients, and no descriptors for another (the limit "
-            f"of its process is {descriptor_limit()}; `ulimit -n`, or LimitNOFILE of a systemd "
-            f"unit, raises it)"
-        )
-        dealer = connect_dealer(self._context, message.input_address, self._max_message_bytes)
-        dealer.send_multipart(self._encoder.encode(EngineDead(cause)))
-        dealer.close(linger=LINGER_MS)
-
     def _close_listener(self) -> None:
+        for visitor in list(self._visitors):
+            self._dismiss(visitor)
         if self._listener is not None and self._listener_path is not None:
-            self._unwatch(self._listener)
+            self._unwatch(self._listener.fileno())
             self._listener_path.unlink(missing_ok=True)
-            self._listener.close(linger=0)
+            self._listener.close()
             self._listener = None
 
-    # ------------------------------------------------------------ signals and deaths
+    # ------------------------------------------------------------ signals
 
     def _on_signals(self) -> None:
         while self._calls:
@@ -337,23 +371,12 @@ class EngineInput:
         for number in self._signals.read():
             if number == signal.SIGINT:
                 self._leave_at_once(128 + number)
-            elif (
-                number == PARENT_DEATH_SIGNAL
-                and self._parent_pid is not None
-                and os.getppid() != self._parent_pid
-            ):
-                self._on_parent_gone()
             elif number == signal.SIGTERM:
                 self._num_leave_signals += 1
                 if self._num_leave_signals > 1:
                     self._leave_at_once(128 + number)
                 self._close_listener()  # new programs then find no listener
                 self.events.put(LeaveSignal())
-
-    def _on_parent_gone(self) -> None:
-        if self._sockets_path is not None:
-            remove_directory(self._sockets_path)
-        self._leave_at_once(1)
 
     def _leave_at_once(self, exit_code: int) -> None:
         """Exits without waiting for the main thread, which may be in the model for seconds.

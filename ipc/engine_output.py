@@ -38,14 +38,14 @@ from .messages import (
     FinishReason,
     UtilityResult,
 )
-from .sockets import connect_push
+from .sockets import Wire, connect_push
 
 MAX_BACKLOG_BYTES = 64 * 2**20
 
 
 class Connect(NamedTuple):
     client_index: int
-    address: str
+    wire: Wire
 
 
 class Disconnect(NamedTuple):
@@ -112,8 +112,8 @@ class EngineOutput:
     def start(self) -> None:
         self._thread.start()
 
-    def connect(self, client_index: int, address: str) -> None:
-        self._order(Connect(client_index, address))
+    def connect(self, client_index: int, wire: Wire) -> None:
+        self._order(Connect(client_index, wire))
 
     def disconnect(self, client_index: int) -> None:
         """The client has left: discards its waiting messages."""
@@ -186,7 +186,7 @@ class EngineOutput:
 
     def _connect(self, order: Connect) -> None:
         try:
-            push = connect_push(self._context, order.address)
+            push = connect_push(self._context, order.wire)
         except zmq.ZMQError:  # no descriptors are left
             if self.on_overflow is None:
                 raise

@@ -61,7 +61,7 @@ def open_connection(
         if engine == "process":
             _ensure_process(connection, config, command)
         else:
-            connection.attach(engine)
+            connection.attach(engine, config.service_config.token_file)
         conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
         awaited = next(conversation)
         while True:
@@ -85,8 +85,7 @@ async def open_connection_async(
 ) -> tuple[Connection, Ready]:
     """As open_connection, without blocking the running loop.
 
-    On cancellation it ends a child before it raises. This thread starts the child and must live as
-    long as the child is needed: the child dies with it (PR_SET_PDEATHSIG).
+    On cancellation it ends a child before it raises.
     """
     deadline = time.monotonic() + config.service_config.startup_timeout_s
     connection = _make_connection(config, engine, command)
@@ -94,7 +93,8 @@ async def open_connection_async(
         if engine == "process":
             _ensure_process(connection, config, command)
         else:
-            await in_thread(lambda: connection.attach(engine))
+            token_file = config.service_config.token_file
+            await in_thread(lambda: connection.attach(engine, token_file))
         conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
         awaited = next(conversation)
         while True:

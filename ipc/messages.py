@@ -134,10 +134,6 @@ class UtilityCall(Message, tag="call", frozen=True):
 BEAT = "beat"
 
 
-class Detach(Message, tag="detach", frozen=True):
-    """This client leaves: its requests are aborted; a daemon keeps running."""
-
-
 class Shutdown(Message, tag="shutdown", frozen=True):
     """Makes the engine finish (`drain`) or abort its requests and exit. Only a child's parent sends
     it.
@@ -154,33 +150,39 @@ class Config(Message, tag="config", frozen=True):
     engine_index: int = 0
 
 
+ClientMessage = EngineCoreRequest | AbortRequests | PaceOutputs | UtilityCall | Shutdown | Config
+
+
+# ---------------------------------------------------------------- at a daemon's door
+
+
 class Attach(Message, tag="attach", frozen=True):
     """A program asks a daemon to serve it.
 
-    The daemon connects to these addresses and answers HELLO, READY.
+    The daemon answers Served, then connects to the program's sockets and sends HELLO and READY; or
+    it answers TurnedAway.
     """
 
     protocol: int
-    pid: int
-    input_address: str  # the client's ROUTER
-    output_address: str  # the client's PULL
+    wire_name: str  # of the program's sockets (ipc/sockets.py)
+    key: bytes  # the sockets' public key
+    network_namespace: int  # where the sockets' name is valid
+    token: bytes = b""  # what another user must know
 
 
-ClientMessage = (
-    EngineCoreRequest
-    | AbortRequests
-    | PaceOutputs
-    | UtilityCall
-    | Detach
-    | Shutdown
-    | Config
-    | Attach
-)
+class Served(Message, tag="served", frozen=True):
+    """Its connection stays open as long as the daemon serves this client."""
+
+    pid: int  # of the daemon
+
+
+class TurnedAway(Message, tag="turned_away", frozen=True):
+    cause: str
 
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 class Hello(Message, tag="hello", frozen=True):

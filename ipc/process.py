@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import logging
 import os
 import select
@@ -16,7 +17,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 import msgspec
@@ -27,9 +27,6 @@ from .log_format import current_format
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
-# The kernel sends it to a child whose parent died. It is not SIGTERM, which makes an engine finish
-# its requests first.
-PARENT_DEATH_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its threads to stderr
 _PR_SET_PDEATHSIG = 1
 
@@ -85,55 +82,71 @@ def _log_arguments() -> list[str]:
 class EngineProcess:
     """A child engine.
 
-    `pidfd` becomes readable when it dies; it removes the directory `sockets_path` if this process
-    dies.
+    `pidfd` becomes readable when it dies. The kernel kills it when this process dies.
     """
 
-    def __init__(self, command: Sequence[str], sockets_path: Path, max_message_bytes: int):
-        """Starts `command` (engine_command(), or another program that calls engine_proc.main)."""
-        # end-of-file tells the child that this process is gone
-        parent_fd, self._parent_write_fd = os.pipe()
+    def __init__(self, command: Sequence[str], wire_name: str, key: bytes, max_message_bytes: int):
+        """Starts `command` (engine_command(), or another program that calls engine_proc.main).
+
+        wire_name, key: of the sockets that it connects to (ipc/sockets.py). The key is a secret, so
+        it travels through a pipe: every user may read a command line.
+        """
+        key_fd, self._parent_write_fd = os.pipe()
+        os.write(self._parent_write_fd, key)  # the pipe's buffer holds it
         self._stderr_fd, stderr_fd = os.pipe()
-        arguments = [
-            "--connect",
-            str(sockets_path),
-            "--parent-pid",
-            str(os.getpid()),
-            "--parent-fd",
-            str(parent_fd),
-        ]
-        arguments += [
-            "--max-message-bytes",
-            str(max_message_bytes),
-            *_log_arguments(),
-        ]
+        arguments = ["--connect", wire_name, "--parent-pid", str(os.getpid())]
+        arguments += ["--key-fd", str(key_fd), "--max-message-bytes", str(max_message_bytes)]
+        self._owner_pid = os.getpid()
+        self._tail = bytearray()
+        self._start_error: BaseException | None = None
+        has_started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=([*command, *arguments, *_log_arguments()], key_fd, stderr_fd, has_started),
+            name="quire-engine-stderr",
+            daemon=True,
+        )
+        try:
+            self._thread.start()
+            has_started.wait()
+            if self._start_error is not None:
+                raise self._start_error
+        except BaseException:
+            os.close(self._parent_write_fd)  # ends a child that has been started
+            self._thread.join()
+            os.close(self._stderr_fd)
+            raise
+
+    def _run(
+        self, command: list[str], key_fd: int, stderr_fd: int, has_started: threading.Event
+    ) -> None:
+        """Starts the child, and returns after its death: the kernel kills a child with the thread
+        that started it (PR_SET_PDEATHSIG).
+        """
         try:
             # A session of its own, so that the terminal's Ctrl-C reaches only this process. The
             # child's stdout is our stderr, so that nothing the engine prints enters a program's
             # output.
             self._popen = subprocess.Popen(
-                [*command, *arguments],
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=stderr_fd,
                 stderr=stderr_fd,
-                pass_fds=(parent_fd,),
+                pass_fds=(key_fd,),
                 start_new_session=True,
             )
-        except BaseException:
-            os.close(self._stderr_fd)
-            os.close(self._parent_write_fd)
-            raise
+            self.pid = self._popen.pid
+            self.pidfd = os.pidfd_open(self.pid)
+            _kill_at_end_of_file(key_fd, self.pid)
+        except BaseException as error:
+            self._start_error = error
+            return
         finally:
-            os.close(parent_fd)
+            os.close(key_fd)
             os.close(stderr_fd)
-        self.pid = self._popen.pid
-        self.pidfd = os.pidfd_open(self.pid)
-        self._owner_pid = os.getpid()
-        self._tail = bytearray()
-        self._tee = threading.Thread(
-            target=self._copy_stderr, name="quire-engine-stderr", daemon=True
-        )
-        self._tee.start()
+            has_started.set()
+        self._copy_stderr()
+        _poll(self.pidfd)  # a child may close its stderr
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for its death. Returns False if it is still alive."""
@@ -147,7 +160,7 @@ class EngineProcess:
             if code >= 0
             else f"was killed by {signal.Signals(-code).name}"
         )
-        self._tee.join(timeout=1.0)
+        self._thread.join(timeout=1.0)
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         words = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
         return f"the engine process (pid {self.pid}) {how}" + (
@@ -181,13 +194,13 @@ class EngineProcess:
             if not self.wait(TERMINATE_TIMEOUT_S):
                 self._popen.kill()
         self._popen.wait()
-        self._tee.join()
+        self._thread.join()
         for fd in (self.pidfd, self._stderr_fd, self._parent_write_fd):
             os.close(fd)
         self.pidfd = -1
 
     def _copy_stderr(self) -> None:
-        """Copies the child's stderr to ours and keeps the last lines. Runs in a thread.
+        """Copies the child's stderr to ours and keeps the last lines.
 
         Ends with the child, even if a grandchild still holds the pipe.
         """
@@ -205,6 +218,18 @@ class EngineProcess:
                 return
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             _write_stderr(data)
+
+
+def _kill_at_end_of_file(read_fd: int, pid: int) -> None:
+    """Makes the kernel send SIGKILL to `pid` when the last writer of this pipe is gone.
+
+    This covers a child that has not yet called die_with_parent.
+    """
+    with contextlib.suppress(OSError):  # it is dead already
+        fcntl.fcntl(read_fd, fcntl.F_SETOWN, pid)
+        fcntl.fcntl(read_fd, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(read_fd, fcntl.F_GETFL)
+        fcntl.fcntl(read_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def _poll(*fds: int, timeout_s: float | None = None) -> list[int]:
@@ -229,14 +254,25 @@ def _write_stderr(data: bytes) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Asks the kernel for PARENT_DEATH_SIGNAL when the parent dies; exits if it is already gone.
+    """Makes the kernel send SIGKILL to this process when the thread that started it ends; exits if
+    its parent is already gone.
 
-    The signal also arrives when only the thread that started this process ends. The handler must
-    compare os.getppid() with `parent_pid`.
+    SIGKILL also ends a process that is stopped, and one whose threads do not run Python.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(PARENT_DEATH_SIGNAL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
+
+
+def read_key(fd: int, num_bytes: int) -> bytes:
+    """What EngineProcess has written for its child. Exits if the parent is gone.
+
+    `fd` stays open: its end-of-file ends this process.
+    """
+    key = os.read(fd, num_bytes)
+    if len(key) < num_bytes:
+        os._exit(1)
+    return key
 
 
 class SignalPipe:

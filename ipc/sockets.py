@@ -1,26 +1,28 @@
-"""The sockets between frontend and engine: addresses, their private directory, and their limits.
+"""The sockets between frontend and engine: addresses, keys and limits.
 
 Must not know: messages, processes, or who is at the other end.
+
+A client's two sockets have a random name and no file, so nothing of them can outlive their process.
+Every user may connect to such a name. What protects them is CURVE: the client's ends are CURVE
+servers with a new key pair each time, and only the engine is told the public key. Without it a peer
+cannot complete the handshake.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-import socket
-import tempfile
-import time
-from contextlib import contextmanager
+import re
+import secrets
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 
 from .errors import InvalidParameterError, QuireError
 
-INPUT_SOCKET, OUTPUT_SOCKET = "input.sock", "output.sock"  # names in a client's directory
 ENGINE_IDENTITY = b"engine"  # the only peer of a client's ROUTER
 MAX_PATH_BYTES = 107  # sun_path of a unix socket has 108 bytes, the last one a NUL
-DIRECTORY_PREFIX = "quire-client-"
+KEY_BYTES = 40  # of a key as ZMQ writes it (Z85)
 
 # Messages that may wait on each side of an output connection; after that the engine's PUSH returns
 # EAGAIN and ipc/engine_output.py counts.
@@ -46,7 +48,7 @@ def ipc_path(address: str, parameter: str = "engine") -> Path:
             parameter,
             f"must be ipc://PATH (Quire's processes do not listen on the network), got {address!r}",
         )
-    # @ names a socket without a file, which no permission protects
+    # @ names a socket without a file, which no permission protects; * lets ZMQ choose
     if not path or path[0] in "@*\0" or path.endswith("/"):
         raise InvalidParameterError(
             parameter, f"must name a file, as in ipc:///run/user/1000/quire.sock, got {address!r}"
@@ -61,110 +63,40 @@ def ipc_path(address: str, parameter: str = "engine") -> Path:
     return absolute
 
 
-def listener_pid(path: Path) -> int | None:
-    """The process that listens at this socket file; None if there is none; 0 if it is not visible
-    here.
-
-    A plain connection fails at once; a ZMQ socket would retry forever.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        try:
-            probe.connect(str(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return None
-        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int.from_bytes(credentials[:4], "little")
+# ---------------------------------------------------------------- names and keys
 
 
-# ---------------------------------------------------------------- the private directory
+class Wire(NamedTuple):
+    """What an engine must know to connect to a client."""
+
+    name: str  # of both sockets
+    key: bytes  # the client's public key, a secret between the two
+
+    @property
+    def input_address(self) -> str:
+        return f"ipc://@quire-{self.name}-input"
+
+    @property
+    def output_address(self) -> str:
+        return f"ipc://@quire-{self.name}-output"
+
+    def is_valid(self) -> bool:
+        """Whether it has the form that make_wire gives it; another program may have sent it."""
+        return (
+            re.fullmatch("[0-9a-f]{32}", self.name) is not None
+            and re.fullmatch(rb"[!-~]{40}", self.key) is not None
+        )
 
 
-class SocketDirectory:
-    """A directory of mode 0700 for one client's sockets.
-
-    Its owner holds a lock on it, so that others can tell when it is stale.
-    """
-
-    def __init__(self) -> None:
-        self.path, self._lock_fd = _make_locked_directory()
-
-    def address(self, name: str) -> str:
-        return f"ipc://{self.path / name}"
-
-    def remove(self) -> None:
-        """May be called twice."""
-        remove_directory(self.path)
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
-
-
-def remove_directory(path: Path) -> None:
-    """Removes a socket directory and Quire's sockets in it. Keeps a directory with other files.
-
-    May be called twice and concurrently.
-    """
-    try:
-        for name in (INPUT_SOCKET, OUTPUT_SOCKET):
-            (path / name).unlink(missing_ok=True)
-        path.rmdir()
-    except OSError:
-        pass  # already removed, or owned by another user
-
-
-def remove_stale_directories(base: Path) -> int:
-    """Removes the directories in `base` that no process holds: both of their processes were killed.
-
-    Returns how many.
-    """
-    num_removed = 0
-    for path in base.glob(DIRECTORY_PREFIX + "*"):
-        try:
-            if path.lstat().st_uid != os.getuid():
-                continue
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove_directory(path)
-            num_removed += not path.exists()
-        except OSError:
-            pass  # held by a living process
-        finally:
-            os.close(fd)
-    return num_removed
-
-
-def runtime_directory() -> Path:
-    """The parent of socket directories: $XDG_RUNTIME_DIR, else the directory for temporary files.
-
-    The first that can hold one.
-    """
-    tried = []
-    for name in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
-        if not name or not Path(name).is_absolute():
-            continue
-        longest = Path(name) / f"{DIRECTORY_PREFIX}12345678" / OUTPUT_SOCKET
-        if os.access(name, os.W_OK | os.X_OK) and len(os.fsencode(longest)) <= MAX_PATH_BYTES:
-            return Path(name)
-        tried.append(name)
-    raise QuireError(
-        f"no directory for sockets: {', '.join(tried)} cannot be written, or have too long a path; "
-        f"set XDG_RUNTIME_DIR"
-    )
-
-
-def _make_locked_directory() -> tuple[Path, int]:
-    base = runtime_directory()
-    remove_stale_directories(base)
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))  # mode 0700
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if path.exists():
-            return path, fd
-        os.close(fd)  # another process removed it as stale before it was locked
+def make_wire() -> tuple[Wire, bytes]:
+    """Returns a new wire and the secret key of the client's end."""
+    if not zmq.has("curve"):
+        raise QuireError(
+            "this build of ZMQ has no CURVE, which protects the engine's sockets; the wheels of "
+            "pyzmq on PyPI have it"
+        )
+    public_key, secret_key = zmq.curve_keypair()
+    return Wire(secrets.token_hex(16), public_key), secret_key
 
 
 # ---------------------------------------------------------------- sockets
@@ -186,85 +118,95 @@ def _make_socket(context: zmq.Context, kind: int, max_message_bytes: int) -> zmq
     return made
 
 
-def bind_router(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
-    """The client's end for requests.
+def make_router(context: zmq.Context, secret_key: bytes, max_message_bytes: int) -> zmq.Socket:
+    """The client's end for requests, to be bound.
 
     It never blocks and never drops: a request takes memory here until the engine has read it.
     """
-    router = _make_socket(context, zmq.ROUTER, max_message_bytes)
+    router = _make_server(context, zmq.ROUTER, secret_key, max_message_bytes)
     router.sndhwm = 0
     router.router_mandatory = True  # sending to an engine that is gone raises an error
-    router.bind(address)
     return router
 
 
-def bind_pull(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
-    """The client's end for outputs."""
-    pull = _make_socket(context, zmq.PULL, max_message_bytes)
+def make_pull(context: zmq.Context, secret_key: bytes, max_message_bytes: int) -> zmq.Socket:
+    """The client's end for outputs, to be bound."""
+    pull = _make_server(context, zmq.PULL, secret_key, max_message_bytes)
     pull.rcvhwm = OUTPUT_HIGH_WATER_MARK
-    pull.bind(address)
     return pull
 
 
-def connect_dealer(context: zmq.Context, address: str, max_message_bytes: int) -> zmq.Socket:
+def _make_server(
+    context: zmq.Context, kind: int, secret_key: bytes, max_message_bytes: int
+) -> zmq.Socket:
+    made = _make_socket(context, kind, max_message_bytes)
+    made.curve_server = True
+    made.curve_secretkey = secret_key
+    return made
+
+
+def bind(server: zmq.Socket, address: str, peer_uid: int) -> None:
+    """Binds a client's end. Connections of other users than `peer_uid` are closed at once, so that
+    they cannot use up descriptors.
+    """
+    server.setsockopt(zmq.IPC_FILTER_UID, peer_uid)
+    server.bind(address)
+
+
+class RejectedPeers:
+    """Counts the peers that could not connect to `server`: of another user, or without its key."""
+
+    _EVENTS = (
+        zmq.EVENT_ACCEPT_FAILED
+        | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    )
+
+    def __init__(self, context: zmq.Context, server: zmq.Socket):
+        self._num_counted = 0
+        self._server = server
+        address = f"inproc://rejected-{id(self):x}"
+        server.monitor(address, self._EVENTS)
+        self._events = context.socket(zmq.PAIR)
+        self._events.linger = 0
+        self._events.rcvhwm = 0  # at a limit ZMQ would stop all sockets until this one is read
+        self._events.connect(address)
+
+    def count(self) -> int:
+        """One thread at a time may call it."""
+        while not self._events.closed and receive(self._events) is not None:
+            self._num_counted += 1
+        return self._num_counted
+
+    def close(self) -> None:
+        """Call it before the server is closed."""
+        self._server.disable_monitor()
+        self._events.close()
+
+
+def connect_dealer(context: zmq.Context, wire: Wire, max_message_bytes: int) -> zmq.Socket:
     """The engine's end for requests. Its input thread always reads."""
-    dealer = _make_socket(context, zmq.DEALER, max_message_bytes)
+    dealer = _make_client(context, zmq.DEALER, wire, max_message_bytes)
     dealer.identity = ENGINE_IDENTITY
-    dealer.connect(address)
+    dealer.connect(wire.input_address)
     return dealer
 
 
-def connect_push(context: zmq.Context, address: str) -> zmq.Socket:
-    """The sending end: an engine's outputs, or a program's Attach to a daemon."""
+def connect_push(context: zmq.Context, wire: Wire) -> zmq.Socket:
+    """The engine's end for outputs."""
     # it receives nothing; a limit would affect the handshake
-    push = _make_socket(context, zmq.PUSH, -1)
+    push = _make_client(context, zmq.PUSH, wire, -1)
     push.sndhwm = OUTPUT_HIGH_WATER_MARK
-    push.connect(address)
+    push.connect(wire.output_address)
     return push
 
 
-def bind_listener(context: zmq.Context, address: str) -> zmq.Socket:
-    """A daemon's listener for Attach messages.
-
-    Replaces the file of a dead daemon. Refuses that of a living one, and a file that is not a
-    socket.
-    """
-    path = ipc_path(address, "listen")
-    if not path.parent.is_dir():
-        raise InvalidParameterError("listen", f"{path.parent} is not a directory")
-    # two daemons that start at the same time must not both take the address
-    with _directory_lock(path.parent):
-        if path.exists() and not path.is_socket():
-            raise InvalidParameterError("listen", f"{path} is a file, not a socket")
-        if (pid := listener_pid(path)) is not None:
-            raise InvalidParameterError(
-                "listen", f"another engine (pid {pid}) listens at {address}"
-            )
-        listener = _make_socket(context, zmq.PULL, 64 * 1024)
-        umask = os.umask(0o177)  # write permission on the socket gives access to the engine
-        try:
-            listener.bind(f"ipc://{path}")
-        finally:
-            os.umask(umask)
-    return listener
-
-
-@contextmanager
-def _directory_lock(path: Path, timeout_s: float = 5.0):
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise QuireError(f"{path} is locked by another process") from error
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)
+def _make_client(context: zmq.Context, kind: int, wire: Wire, max_message_bytes: int) -> zmq.Socket:
+    made = _make_socket(context, kind, max_message_bytes)
+    made.curve_serverkey = wire.key
+    made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
+    return made
 
 
 def receive(source: zmq.Socket) -> list[zmq.Frame] | None:

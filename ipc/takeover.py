@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .door import listener_pid
 from .errors import QuireError
-from .sockets import listener_pid
 
-FILE_S = 0.05  # ZMQ removes the file of a closed listener a moment later
 CLOSE_TIMEOUT_S = 10.0  # its input thread closes the listener at once
 
 
@@ -40,7 +39,6 @@ def taken_over(path: Path) -> Iterator[None]:
             if time.monotonic() > deadline:
                 raise QuireError(f"the engine at {path} (pid {pid}) does not stop listening")
             time.sleep(0.005)
-        time.sleep(FILE_S)
         yield
         with contextlib.suppress(ProcessLookupError):  # it had no requests
             signal.pidfd_send_signal(pidfd, signal.SIGTERM)

@@ -129,5 +129,14 @@ def wait_until(holds, timeout_s: float = 10.0) -> float:
     return time.monotonic() - begin
 
 
+def is_gone(pid: int) -> bool:
+    """Whether the process has ended; init may not have reaped it yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
+
+
 if __name__ == "__main__":
     leave(main(make_executor=TroubledExecutor))

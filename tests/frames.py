@@ -11,7 +11,6 @@ from quire.ipc.messages import (
     PROTOCOL,
     AbortRequests,
     Array,
-    Attach,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
@@ -33,7 +32,7 @@ _ARRAY, _LARGE = (
     Array("f4", (INLINE_BYTES // 4,), bytes(INLINE_BYTES)),
 )
 
-# Without Shutdown, Config and Detach: the engine would obey a damaged frame that still decodes to
+# Without Shutdown and Config: the engine would obey a damaged frame that still decodes to
 # one of these.
 CLIENT_MESSAGES = [
     EngineCoreRequest("fuzz-1", [1, 2, 3], SamplingParams(seed=1, max_tokens=2)),
@@ -56,7 +55,6 @@ CLIENT_MESSAGES = [
     AbortRequests(["fuzz-1", "fuzz-9"]),
     PaceOutputs(2000),
     UtilityCall(2**33, "ping", ["text", 1, None, {"a": [1.5]}]),
-    Attach(PROTOCOL, 1, "ipc:///nowhere/a", "ipc:///nowhere/b"),
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
     EngineCoreOutputs(

@@ -61,6 +61,7 @@ class EngineArguments(TypedDict, total=False):
     step_timeout_s: float
     shutdown_timeout_s: float
     max_message_bytes: int
+    token_file: str | None
     log_stats_interval_s: float
     otlp_traces_endpoint: str | None
     disable_log_stats: bool

@@ -54,6 +54,7 @@ class EngineClient(ABC):
 
     is_shared = False  # other clients may use the engine too: it is a daemon
     num_bad_frames = 0  # invalid frames from the engine, which are dropped
+    num_rejected_peers = 0  # connections to this client's sockets that were not the engine's
     ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
     is_replacing = False  # the engine has died, and the next one is not ready
     # The program ends soon: an engine that dies is replaced only for requests. The server sets it.

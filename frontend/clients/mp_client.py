@@ -147,6 +147,10 @@ class MPClient(EngineClient):
         return self._connection.num_bad_frames
 
     @property
+    def num_rejected_peers(self) -> int:
+        return self._connection.num_rejected_peers
+
+    @property
     def engine_pid(self) -> int:
         return self._connection.engine_pid
 

@@ -21,7 +21,6 @@ from typing import Literal
 import msgspec
 import psutil
 
-from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
 from .cpu import (
     NATIVE_BFLOAT16,
@@ -347,7 +346,7 @@ def check_disks() -> Iterator[Finding]:
         GIB // 10,
         "set TMPDIR to a writable directory with enough space",
     )
-    yield check_socket_directory()
+    yield check_sockets()
     if Path("/dev/shm").is_dir():
         yield _check_space(
             "/dev/shm",
@@ -363,18 +362,17 @@ def check_disks() -> Iterator[Finding]:
     )
 
 
-def check_socket_directory() -> Finding:
-    """Programs reach the engine process through socket files, whose path length is limited."""
-    from ...ipc.sockets import runtime_directory
+def check_sockets() -> Finding:
+    """Programs reach the engine process through sockets that CURVE protects."""
+    import zmq
 
-    try:
-        return passed("sockets", f"in {runtime_directory()}")
-    except QuireError as error:
-        return failure(
-            "sockets",
-            str(error),
-            "set XDG_RUNTIME_DIR to a directory of your own with a short path",
-        )
+    if zmq.has("curve"):
+        return passed("sockets", f"ZMQ {zmq.zmq_version()} with CURVE")
+    return failure(
+        "sockets",
+        f"ZMQ {zmq.zmq_version()} has no CURVE, which protects the engine's sockets",
+        "install pyzmq from PyPI's wheels",
+    )
 
 
 def _check_space(name: str, directory: Path, least: int, fix: str) -> Finding:

@@ -103,6 +103,10 @@ class SupervisedClient(EngineClient):
         return self._engine.num_bad_frames
 
     @property
+    def num_rejected_peers(self) -> int:
+        return self._engine.num_rejected_peers
+
+    @property
     def engine_pid(self) -> int:
         return self._engine.engine_pid
 

@@ -40,6 +40,8 @@ this client only.
 
     num_inputs_refused       counter   requests that this frontend rejected before sending them
     num_bad_engine_frames    counter   invalid frames from the engine
+    num_rejected_peers       counter   connections to the engine's sockets by a process that was not
+                                       given their key, or of another user
     num_dropped_rows         counter   rows of an engine that has been replaced since
     num_engine_restarts      counter   engines that took the place of one that died; the engine's
                                        own counters then start at 0 again
@@ -196,6 +198,7 @@ class Telemetry:
         return of_the_engine | {
             "num_inputs_refused": self.num_inputs_refused,
             "num_bad_engine_frames": self._client.num_bad_frames,
+            "num_rejected_peers": self._client.num_rejected_peers,
             "num_dropped_rows": self._output_processor.num_dropped_rows,
             "num_engine_restarts": self._client.restarts.by_cause.total(),
             "num_requests_resumed": self._client.restarts.num_resumed,

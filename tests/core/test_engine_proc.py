@@ -33,26 +33,18 @@ from quire.ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineMessage,
+    Finished,
     FinishReason,
     Ready,
     Shutdown,
 )
 from quire.ipc.params import SamplingParams
 from quire.ipc.process import SignalPipe
-from quire.ipc.sockets import (
-    ENGINE_IDENTITY,
-    INPUT_SOCKET,
-    OUTPUT_SOCKET,
-    SocketDirectory,
-    bind_pull,
-    bind_router,
-    connect_push,
-    make_context,
-    receive,
-)
+from quire.ipc.sockets import ENGINE_IDENTITY, Wire, connect_push, make_context, receive
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
+from quire.tests.wires import ClientEnds
 
 FRAMES_PER_CHUNK = 500
 
@@ -211,7 +203,7 @@ def test_fuzz_towards_the_client(open_client, num_frames):
     client = open_client()
     rng, config = random.Random(4), client.ready.config
     context = make_context()
-    stranger = connect_push(context, client._connection.directory.address(OUTPUT_SOCKET))
+    stranger = connect_push(context, client._connection.wire)
     for chunk in range(max(1, num_frames // FRAMES_PER_CHUNK)):
         good = make_request(f"good-{chunk}", prompt=[chunk % 97, 1])
         client.add_request(good)
@@ -222,6 +214,32 @@ def test_fuzz_towards_the_client(open_client, num_frames):
         assert tokens == expected(good, config) and end.reason == FinishReason.LENGTH
     assert client.num_bad_frames > num_frames // 2
     context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+def test_forged_outputs_do_not_arrive(open_client, has_key):
+    """Another process of the same user, which may know the sockets' name, pushes an end of the
+    request.
+    """
+    client = open_client(hf_overrides={"delay_s": 0.01})
+    request, config = make_request("r", max_tokens=30), client.ready.config
+    client.add_request(request)
+    forged = EngineCoreOutputs(0, ["r"], [0], [0], [], [Finished(0, FinishReason.ABORT)])
+    wire = client._connection.wire
+    with_a_key = (
+        "push.curve_serverkey, _ = zmq.curve_keypair(); "
+        "push.curve_publickey, push.curve_secretkey = zmq.curve_keypair(); "
+    )
+    script = (
+        "import sys, time, zmq; push = zmq.Context().socket(zmq.PUSH); push.linger = 0; "
+        + (with_a_key if has_key else "")
+        + "push.connect(sys.argv[1]); push.send(bytes.fromhex(sys.argv[2])); time.sleep(0.3)"
+    )
+    [frame] = Encoder(2**20).encode(forged)
+    subprocess.run([sys.executable, "-c", script, wire.output_address, frame.hex()], check=True)
+    tokens, end = collect(client, "r")["r"]
+    assert tokens == expected(request, config) and end.reason == FinishReason.LENGTH
+    assert client.num_bad_frames == 0 and client.num_rejected_peers > 0
 
 
 # ---------------------------------------------------------------- a slow reader
@@ -235,15 +253,12 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     config = make_config(
         max_model_len=2048, num_gpu_blocks_override=1000, hf_overrides={"delay_s": 0.002}
     )
-    directory, context, signals = SocketDirectory(), make_context(), SignalPipe()
+    context, signals = make_context(), SignalPipe()
     limit = config.service_config.max_message_bytes
-    router, pull = (
-        bind_router(context, directory.address(INPUT_SOCKET), limit),
-        bind_pull(context, directory.address(OUTPUT_SOCKET), limit),
-    )
-    parent_fd, write_fd = os.pipe()
+    ends = ClientEnds(context, limit)
+    router, pull = ends.router, ends.pull
     input_ = EngineInput(context, limit, signals)
-    input_.serve_parent(directory.path, os.getppid(), parent_fd)
+    input_.serve_parent(ends.wire)
     executors = []
 
     def make_executor(config):
@@ -281,13 +296,9 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     router.send_multipart([ENGINE_IDENTITY, *encoder.encode(Shutdown())])
     thread.join(5)
     assert exit_codes == [0]
-    for closing in (router, pull):
-        closing.close(linger=0)
+    ends.close()
     context.term()
     signals.close()
-    directory.remove()
-    os.close(parent_fd)
-    os.close(write_fd)
 
 
 def test_counters_of_its_threads_are_in_the_metrics():
@@ -305,7 +316,7 @@ def test_counters_of_its_threads_are_in_the_metrics():
     proc.config = make_config()
     proc._start()
     for client_index in range(3):
-        proc._on_event(events.ClientJoined(client_index, "ipc://nowhere"))
+        proc._on_event(events.ClientJoined(client_index, Wire("nowhere", b"")))
     proc.core.add_request(make_request("r", max_tokens=100), 1)
     proc._on_event(events.ClientOverflowed(1))
     proc._on_event(events.ClientLeft(1))
@@ -417,11 +428,10 @@ def test_a_daemon_without_descriptors_turns_new_clients_away(tmp_path, open_clie
             with pytest.raises(EngineStartError, match="no descriptors"):
                 open_client(address)
         assert len(collect(first, "all the time")["all the time"][0]) == 240
-        # a client that leaves makes room, and so does one that closes its socket and says nothing
+        # a client that leaves makes room
         clients.pop().shutdown()
         clients.append(open_soon(open_client, address))
-        clients[-1]._connection.router.close()
-        clients[-1]._connection.pull.close()
+        clients[-1].shutdown()
         replacement = open_soon(open_client, address)
         replacement.add_request(make_request("last", max_tokens=3))
         assert len(collect(replacement, "last")["last"][0]) == 3

@@ -23,13 +23,6 @@ SMALL = EngineArgs(
 )
 
 
-@pytest.fixture(autouse=True)
-def private_runtime_directory(tmp_path, monkeypatch):
-    """Other programs create and remove sockets in the common directory."""
-    (tmp_path / "run").mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
-
-
 class Watcher:
     """Collects progress, and counts iterations of the loop in the meantime."""
 

@@ -8,11 +8,13 @@ import time
 
 import psutil
 import pytest
-from quire.ipc.codec import Decoder
+import zmq
 from quire.ipc.connection import Connection
+from quire.ipc.door import TOKEN_VARIABLE, answer, bind_door, read_attach
 from quire.ipc.errors import EngineStartError, InvalidParameterError
-from quire.ipc.messages import Attach, ClientMessage, Detach
-from quire.ipc.sockets import bind_listener, connect_dealer, receive
+from quire.ipc.messages import Served, TurnedAway
+from quire.ipc.sockets import Wire, connect_dealer
+from quire.tests.fake_engine import wait_until
 
 LIMIT = 2**20
 
@@ -22,7 +24,35 @@ def connection():
     made = Connection(LIMIT)
     yield made
     made.close()
-    assert not made.directory.path.exists()
+
+
+@pytest.fixture
+def door(tmp_path):
+    """A daemon's door. Yields (its address, a function that admits the next program in a
+    thread).
+    """
+    address = f"ipc://{tmp_path}/door"
+    listener = bind_door(address)
+    listener.setblocking(True)
+    visitors = []
+
+    def admit(message) -> None:
+        def run() -> None:
+            visitor, _ = listener.accept()
+            visitors.append((visitor, read_attach(visitor, None)))
+            answer(visitor, message)
+
+        threading.Thread(target=run).start()
+
+    admit.visitors = visitors
+    yield address, admit
+    listener.close()
+    for visitor, _ in visitors:
+        visitor.close()
+
+
+def is_readable(fd: int) -> bool:
+    return bool(zmq.select([fd], [], [], 0)[0])
 
 
 def test_a_child_that_never_responds_is_ended(connection):
@@ -32,20 +62,41 @@ def test_a_child_that_never_responds_is_ended(connection):
     assert not psutil.pid_exists(connection.engine_pid)
 
 
-def test_attach_and_detach(connection, tmp_path):
-    decoder = Decoder(ClientMessage, LIMIT)
-    with bind_listener(connection.context, f"ipc://{tmp_path}/door") as door:
-        connection.attach(f"ipc://{tmp_path}/door")
-        assert connection.engine_pid == os.getpid()
-        assert door.poll(5000)
-        message = decoder.decode(receive(door))
-        assert isinstance(message, Attach) and message.pid == os.getpid()
-        with connect_dealer(connection.context, message.input_address, LIMIT) as dealer:
-            dealer.send(b"hello")
-            assert connection.router.poll(5000)
-            connection.send(Detach())
-            assert dealer.poll(5000) and decoder.decode(receive(dealer)) == Detach()
+def test_attach_and_leave(connection, door):
+    address, admit = door
+    admit(Served(7))
+    connection.attach(address)
+    [(visitor, attach)] = admit.visitors
+    assert connection.engine_pid == 7 and not is_readable(connection.pidfd)
+    wire = Wire(attach.wire_name, attach.key)
+    assert wire == connection.wire
+    with connect_dealer(connection.context, wire, LIMIT) as dealer:
+        dealer.send(b"hello")
+        assert connection.router.poll(5000)
+    connection.close()
+    assert visitor.recv(1) == b""
+
+
+def test_the_end_of_a_daemon_is_readable(connection, door):
+    address, admit = door
+    admit(Served(7))
+    connection.attach(address)
+    admit.visitors[0][0].close()
+    assert is_readable(connection.pidfd)
     assert "is gone" in connection.describe_death()
+
+
+def test_a_daemons_refusal(connection, door):
+    address, admit = door
+    admit(TurnedAway("no room for another"))
+    with pytest.raises(EngineStartError, match="no room for another"):
+        connection.attach(address)
+
+
+def test_a_daemon_that_does_not_answer(connection, door, monkeypatch):
+    monkeypatch.setattr("quire.ipc.door.ANSWER_TIMEOUT_S", 0.2)
+    with pytest.raises(EngineStartError, match="did not answer within 0.2 s"):
+        connection.attach(door[0])
 
 
 def test_no_listener(connection, tmp_path):
@@ -53,15 +104,48 @@ def test_no_listener(connection, tmp_path):
         connection.attach(f"ipc://{tmp_path}/door")
     with pytest.raises(InvalidParameterError):
         connection.attach("tcp://localhost:1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(tmp_path / "other"))
+        other.listen()
+        with pytest.raises(EngineStartError, match="no engine of this version"):
+            connection.attach(f"ipc://{tmp_path}/other")
 
 
-def test_close_in_a_fork_does_not_close_for_its_parent(connection):
+def test_a_token_file_that_cannot_be_used(connection, door, tmp_path, monkeypatch):
+    address, _ = door
+    with pytest.raises(InvalidParameterError, match="token_file: .*missing cannot be read"):
+        connection.attach(address, f"{tmp_path}/missing")
+    monkeypatch.setenv(TOKEN_VARIABLE, f"{tmp_path}/absent")
+    with pytest.raises(InvalidParameterError, match="token_file: .*absent cannot be read"):
+        connection.attach(address)
+
+
+def test_strangers_are_counted(connection):
+    connection.spawn([sys.executable, "-c", "import time; time.sleep(100)"], LIMIT)
+    assert connection.num_rejected_peers == 0
+    for address in (connection.wire.input_address, connection.wire.output_address):
+        with connection.context.socket(zmq.DEALER) as stranger:
+            stranger.linger = 0
+            stranger.reconnect_ivl = -1
+            before = connection.num_rejected_peers
+            stranger.connect(address)
+            wait_until(lambda: connection.num_rejected_peers == before + 1)
+    connection.shutdown_timeout_s = 0.0
+    connection.close()
+    assert connection.num_rejected_peers == 2
+
+
+def test_close_in_a_fork_does_not_close_for_its_parent(connection, door):
+    address, admit = door
+    admit(Served(7))
+    connection.attach(address)
     pid = os.fork()
     if pid == 0:
         connection.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert connection.directory.path.exists()
+    with pytest.raises(BlockingIOError):
+        admit.visitors[0][0].recv(1, socket.MSG_DONTWAIT)
 
 
 def test_close_does_not_wait_for_an_absent_engine(connection):
@@ -72,15 +156,23 @@ def test_close_does_not_wait_for_an_absent_engine(connection):
 
 
 def test_attach_waits_for_a_daemon_between_bind_and_listen(connection, tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(str(tmp_path / "door"))
-        threading.Timer(0.1, door.listen).start()
+
+        def listen() -> None:
+            door.listen()
+            visitor, _ = door.accept()
+            with visitor:
+                visitor.recv(10_000)
+                answer(visitor, Served(7))
+
+        threading.Timer(0.1, listen).start()
         connection.attach(f"ipc://{tmp_path}/door")
-        assert connection.engine_pid == os.getpid()
+        assert connection.engine_pid == 7
 
 
 def test_attach_gives_up_on_the_file_of_a_dead_daemon(connection, tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
         door.bind(str(tmp_path / "door"))
     with pytest.raises(EngineStartError, match="no engine listens"):
         connection.attach(f"ipc://{tmp_path}/door")

@@ -1,53 +1,50 @@
 """The input thread: messages, bad frames, programs that attach and leave or die."""
 
-import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
-from pathlib import Path
 
+import msgspec
 import pytest
-import zmq
 from quire.ipc import engine_input as events
 from quire.ipc.codec import Decoder, Encoder
-from quire.ipc.engine_input import EngineInput
+from quire.ipc.door import ask, bind_door, connect_door, network_namespace
+from quire.ipc.engine_input import DESCRIPTORS_PER_CLIENT, MAX_VISITORS, EngineInput
 from quire.ipc.messages import (
     PROTOCOL,
     AbortRequests,
     Attach,
     Config,
-    Detach,
     EngineCoreRequest,
     EngineMessage,
     Hello,
+    Served,
     Shutdown,
     UtilityCall,
 )
 from quire.ipc.params import SamplingParams
 from quire.ipc.process import SignalPipe
-from quire.ipc.sockets import (
-    ENGINE_IDENTITY,
-    bind_listener,
-    bind_router,
-    connect_push,
-    make_context,
-    receive,
-)
+from quire.ipc.sockets import ENGINE_IDENTITY, make_context, receive
 from quire.tests.fake_engine import wait_until
 from quire.tests.fakes import make_config
+from quire.tests.wires import ClientEnds
 
 LIMIT = 2**20
+TOKEN = b"sixteen bytes...or more"
 REQUEST = EngineCoreRequest("r", [1, 2], SamplingParams(seed=1))
 
 
 class Client:
     """A program at the client's end of the sockets."""
 
-    def __init__(self, context, path):
-        self.input_address, self.output_address = f"ipc://{path}.in", f"ipc://{path}.out"
-        self.router = bind_router(context, self.input_address, LIMIT)
+    def __init__(self, context, address, token=b""):
+        self.ends = ClientEnds(context, LIMIT)
+        self.wire, self.router = self.ends.wire, self.ends.router
         self.encoder = Encoder(LIMIT)
+        self.door = connect_door(address)
+        assert ask(self.door, self.wire, token) == Served(os.getpid())
 
     def hello(self) -> Hello | None:
         if not self.router.poll(5000):
@@ -72,36 +69,29 @@ def context():
 
 @pytest.fixture
 def daemon(context, tmp_path):
-    """An EngineInput with a listener. Yields (it, the socket for attaching, a function that makes
-    clients).
-    """
+    """An EngineInput with a door. Yields (it, its address, a function that makes clients)."""
     address = f"ipc://{tmp_path}/door"
     signals = SignalPipe()
     input_ = EngineInput(context, LIMIT, signals)
-    input_.serve_listener(bind_listener(context, address), address)
+    input_.serve_door(bind_door(address), address, None)
     input_.start()
-    door = connect_push(context, address)
     clients = []
 
-    def attach(pid: int | None = None) -> Client:
-        client = Client(context, tmp_path / str(len(clients)))
+    def attach() -> Client:
+        client = Client(context, address)
         clients.append(client)
-        door.send_multipart(
-            client.encoder.encode(
-                Attach(PROTOCOL, pid or os.getpid(), client.input_address, client.output_address)
-            )
-        )
         assert client.hello() == Hello(PROTOCOL, os.getpid())
-        assert next_event(input_) == events.ClientJoined(len(clients) - 1, client.output_address)
+        assert next_event(input_) == events.ClientJoined(len(clients) - 1, client.wire)
         return client
 
-    yield input_, door, attach
+    yield input_, address, attach
     input_.close()
+    input_.close_doors()
     signals.close()
     assert not (tmp_path / "door").exists()
-    door.close(linger=0)
     for client in clients:
-        client.router.close(linger=0)
+        client.ends.close()
+        client.door.close()
 
 
 def next_event(input_: EngineInput) -> events.Event:
@@ -136,9 +126,7 @@ def test_a_bad_frame_is_dropped_and_its_sender_reported(daemon):
 
 
 @pytest.mark.parametrize(
-    "message",
-    [Shutdown(), Config(make_config()), Attach(PROTOCOL, 1, "ipc:///x", "ipc:///y")],
-    ids=lambda m: type(m).__name__,
+    "message", [Shutdown(), Config(make_config())], ids=lambda m: type(m).__name__
 )
 def test_a_daemons_client_is_not_its_parent(daemon, message):
     input_, _, attach = daemon
@@ -147,74 +135,146 @@ def test_a_daemons_client_is_not_its_parent(daemon, message):
     assert next_event(input_).message == REQUEST and input_.num_bad_frames == 1
 
 
-def test_detach_and_death(daemon):
-    input_, _, attach = daemon
-    program = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    stays, leaves, dies = attach(), attach(), attach(program.pid)
-    leaves.send(Detach())
+# Attaches and prints the line "attached"; a fork of it then keeps its descriptors open.
+PROGRAM = """
+import os, sys, time
+from quire.ipc.connection import Connection
+connection = Connection(2**20)
+connection.attach(sys.argv[1])
+if os.fork() == 0:
+    time.sleep(3)
+    os._exit(0)
+print("attached", flush=True)
+input()
+connection.close()
+print("closed", flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("leaves", ["dies", "closes"])
+def test_a_client_that_leaves(daemon, leaves):
+    input_, address, attach = daemon
+    stays = attach()
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert program.stdout.readline() == b"attached\n"
+    assert isinstance(next_event(input_), events.ClientJoined)
+    if leaves == "dies":
+        program.kill()
+    else:
+        program.stdin.write(b"\n")
+        program.stdin.flush()
     assert next_event(input_) == events.ClientLeft(1)
     program.kill()
-    assert next_event(input_) == events.ClientLeft(2)
     program.wait()
     program.stdin.close()
-    with pytest.raises(zmq.ZMQError):
-        wait_until(lambda: dies.send(REQUEST))  # the engine has closed its end
+    program.stdout.close()
     stays.send(REQUEST)
     assert next_event(input_) == events.FromClient(0, REQUEST)
 
 
-def num_pidfds() -> int:
-    """Count the pidfds that this process holds."""
-    num_found = 0
-    for fd in os.listdir("/proc/self/fdinfo"):
-        with contextlib.suppress(FileNotFoundError):
-            num_found += "\nPid:" in Path(f"/proc/self/fdinfo/{fd}").read_text()
-    return num_found
+def test_clients_that_leave_leak_no_descriptors(daemon):
+    input_, _, attach = daemon
+    attach()
+    num_before = None
+    for number in range(1, 5):
+        client = attach()
+        client.door.close()
+        client.ends.close()
+        assert next_event(input_) == events.ClientLeft(number)
+        num_before = num_before or num_open()
+        wait_until(lambda: num_open() <= num_before)
 
 
-def test_clients_that_close_without_detaching_leak_no_descriptors(daemon, context, tmp_path):
-    """Their program continues to run, so no death is reported. The next attach closes the
-    descriptors.
-    """
-    input_, door, _ = daemon
-    num_before = num_pidfds()
-    for number in range(4):
-        client = Client(context, tmp_path / f"short-{number}")
-        attach = Attach(PROTOCOL, os.getpid(), client.input_address, client.output_address)
-        door.send_multipart(client.encoder.encode(attach))
-        assert client.hello() is not None
-        if number:
-            assert next_event(input_) == events.ClientLeft(number - 1)
-        assert next_event(input_) == events.ClientJoined(number, client.output_address)
-        client.router.close(linger=0)
-        (tmp_path / f"short-{number}.in").unlink()  # as Connection.close removes its directory
-        assert num_pidfds() == num_before + 1
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def send_raw(address: str, data: bytes) -> socket.socket:
+    door = connect_door(address)
+    door.settimeout(5)
+    door.send(data)
+    return door
+
+
+def packed(**changes) -> bytes:
+    """An Attach with some fields changed."""
+    fields = ["attach", PROTOCOL, "0" * 32, b"k" * 40, network_namespace(), b""]
+    names = ["tag", *Attach.__struct_fields__]
+    assert set(changes) <= set(names)
+    return msgspec.msgpack.encode([changes.get(n, v) for n, v in zip(names, fields, strict=True)])
 
 
 @pytest.mark.parametrize(
-    "attach_message",
+    "data",
     [
-        Attach(PROTOCOL, os.getpid(), "tcp://127.0.0.1:1", "ipc:///x"),
-        Attach(PROTOCOL, os.getpid(), "ipc:///x", "nonsense"),
-        Attach(PROTOCOL, 2**22 + 1, "ipc:///x", "ipc:///y"),  # no such process
-        Attach(PROTOCOL, -1, "ipc:///x", "ipc:///y"),
-        Attach(PROTOCOL, 2**80, "ipc:///x", "ipc:///y"),
-        REQUEST,
+        b"garbage",
+        b"\xff" * 8192,
+        b"\x91" * 8000,
+        packed(tag="nonsense"),
+        packed(wire_name="/tmp/somebody's"),
+        packed(wire_name="../../x"),
+        packed(key=b"short"),
+        packed(key=b"\0" * 40),
+        packed(network_namespace=-1.5),
+        Encoder(LIMIT).encode(REQUEST)[0],
     ],
 )
-def test_a_bad_attach_affects_no_other_client(daemon, attach_message):
-    input_, door, attach = daemon
+def test_a_bad_attach_affects_no_other_client(daemon, data):
+    input_, address, attach = daemon
     attach()
-    fds = len(os.listdir("/proc/self/fd"))
-    try:
-        door.send_multipart(Encoder(LIMIT).encode(attach_message))
-    except OverflowError:  # msgpack has no such integer, so it is encoded by hand
-        door.send_multipart([b"\x95\xa6attach\x01\xcb\x7f\xf0\0\0\0\0\0\0\xa1x\xa1y"])
-    wait_until(lambda: input_.num_bad_frames == 1)
-    assert len(os.listdir("/proc/self/fd")) == fds
+    fds = num_open()
+    with send_raw(address, data) as door:
+        assert door.recv(1000) == b""
+    assert input_.num_bad_frames == 1
+    wait_until(lambda: num_open() == fds)
     client = attach()
     client.send(REQUEST)
     assert next_event(input_).message == REQUEST
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (packed(protocol=PROTOCOL - 1), b"versions of quire differ"),
+        (packed(network_namespace=1), b"different network namespaces"),
+    ],
+)
+def test_a_program_learns_why_it_is_not_served(daemon, data, cause):
+    input_, address, attach = daemon
+    with send_raw(address, data) as door:
+        assert cause in door.recv(1000)
+        assert door.recv(1000) == b""
+    attach()
+
+
+def test_a_client_learns_of_the_end_after_its_last_outputs(daemon):
+    input_, _, attach = daemon
+    client = attach()
+    input_.close()
+    client.door.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        client.door.recv(1)
+    input_.close_doors()
+    assert client.door.recv(1) == b""
+
+
+def test_programs_that_say_nothing(daemon, monkeypatch):
+    """They neither keep others out nor descriptors."""
+    monkeypatch.setattr("quire.ipc.engine_input.ATTACH_TIMEOUT_S", 0.3)
+    input_, address, attach = daemon
+    attach()
+    fds = num_open()
+    silent = [connect_door(address) for _ in range(3 * MAX_VISITORS)]
+    attach()
+    for door in silent:
+        door.settimeout(5)
+        assert door.recv(1) == b""
+        door.close()
+    assert num_open() <= fds + DESCRIPTORS_PER_CLIENT + 5  # with the client's own ends
+    attach()
 
 
 def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
@@ -222,9 +282,8 @@ def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
     signals = SignalPipe(signal.SIGTERM)
     try:
         input_ = EngineInput(context, LIMIT, signals)
-        input_.serve_listener(
-            bind_listener(context, f"ipc://{tmp_path}/door"), f"ipc://{tmp_path}/door"
-        )
+        address = f"ipc://{tmp_path}/door"
+        input_.serve_door(bind_door(address), address, None)
         input_.start()
         os.kill(os.getpid(), signal.SIGTERM)
         assert next_event(input_) == events.LeaveSignal()

@@ -22,16 +22,17 @@ from quire.ipc.messages import (
     TokenLogprobs,
     UtilityResult,
 )
-from quire.ipc.sockets import OUTPUT_HIGH_WATER_MARK, bind_pull, make_context, receive
+from quire.ipc.sockets import OUTPUT_HIGH_WATER_MARK, Wire, make_context, receive
 from quire.tests.fake_engine import wait_until
+from quire.tests.wires import ClientEnds
 
 LIMIT = 2**22
 
 
 class Reader:
-    def __init__(self, context, path):
-        self.address = f"ipc://{path}"
-        self.pull = bind_pull(context, self.address, LIMIT)
+    def __init__(self, context):
+        self.ends = ClientEnds(context, LIMIT)
+        self.wire, self.pull = self.ends.wire, self.ends.pull
         self.decoder = Decoder(EngineMessage, LIMIT)
 
     def read(self, timeout_s: float = 5.0):
@@ -45,11 +46,11 @@ def context():
 
 
 @pytest.fixture
-def readers(context, tmp_path):
-    made = [Reader(context, tmp_path / str(i)) for i in range(2)]
+def readers(context):
+    made = [Reader(context) for i in range(2)]
     yield made
     for reader in made:
-        reader.pull.close()
+        reader.ends.close()
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def output(context, readers):
     made = EngineOutput(context, LIMIT, max_backlog_bytes=100_000)
     made.start()
     for i, reader in enumerate(readers):
-        made.connect(i, reader.address)
+        made.connect(i, reader.wire)
     yield made
     made.close(0)
 
@@ -134,8 +135,9 @@ def test_a_client_that_cannot_be_connected_is_reported_and_the_others_are_served
 
     dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
     output.on_overflow = dropped.put
+    wait_until(lambda: len(output._readers) == len(readers))
     monkeypatch.setattr(engine_output, "connect_push", no_descriptors)
-    output.connect(7, "ipc:///nowhere")
+    output.connect(7, Wire("nowhere", b""))
     assert dropped.get(timeout=5) == 7
     output.send(7, UtilityResult(1))
     output.send(0, UtilityResult(2))
@@ -176,7 +178,7 @@ def test_a_message_that_cannot_be_encoded_becomes_an_error(output, readers):
 def test_close_sends_the_rest(context, readers):
     output = EngineOutput(context, LIMIT)
     output.start()
-    output.connect(0, readers[0].address)
+    output.connect(0, readers[0].wire)
     for i in range(500):
         output.send(0, UtilityResult(i))
     output.close(5)
@@ -187,7 +189,7 @@ def test_close_does_not_wait_for_a_reader_forever(context, readers):
     fds = len(os.listdir("/proc/self/fd"))
     output = EngineOutput(context, LIMIT)
     output.start()
-    output.connect(0, readers[0].address)
+    output.connect(0, readers[0].wire)
     for _ in range(4 * OUTPUT_HIGH_WATER_MARK):
         output.send(0, rows("x" * 1000))
     begin = time.monotonic()

@@ -4,20 +4,22 @@ learns of its parent's death.
 
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 from quire.ipc.process import EngineProcess, SignalPipe, engine_command
+from quire.tests.fake_engine import is_gone, wait_until
 
 PYTHON = [sys.executable, "-c"]
-NOWHERE = Path("/nowhere")
+KEY = b"k" * 40
 
 
 def start(script: str) -> EngineProcess:
-    return EngineProcess([*PYTHON, script], NOWHERE, 1000)
+    return EngineProcess([*PYTHON, script], "name", KEY, 1000)
 
 
 def test_the_command():
@@ -97,37 +99,79 @@ def test_no_descriptor_is_leaked():
 def test_a_program_that_does_not_exist():
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        EngineProcess(["/nowhere/python"], NOWHERE, 1000)
+        EngineProcess(["/nowhere/python"], "name", KEY, 1000)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_parents_death_is_a_signal(tmp_path):
-    """A grandchild keeps the parent's pipe open here, so only the kernel's signal reports the
-    death.
-    """
-    child = tmp_path / "child.py"
-    child.write_text(
-        "import os, sys, signal, time\n"
-        "from quire.ipc.process import *\n"
-        "pipe = SignalPipe(PARENT_DEATH_SIGNAL)\n"
-        "die_with_parent(int(sys.argv[1]))\n"
-        "print(os.getpid(), flush=True)\n"
-        "while not pipe.read(): time.sleep(0.01)\n"
-        "open(sys.argv[2], 'w').write(str(os.getppid() == int(sys.argv[1])))\n"
+def test_the_child_gets_the_key_and_nobody_else_sees_it(tmp_path):
+    script = (
+        "import os, sys; fd = int(sys.argv[sys.argv.index('--key-fd') + 1]); "
+        "key = os.read(fd, 100); told = ' '.join(sys.argv) + str(os.environ); "
+        "print(key == b'k' * 40, key.decode() in told, file=sys.stderr)"
     )
-    parent = (
-        "import subprocess, sys, os, time\n"
-        f"p = subprocess.Popen([sys.executable, {str(child)!r}, str(os.getpid()), "
-        f"{str(tmp_path / 'saw')!r}], stdout=subprocess.PIPE)\n"
-        "p.stdout.readline()\n"
-        "os.kill(os.getpid(), 9)\n"
+    process = start(script)
+    process.close(10)
+    assert process._tail == b"True False\n"
+
+
+# A parent that starts a child, and what the child does. The parent prints the child's pid when the
+# child has written its first line, which here is a descriptor's number.
+PARENT = """
+import os, signal, sys, time
+from quire.ipc.process import EngineProcess
+child = EngineProcess([sys.executable, "-c", sys.argv[1]], "name", b"k" * 40, 1000)
+while not child._tail: time.sleep(0.005)
+exec(sys.argv[2])
+print(child.pid, flush=True)
+time.sleep(100)
+"""
+OBEYS = "from quire.ipc.process import *; import os, sys; die_with_parent(os.getppid()); "
+SLEEPS = "print(1, flush=True); import time; time.sleep(100)"
+HOLDS_THE_GIL = "print(1, flush=True); import ctypes; ctypes.PyDLL(None).sleep(100)"
+STOPS = "os.kill(child.pid, signal.SIGSTOP)"
+# a fork has the writing end of the pipe to the child, so its end-of-file does not come
+FORKS = "os.fork() or (time.sleep(2), os._exit(0))"
+
+
+@pytest.mark.parametrize(
+    ("child", "parent"),
+    [
+        (OBEYS + HOLDS_THE_GIL, ""),
+        (OBEYS + SLEEPS, STOPS),
+        (OBEYS + SLEEPS, FORKS),
+        (SLEEPS, ""),  # it has not come to die_with_parent
+        (SLEEPS, STOPS),
+    ],
+    ids=["holds the GIL", "stopped", "a fork remains", "early", "early, stopped"],
+)
+def test_a_child_dies_with_its_parent(child, parent):
+    program = subprocess.Popen(
+        [sys.executable, "-c", PARENT, child, parent],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
-    os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", parent])
-    deadline = time.monotonic() + 10
-    while not (tmp_path / "saw").exists() or not (tmp_path / "saw").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert (tmp_path / "saw").read_text() == "False"
+    pid = int(program.stdout.readline())
+    assert not is_gone(pid)
+    program.kill()
+    wait_until(lambda: is_gone(pid))
+    program.communicate()
+
+
+def test_a_child_outlives_the_thread_that_asked_for_it():
+    started = []
+    thread = threading.Thread(target=lambda: started.append(start(OBEYS + SLEEPS)))
+    thread.start()
+    thread.join()
+    (process,) = started
+    wait_until(lambda: process._tail)
+    assert not process.wait(0.2)
+    process.close(0)
+
+
+def test_a_child_that_closes_its_stderr_lives_on():
+    process = start(OBEYS + "os.close(1); os.close(2); import time; time.sleep(100)")
+    assert not process.wait(0.5)
+    process.close(0)
 
 
 def test_signals_as_bytes():

@@ -1,8 +1,8 @@
-"""Addresses, private directories, stale directories, and the listener's lock."""
+"""Addresses, and sockets that only the holder of their key can use."""
 
+import contextlib
 import os
-import subprocess
-import sys
+import socket
 import tempfile
 from pathlib import Path
 
@@ -10,32 +10,34 @@ import pytest
 import zmq
 from quire.ipc.errors import InvalidParameterError, QuireError
 from quire.ipc.sockets import (
-    INPUT_SOCKET,
     MAX_PATH_BYTES,
-    SocketDirectory,
-    bind_listener,
-    bind_pull,
+    RejectedPeers,
+    Wire,
+    connect_dealer,
     connect_push,
     ipc_path,
-    listener_pid,
     make_context,
+    make_wire,
     receive,
-    remove_stale_directories,
-    runtime_directory,
 )
+from quire.tests.fake_engine import wait_until
+from quire.tests.wires import ClientEnds
 
-
-@pytest.fixture
-def base():
-    """A short directory, since pytest's tmp_path may be too long for sockets."""
-    with tempfile.TemporaryDirectory(prefix="q") as name:
-        yield Path(name)
+LIMIT = 2**20
+NOBODY = 65534
 
 
 @pytest.fixture
 def context():
     with make_context() as made:
         yield made
+
+
+@pytest.fixture
+def ends(context):
+    made = ClientEnds(context, LIMIT)
+    yield made
+    made.close()
 
 
 def test_addresses():
@@ -62,108 +64,103 @@ def test_refused_addresses(address):
     assert caught.value.parameter == "listen"
 
 
-def test_the_longest_path_works_and_one_more_is_refused(base, context):
-    path = base / ("x" * (MAX_PATH_BYTES - len(str(base)) - 1))
-    bind_pull(context, f"ipc://{ipc_path(f'ipc://{path}')}", 100).close()
-    with pytest.raises(InvalidParameterError, match="at most 107 bytes"):
-        ipc_path(f"ipc://{path}x")
+def test_the_longest_path_works_and_one_more_is_refused():
+    with tempfile.TemporaryDirectory(prefix="q") as base:  # pytest's tmp_path may be too long
+        path = Path(base) / ("x" * (MAX_PATH_BYTES - len(base) - 1))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            door.bind(str(ipc_path(f"ipc://{path}")))
+        with pytest.raises(InvalidParameterError, match="at most 107 bytes"):
+            ipc_path(f"ipc://{path}x")
 
 
-def test_the_directory_is_private_and_removed(base, monkeypatch, context):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    directory = SocketDirectory()
-    assert directory.path.parent == base and directory.path.stat().st_mode & 0o777 == 0o700
-    pull = bind_pull(context, directory.address(INPUT_SOCKET), 100)
-    assert list(directory.path.iterdir())
-    directory.remove()
-    directory.remove()
-    pull.close()
-    assert list(base.iterdir()) == []
+def test_a_wire_has_a_new_name_and_key_each_time():
+    (one, one_secret), (two, two_secret) = make_wire(), make_wire()
+    assert one.is_valid() and one.name != two.name and one.key != two.key
+    assert one_secret not in (one.key, two_secret)
+    for wire in (Wire("/tmp/x", one.key), Wire(one.name + "\n", one.key), Wire(one.name, b"short")):
+        assert not wire.is_valid()
 
 
-def test_an_unusable_directory_is_skipped(base, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base / "missing"))
-    assert runtime_directory() == Path(tempfile.gettempdir())
-    long = base / ("x" * 90)
-    long.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    assert runtime_directory() == Path(tempfile.gettempdir())
+def test_a_build_without_curve_is_refused(monkeypatch):
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    with pytest.raises(QuireError, match="no CURVE"):
+        make_wire()
 
 
-def test_stale_directories_are_removed_and_others_stay(base, monkeypatch):
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
-    held = SocketDirectory()
-    script = (
-        "from quire.ipc.sockets import *; import os; d = SocketDirectory(); make_context(); "
-        "print(d.path); os._exit(0)"
-    )
-    orphan = Path(
-        subprocess.run(
-            [sys.executable, "-c", script], capture_output=True, text=True, check=True
-        ).stdout.strip()
-    )
-    strangers = base / "quire-client-strangers"
-    strangers.mkdir()
-    (strangers / "file").write_text("not ours")
-    (base / "quire-mine").mkdir()  # a name that only resembles Quire's
-    assert orphan.exists()
-    assert remove_stale_directories(base) == 1
-    assert (
-        not orphan.exists()
-        and held.path.exists()
-        and (strangers / "file").exists()
-        and (base / "quire-mine").exists()
-    )
-    held.remove()
+def test_the_holder_of_the_key_is_heard(context, ends):
+    assert receive(ends.pull) is None
+    with (
+        connect_push(context, ends.wire) as push,
+        connect_dealer(context, ends.wire, LIMIT) as dealer,
+    ):
+        push.send_multipart([b"one", b"two"])
+        dealer.send(b"three")
+        assert ends.pull.poll(5000) and ends.router.poll(5000)
+        assert [bytes(frame) for frame in receive(ends.pull)] == [b"one", b"two"]
+        assert bytes(receive(ends.router)[1]) == b"three"
 
 
-def test_no_listener(base):
-    assert listener_pid(base / "missing") is None
+def plain(context: zmq.Context) -> zmq.Socket:
+    return context.socket(zmq.PUSH)
 
 
-def test_one_listener_per_address(base, context):
-    address = f"ipc://{base}/engine.sock"
-    with bind_listener(context, address):
-        path = ipc_path(address)
-        assert path.stat().st_mode & 0o177 == 0
-        assert listener_pid(path) == os.getpid()
-        with pytest.raises(
-            InvalidParameterError, match=f"another engine .pid {os.getpid()}. listens"
-        ):
-            bind_listener(context, address)
+def with_another_key(context: zmq.Context) -> zmq.Socket:
+    made = context.socket(zmq.PUSH)
+    made.curve_serverkey, _ = zmq.curve_keypair()
+    made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
+    return made
 
 
-def test_a_dead_listeners_file_is_replaced(base, context):
-    script = (
-        "import sys, os; from quire.ipc.sockets import *; x = bind_listener(make_context(), "
-        "sys.argv[1]); os._exit(0)"
-    )
-    address = f"ipc://{base}/engine.sock"
-    subprocess.run([sys.executable, "-c", script, address], check=True)
-    assert (base / "engine.sock").is_socket() and listener_pid(base / "engine.sock") is None
-    with bind_listener(context, address):
-        assert listener_pid(base / "engine.sock") == os.getpid()
+@pytest.mark.parametrize("stranger", [plain, with_another_key])
+def test_a_stranger_is_not_heard_and_counted(context, ends, stranger):
+    rejected = RejectedPeers(context, ends.pull)
+    assert rejected.count() == 0
+    with stranger(context) as push:
+        push.linger = 0
+        push.reconnect_ivl = -1
+        push.connect(ends.wire.output_address)
+        with contextlib.suppress(zmq.Again):  # it has been rejected already
+            push.send(b"forged", zmq.NOBLOCK)
+        wait_until(lambda: rejected.count() == 1)
+    with connect_push(context, ends.wire) as push:
+        push.send(b"true")
+        assert ends.pull.poll(5000) and bytes(receive(ends.pull)[0]) == b"true"
+    assert receive(ends.pull) is None and rejected.count() == 1
+    rejected.close()
+    assert rejected.count() == 1
 
 
-def test_a_listener_does_not_replace_a_file(base, context):
-    (base / "notes.txt").write_text("mine")
-    with pytest.raises(InvalidParameterError, match="not a socket"):
-        bind_listener(context, f"ipc://{base}/notes.txt")
-    with pytest.raises(InvalidParameterError, match="not a directory"):
-        bind_listener(context, f"ipc://{base}/missing/engine.sock")
-    assert (base / "notes.txt").read_text() == "mine"
+def test_many_strangers_do_not_stop_the_sockets(context, ends):
+    """ZMQ's threads wait for a reader of a monitor's events that is at its limit."""
+    rejected = RejectedPeers(context, ends.pull)
+    for _ in range(2_500):
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.connect("\0" + ends.wire.output_address.partition("@")[2])
+    with connect_push(context, ends.wire) as push:
+        push.send(b"true")
+        assert ends.pull.poll(10_000)
+    wait_until(lambda: rejected.count() == 2_500)
+    rejected.close()
 
 
-def test_no_usable_directory(monkeypatch):
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(QuireError, match="XDG_RUNTIME_DIR"):
-        runtime_directory()
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_is_not_heard_even_with_the_key(ends):
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(NOBODY)
+        context = make_context()
+        push = connect_push(context, ends.wire)
+        push.send(b"forged")
+        push.close(linger=500)
+        os._exit(0)
+    assert not ends.pull.poll(300)
+    os.waitpid(pid, 0)
 
 
-def test_receive_does_not_block(base, context):
-    with bind_pull(context, f"ipc://{base}/a", 1000) as pull:
-        assert receive(pull) is None
-        with connect_push(context, f"ipc://{base}/a") as push:
-            push.send_multipart([b"one", b"two"])
-            assert pull.poll(5000) == zmq.POLLIN
-            assert [bytes(frame) for frame in receive(pull)] == [b"one", b"two"]
+def test_an_end_for_another_user(context):
+    ends = ClientEnds(context, LIMIT, peer_uid=NOBODY)
+    with connect_push(context, ends.wire) as push:
+        push.linger = 0
+        push.send(b"from root, or from whoever runs the tests")
+        assert not ends.pull.poll(200)
+    ends.close()

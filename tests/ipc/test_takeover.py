@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from quire.ipc.sockets import listener_pid
+from quire.ipc.door import listener_pid
 from quire.ipc.takeover import taken_over
 from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import make_config

@@ -66,6 +66,7 @@ OWN_COUNTERS = (
     "num_overflowed_clients",
     "num_inputs_refused",
     "num_bad_engine_frames",
+    "num_rejected_peers",
     "num_dropped_rows",
     "num_requests_resumed",
     "num_requests_quarantined",

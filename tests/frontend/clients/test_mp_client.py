@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,8 +24,7 @@ from quire.ipc.errors import (
 )
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
-from quire.ipc.sockets import DIRECTORY_PREFIX, runtime_directory
-from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fake_engine import COMMAND, daemon, is_gone, wait_until
 from quire.tests.fakes import make_config
 
 LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=250))
@@ -189,77 +187,55 @@ import sys, time
 from quire.tests.frontend.clients.test_mp_client import open_client, LONG, engine_pid
 client = open_client(hf_overrides={"delay_s": float(sys.argv[1])})
 client.add_request(LONG)
-print(engine_pid(client), client._connection.directory.path, flush=True)
+print(engine_pid(client), flush=True)
 time.sleep(float(sys.argv[2]))
 """
 
 
-def run_program(delay_s: float, life_s: float) -> tuple[subprocess.Popen, int, Path]:
+def run_program(delay_s: float, life_s: float) -> tuple[subprocess.Popen, int]:
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(delay_s), str(life_s)],
         stdout=subprocess.PIPE,
         text=True,
     )
-    pid, path = program.stdout.readline().split()
-    return program, int(pid), Path(path)
+    return program, int(program.stdout.readline())
 
 
 @pytest.mark.parametrize("delay_s", [0.01, 30.0], ids=["short steps", "in a long step"])
 def test_a_killed_frontend_ends_its_engine(delay_s):
-    program, pid, path = run_program(delay_s, 100)
-    assert psutil.pid_exists(pid) and path.exists()
+    program, pid = run_program(delay_s, 100)
+    assert psutil.pid_exists(pid)
     program.kill()
-    took = wait_until(
-        lambda: (
-            not path.exists()
-            and not (
-                psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-            )
-        )
-    )
-    assert took < 2
+    assert wait_until(lambda: is_gone(pid)) < 2
     program.communicate()
 
 
 def test_a_script_that_does_not_close():
-    program, pid, path = run_program(0.01, 0)
+    program, pid = run_program(0.01, 0)
     assert program.wait(10) == 0
-    assert not path.exists() and not psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
     program.communicate()
 
 
 def test_an_unclosed_client_is_collected():
     client = open_client()
-    pid, path = engine_pid(client), client._connection.directory.path
+    pid = engine_pid(client)
     del client
     gc.collect()
-    assert not path.exists() and not psutil.pid_exists(pid)
+    assert not psutil.pid_exists(pid)
 
 
 def state() -> tuple:
-    """Return threads (of Python and of ZMQ), descriptors, children and socket directories of this
-    process.
-    """
-    directories = [
-        path.name
-        for path in runtime_directory().glob(DIRECTORY_PREFIX + "*")
-        if path.lstat().st_uid == os.getuid()
-    ]
+    """Return threads (of Python and of ZMQ), descriptors and children of this process."""
     return (
         threading.active_count(),
         len(os.listdir("/proc/self/task")),
         len(os.listdir("/proc/self/fd")),
         len(psutil.Process().children()),
-        len(directories),
     )
 
 
-def test_nothing_is_leaked(tmp_path, monkeypatch):
-    private = tmp_path / "run"
-    private.mkdir()
-    # other programs create and remove directories in the common one
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(private))
-
+def test_nothing_is_leaked(tmp_path):
     async def use_async() -> None:
         client = open_client(asyncio_mode=True)
         client.add_request(LONG)

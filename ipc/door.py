@@ -1,0 +1,270 @@
+"""The door of a daemon: a socket file where programs ask to be served.
+
+Must not know: requests, ZMQ, or what serving a program takes.
+
+    program   connect ─▶ Attach ─▶ Answer: Served, or a sentence why not
+    daemon    accept ─▶ user, token, version ─▶ Answer; the connection stays open while it serves
+
+Each side learns from the end of the connection that the other is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import os
+import socket
+import struct
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import EngineStartError, InvalidParameterError, QuireError
+from .messages import PROTOCOL, Attach, Served, TurnedAway
+from .sockets import Wire, ipc_path
+
+TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
+MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 4096
+MAX_ATTACH_BYTES = 8192
+ATTACH_TIMEOUT_S = 5.0  # how long a program may take to send its Attach
+ANSWER_TIMEOUT_S = 10.0  # of a daemon, whose input thread answers at once
+LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listener
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_attach = msgspec.msgpack.Decoder(Attach).decode
+_decode_answer = msgspec.msgpack.Decoder(Served | TurnedAway).decode
+
+
+class Peer(NamedTuple):
+    """The process at the other end, by the kernel."""
+
+    pid: int  # 0: it cannot be seen from here
+    uid: int
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """For a connection to a listener: the process that called listen()."""
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid, _ = struct.unpack("3i", data)
+    return Peer(pid, uid)
+
+
+def network_namespace() -> int:
+    """Names without a file are those of one network namespace."""
+    return os.stat("/proc/self/ns/net").st_ino
+
+
+def read_token(path: str, parameter: str = "token_file") -> bytes:
+    """Raises InvalidParameterError for a file that cannot be read, that every user may read, or
+    that holds no token.
+    """
+    try:
+        with open(path, "rb") as file:
+            is_public = os.fstat(file.fileno()).st_mode & 0o004
+            token = file.read(MAX_TOKEN_BYTES + 1).strip()
+    except OSError as error:
+        raise InvalidParameterError(parameter, f"{path} cannot be read: {error.strerror}") from None
+    if is_public:
+        raise InvalidParameterError(parameter, f"every user may read {path}; chmod o-r {path}")
+    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
+        raise InvalidParameterError(
+            parameter,
+            f"{path} must hold a token of {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES} bytes, it has "
+            f"{len(token)}",
+        )
+    return token
+
+
+# ---------------------------------------------------------------- the program's side
+
+
+def connect_door(address: str) -> socket.socket:
+    """Raises EngineStartError if nothing listens at `address`."""
+    path = ipc_path(address)
+    # A daemon's file exists shortly before the daemon listens, and scripts wait for the file.
+    deadline = time.monotonic() + LISTEN_GRACE_S
+    while True:
+        door = _socket()
+        try:
+            door.connect(str(path))
+            return door
+        except (FileNotFoundError, ConnectionRefusedError):
+            door.close()
+            if not path.exists() or time.monotonic() > deadline:
+                raise EngineStartError(
+                    f"no engine listens at {address}; start one with: quire engine --listen "
+                    f"{address}"
+                ) from None
+        except PermissionError:
+            door.close()
+            raise EngineStartError(
+                f"this user may not connect to {address}; an engine serves other users with "
+                f"--token-file"
+            ) from None
+        except OSError as error:  # another kind of socket
+            door.close()
+            raise EngineStartError(
+                f"no engine of this version listens at {address} ({error.strerror})"
+            ) from None
+        time.sleep(0.01)
+
+
+def ask(door: socket.socket, wire: Wire, token: bytes) -> Served:
+    """Asks the daemon to serve this program. Raises EngineStartError with the daemon's reason if
+    it does not.
+    """
+    attach = Attach(PROTOCOL, wire.name, wire.key, network_namespace(), token)
+    door.settimeout(ANSWER_TIMEOUT_S)
+    try:
+        door.send(_encode(attach))
+        data = door.recv(MAX_ATTACH_BYTES)
+    except TimeoutError:
+        raise EngineStartError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s") from None
+    except OSError:
+        data = b""
+    try:
+        answer = _decode_answer(data)
+    except msgspec.MsgspecError:
+        raise EngineStartError(
+            "the engine closed the connection" if not data else "it is not an engine's socket"
+        ) from None
+    if isinstance(answer, TurnedAway):
+        raise EngineStartError(answer.cause)
+    return answer
+
+
+# ---------------------------------------------------------------- the daemon's side
+
+
+class Refusal(Exception):
+    """The sentence for a program that is not served."""
+
+
+class BadAttachError(Exception):
+    """What a program sent is not an Attach."""
+
+
+def bind_door(address: str, *, is_for_all_users: bool = False) -> socket.socket:
+    """A daemon's listener.
+
+    Replaces the file of a dead daemon. Refuses that of a living one, and a file that is not a
+    socket.
+    """
+    path = ipc_path(address, "listen")
+    if not path.parent.is_dir():
+        raise InvalidParameterError("listen", f"{path.parent} is not a directory")
+    # two daemons that start at the same time must not both take the address
+    with _directory_lock(path.parent):
+        if path.exists() and not path.is_socket():
+            raise InvalidParameterError("listen", f"{path} is a file, not a socket")
+        if (pid := listener_pid(path)) is not None:
+            raise InvalidParameterError(
+                "listen", f"another engine (pid {pid}) listens at {address}"
+            )
+        path.unlink(missing_ok=True)
+        door = _socket()
+        umask = os.umask(0o177)  # write permission on the file is what lets a program connect
+        try:
+            door.bind(str(path))
+            if is_for_all_users:
+                path.chmod(0o666)
+            door.listen(128)
+        except BaseException:
+            door.close()
+            raise
+        finally:
+            os.umask(umask)
+    door.setblocking(False)
+    return door
+
+
+def listener_pid(path: Path) -> int | None:
+    """The process that listens at this socket file; None if there is none; 0 if it is not visible
+    here.
+    """
+    for kind in (socket.SOCK_SEQPACKET, socket.SOCK_STREAM):  # STREAM: another program's
+        with socket.socket(socket.AF_UNIX, kind) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):
+                return None
+            except OSError:
+                continue
+            return peer_of(probe).pid
+    return 0
+
+
+def read_attach(visitor: socket.socket, token: bytes | None) -> Attach | None:
+    """What a program asks for; None if it has left.
+
+    `token`: what another user must know; None: other users are refused. Raises Refusal, and
+    BadAttachError for anything but an Attach.
+    """
+    try:
+        data = visitor.recv(MAX_ATTACH_BYTES)
+    except OSError:
+        data = b""
+    if not data:
+        return None
+    try:
+        attach = _decode_attach(data)
+    except Exception as error:  # as in codec.Decoder.decode: any bytes are possible here
+        raise BadAttachError(str(error)) from None
+    if attach.protocol != PROTOCOL:
+        raise Refusal(
+            f"the engine speaks protocol {PROTOCOL}, this program {attach.protocol}: their "
+            f"versions of quire differ"
+        )
+    if not Wire(attach.wire_name, attach.key).is_valid():
+        raise BadAttachError("no wire")
+    uid = peer_of(visitor).uid
+    if uid not in (os.geteuid(), 0):
+        if token is None:
+            raise Refusal(
+                f"the engine serves its own user only, not user {uid}; --token-file admits others"
+            )
+        if not hmac.compare_digest(token, attach.token):
+            raise Refusal(
+                f"user {uid} has sent no token or a wrong one; name the engine's file with "
+                f"token_file or {TOKEN_VARIABLE}"
+            )
+    if attach.network_namespace != network_namespace():
+        raise Refusal(
+            "the engine and this program are in different network namespaces (two containers, or "
+            "PrivateNetwork= of a systemd unit)"
+        )
+    return attach
+
+
+def answer(visitor: socket.socket, message: Served | TurnedAway) -> None:
+    """Does not block. A program that has left or does not read gets nothing."""
+    try:
+        visitor.send(_encode(message), socket.MSG_DONTWAIT)
+    except OSError:
+        pass
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+@contextmanager
+def _directory_lock(path: Path, timeout_s: float = 5.0):
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise QuireError(f"{path} is locked by another process") from error
+                time.sleep(0.02)
+        yield
+    finally:
+        os.close(fd)

@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 import psutil
 
+from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
 from .cpu import (
     NATIVE_BFLOAT16,
@@ -364,15 +365,13 @@ def check_disks() -> Iterator[Finding]:
 
 def check_sockets() -> Finding:
     """Programs reach the engine process through sockets that CURVE protects."""
-    import zmq
+    from ...ipc.sockets import make_wire
 
-    if zmq.has("curve"):
-        return passed("sockets", f"ZMQ {zmq.zmq_version()} with CURVE")
-    return failure(
-        "sockets",
-        f"ZMQ {zmq.zmq_version()} has no CURVE, which protects the engine's sockets",
-        "install pyzmq from PyPI's wheels",
-    )
+    try:
+        make_wire()
+    except QuireError as error:
+        return failure("sockets", str(error), "install pyzmq from PyPI's wheels")
+    return passed("sockets", "protected by CURVE")
 
 
 def _check_space(name: str, directory: Path, least: int, fix: str) -> Finding:

@@ -3,9 +3,12 @@ torch.compile, torch.export and torch's profiler. Importing this module defines 
 
 Must not know: what an operation computes, models, requests.
 
-Each runs the default choice for its arguments, as a direct call of the operation does. Missing are
-operations whose arguments or results torch's schemas do not express: those that pack weights return
-functions, and fused_moe takes such functions. paged_attention takes the tensors of its metadata.
+Each runs the default choice for its arguments, as a direct call of the operation does. Where
+torch's schemas do not express arguments or results, another form stands: `linear` and
+`quantized_linear` for pack_linear and pack_quantized_linear, and fused_moe takes the experts'
+stacked weights. They pack a weight at its first use, and keep the result while the weight lives and
+is not changed in place. paged_attention takes the tensors of its metadata. pack_gguf_linear is not
+there: what it packs are blocks of a file, not a tensor that a program of torch has.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import ops, registry
+from .moe import Experts
 
-_UNSUPPORTED = ("pack_linear", "pack_quantized_linear", "pack_gguf_linear", "fused_moe")
+_UNSUPPORTED = ("pack_linear", "pack_quantized_linear", "pack_gguf_linear")
 _library = torch.library.Library("quire", "DEF")
 
 
@@ -59,6 +65,61 @@ def paged_attention(
     return call(query, key_cache, value_cache, metadata, scale, sliding_window, softcap)
 
 
+class _Packed(NamedTuple):
+    versions: list[int]  # of the tensors when they were packed
+    others: tuple[Tensor | None, ...]
+    value: Any
+
+
+# weight -> what it was packed for -> the result
+_packed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _pack_once(
+    weight: Tensor, others: tuple[Tensor | None, ...], kind: Any, pack: Callable[..., Any]
+) -> Any:
+    """pack(weight, *others), or the same result as before."""
+    tensors = [tensor for tensor in (weight, *others) if tensor is not None]
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    of_weight = _packed.setdefault(weight, {})
+    found = of_weight.get(kind)
+    is_same = found is not None and all(a is b for a, b in zip(found.others, others))
+    if not is_same or found.versions != versions:
+        # an alias: the result may hold what it was made of, and must not keep `weight` alive
+        found = of_weight[kind] = _Packed(versions, others, pack(weight.detach(), *others))
+    return found.value
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """ops.pack_linear(weight, bias)(x)"""
+    return _pack_once(weight, (bias,), "linear", ops.pack_linear)(x)
+
+
+def quantized_linear(x: Tensor, weight: Tensor, bits: int, bias: Tensor | None = None) -> Tensor:
+    """ops.pack_quantized_linear(weight, bias, bits)(x)"""
+    return _pack_once(
+        weight, (bias,), bits, lambda *tensors: ops.pack_quantized_linear(*tensors, bits)
+    )(x)
+
+
+def fused_moe(
+    x: Tensor,
+    expert_ids: Tensor,
+    weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """ops.fused_moe; gate_up [E, 2 * I, H] and down [E, H, I] are the experts' weights."""
+
+    def pack(gate_up: Tensor, down: Tensor) -> Experts:
+        stacks = ([ops.pack_linear(weight, None) for weight in stack] for stack in (gate_up, down))
+        return Experts(*stacks, activation)
+
+    experts = _pack_once(gate_up, (down,), ("experts", activation), pack)
+    return registry.function("fused_moe")(x, expert_ids, weights, experts)
+
+
 def _define(op: str, contract: Callable, function: Callable) -> None:
     hints, signature = typing.get_type_hints(contract), inspect.signature(contract)
 
@@ -78,8 +139,11 @@ def _define(op: str, contract: Callable, function: Callable) -> None:
     _library.impl(op, function, "CompositeExplicitAutograd")
 
 
+_OWN = {own.__name__: own for own in (paged_attention, fused_moe, linear, quantized_linear)}
+for _op, _own in _OWN.items():
+    _define(_op, _own, _own)
 for _op, _contract in registry.CONTRACTS.items():
-    if _op == "paged_attention":
-        _define(_op, paged_attention, paged_attention)
-    elif _op not in _UNSUPPORTED:
+    if _op in _OWN:
+        continue
+    if _op not in _UNSUPPORTED:
         _define(_op, _contract, registry.function(_op))

@@ -57,13 +57,16 @@ class EngineClient(ABC):
     num_rejected_peers = 0  # connections to this client's sockets that were not the engine's
     ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
     is_replacing = False  # the engine has died, and the next one is not ready
-    # The program ends soon: an engine that dies is replaced only for requests. The server sets it.
-    is_draining = False
+    is_draining = False  # see begin_drain
     restarts = Restarts()  # of a client that replaces dead engines; others never change it
     # The unfinished requests with their output tokens so far, from which a client that replaces a
     # dead engine resubmits them. The session sets it.
     journal: Callable[[], list[tuple[EngineCoreRequest, list[int]]]] = list
     has_requests: Callable[[], bool] = bool  # whether one is unfinished; the session sets it
+
+    def begin_drain(self) -> None:
+        """The program ends soon: an engine that dies is replaced only for requests."""
+        self.is_draining = True
 
     @property
     def standby_is_ready(self) -> bool | None:

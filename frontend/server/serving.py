@@ -229,8 +229,8 @@ class Server(uvicorn.Server):
         slots = self.models.slots.values() if self.models is not None else ()
         for state in (self.state, *(slot.state for slot in slots)):
             state.is_draining = is_draining
-            if state.engine is not None:
-                state.engine.client.is_draining = is_draining
+            if is_draining and state.engine is not None:
+                state.engine.client.begin_drain()
 
     def _on_hangup(self) -> None:
         """SIGHUP: reads the key file again."""

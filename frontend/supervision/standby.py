@@ -61,7 +61,7 @@ class Standby:
         self._weights = NO_WEIGHTS  # that it must have
         self._ready: MPClient | None = None
         self._ready_weights = NO_WEIGHTS
-        self._is_closed = False
+        self._is_closed = self._is_draining = False
         self._starting: tuple[asyncio.AbstractEventLoop, asyncio.Task] | None = None
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread: threading.Thread | None = None
@@ -71,10 +71,14 @@ class Standby:
     def is_ready(self) -> bool:
         return self._ready is not None
 
+    def begin_drain(self) -> None:
+        """None is started from now on. One that is ready may still take over."""
+        self._is_draining = True
+
     def prepare(self, epoch: int) -> None:
         """Starts one, which will be engine number `epoch`, in the background."""
         with self._changed:
-            if self._is_closed or self._epoch is not None:
+            if self._is_closed or self._is_draining or self._epoch is not None:
                 return
             self._epoch = epoch
             if self._thread is None:
@@ -215,11 +219,12 @@ class Standby:
         with self._changed:
             if self._is_closed:
                 return 0.0
-            delay_s = self._budget.take()
+            delay_s = None if self._is_draining else self._budget.take()
             if delay_s is not None:
                 logger.error("the standby failed: %s; starting another in %g s", error, delay_s)
                 return delay_s
-            logger.error("the standby failed: %s; there will be no other", error)
+            level = logging.INFO if self._is_draining else logging.ERROR
+            logger.log(level, "the standby failed: %s; there will be no other", error)
             self._is_closed = True
             self._changed.notify_all()
             return 0.0

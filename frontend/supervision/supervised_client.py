@@ -149,6 +149,11 @@ class SupervisedClient(EngineClient):
             except EngineDeadError:
                 self._raise_if_over()
 
+    def begin_drain(self) -> None:
+        super().begin_drain()
+        if self._successors.standby is not None:
+            self._successors.standby.begin_drain()
+
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
             return

@@ -144,6 +144,13 @@ def test_memory_is_divided(big: str) -> None:
     }
 
 
+def test_a_standby_takes_its_process_and_its_weights(big: str) -> None:
+    one, two = plan(big, 48 * GIB), plan(big, 48 * GIB, standby=True)
+    assert two.runtime_bytes == 2 * one.runtime_bytes + one.weights_bytes
+    assert two.free_bytes == one.free_bytes - RUNTIME_BYTES - one.weights_bytes
+    assert one.fits and not plan(big, 16 * GIB, standby=True).fits
+
+
 def test_a_shorter_context_fits(big: str) -> None:
     stated = plan(big, 16 * GIB, dtype="bfloat16")
     assert 0 < stated.longest_context < 32_768 and not stated.fits and stated.num_blocks == 0

@@ -354,7 +354,7 @@ def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> No
         running = asyncio.create_task(run("running"))
         await asyncio.sleep(0.1)
         kill(client, signal.SIGTERM)
-        client.is_draining = True
+        client.begin_drain()
         assert (await running).outputs[0].finish_reason == "length"
         while not client.is_replacing:
             await asyncio.sleep(0.01)

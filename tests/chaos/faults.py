@@ -112,6 +112,7 @@ class Faults:
         self._signal(signal.SIGABRT)
 
     async def do_stop(self) -> None:
+        await wait_until_ready(self.server)  # the limit of a start is longer than that of a step
         self._signal(signal.SIGSTOP)
 
     async def do_stop_and_continue(self) -> None:
@@ -191,7 +192,7 @@ def environment_variables(variables: dict[str, str]) -> contextlib.AbstractConte
     return mock.patch.dict(os.environ, variables)
 
 
-async def wait_until_ready(server: httpx.Client, timeout_s: float = 60.0) -> float:
+async def wait_until_ready(server: httpx.Client, timeout_s: float = 120.0) -> float:
     began = time.monotonic()
     while True:
         with contextlib.suppress(httpx.TransportError):  # it may have no descriptor for another

@@ -16,7 +16,7 @@ from quire.tests.chaos.traffic import Traffic, gaps, mixed_jobs, undisturbed
 from quire.tests.frontend.server.conftest import running_server
 
 SEED = int(os.environ.get("CHAOS_SEED", 0)) or random.randrange(2**31)
-FLAGS = ("--engine-restarts", "10000", "--max-concurrent-requests", "256")
+FLAGS = ("--num-threads", "1", "--engine-restarts", "10000", "--max-concurrent-requests", "256")
 
 
 async def kill_at_random(server: httpx.Client, number: int, rng: random.Random) -> list[float]:

@@ -29,7 +29,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path):
-    flags = ("--engine-restarts", "1000", "--step-timeout-s", str(STEP_TIMEOUT_S))
+    flags = (
+        "--num-threads",
+        "1",
+        "--engine-restarts",
+        "1000",
+        "--step-timeout-s",
+        str(STEP_TIMEOUT_S),
+    )
     with (
         mock.patch.dict(os.environ, CHAOS_DIRECTORY=str(directory)),
         running_server(*FLAGS, *flags) as client,

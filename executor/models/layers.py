@@ -287,7 +287,7 @@ class LayerFactory:
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
-        self._logged_types: set[str] = set()  # of blocks that memory does not hold
+        self._logged_types: set[str] = set()  # of blocks that memory does not hold, and of layers
         # by the addresses of the tensors that they wait for
         self._unpacked: dict[int, Linear | Embedding] = {}
         self._offsets: dict[int, float] = {}  # of norms, by the addresses of their weights
@@ -414,7 +414,25 @@ class LayerFactory:
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
     ) -> Any:
         """The block of a layer of the stack, or what a plugin has registered in its place."""
-        return choose_layer(built_in, config, layer)(self, config, layer, *args, **kw)
+        chosen = choose_layer(built_in, config, layer)
+        made = chosen(self, config, layer, *args, **kw)
+        if chosen is not built_in and self._bits is not None:
+            self._warn_of_own_weights(made)
+        return made
+
+    def _warn_of_own_weights(self, layer: Any) -> None:
+        """Of a plugin's layer, what `linear` and its relatives make is quantized."""
+        values = getattr(layer, "__dict__", {}).values()
+        own = [one for one in values if isinstance(one, torch.Tensor) and one.dim() > 1]
+        kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        if own and kind not in self._logged_types:
+            self._logged_types.add(kind)
+            logger.warning(
+                "%s keeps matrices of its own, which stay %s: quantization applies to what "
+                "make.linear makes",
+                kind,
+                str(self.dtype).removeprefix("torch."),
+            )
 
     def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
         """A norm of the model's kind. Its offset is added to the weight when it is filled."""

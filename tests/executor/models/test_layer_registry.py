@@ -99,3 +99,28 @@ def test_unknown_names_are_refused():
         register_layer("MLP", MyMLP)
     with pytest.raises(ValueError, match="GatedMLP has no replacement"):
         unregister_layer("GatedMLP", MyMLP)
+
+
+class OwnWeights(GatedMLP):
+    """Of its matrices one is not made by `linear`."""
+
+    def __init__(self, make, config, layer, bias, is_merged=False, size=0):
+        super().__init__(make, config, layer, bias, is_merged, size)
+        self.table = make.parameter(2, config.hidden_size)
+
+
+@pytest.mark.parametrize("layer", [MyMLP, OwnWeights])
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_what_quantization_leaves_out_is_logged_once(tiny, caplog, layer, quantization):
+    register_layer("GatedMLP", layer)
+    try:
+        with caplog.at_level("WARNING", "quire"):
+            start_executor(tiny("llama"), dtype="bfloat16", quantization=quantization)
+    finally:
+        unregister_layer("GatedMLP", layer)
+    warnings = [r.getMessage() for r in caplog.records if "quantization applies" in r.getMessage()]
+    if layer is OwnWeights and quantization:
+        [warning] = warnings
+        assert "OwnWeights keeps matrices of its own, which stay bfloat16" in warning
+    else:
+        assert warnings == []

@@ -82,7 +82,6 @@ class Standby:
                 return
             self._epoch = epoch
             if self._thread is None:
-                # The child dies with the thread that started it.
                 self._thread = threading.Thread(target=self._run, name="quire-standby", daemon=True)
                 self._thread.start()
             self._wake()

@@ -232,6 +232,7 @@ class Traffic:
         """Lets each client finish its request."""
         self._is_over.set()
         await asyncio.gather(*self._tasks)
+        self._client.close()
 
 
 def gaps(answers: list[Answer], deaths: list[float]) -> list[float]:

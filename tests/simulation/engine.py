@@ -181,7 +181,7 @@ class SimulatedEngine:
                 core.pace_outputs(message.rows_per_s, client_index)
             case m.UtilityCall():
                 core.answer_utility(message, client_index, lambda r: self._send(client_index, r))
-            case m.Detach():
+            case m.Shutdown():  # in the place of a closed connection
                 core.drop_client(client_index)
                 self.links.pop(client_index)
 
@@ -308,7 +308,7 @@ class SimulatedClient(EngineClient):
     def shutdown(self) -> None:
         if self._death is None:
             if self.is_shared:
-                self._link.send(0, m.Detach())
+                self._link.send(0, m.Shutdown())
             else:
                 self._engine.end(None)
         self._death = CLOSED

@@ -137,7 +137,7 @@ class EngineProcess:
             )
             self.pid = self._popen.pid
             self.pidfd = os.pidfd_open(self.pid)
-            _kill_at_end_of_file(key_fd, self.pid)
+            kill_at_end_of_file(key_fd, self.pid)
         except BaseException as error:
             self._start_error = error
             return
@@ -220,10 +220,11 @@ class EngineProcess:
             _write_stderr(data)
 
 
-def _kill_at_end_of_file(read_fd: int, pid: int) -> None:
+def kill_at_end_of_file(read_fd: int, pid: int) -> None:
     """Makes the kernel send SIGKILL to `pid` when the last writer of this pipe is gone.
 
-    This covers a child that has not yet called die_with_parent.
+    The child holds the reading end, this process the writing end. This covers a child that has not
+    yet called die_with_parent.
     """
     with contextlib.suppress(OSError):  # it is dead already
         fcntl.fcntl(read_fd, fcntl.F_SETOWN, pid)

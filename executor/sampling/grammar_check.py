@@ -28,7 +28,7 @@ import psutil
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from ...ipc.process import die_with_parent
+from ...ipc.process import die_with_parent, kill_at_end_of_file
 from .grammar_compiler import GrammarCompiler, refusal
 
 # for one grammar; a usual one takes milliseconds, so a busy machine still passes
@@ -56,6 +56,7 @@ class GrammarCheck:
     def __init__(self, settings: CompilerSettings):
         self.settings = settings
         self._child: subprocess.Popen | None = None
+        self._leash_fd = -1  # a pipe whose end-of-file kills the child
         self._is_closed = False
 
     def check(self, params: StructuredOutputsParams) -> None:
@@ -105,13 +106,23 @@ class GrammarCheck:
         ]
         # Its stderr is not needed: the exit code tells how it died, and llguidance returns the text
         # of its panics.
-        self._child = child = subprocess.Popen(
-            command,
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-        )
+        read_fd, self._leash_fd = os.pipe()
+        try:
+            self._child = child = subprocess.Popen(
+                command,
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(read_fd,),
+            )
+            kill_at_end_of_file(read_fd, child.pid)
+        except BaseException:
+            if self._child is None:
+                os.close(self._leash_fd)
+            raise
+        finally:
+            os.close(read_fd)
         try:
             problem = _ask(child, self.settings, START_LIMIT_S)
             if problem is None:
@@ -133,6 +144,7 @@ class GrammarCheck:
         if child is None:
             return None
         child.kill()
+        os.close(self._leash_fd)
         for pipe in (child.stdin, child.stdout):
             with contextlib.suppress(OSError):  # unread output
                 if pipe is not None:

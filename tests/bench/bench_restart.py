@@ -23,14 +23,16 @@ from quire.tests.bench.report import hardware
 TOKENS_BEFORE = 16
 
 
-async def gap(llm: AsyncLLM, request_id: str) -> float:
+async def gap(llm: AsyncLLM, request_id: str) -> float | None:
+    """None if the stream ended before the engine was dead."""
     params = SamplingParams(
         max_tokens=800, temperature=0.0, ignore_eos=True, output_kind=RequestOutputKind.DELTA
     )
-    num_tokens, killed_at, seconds, num_restarts = 0, 0.0, 0.0, 0
+    num_tokens, killed_at, num_restarts = 0, 0.0, 0
+    seconds: float | None = None
     async for output in llm.generate({"prompt_token_ids": [5] * 64}, params, request_id):
         now = time.perf_counter()
-        if killed_at and not seconds:
+        if killed_at and seconds is None:
             # tokens that were on their way when the engine died do not count
             if llm.client.restarts.by_cause.total() == num_restarts:
                 continue
@@ -53,7 +55,8 @@ async def measure(args: argparse.Namespace) -> None:
         while llm.client.standby_is_ready is False:
             await asyncio.sleep(0.1)
         await asyncio.sleep(1.0)
-        gaps.append(await gap(llm, f"r{i}"))
+        if (seconds := await gap(llm, f"r{i}")) is not None:
+            gaps.append(seconds)
         while llm.client.restarts.by_cause.total() <= i:
             await asyncio.sleep(0.1)
     while llm.client.standby_is_ready is False:

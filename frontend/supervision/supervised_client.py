@@ -194,7 +194,7 @@ class SupervisedClient(EngineClient):
                 if num_tokens and request_id in self._awaiting_output:
                     self._awaiting_output.discard(request_id)
                     self.restarts.last_gap_s = now - died_at
-                self.restarts.gaps_s.append(now - died_at)
+                    self.restarts.gaps_s.append(now - died_at)
             for finished in outputs.finished:
                 self._awaiting_output.discard(outputs.request_ids[finished.row])
             self._resubmission.take(outputs)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 import httpx2 as httpx
+import psutil
 import pytest
 from quire.frontend.bench.http_client import HttpClient
 from quire.tests.chaos.servers import engine_of
@@ -96,6 +97,13 @@ def test_a_poison_request_that_is_alone_ends_after_two_deaths(server: httpx.Clie
     assert count(server, "quire:engine_restarts_total") - before == 2
 
 
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.mark.parametrize("hang", ["stopped", "spin"])
 def test_a_hanging_step_is_noticed_and_streams_continue(
     server: httpx.Client, hang: str, directory: Path
@@ -115,10 +123,10 @@ def test_a_hanging_step_is_noticed_and_streams_continue(
             (directory / "spin").touch()
         wait_until(lambda: server.get("/health/ready").status_code == 503)
         noticed.append(time.monotonic() - began)
-        wait_until(lambda: not engine.is_running() or engine.status() == "zombie", 20)
+        wait_until(lambda: is_gone(engine), 20)
         noticed.append(time.monotonic() - began)
 
     answers = asyncio.run(run_all(server, jobs, harm))
     assert_undisturbed(answers, expected, jobs)
     print(f"\n{hang}: not ready after {noticed[0]:.1f} s, ended after {noticed[1]:.1f} s")
-    assert noticed[0] < 3 and noticed[1] < STEP_TIMEOUT_S + 3  # two and one on an idle machine
+    assert noticed[0] < 10 and noticed[1] < STEP_TIMEOUT_S + 10  # two and one on an idle machine

@@ -156,7 +156,7 @@ def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
 
 
 def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> None:
-    """It is read after the engine has its configuration, and only once."""
+    """It is read once the engine's configuration is sent, and only once."""
     read, when = [], {}
 
     def load_tokenizer(model_config):
@@ -172,13 +172,13 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
             ("load weights", 1.0),
         ):
             on_progress(stage, fraction)
-            when[stage] = len(read)
+            when[stage, fraction] = len(read)
         return ScriptedClient(config, lambda request: TEXT)
 
     monkeypatch.setattr(connect, "load_tokenizer", load_tokenizer)
     monkeypatch.setattr(connect, "make_client", make_client)
     engine = LLMEngine.from_engine_args(EngineArgs(model))
-    assert read == [False] and when["start"] == 0
+    assert read == [False] and when["start", 0.0] == 0
     assert engine.get_tokenizer().eos_token_id == 302
 
 

@@ -38,7 +38,7 @@ class NotingEngine:
             scripted().tokenizer,
         )
         self.get_default_sampling_params = scripted().get_default_sampling_params
-        self.client = SimpleNamespace(restarts=Restarts())
+        self.client = SimpleNamespace(restarts=Restarts(), standby_is_ready=None)
         self.dead_error: EngineDeadError | None = None
         self.is_running, self.is_asleep = True, False
 

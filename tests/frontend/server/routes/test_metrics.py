@@ -283,7 +283,9 @@ def test_an_engine_that_does_not_answer_does_not_block_the_scrape(
         get_metrics=get_metrics,
         call_utility=call_utility,
         config=make_config(),
-        client=SimpleNamespace(restarts=Restarts(Counter(SIGKILL=2), gaps_s=deque([0.5, 3.0]))),
+        client=SimpleNamespace(
+            restarts=Restarts(Counter(SIGKILL=2), gaps_s=deque([0.5, 3.0])), standby_is_ready=True
+        ),
     )
     collector = metrics.Collector(state)
     asyncio.run(collector.ask_engines())
@@ -308,7 +310,7 @@ def test_layers_with_experts_have_two_gauges_each() -> None:
         get_metrics=get_metrics,
         call_utility=call_utility,
         config=make_config(),
-        client=SimpleNamespace(restarts=Restarts()),
+        client=SimpleNamespace(restarts=Restarts(), standby_is_ready=None),
     )
     collector = metrics.Collector(state)
     asyncio.run(collector.ask_engines())

@@ -89,7 +89,7 @@ class Resubmission:
             suspect = before.get(request_id)
             num_deaths, num_alone = 1, int(len(entries) == 1)
             is_new = is_of(request_id, self._not_computed)
-            if request_id in waiting or is_new:  # this death had another cause
+            if is_of(request_id, waiting) or is_new:  # this death had another cause
                 rest.append(entry)
                 if suspect is None:
                     continue

@@ -243,7 +243,9 @@ class SupervisedClient(EngineClient):
             self._died_at = started
         exit_signal = dead.exit_signal
         is_killed = self.is_shared or (exit_signal == signal.SIGKILL and not dead.was_hung)
-        entries = self.journal()
+        # a request that ended here stays in the journal until the session takes its output
+        ended = {one for outputs in self._own_outputs for one in outputs.request_ids}
+        entries = [entry for entry in self.journal() if entry[0].request_id not in ended]
         culprit = self._resubmission.on_death(entries, is_killed=is_killed)
         if culprit is not None:
             entries = [entry for entry in entries if entry is not culprit]
@@ -289,7 +291,7 @@ class SupervisedClient(EngineClient):
         self._remember_children(entries)
         self.restarts.num_resumed += len(entries)
         logger.warning(
-            "the engine is ready again after %.2f s; %d requests continue",
+            "the engine is ready again after %.2f s; requests that continue: %d",
             time.monotonic() - started,
             len(entries),
         )

@@ -161,6 +161,22 @@ def test_a_request_that_no_engine_received_is_no_suspect() -> None:
     assert resubmission.on_death(entries) is entries[0]
 
 
+def test_completions_of_a_request_that_waits_are_no_suspects() -> None:
+    """It waits as one request; after the next death the journal has its completions."""
+    params = SamplingParams(seed=0)
+    poison: Entry = (EngineCoreRequest("r", [1], params), [])
+    late: list[Entry] = [(EngineCoreRequest(f"{i}_late", [1], params), []) for i in range(2)]
+    resubmission = Resubmission()
+    resubmission.on_death([poison])
+    assert resubmission.due() == [poison]
+    resubmission.add(EngineCoreRequest("late", [1], SamplingParams(seed=0, n=2)))
+    assert resubmission.on_death([poison, *late]) is poison
+    assert resubmission.due() == late[:1]
+    resubmission.take(EngineCoreOutputs(0, ["0_late"], [0], [1], [5], []))
+    assert resubmission.due() == late[1:]
+    assert resubmission.on_death(late) is None
+
+
 @pytest.mark.parametrize("is_admitted", [True, False])
 def test_a_request_whose_grammar_is_checked_is_no_suspect(is_admitted: bool) -> None:
     grammar = SamplingParams(seed=0, structured_outputs=StructuredOutputsParams(regex="a+"))

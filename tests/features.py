@@ -40,7 +40,8 @@ from quire.tests.feature_requests import (
 from quire.tests.feature_run import FEW_BLOCKS, GGUF_MODEL, Feature, replace
 
 CHUNKED_PREFILL = Feature("chunked prefill", shows_chunks, dict(max_num_batched_tokens=16))
-PREFIX_CACHE = Feature("prefix cache", shows_hits, dict(enable_prefix_caching=True))
+# Few requests at once: those of the first step find nothing in the cache.
+PREFIX_CACHE = Feature("prefix cache", shows_hits, dict(enable_prefix_caching=True, max_num_seqs=3))
 RECOMPUTE = Feature(
     "recompute",
     shows_recompute,

@@ -16,7 +16,7 @@ def registered():
     names = []
 
     def add(op: str, kernel) -> None:
-        kernel.__module__ = "my_kernels"
+        kernel.__module__ = "checked_kernels"
         register(op, name="mine")(kernel)
         names.append(op)
 
@@ -32,7 +32,7 @@ def test_a_wrong_result_is_named(registered):
     ops = select("cpu", torch.float32)
     check_results(ops)
     x = torch.randn(3, 8)
-    problem = "the module my_kernels failed: its implementation 'mine' of "
+    problem = "the module checked_kernels failed: its implementation 'mine' of "
     with pytest.raises(
         PluginFault, match=rf"{problem}silu_and_mul returns \[3, 2\] torch.float32, "
     ):

@@ -34,6 +34,9 @@ RESULTS: dict[str, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
     "gelu_tanh_and_mul": _half,
     "paged_attention": lambda query, *others, **named: _like(query),
     "fused_moe": _like,
+    **dict.fromkeys(("layer_norm", "gelu", "gelu_tanh", "silu", "relu"), _like),
+    "gelu_and_mul": _half,
+    "encoder_attention": lambda query, *others, **named: _like(query),
     "sample_tokens": lambda logits, *others, **named: ((len(logits),), torch.int64),
 }
 

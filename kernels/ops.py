@@ -22,6 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .encoder import encoder_attention as encoder_attention
+from .encoder import fused_add_layer_norm as fused_add_layer_norm
+from .encoder import gelu as gelu
+from .encoder import gelu_and_mul as gelu_and_mul
+from .encoder import gelu_tanh as gelu_tanh
+from .encoder import layer_norm as layer_norm
+from .encoder import relu as relu
+from .encoder import silu as silu
 from .moe import add_gated as add_gated
 from .moe import count_experts as count_experts
 from .moe import fused_moe as fused_moe

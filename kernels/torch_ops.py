@@ -7,8 +7,9 @@ Each runs the default choice for its arguments, as a direct call of the operatio
 torch's schemas do not express arguments or results, another form stands: `linear` and
 `quantized_linear` for pack_linear and pack_quantized_linear, and fused_moe takes the experts'
 stacked weights. They pack a weight at its first use, and keep the result while the weight lives and
-is not changed in place. paged_attention takes the tensors of its metadata. pack_gguf_linear is not
-there: what it packs are blocks of a file, not a tensor that a program of torch has.
+is not changed in place. paged_attention and encoder_attention take the tensors of their metadata.
+pack_gguf_linear is not there: what it packs are blocks of a file, not a tensor that a program of
+torch has.
 """
 
 from __future__ import annotations
@@ -63,6 +64,32 @@ def paged_attention(
     )
     call = registry.function("paged_attention")
     return call(query, key_cache, value_cache, metadata, scale, sliding_window, softcap)
+
+
+def encoder_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+    window: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """ops.encoder_attention; query_start_loc [B + 1] i32 is that of AttentionMetadata. Reads it on
+    the host.
+    """
+    lens = query_start_loc.diff()
+    metadata = ops.make_metadata(
+        query_start_loc,
+        lens.int(),
+        (torch.empty(len(lens), 0, dtype=torch.int32, device=query.device),),
+        (torch.empty(0, dtype=torch.int64, device=query.device),),
+        num_decodes=0,
+        query_lens=lens.tolist(),
+        seq_lens_list=lens.tolist(),
+    )
+    call = registry.function("encoder_attention")
+    return call(query, key, value, metadata, scale, window, bias)
 
 
 class _Packed(NamedTuple):
@@ -139,7 +166,10 @@ def _define(op: str, contract: Callable, function: Callable) -> None:
     _library.impl(op, function, "CompositeExplicitAutograd")
 
 
-_OWN = {own.__name__: own for own in (paged_attention, fused_moe, linear, quantized_linear)}
+_OWN = {
+    own.__name__: own
+    for own in (paged_attention, encoder_attention, fused_moe, linear, quantized_linear)
+}
 for _op, _own in _OWN.items():
     _define(_op, _own, _own)
 for _op, _contract in registry.CONTRACTS.items():

@@ -42,6 +42,16 @@ OPERATIONS = (
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
+def has_head(model: Any) -> bool:
+    """Whether the model has logits. A text encoder has none: its class says `has_head = False`."""
+    return getattr(model, "has_head", True)
+
+
+def wants_token_types(model: Any) -> bool:
+    """Whether the model takes the type of each token, as BERT's family does."""
+    return getattr(model, "wants_token_types", False)
+
+
 def run_op_by_op(
     model: Any,
     ops: OpTable,
@@ -49,13 +59,20 @@ def run_op_by_op(
     positions: torch.Tensor,
     metadata: AttentionMetadata,
     logits_indices: torch.Tensor,
+    token_types: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """What a program computes.
 
     token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T,
     hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
+
+    A model without a head gives the hidden states alone, and logits_indices are not read.
+    token_types [T] i32 are the last argument of a model that wants them.
     """
-    hidden = model(token_ids, positions, metadata)
+    types = (token_types,) if wants_token_types(model) else ()
+    hidden = model(token_ids, positions, metadata, *types)
+    if not has_head(model):
+        return (hidden,)
     logits = model.compute_logits(
         hidden if len(logits_indices) == len(hidden) else ops.gather_rows(hidden, logits_indices)
     )
@@ -86,7 +103,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
         )
         return None
     try:
-        program = _record(model, ops, Recorder(limits, num_groups))
+        program = _record(model, ops, _recorder_for(model, limits, num_groups))
         try:
             with uncounted(model):
                 _try(program, model, ops, num_groups)
@@ -118,9 +135,13 @@ def record_origins(
     """Records a program that `record_step` has made once more, and returns what `origin` gives for
     each of its calls while it is recorded.
     """
-    recorder = Recorder(limits, num_groups)
+    recorder = _recorder_for(model, limits, num_groups)
     recorder.origin = origin
     return [call.origin for call in _record(model, ops, recorder).calls]
+
+
+def _recorder_for(model: Any, limits: Limits, num_groups: int) -> Recorder:
+    return Recorder(limits, num_groups, has_token_types=wants_token_types(model))
 
 
 @torch.inference_mode()
@@ -133,13 +154,14 @@ def _record(model: Any, ops: OpTable, recorder: Recorder) -> Program:
             recorder.positions,
             recorder.metadata,
             recorder.logits_indices,
+            recorder.token_types,
         )
     return Program(recorder, *results, owners=model)
 
 
 @torch.inference_mode()
 def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
-    """Runs a decode and a prompt both ways and compares bits.
+    """Runs a decode and a prompt, or two texts, both ways and compares bits.
 
     This detects what the recorder cannot see, such as a layer that computes with numpy.
     """
@@ -159,7 +181,8 @@ def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
         query_lens,
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
-    step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1
+    token_types = torch.zeros_like(token_ids) if wants_token_types(model) else None
+    step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1, token_types
     recorded = [result.clone() for result in program(*step)]
     for name, mine, own in zip(
         ("hidden states", "logits", "argmax", "finite rows"),

@@ -7,7 +7,7 @@ The number of calls therefore matters more than the amount of arithmetic. Operat
 module here use the reference, which is fast enough for them.
 """
 
-from . import activation, attention, grammar, kv_cache, linear, norm, rotary, sampling
+from . import activation, attention, encoder, grammar, kv_cache, linear, norm, rotary, sampling
 
 # isort: split
 from . import native

@@ -6,6 +6,7 @@ Must not know: speed. Loops are fine here.
 from . import (
     activation,
     attention,
+    encoder,
     gguf_linear,
     grammar,
     linear,

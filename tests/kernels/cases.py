@@ -13,6 +13,7 @@ from quire.kernels.reference import gguf_linear, quantized
 from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand, random_blocks
+from quire.tests.kernels.encoder_cases import ENCODER_OPS
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
 from torch import Tensor
 
@@ -466,7 +467,7 @@ MODEL_OPS = {
         copy_blocks,
         paged_attention,
     )
-}
+} | ENCODER_OPS
 SAMPLING_OPS = (
     "apply_grammar_bitmask",
     "apply_penalties",

@@ -64,11 +64,14 @@ class Operand(NamedTuple):
 class Recorder:
     """Owns the recorded tensors.
 
-    `token_ids`, `positions`, `metadata` and `logits_indices` stand for the step's own.
+    `token_ids`, `positions`, `metadata`, `logits_indices` and `token_types` stand for the step's
+    own.
     """
 
-    def __init__(self, limits: Limits, num_groups: int = 1):
-        """`num_groups`: of layers that have block tables of their own."""
+    def __init__(self, limits: Limits, num_groups: int = 1, has_token_types: bool = False):
+        """`num_groups`: of layers that have block tables of their own; has_token_types: the model
+        takes the type of each token.
+        """
         # the number of rows of an operand tells tokens from logits
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
@@ -83,6 +86,9 @@ class Recorder:
         self.token_ids = self._make((limits.num_tokens,), torch.int32)
         self.positions = self._make((limits.num_tokens,), torch.int64)
         self.logits_indices = self._make((num_logits,), torch.int64)
+        self.token_types = (
+            self._make((limits.num_tokens,), torch.int32) if has_token_types else None
+        )
         self.metadata = make_metadata(
             self._make((limits.num_requests + 1,), torch.int32),
             self._make((limits.num_requests,), torch.int32),
@@ -100,6 +106,8 @@ class Recorder:
             "query_start_loc": [self.metadata.query_start_loc],
             "seq_lens": [self.metadata.seq_lens],
         }
+        if self.token_types is not None:
+            self._inputs["token_types"] = [self.token_types]
         for name in ("block_tables", "slot_mapping"):
             self._inputs[name] = [
                 getattr(group, name) for group in self.metadata.groups or (self.metadata,)

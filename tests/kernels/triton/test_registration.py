@@ -6,9 +6,10 @@ import sys
 import pytest
 import torch
 from quire.kernels import registry
+from quire.tests.kernels.encoder_cases import ENCODER_OPS
 
 # Operations without a kernel of Quire's on a GPU: torch's kernels run, as the reference calls them.
-NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear", "pack_gguf_linear"}
+NOT_IN_TRITON = {"pack_linear", "pack_quantized_linear", "pack_gguf_linear", *ENCODER_OPS}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -100,15 +100,15 @@ class Program:
         positions: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor,
+        token_types: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden [T,
-        hidden_size] and
-        the other results [R, ...].
+        """token_ids and token_types [T] i32, positions [T] i64, logits_indices [R] i64 -> hidden
+        [T, hidden_size] and the other results [R, ...].
 
         The next step overwrites all results. Raises ValueError for a step larger than the recorded
         one, and TypeError for other integer types.
         """
-        step = self.fill_step(token_ids, positions, metadata, logits_indices)
+        step = self.fill_step(token_ids, positions, metadata, logits_indices, token_types)
         self.run(self._pointers, step)
         counts = step.num_tokens, step.num_logits
         if self._counts != counts:
@@ -132,6 +132,7 @@ class Program:
         positions: Tensor,
         metadata: AttentionMetadata,
         logits_indices: Tensor,
+        token_types: Tensor | None = None,
     ) -> Step:
         """Fills in the values that differ between steps. Raises as a call does.
 

@@ -32,7 +32,7 @@ from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
 from . import utilities
 from .expert_load import by_layer, summary
-from .grammar_gate import GrammarGate, as_refusal
+from .grammar_gate import GrammarGate
 from .observation import StepRecords, observe
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
@@ -197,16 +197,21 @@ class EngineCore:
         self.gate.add(request, client_index, arrival, check)
         self._admit_checked()
 
-    def _refuse(self, request_id: str, refusal: InvalidParameterError, client_index: int) -> None:
+    def _refuse(self, request_id: str, error: BaseException, client_index: int) -> None:
+        """An error that names no parameter is the engine's own."""
         rows = self._rows.of(client_index)
         rows.add(request_id, 0, [])
-        rows.finish(FinishReason.ERROR, error=str(refusal), parameter=refusal.parameter)
+        rows.finish(
+            FinishReason.ERROR, error=str(error), parameter=getattr(error, "parameter", None)
+        )
         self.scheduler.counters.num_requests_refused += 1
 
     def _admit_checked(self) -> None:
-        """Passes requests with a valid grammar to the scheduler, and answers the others."""
+        """Passes requests with a valid grammar, and late ones, to the scheduler; answers the
+        others.
+        """
         for gated in self.gate.take():
-            if gated.error is None:
+            if (error := gated.error) is None:
                 self.scheduler.add_request(
                     gated.request, gated.client_index, gated.arrival, gated.queued_time
                 )
@@ -215,8 +220,9 @@ class EngineCore:
                     self._rows.of(gated.client_index).add_admitted(gated.request)
                     self.hand_out(self.take_rows())
             else:
-                self.scheduler.counters.num_grammar_refusals += 1
-                self._refuse(gated.request.request_id, as_refusal(gated.error), gated.client_index)
+                is_refusal = isinstance(error, InvalidParameterError)
+                self.scheduler.counters.num_grammar_refusals += is_refusal
+                self._refuse(gated.request.request_id, error, gated.client_index)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
         """Ends this client's live requests among these; each gets an ABORT row.
@@ -271,6 +277,12 @@ class EngineCore:
     def owes_rows(self) -> bool:
         """Whether a client has rows to receive, or a step in flight may bring some."""
         return bool(self._rows) or self._in_flight is not None
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a request without its end becomes late, by time.monotonic()."""
+        deadlines = self.scheduler.next_deadline, self.gate.next_deadline
+        return min(filter(None, deadlines), default=None)
 
     def has_work(self) -> bool:
         """Whether a step would compute something or deliver a row."""
@@ -411,20 +423,7 @@ class EngineCore:
         }
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """The engine at work in plain values. Takes about a millisecond; call it repeatedly.
-
-        Times are of time.monotonic().
-
-        - "time": now.
-        - "step": the number of the last step, -1 before the first.
-        - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
-        - "requests": see observation.describe_requests; state "waiting", "running", "swapped",
-          "held" (by a pause) or "grammar".
-        - "num_blocks": of the KV cache.
-        - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters,
-          and how many are in each state, see observation.map_blocks.
-        - "counters": get_metrics().
-        """
+        """See observation.observe, and "counters": get_metrics()."""
         return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
             "counters": self.get_metrics()
         }

@@ -187,7 +187,7 @@ class EngineCoreProc:
         core = self.core
         assert core is not None  # it is loaded before the loop starts
         while not self.must_leave and not self._may_leave(core):
-            until = min(core.scheduler.next_deadline or math.inf, self.notifier.due)
+            until = min(core.next_deadline or math.inf, self.notifier.due)
             if self.idle_since is not None:
                 until = min(until, self.idle_since + LINGER_S)
             self._take_events(block=not self._can_step(core), until=until)

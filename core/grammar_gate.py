@@ -3,19 +3,21 @@
 Must not know: grammars, the scheduler, sockets.
 
     add ──▶ waiting ──(a check completes, in some thread)──▶ checked ──▶ take, between two steps
+                    ──(its deadline passes)────────────────▶ late ─────▶
 
-There is no polling: a completed check calls `wake`, which ends the wait of the engine's host;
-`wait` is for a caller that runs steps itself.
+There is no polling: a completed check calls `wake`, which ends the wait of the engine's host, and
+the host waits no longer than until `next_deadline`; `wait` is for a caller that runs steps itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.messages import EngineCoreRequest
@@ -33,13 +35,22 @@ class GatedRequest:
     aborted_ids: list[str] = field(default_factory=list)
 
     @property
+    def is_late(self) -> bool:
+        return bool(self.request.deadline) and self.request.deadline <= time.monotonic()
+
+    @property
     def error(self) -> BaseException | None:
-        """Why it is refused, if so. Call it when the check is done."""
-        return (
-            RuntimeError("the check was cancelled")
-            if self.check.cancelled()
-            else self.check.exception()
-        )
+        """Why it ends, if so: an InvalidParameterError about its grammar, or a check that failed by
+        itself, which is not the request's fault. None while the check runs.
+        """
+        if not self.check.done():
+            return None
+        if self.check.cancelled():
+            return RuntimeError("the check of its grammar was cancelled")
+        error = self.check.exception()
+        if error is None or isinstance(error, InvalidParameterError):
+            return error
+        return RuntimeError(f"its grammar could not be checked: {error}")
 
 
 class GrammarGate:
@@ -76,13 +87,24 @@ class GrammarGate:
         self._checked.put(gated)
         self.wake()
 
+    @property
+    def next_deadline(self) -> float | None:
+        """By time.monotonic(), of the requests that wait here."""
+        return min(
+            (gated.request.deadline for gated in self if gated.request.deadline), default=None
+        )
+
     def has_checked(self) -> bool:
-        return bool(self._ready) or not self._checked.empty()
+        """Whether there is a request to take."""
+        return bool(self._ready) or not self._checked.empty() or any(g.is_late for g in self)
 
     def take(self) -> list[GatedRequest]:
-        """Removes and returns the requests whose check is done."""
+        """Removes and returns the requests whose check is done, and those whose deadline has
+        passed.
+        """
         while not self._checked.empty():
             self._ready.append(self._checked.get())
+        self._ready.extend(g for g in self if g.is_late and g not in self._ready)
         taken = [
             gated for gated in self._ready if self._waiting.get(gated.request.request_id) is gated
         ]
@@ -92,9 +114,12 @@ class GrammarGate:
         return taken
 
     def wait(self) -> None:
-        """Blocks until a check is done. Call it only while a request waits here."""
+        """Blocks until there is a request to take. Call it only while a request waits here."""
+        deadline = self.next_deadline
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         if not self._ready:
-            self._ready.append(self._checked.get())
+            with contextlib.suppress(Empty):
+                self._ready.append(self._checked.get(timeout=timeout_s))
 
     def abort(self, request_ids: list[str], client_index: int) -> list[GatedRequest]:
         """Removes this client's requests among `request_ids`.
@@ -139,12 +164,3 @@ class GrammarGate:
             raise AssertionError(
                 f"waiting for their grammar and scheduled: {both}; forgotten: {forgotten}"
             )
-
-
-def as_refusal(error: BaseException) -> InvalidParameterError:
-    """A check that fails by itself refuses its requests: their grammar is not known to be valid."""
-    if isinstance(error, InvalidParameterError):
-        return error
-    return InvalidParameterError(
-        "structured_outputs", f"could not be checked: {type(error).__name__}: {error}"
-    )

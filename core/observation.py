@@ -149,7 +149,19 @@ def check_observe(since_step: Any, max_blocks: Any) -> None:
 def observe(
     scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int
 ) -> dict[str, Any]:
-    """All except the counters, in plain values; see EngineCore.observe."""
+    """The engine at work in plain values. Takes about a millisecond; call it repeatedly.
+
+    Times are of time.monotonic().
+
+    - "time": now.
+    - "step": the number of the last step, -1 before the first.
+    - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
+    - "requests": see describe_requests; state "waiting", "running", "swapped", "held" (by a pause)
+      or "grammar".
+    - "num_blocks": of the KV cache.
+    - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters, and
+      how many are in each state, see map_blocks.
+    """
     check_observe(since_step, max_blocks)
     pool = scheduler.kv_cache_manager.block_pool
     return {

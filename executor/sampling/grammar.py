@@ -17,6 +17,7 @@ that exceeds llguidance's limits is an error of its request, too.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +40,8 @@ from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, 
 
 if TYPE_CHECKING:
     from ..runner.input_batch import InputBatch
+
+logger = logging.getLogger(__name__)
 
 NUM_CHECKS = 2  # processes; one slow grammar does not block the others
 # compiled grammars kept, least recently used evicted first; usually less than 0.1 MB each
@@ -117,7 +120,8 @@ class Grammars:
     def check(self, params: StructuredOutputsParams, *, is_known: bool = False) -> Future[None]:
         """Returns a future that completes when the grammar is compiled.
 
-        The future raises the InvalidParameterError of an invalid grammar. Called by one thread.
+        The future raises the InvalidParameterError of an invalid grammar, and another exception if
+        the check itself failed. Called by one thread.
         Equal grammars share one check, whose result is kept for a while. is_known: it compiled in
         another engine, within the limits, so it needs no process of its own here.
         """
@@ -171,6 +175,7 @@ class Grammars:
             # as the result is kept.
             future.set_exception(InvalidParameterError(error.parameter, error.problem))
         except BaseException as error:
+            logger.error("a grammar could not be checked: %s: %s", type(error).__name__, error)
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -4,23 +4,28 @@ Must not know: torch, slots, steps, requests.
 
     engine: GrammarCheck.check ── parameters ──▶ child: compile, walk a few tokens
             ◀── a Problem, or "" ──
-            no answer in time, or the child's death: refused; the next check starts a new child
+            too much CPU time, or a death of the grammar's making: refused
+            killed, stopped or not started: the same check in a new child, MAX_TRIES times
 
 llguidance has limits of its own almost everywhere, but an intersection of a hundred regexes
 compiles forever, and a chain of ten thousand $refs overflows the stack. The child has a smaller
-stack than the engine's thread that compiles accepted grammars.
+stack than the engine's thread that compiles accepted grammars. A grammar is refused only for what
+it does itself: everything else that can happen to the child is an error of the engine.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import select
+import signal
 import struct
 import subprocess
 import sys
 import threading
+import time
 from typing import IO, BinaryIO
 
 import msgspec
@@ -31,9 +36,16 @@ from ...ipc.params import StructuredOutputsParams
 from ...ipc.process import die_with_parent, kill_at_end_of_file
 from .grammar_compiler import GrammarCompiler, refusal
 
-# for one grammar; a usual one takes milliseconds, so a busy machine still passes
-TIME_LIMIT_S = 1.5
-START_LIMIT_S = 60.0  # until it has read the tokenizer
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 1.5  # of CPU time, for one grammar; a usual one takes milliseconds
+START_LIMIT_S = 60.0  # of CPU time, until it has read the tokenizer
+WAIT_LIMIT_S = 60.0  # for an answer; more only where the machine is overloaded
+LOOK_S = 0.25  # how often its state is looked at while an answer is awaited
+MAX_TRIES = 4  # of one check, where something else than the grammar ends it
+RETRY_DELAY_S = 0.2  # after the second try; doubles
+# signals that no grammar causes: its memory is limited by an error, not by a signal
+FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 MEMORY_LIMIT_BYTES = 512 * 2**20  # beyond the child's memory after it has read the tokenizer
 CHECK_STACK_BYTES = 8 * 2**20
 # address space; a compilation that passes the check touches an eighth of it
@@ -50,6 +62,10 @@ class CompilerSettings(msgspec.Struct, array_like=True, frozen=True):
     eos_token_id: int | None
 
 
+class CheckFailedError(RuntimeError):
+    """No child could check the grammar, for a reason that is not the grammar."""
+
+
 class GrammarCheck:
     """One child process, started by the first check. Used by one thread at a time."""
 
@@ -57,13 +73,25 @@ class GrammarCheck:
         self.settings = settings
         self._child: subprocess.Popen | None = None
         self._leash_fd = -1  # a pipe whose end-of-file kills the child
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def check(self, params: StructuredOutputsParams) -> None:
-        """Checks normalized `params` within about two seconds.
+        """Checks normalized `params`, within about two seconds of CPU time.
 
-        Raises InvalidParameterError for a grammar that is invalid or exceeds a limit.
+        Raises InvalidParameterError for a grammar that is invalid or exceeds a limit, and
+        CheckFailedError if each of MAX_TRIES children was killed, was stopped or did not start.
         """
+        for num_tries in range(1, MAX_TRIES + 1):
+            try:
+                return self._check_once(params)
+            except CheckFailedError as error:
+                if num_tries == MAX_TRIES or self._closed.is_set():
+                    raise
+                logger.warning("%s; it is started again", error)
+            if num_tries > 1:
+                self._closed.wait(RETRY_DELAY_S * 2 ** (num_tries - 2))
+
+    def _check_once(self, params: StructuredOutputsParams) -> None:
         # it died between two checks
         if self._child is not None and self._child.poll() is not None:
             self.end()
@@ -72,8 +100,10 @@ class GrammarCheck:
             problem = _ask(child, params, TIME_LIMIT_S)
             if problem is None:
                 raise refusal(f"takes longer than {TIME_LIMIT_S} s to compile")
-        except (OSError, EOFError):
+        except (OSError, EOFError) as error:
             code = self.end()
+            if isinstance(error, TimeoutError) or (code is not None and -code in FOREIGN_SIGNALS):
+                raise CheckFailedError(_failure("ended during a check", error, code)) from None
             raise refusal(
                 f"ended the process that tried to compile it (exit code {code}): it needs too much "
                 f"memory or nests too deeply"
@@ -89,27 +119,37 @@ class GrammarCheck:
 
         Any thread may call it; call `end` when no check runs.
         """
-        self._is_closed = True
+        self._closed.set()
         child = self._child
         if child is not None:
             child.kill()
 
     def _start(self) -> subprocess.Popen:
-        if self._is_closed:
-            raise refusal("cannot be checked: the engine is leaving")
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "quire.executor.sampling.grammar_check",
-            str(os.getpid()),
-        ]
+        if self._closed.is_set():
+            raise CheckFailedError("the engine is leaving")
+        try:
+            child = self._spawn()
+            problem = _ask(child, self.settings, START_LIMIT_S)
+            if problem is None:
+                raise TimeoutError
+        except (OSError, EOFError) as error:
+            raise CheckFailedError(_failure("did not start", error, self.end())) from None
+        except BaseException:
+            self.end()
+            raise
+        if problem:
+            self.end()
+            raise msgspec.msgpack.decode(problem, type=Problem).error()
+        return child
+
+    def _spawn(self) -> subprocess.Popen:
+        module = "quire.executor.sampling.grammar_check"
         # Its stderr is not needed: the exit code tells how it died, and llguidance returns the text
         # of its panics.
         read_fd, self._leash_fd = os.pipe()
         try:
             self._child = child = subprocess.Popen(
-                command,
+                [sys.executable, "-P", "-m", module, str(os.getpid())],
                 start_new_session=True,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -123,19 +163,8 @@ class GrammarCheck:
             raise
         finally:
             os.close(read_fd)
-        try:
-            problem = _ask(child, self.settings, START_LIMIT_S)
-            if problem is None:
-                raise TimeoutError
-        except (OSError, EOFError) as error:
-            code = self.end()
-            raise RuntimeError(
-                f"the process that checks grammars did not start ({type(error).__name__}, exit "
-                f"code {code})"
-            ) from None
-        if problem:
-            self.end()
-            raise msgspec.msgpack.decode(problem, type=Problem).error()
+        if self._closed.is_set():  # `close` may have come before there was a child to kill
+            child.kill()
         return child
 
     def end(self) -> int | None:
@@ -165,20 +194,48 @@ class Problem(msgspec.Struct, array_like=True, frozen=True):
         return InvalidParameterError(self.parameter, self.problem)
 
 
-def _ask(child: subprocess.Popen[bytes], message: object, timeout_s: float) -> bytes | None:
-    """Sends `message` and returns the answer, or None where there is none within `timeout_s`.
+def _failure(what: str, error: Exception, code: int | None) -> str:
+    ended = f"exit code {code}" if code is not None else str(error)
+    return f"the process that checks grammars {what} ({type(error).__name__}, {ended})"
 
-    Raises OSError or EOFError when the child is gone.
+
+def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> bytes | None:
+    """Sends `message` and returns the answer, or None where the child spends more than `limit_s` of
+    CPU time on it.
+
+    Raises TimeoutError when the child is stopped or gets no CPU time, and OSError or EOFError when
+    it is gone.
     """
     assert child.stdin is not None and child.stdout is not None  # both are pipes
-    _write(child.stdin, msgspec.msgpack.encode(message))
-    if not select.select([child.stdout], [], [], timeout_s)[0]:
-        return None
-    return _read(child.stdout)
+    process, deadline = psutil.Process(child.pid), time.monotonic() + WAIT_LIMIT_S
+    limit_s += _cpu_s(process)
+    unsent = memoryview(_framed(msgspec.msgpack.encode(message)))
+    os.set_blocking(child.stdin.fileno(), False)  # a stopped child reads nothing
+    while True:
+        answered, writable, _ = select.select(
+            [child.stdout], [child.stdin] if unsent else [], [], LOOK_S
+        )
+        if answered:
+            return _read(child.stdout)
+        if writable:
+            unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
+        elif _cpu_s(process) >= limit_s:
+            return None
+        elif process.status() == psutil.STATUS_STOPPED or time.monotonic() >= deadline:
+            raise TimeoutError
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _framed(payload: bytes) -> bytes:
+    return _LENGTH.pack(len(payload)) + payload
 
 
 def _write(pipe: IO[bytes], payload: bytes) -> None:
-    pipe.write(_LENGTH.pack(len(payload)) + payload)
+    pipe.write(_framed(payload))
     pipe.flush()
 
 
@@ -219,7 +276,11 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
         compiler.tokenizer  # noqa: B018
     except InvalidParameterError as error:
         return _write(answers, msgspec.msgpack.encode(Problem(error.parameter, error.problem)))
-    limit = psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES
+    limit, most = (
+        psutil.Process().memory_info().vms + MEMORY_LIMIT_BYTES,
+        resource.getrlimit(resource.RLIMIT_AS)[1],
+    )
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _write(answers, b"")

@@ -34,6 +34,7 @@ MAX_GRAMMAR_SOURCE_BYTES = 128 * 1024  # of a grammar, which Python parses line 
 # of one thread's time; 10 to 50 us are usual, the first mask of a schema takes some milliseconds
 MAX_MASK_S = 0.1
 NUM_WALKS, WALK_TOKENS = 3, 12  # random walks that try a new grammar
+NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 # llguidance's own limits except for the states, of 1 to 2 kB each: the matcher of one request can
 # grow to about 100 MB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -177,7 +178,9 @@ class GrammarCompiler:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Raises InvalidParameterError for a tokenizer that llguidance does not support."""
+        """Raises InvalidParameterError for a tokenizer that llguidance does not support, and
+        OSError if its file cannot be read for now.
+        """
         with self._lock:
             if self._tokenizer is None:
                 path = Path(self.tokenizer_directory)
@@ -195,7 +198,7 @@ class GrammarCompiler:
                     self._tokenizer = LLTokenizer(
                         text, n_vocab=self.vocab_size, eos_token=self.eos_token_id
                     )
-                except (OSError, ValueError, ModelLoadError) as error:
+                except (*NO_SUCH_FILE, ValueError, ModelLoadError) as error:
                     raise refusal(
                         f"is not possible with this model's tokenizer: {shorten(str(error))}"
                     ) from None

@@ -16,6 +16,7 @@ import contextlib
 import os
 import queue
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -171,9 +172,14 @@ class LocalEngine:
         return self.core.has_work() and len(self.outputs) < MAX_QUEUED_OUTPUTS
 
     def _take(self, block: bool) -> None:
+        """Runs what waits in the inbox. `block`: waits for it, until the next deadline of a
+        request.
+        """
+        deadline = self.core.next_deadline if block else None
+        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             while True:
-                self._inbox.get(block)()
+                self._inbox.get(block, timeout_s)()
                 block = False
         except queue.Empty:
             pass

@@ -139,6 +139,8 @@ def render_chat(
         raise InvalidParameterError(
             "chat_template", f"is not valid Jinja: {error.message} (line {error.lineno})"
         ) from error
+    except (MemoryError, OSError):  # of this process, not of the messages
+        raise
     except Exception as error:  # a template can raise any exception
         raise InvalidParameterError(
             "messages", f"the chat template refuses them: {error}"

@@ -4,11 +4,14 @@ wake-ups.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
+import time
 from concurrent.futures import Future
 
+import msgspec
 import pytest
 from quire.core.engine_core import EngineCore
 from quire.core.grammar_gate import GrammarGate
@@ -112,10 +115,53 @@ def test_a_check_that_raises_is_an_error_row():
     ends = run(core)
     assert ends["a"][1:] == (
         FinishReason.ERROR,
-        "structured_outputs: could not be checked: RuntimeError: no process",
-        "structured_outputs",
+        "its grammar could not be checked: no process",
+        None,  # not the request's fault: over HTTP it is a 500
     )
-    assert ends["b"][1] is FinishReason.ERROR
+    assert ends["b"][1] is FinishReason.ERROR and ends["b"][3] is None
+    assert core.get_metrics()["num_grammar_refusals"] == 0
+
+
+def test_a_deadline_passes_while_the_grammar_is_checked():
+    core = make_core("slow")
+    deadline = time.monotonic() + 0.05
+    core.add_request(msgspec.structs.replace(request("a", "slow"), deadline=deadline))
+    core.add_request(msgspec.structs.replace(request("n", "slow", n=2), deadline=deadline))
+    core.add_request(request("b", "slow"))
+    assert core.next_deadline == deadline and not core.has_work()
+    core.gate.wait()
+    assert time.monotonic() >= deadline and core.has_work()
+    ends = run(core)
+    assert ends.keys() == {"a", "0_n", "1_n"} and core.next_deadline is None
+    assert {end[:2] for end in ends.values()} == {(0, FinishReason.TIMEOUT)}
+    checks(core)["slow"].set_result(None)
+    assert set(run(core)) == {"b"} and core.is_idle()
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asyncio"])
+def test_a_client_is_told_of_a_deadline_during_the_check(is_async):
+    config = make_config()
+    executor = FakeExecutor(config)
+    executor.grammar_checks["slow"] = Future()
+    client = InprocClient(config, executor=executor)
+    late = msgspec.structs.replace(request("a", "slow"), deadline=time.monotonic() + 0.05)
+
+    async def ask():
+        client.add_request(late)
+        while not (outputs := await client.get_output_async()).finished:
+            pass
+        return outputs
+
+    try:
+        if is_async:
+            outputs = asyncio.run(asyncio.wait_for(ask(), 10))
+        else:
+            client.add_request(late)
+            while not (outputs := client.get_output()).finished:
+                pass
+        assert outputs.finished[0].reason is FinishReason.TIMEOUT
+    finally:
+        client.shutdown()
 
 
 def test_an_abort_answers_at_once_and_the_check_is_ignored():

@@ -4,6 +4,7 @@ one grammar.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import signal
@@ -11,12 +12,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import psutil
 import pytest
 from quire.executor.sampling import grammar_check
-from quire.executor.sampling.grammar_check import CompilerSettings, GrammarCheck, Problem, serve
+from quire.executor.sampling.grammar_check import (
+    MAX_TRIES,
+    CheckFailedError,
+    CompilerSettings,
+    GrammarCheck,
+    Problem,
+    serve,
+)
+from quire.executor.sampling.grammar_compiler import GrammarCompiler
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
@@ -138,9 +149,9 @@ def test_closing_ends_a_running_check(check, monkeypatch):
     monkeypatch.setattr(grammar_check, "TIME_LIMIT_S", 60.0)
     check.check(FINE)
     threading.Timer(0.2, check.close).start()
-    with pytest.raises(InvalidParameterError):
+    with pytest.raises(CheckFailedError, match="ended during a check"):
         check.check(ENDLESS)
-    with pytest.raises(InvalidParameterError, match="the engine is leaving"):
+    with pytest.raises(CheckFailedError, match="the engine is leaving"):
         check.check(FINE)
 
 
@@ -153,8 +164,99 @@ def test_the_message_of_an_unusable_tokenizer(tmp_path):
 
 def test_a_process_that_does_not_start_refuses_nothing(settings, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="did not start"):
+    monkeypatch.setattr(grammar_check, "RETRY_DELAY_S", 0.01)
+    with pytest.raises(CheckFailedError, match="did not start .* exit code 1"):
         GrammarCheck(settings).check(FINE)
+    monkeypatch.setattr(sys, "executable", "/no such file")
+    with pytest.raises(CheckFailedError, match="did not start .* No such file"):
+        GrammarCheck(settings).check(FINE)
+
+
+class Started(list[subprocess.Popen]):
+    """The children so far. Each of the first gets one of the signals as soon as it runs."""
+
+    signals: list[signal.Signals] = []
+
+
+@pytest.fixture
+def started(monkeypatch) -> Iterator[Started]:
+    children, spawn = Started(), GrammarCheck._spawn
+
+    def spawn_and_signal(check: GrammarCheck) -> subprocess.Popen:
+        children.append(spawn(check))
+        if len(children) <= len(children.signals):
+            children[-1].send_signal(children.signals[len(children) - 1])
+        return children[-1]
+
+    monkeypatch.setattr(GrammarCheck, "_spawn", spawn_and_signal)
+    monkeypatch.setattr(grammar_check, "RETRY_DELAY_S", 0.01)
+    yield children
+    assert all(child.poll() is not None for child in children[:-1]), "a child lives on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_process_that_is_killed_or_stopped_while_it_starts_is_started_again(
+    check, started, number
+):
+    started.signals = [number] * 2
+    check.check(FINE)
+    assert len(started) == 3
+    check.check(FINE)
+    assert len(started) == 3
+
+
+def test_a_process_that_is_killed_at_each_start_is_no_fault_of_the_grammar(check, started):
+    started.signals = [signal.SIGKILL] * MAX_TRIES
+    with pytest.raises(CheckFailedError, match="did not start .EOFError, exit code -9") as raised:
+        check.check(FINE)
+    assert len(started) == MAX_TRIES and not isinstance(raised.value, InvalidParameterError)
+    check.check(FINE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("size", [1, 200_000], ids=["small", "larger than a pipe"])
+def test_a_process_that_is_killed_or_stopped_during_a_check_checks_again(
+    check, started, number, size
+):
+    check.check(FINE)
+    started[0].send_signal(number)
+    if number == signal.SIGKILL:  # so that the check finds it alive and then gone
+        check._child = Alive(check._child)
+    schema = {"type": "boolean", "description": "a" * size}
+    check.check(StructuredOutputsParams(json=json.dumps(schema)))
+    assert len(started) == 2
+
+
+class Alive:
+    """A child whose death has not been seen yet."""
+
+    def __init__(self, child: subprocess.Popen):
+        self.child = child
+
+    def poll(self) -> int | None:
+        return None
+
+    def __getattr__(self, name: str):
+        return getattr(self.child, name)
+
+
+def test_time_in_which_the_process_gets_no_cpu_does_not_count():
+    command = ["sh", "-c", r"sleep 0.6; printf '\0\0\0\0'; read x"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert grammar_check._ask(child, FINE, limit_s=0.2) == b""
+        child.kill()
+
+
+def test_a_tokenizer_that_cannot_be_read_for_now_is_no_fault_of_the_grammar(settings, monkeypatch):
+    def fail(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    compiler = GrammarCompiler(*msgspec.structs.astuple(settings))
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(OSError, match="Too many open files"):
+        compiler.compile(FINE)
+    monkeypatch.undo()
+    compiler.compile(FINE)
 
 
 def test_the_process_ends_with_its_parent(settings):

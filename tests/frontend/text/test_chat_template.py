@@ -163,6 +163,16 @@ def test_a_template_that_refuses_or_fails() -> None:
         assert raised.value.parameter == parameter
 
 
+@pytest.mark.parametrize("error", [MemoryError(), OSError("Too many open files")])
+def test_an_error_of_the_process_does_not_blame_the_messages(monkeypatch, error) -> None:
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("quire.frontend.text.template_sandbox.render", fail)
+    with pytest.raises(type(error)):
+        render_chat(CHATML, CHAT)
+
+
 @pytest.mark.parametrize(
     "template",
     [

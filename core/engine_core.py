@@ -23,11 +23,11 @@ from ..ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     FinishReason,
-    ModelRunnerOutput,
     Ready,
     UtilityCall,
     UtilityResult,
 )
+from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
 from . import utilities
@@ -187,13 +187,11 @@ class EngineCore:
                 )
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
-        params = request.sampling_params
-        if params.structured_outputs is None:
+        grammar = request.structured_outputs
+        if grammar is None:
             return self.scheduler.add_request(request, client_index)
-        arrival = self.scheduler.reserve_arrivals(params.n)
-        check = self.executor.check_grammar(
-            params.structured_outputs, is_known=bool(request.resume_tokens)
-        )
+        arrival = self.scheduler.reserve_arrivals(request.num_completions)
+        check = self.executor.check_grammar(grammar, is_known=bool(request.resume_tokens))
         self.gate.add(request, client_index, arrival, check)
         self._admit_checked()
 

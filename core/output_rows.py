@@ -27,13 +27,13 @@ from ..ipc.messages import (
     EngineCoreRequest,
     Finished,
     FinishReason,
+    Pooled,
     PromptLogprobs,
     RequestTiming,
     SchedulerStats,
-    SlotLogprobs,
-    SlotPromptLogprobs,
     TokenLogprobs,
 )
+from ..ipc.step_messages import SlotLogprobs, SlotPooled, SlotPromptLogprobs
 from .request import Request
 
 # between two messages: holding rows for less is not worth it, and for longer could be noticed
@@ -55,6 +55,7 @@ class ClientRows:
     timings: list[RequestTiming] = field(default_factory=list)
     step_times: list[float] = field(default_factory=list)
     token_steps: list[int] = field(default_factory=list)
+    pooled: list[Pooled] = field(default_factory=list)
 
     def add(self, request_id: str, first_index: int, token_ids: list[int]) -> None:
         self.request_ids.append(request_id)
@@ -96,6 +97,9 @@ class ClientRows:
                 row, logprobs.first_index, logprobs.token_ids, logprobs.logprobs, logprobs.ranks
             )
         )
+
+    def add_pooled(self, pooled: SlotPooled) -> None:
+        self.pooled.append(Pooled(len(self.request_ids) - 1, pooled.values))
 
     def add_num_cached_tokens(self, num_cached_tokens: int) -> None:
         self.num_cached_tokens.append((len(self.request_ids) - 1, num_cached_tokens))
@@ -207,6 +211,7 @@ class Pace:
 
         told.finished, told.timings = [*map(moved, rows.finished)], [*map(moved, rows.timings)]
         told.prompt_logprobs = [*map(moved, rows.prompt_logprobs)]
+        told.pooled = [*map(moved, rows.pooled)]
         told.num_cached_tokens = [
             (index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens
         ]
@@ -306,4 +311,5 @@ class OutputRows:
             timings=rows.timings,
             step_times=rows.step_times,
             token_steps=rows.token_steps,
+            pooled=rows.pooled,
         )

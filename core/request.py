@@ -16,7 +16,7 @@ import msgspec
 
 from ..ipc.config import resolved
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
-from ..ipc.params import SamplingParams, child_seed, require_sampling
+from ..ipc.params import PoolingParams, SamplingParams, child_seed, require_sampling
 from .scheduling.owners import Owner
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
     """The n requests of a message with n > 1, with their own ids and seeds; with n = 1 the message
     itself.
     """
-    params = message.sampling_params
-    if params.n == 1:
+    if message.num_completions == 1:
         return [message]
+    params = message.sampling_params
     replace = msgspec.structs.replace
     return [
         replace(
@@ -107,6 +107,7 @@ class Request:
         "family",
         "first_token_time",
         "has_grammar",
+        "is_pooling",
         "key",
         "max_output_tokens",
         "min_tokens",
@@ -150,13 +151,13 @@ class Request:
         largest
         is preempted first.
         """
-        params = message.sampling_params
         self.request_id = message.request_id
         self.client_index = client_index
         self.key = key
         self.owner = Owner() if owner is None else owner
         self.params = message.params
-        self.has_grammar = params.structured_outputs is not None
+        self.has_grammar = message.structured_outputs is not None
+        self.is_pooling = isinstance(message.params, PoolingParams)
         self.token_ids = message.prompt_token_ids + message.resume_tokens
         self.num_prompt_tokens = len(message.prompt_token_ids)
         self.num_resumed_tokens = len(message.resume_tokens)
@@ -173,14 +174,7 @@ class Request:
         self.num_cached_tokens: int | None = None
         self.slot: int | None = None  # in the model runner, while RUNNING
         self.eos_token_ids = message.eos_token_ids
-        # Cached tokens are not computed, so they would have no log-probabilities. The request's own
-        # blocks are still offered to others.
-        self.reads_prefix_cache = params.prompt_logprobs is None
-        self.stop_token_ids = frozenset(params.stop_token_ids or ())
-        self.min_tokens = params.min_tokens
-        self.max_output_tokens = min(
-            resolved(params.max_tokens), max_model_len - self.num_prompt_tokens
-        )
+        self._set_ends(message.params, max_model_len)
         self.stop_reason: int | None = None
         self.queued_time = time.monotonic() if queued_time is None else queued_time
         self.scheduled_time = self.first_token_time = 0.0
@@ -192,6 +186,21 @@ class Request:
         self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
         self._hash_root = hash_root(message.cache_salt)
+
+    def _set_ends(self, params: SamplingParams | PoolingParams, max_model_len: int) -> None:
+        if isinstance(params, PoolingParams):
+            self.reads_prefix_cache = not params.skip_reading_prefix_cache
+            self.stop_token_ids: frozenset[int] = frozenset()
+            self.min_tokens, self.max_output_tokens = 0, 1  # which is the pooled result
+            return
+        # Cached tokens are not computed, so they would have no log-probabilities. The request's own
+        # blocks are still offered to others.
+        self.reads_prefix_cache = params.prompt_logprobs is None
+        self.stop_token_ids = frozenset(params.stop_token_ids or ())
+        self.min_tokens = params.min_tokens
+        self.max_output_tokens = min(
+            resolved(params.max_tokens), max_model_len - self.num_prompt_tokens
+        )
 
     @property
     def sampling_params(self) -> SamplingParams:

@@ -13,7 +13,7 @@ from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.messages import EngineCoreRequest
 from ..ipc.models.memory_plan import fitting_tokens
-from ..ipc.params import ALL_LOGPROBS, SamplingParams
+from ..ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 
 
 def check_config(config: EngineConfig) -> None:
@@ -68,15 +68,24 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
         "request_id",
         f"must be a string, got {request.request_id!r}",
     )
-    _require(
-        isinstance(request.params, SamplingParams),
-        "params",
-        f"must be SamplingParams: the engine generates text, got {type(request.params).__name__}",
-    )
-    _check_params(request.sampling_params, config)
+    params = request.params
+    if isinstance(params, PoolingParams):
+        _check_pooling(params, config)
+    else:
+        _require(
+            isinstance(params, SamplingParams),
+            "params",
+            f"must be SamplingParams or PoolingParams, got {type(params).__name__}",
+        )
+        _require(
+            config.model_config.runner != "pooling",
+            "params",
+            "must be PoolingParams: this engine runs with runner=pooling and generates no text",
+        )
+        _check_params(params, config)
     _check_token_ids(request, config)
     vocab_size = config.model_config.hf_config["vocab_size"]
-    if request.sampling_params.structured_outputs is not None:
+    if request.structured_outputs is not None:
         _require(
             not request.sampling_params.ignore_eos,
             "ignore_eos",
@@ -97,6 +106,19 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
         request.cache_salt is None or isinstance(request.cache_salt, str),
         "cache_salt",
         "must be a string or None",
+    )
+
+
+def _check_pooling(params: PoolingParams, config: EngineConfig) -> None:
+    pooling = config.model_config.pooling
+    if pooling is None:
+        raise InvalidParameterError(
+            "params", "must be SamplingParams: the model generates text and cannot pool"
+        )
+    _require(
+        params.task in pooling.tasks,
+        "task",
+        f"must be one of {', '.join(pooling.tasks)} for this model, got {params.task}",
     )
 
 
@@ -150,13 +172,21 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
         len(request.prompt_token_ids),
         len(request.resume_tokens),
     )
-    is_one = request.sampling_params.n == 1 or not num_resumed_tokens
+    is_one = request.num_completions == 1 or not num_resumed_tokens
     _require(
         is_one,
         "resume_tokens",
         "must be empty with n > 1: each child is resumed as a request of its own",
     )
     _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
+    if isinstance(request.params, PoolingParams):
+        _require(
+            num_prompt_tokens <= max_model_len and not num_resumed_tokens,
+            "prompt_token_ids",
+            f"must be at most max_model_len={max_model_len} tokens, and none in resume_tokens, got "
+            f"{num_prompt_tokens} and {num_resumed_tokens}",
+        )
+        return
     _require(
         num_prompt_tokens + num_resumed_tokens < max_model_len,
         "prompt_token_ids",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from ..ipc.messages import ModelRunnerOutput
+from ..ipc.step_messages import ModelRunnerOutput
 from .observation import StepRecords
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep

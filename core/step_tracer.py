@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ..ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..ipc.trace import (
     EngineTrace,
     RanksTrace,

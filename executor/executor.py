@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from ..ipc.config import EngineConfig
-from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
+from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
-from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.params import StructuredOutputsParams
+from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
 from .executor import PendingOutput
 from .plugins import naming_plugins

@@ -18,9 +18,9 @@ from collections.abc import Iterator
 import msgspec
 
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.messages import NewRequestData, SchedulerOutput
 from ..ipc.models.kv_layout import make_layout
 from ..ipc.params import SamplingParams
+from ..ipc.step_messages import NewRequestData, SchedulerOutput
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
 from .single_process import SingleProcessExecutor
 

@@ -14,18 +14,15 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.errors import ModelLoadError
 from ..ipc.json_files import read_json
-from ..ipc.messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
-from ..ipc.models.architectures import text_part
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import unread_keys
 from ..ipc.models.gguf import read_gguf
-from ..ipc.models.gguf_config import gguf_config
 from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ..ipc.models.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ..ipc.models.quantized_tensors import saved_bytes
+from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
@@ -36,7 +33,9 @@ from .models import find_model_class
 from .models.experts import expert_load
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
+from .models.same_architecture import check_same_architecture
 from .plugins import load_plugins
+from .pooling.pooler import Pooler
 from .program.step_program import record_step
 from .result_checks import check_results
 from .runner.block_mover import BlockMover, shortest_time
@@ -145,6 +144,8 @@ class Worker:
         self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
+        if model_config.pooling is not None:
+            self.runner.pooler = Pooler(model_config.pooling)
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or random ones, without a cache."""
@@ -462,37 +463,6 @@ class Worker:
         self.model = self.grammars = self.tracer = None
         if hasattr(self, "runner"):
             del self.runner
-
-
-def check_same_architecture(config: EngineConfig, model_class: Any, directory: Path) -> None:
-    """Checks that the config.json or GGUF file of new weights, if there is one, describes the
-    running model.
-
-    Not every difference shows in a shape. Raises ModelLoadError naming the first key that differs.
-    """
-    path = directory if is_gguf(directory) else directory / "config.json"
-    if not path.exists():
-        return
-    hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
-    described = find_model_class(hf_config, config.model_config.model_impl)
-    if described is not model_class:
-        raise ModelLoadError(
-            f"{path}: the architecture is {described.__name__}, the engine runs "
-            f"{model_class.__name__}"
-        )
-    overrides = {
-        key: config.model_config.hf_config[key] for key in config.model_config.hf_overrides
-    }
-    mine, other = (
-        model_class.parse_config(config.model_config.hf_config),
-        model_class.parse_config(hf_config | overrides),
-    )
-    for name in mine.__dataclass_fields__:
-        if getattr(mine, name) != getattr(other, name):
-            raise ModelLoadError(
-                f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with "
-                f"{getattr(mine, name)!r}"
-            )
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

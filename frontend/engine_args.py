@@ -14,6 +14,7 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
+from ..ipc.models.pooling import resolve_pooling
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
@@ -217,6 +218,8 @@ def _describe(info: inspect.Type) -> str:
             return "a dict with string keys"
         case inspect.ListType():
             return "a list of strings"
+        case inspect.StructType(fields=fields):
+            return f"a dict with keys of {', '.join(field.name for field in fields)}"
     return "a different type"
 
 
@@ -270,6 +273,7 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
             wanted.tokenizer, revision=wanted.revision, weights=False, download_dir=download_dir
         )
     hf_config = read_hf_config(directory, wanted.hf_overrides)
+    runner = "generate" if wanted.runner == "auto" else wanted.runner
     return replace(
         wanted,
         model=str(directory),
@@ -278,6 +282,9 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
         dtype=_auto_dtype(device_config) if wanted.dtype == "auto" else wanted.dtype,
         max_model_len=_resolve_max_model_len(wanted.max_model_len, hf_config),
         hf_config=hf_config,
+        runner=runner,
+        convert="none" if runner == "generate" else "embed",
+        pooling=resolve_pooling(hf_config, wanted.pooler_config),
         generation_config=_resolve_generation_config(wanted.generation_config, str(directory)),
     )
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from .models.pooling import PoolerConfig, Pooling
+
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 
@@ -116,8 +118,32 @@ class ModelConfig(Section, frozen=True):
             "executor/sampling/logits_processors.py."
         ),
     ] = []
+    runner: Annotated[
+        Literal["auto", "generate", "pooling"],
+        Meta(
+            description="What the model does. generate: text, and embeddings of its last layer; "
+            "pooling: embeddings, scores or classes alone, without an output head. auto: what its "
+            "files say."
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Literal["auto", "none", "embed", "classify"],
+        Meta(
+            description="Makes a model for embeddings or classes of one that generates text. auto: "
+            "embed, where runner=pooling asks for it."
+        ),
+    ] = "auto"
+    pooler_config: Annotated[
+        PoolerConfig | None,
+        Meta(
+            description="How hidden states are pooled, where it differs from the model's files: "
+            'a JSON object such as {"pooling_type": "MEAN"}.'
+        ),
+    ] = None
     # config.json with hf_overrides applied; filled when resolved, not a flag
     hf_config: dict[str, Any] = {}
+    # filled when resolved; None: the model cannot pool
+    pooling: Pooling | None = None
 
 
 class LoadConfig(Section, frozen=True):
@@ -341,7 +367,9 @@ class EngineConfig(Section, frozen=True):
     service_config: ServiceConfig = ServiceConfig()
 
 
-INTERNAL_FIELDS = frozenset({"hf_config"})  # filled when the tree is resolved; not arguments
+INTERNAL_FIELDS = frozenset(
+    {"hf_config", "pooling"}
+)  # filled when the tree is resolved; not arguments
 
 
 def config_fields() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .config import EngineConfig
-from .params import PoolingParams, SamplingParams, require_sampling
+from .params import PoolingParams, SamplingParams, StructuredOutputsParams, require_sampling
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
@@ -93,6 +93,17 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     def sampling_params(self) -> SamplingParams:
         """`params` of a request that generates; raises TypeError for one that pools."""
         return require_sampling(self.params)
+
+    @property
+    def num_completions(self) -> int:
+        """n of SamplingParams; a request that pools has one result."""
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
+
+    @property
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Of SamplingParams; None for a request that pools."""
+        params = self.params
+        return params.structured_outputs if isinstance(params, SamplingParams) else None
 
 
 def child_request_id(request_id: str, index: int) -> str:
@@ -182,7 +193,7 @@ class TurnedAway(Message, tag="turned_away", frozen=True):
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -296,6 +307,16 @@ class PromptLogprobs(Message, frozen=True):
     ranks: Array
 
 
+class Pooled(Message, frozen=True):
+    """The result of a request that pools; its row has no tokens and is finished.
+
+    values f4: [size] of an embedding or of classes, [num_tokens, size] of a task by token.
+    """
+
+    row: int
+    values: Array
+
+
 class RequestTiming(Message, frozen=True):
     """The engine's timestamps of a request, by time.monotonic() in seconds.
 
@@ -342,6 +363,7 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     step_times: list[float] = []
     token_steps: list[int] = []
     engine_index: int = 0
+    pooled: list[Pooled] = []
 
     def __post_init__(self) -> None:
         """Refuses columns that do not match, like any other bad frame."""
@@ -364,7 +386,7 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
                 f"EngineCoreOutputs has {len(self.token_steps)} tokens' steps, of "
                 f"{len(self.step_times)}, for {len(self.token_ids)} tokens"
             )
-        parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings)
+        parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings, self.pooled)
         rows = [
             *(part.row for column in parts for part in column),
             *(row for row, _ in self.num_cached_tokens),
@@ -388,108 +410,3 @@ class EngineDead(Message, tag="dead", frozen=True):
 
 
 EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progress | Ready | Failed
-
-
-# ---------------------------------------------------------------- engine core -> executor, and back
-
-
-class NewRequestData(Message, frozen=True):
-    """A request enters a slot, for the first time or after a preemption (with its output in
-    token_ids).
-    """
-
-    slot: int  # in [0, max_num_seqs); free until it appears in freed_slots
-    request_id: str
-    token_ids: list[int]  # prompt + output so far
-    num_prompt_tokens: int
-    params: SamplingParams | PoolingParams
-    # of this request: min_tokens masks them, and a finished grammar requires one of them
-    eos_token_ids: list[int] = []
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """`params` of a request that generates; raises TypeError for one that pools."""
-        return require_sampling(self.params)
-
-
-class SchedulerOutput(Message, frozen=True):
-    """The work of one step, as differences.
-
-    Columns are parallel with `slots`, in the order in which requests were scheduled.
-
-    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
-    block tables of slots[i], and moves blocks: first out, then in, then copies. Then it computes
-    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
-    that computes its last known token is sampled, and the runner appends the sampled token to the
-    slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
-    the other; its blocks have room for them.
-
-    A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
-    the previous step are computed, and their samples are ignored.
-    """
-
-    step: int
-    slots: list[int]
-    num_scheduled_tokens: list[int]
-    num_computed_tokens: list[int]  # before this step
-    # A new request's row holds its whole block table. With several groups of layers: the blocks of
-    # the first group, then equally many of the next, and so on.
-    new_block_ids: list[list[int]]
-    new_requests: list[NewRequestData] = []
-    freed_slots: list[int] = []  # finished, aborted or preempted since the last step
-    num_lookahead_tokens: list[int] = []  # parallel with slots, or empty for none
-    blocks_to_swap_out: list[tuple[int, int]] = []  # (device block, host block)
-    blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
-    blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
-
-    @property
-    def total_num_scheduled_tokens(self) -> int:
-        return sum(self.num_scheduled_tokens)
-
-
-class PreemptionCosts(Message, frozen=True):
-    """What it costs on this machine to bring a preempted request back, in seconds.
-
-    The executor measures it at start-up.
-    """
-
-    recompute_s_per_token: float = 1.0
-    swap_s: float = 0.0  # of any swap, out and in
-    swap_s_per_token: float = 0.0
-
-
-class SlotLogprobs(Message, frozen=True):
-    """Log-probabilities of one sampled row: token_ids i4 [num_tokens, k + 1], logprobs f4 of
-    the same
-    shape, ranks i4 [num_tokens].
-    """
-
-    slot: int
-    token_ids: Array
-    logprobs: Array
-    ranks: Array
-
-
-class SlotPromptLogprobs(Message, frozen=True):
-    """Log-probabilities of the prompt tokens that one row's chunk predicts; see PromptLogprobs."""
-
-    slot: int
-    first_index: int
-    token_ids: Array
-    logprobs: Array
-    ranks: Array
-
-
-class ModelRunnerOutput(Message, frozen=True):
-    """Parallel with SchedulerOutput.slots.
-
-    num_sampled[i] is 0 for a prompt that is not complete yet, and for a row in `errors` (with
-    lookahead it counts the tokens before the error). It exceeds 1 with lookahead, and where a
-    grammar forces tokens.
-    """
-
-    num_sampled: list[int]
-    token_ids: list[int]  # sampled tokens of all rows, concatenated
-    logprobs: list[SlotLogprobs] = []
-    errors: dict[int, str] = {}  # slot -> the error of this request
-    prompt_logprobs: list[SlotPromptLogprobs] = []

@@ -377,11 +377,65 @@ class PoolingParams(
     gc=False,
     kw_only=True,
 ):
-    """What a pooling request asks for. The engine refuses pooling requests."""
+    """What a pooling request asks for, under vLLM's names.
 
-    task: str = "embed"
+    Raises InvalidParameterError on construction and on decoding; the engine checks what depends on
+    the model.
+    """
+
+    # one of POOLING_TASKS; None: the first that the model supports
+    task: str | None = None
+    # the length of an embedding, for models that were trained with several (Matryoshka)
     dimensions: int | None = None
-    normalize: bool = True
+    # whether embeddings are normalised, and classes pass through sigmoid or softmax. None: as the
+    # model says
+    use_activation: bool | None = None
+    # -1: as many as the model can read; None: longer prompts are refused
+    truncate_prompt_tokens: int | None = None
+    timeout_s: float | None = None  # from submission; then it ends with finish_reason "timeout"
+    # compute all tokens of the prompt; resolved by the frontend where pooling reads them all
+    skip_reading_prefix_cache: bool | None = None
+    # of a pair of texts: the index of the first token of the second; 0: there is one text
+    second_text_start: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.task is None or self.task in POOLING_TASKS,
+            "task",
+            f"must be one of {', '.join(POOLING_TASKS)}, got {shown(self.task)}",
+        )
+        for name in ("use_activation", "skip_reading_prefix_cache"):
+            value = getattr(self, name)
+            require(
+                value is None or isinstance(value, bool),
+                name,
+                f"must be True, False or None, got {shown(value)}",
+            )
+        if self.dimensions is not None:
+            require_int("dimensions", self.dimensions, 1, INT64_MAX)
+        if self.truncate_prompt_tokens is not None:
+            require_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, INT64_MAX)
+            require(
+                self.truncate_prompt_tokens != 0,
+                "truncate_prompt_tokens",
+                "must be -1, or at least 1, got 0",
+            )
+        if self.timeout_s is not None:
+            require(
+                is_finite(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S,
+                "timeout_s",
+                f"must be greater than 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got "
+                f"{shown(self.timeout_s)}",
+            )
+        require_int("second_text_start", self.second_text_start, 0, INT64_MAX)
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether the result has a row for each token of the prompt."""
+        return self.task in ("token_embed", "token_classify")
+
+
+POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 
 def require_sampling(params: SamplingParams | PoolingParams) -> SamplingParams:

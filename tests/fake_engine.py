@@ -17,8 +17,8 @@ import msgspec
 from quire.core.engine_proc import leave, main
 from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc.config import EngineConfig
-from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import StructuredOutputsParams
+from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.fakes import FakeExecutor
 
 COMMAND = [sys.executable, "-P", "-m", "quire.tests.fake_engine"]

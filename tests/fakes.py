@@ -17,17 +17,16 @@ from dataclasses import dataclass
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.messages import (
-    Array,
-    FinishReason,
+from quire.ipc.messages import Array, FinishReason
+from quire.ipc.models.kv_layout import make_layout
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.step_messages import (
     ModelRunnerOutput,
     NewRequestData,
     PreemptionCosts,
     SchedulerOutput,
     SlotLogprobs,
 )
-from quire.ipc.models.kv_layout import make_layout
-from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.trace import RanksTrace
 
 _MASK = 2**64 - 1

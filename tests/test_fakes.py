@@ -3,8 +3,8 @@ test that relies on the fake executor.
 """
 
 import pytest
-from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.fakes import FakeExecutor, digest_of, make_config, token_from_digest
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)

@@ -71,6 +71,8 @@ MIRRORS = {
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
+    "ipc/step_messages.py": "tests/ipc/test_codec.py",
+    "executor/models/same_architecture.py": "tests/executor/test_worker.py",
     **dict.fromkeys(MODELS, "tests/executor/test_models.py"),
     "executor/models/blocks.py": "tests/executor/models/test_layers.py",
     "executor/models/fallback/": "tests/executor/models/fallback/test_model.py",

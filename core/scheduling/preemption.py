@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...ipc.messages import PreemptionCosts
 from ...ipc.models.kv_layout import KVLayout
+from ...ipc.step_messages import PreemptionCosts
 from ..request import Request
 from .owners import Owner
 
@@ -24,15 +24,15 @@ class PreemptionPolicy:
         self._layout = layout
 
     def prefers_swap(self, request: Request) -> bool:
+        if request.is_pooling:  # the runner forgets what it has pooled of a prompt
+            return False
         if self.mode == "auto":
             return self._swap_s(request) < self._recompute_s(request)
         return self.mode == "swap"
 
     def cost_s(self, request: Request) -> float:
         """Seconds of work until this request is where it is now."""
-        if self.mode == "auto":
-            return min(self._swap_s(request), self._recompute_s(request))
-        return self._swap_s(request) if self.mode == "swap" else self._recompute_s(request)
+        return self._swap_s(request) if self.prefers_swap(request) else self._recompute_s(request)
 
     def _recompute_s(self, request: Request) -> float:
         return request.num_computed_tokens * self.costs.recompute_s_per_token

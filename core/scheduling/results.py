@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from ...ipc.messages import FinishReason, ModelRunnerOutput, SlotLogprobs
+from ...ipc.messages import FinishReason
+from ...ipc.step_messages import ModelRunnerOutput, SlotLogprobs, SlotPooled
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus
 from .step import ScheduledStep
@@ -28,6 +29,7 @@ def update_from_output(
         request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
     scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
     prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
+    pooled = {entry.slot: entry for entry in result.pooled}
     cursor, errors, running, block_size = (
         0,
         result.errors,
@@ -52,6 +54,8 @@ def update_from_output(
             if num_sampled
             else None
         )
+        if slot in pooled:
+            reason = write_pooled(request, pooled[slot], rows)
         # after the tokens that it did sample; if one of them ended the request, the failed ones
         # were computed in vain
         if slot in errors:
@@ -101,6 +105,18 @@ def append_tokens(
         client_rows.finish(reason, request.stop_reason)
         client_rows.add_timing(request, rows.now)
     return reason
+
+
+def write_pooled(request: Request, pooled: SlotPooled, rows: OutputRows) -> FinishReason:
+    """Writes the row of a request that pools, and returns why it ends."""
+    client_rows = rows.of(request.client_index)
+    client_rows.add(request.request_id, 0, [])
+    client_rows.add_pooled(pooled)
+    client_rows.add_num_cached_tokens(request.num_cached_tokens or 0)
+    client_rows.finish(FinishReason.STOP)
+    request.first_token_time = rows.now
+    client_rows.add_timing(request, rows.now)
+    return FinishReason.STOP
 
 
 def fail(scheduler: Scheduler, request: Request, error: str, rows: OutputRows) -> None:

@@ -30,15 +30,9 @@ from operator import attrgetter
 from typing import Any
 
 from ...ipc.config import EngineConfig, resolved
-from ...ipc.messages import (
-    EngineCoreRequest,
-    FinishReason,
-    ModelRunnerOutput,
-    PreemptionCosts,
-    SchedulerOutput,
-    SchedulerStats,
-)
+from ...ipc.messages import EngineCoreRequest, FinishReason, SchedulerStats
 from ...ipc.models.kv_layout import make_layout
+from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..counters import Counters
 from ..forks import Family
 from ..kv_cache.kv_cache_manager import KVCacheManager
@@ -127,7 +121,7 @@ class Scheduler:
         """
         requests = []
         if arrival is None:
-            arrival = self.reserve_arrivals(message.sampling_params.n)
+            arrival = self.reserve_arrivals(message.num_completions)
         for place, child in enumerate(split(message), start=arrival):
             key = (child.priority if self.uses_priority else 0, place)
             request = Request(

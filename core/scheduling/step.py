@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ...ipc.messages import SchedulerOutput
+from ...ipc.step_messages import SchedulerOutput
 from ..request import Request
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from ...ipc.messages import NewRequestData
+from ...ipc.step_messages import NewRequestData
 from ..request import Request, RequestStatus
 from .admission import Start, find_start, has_room, num_missing_blocks
 from .owners import Owner

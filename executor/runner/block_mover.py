@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...ipc.messages import SchedulerOutput
+from ...ipc.step_messages import SchedulerOutput
 from ..device import synchronize
 
 Pairs = Sequence[tuple[int, int]]  # (from, to)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.cpu.native.passes import Passes
 from ...kernels.cpu.native.replay import Program
 from ..sampling.sampler import NOT_FINITE, draw_parameters, draws

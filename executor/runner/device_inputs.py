@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import SchedulerOutput
+from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import make_metadata
 from ..device import packed
 from .input_batch import InputBatch

@@ -12,13 +12,15 @@ from typing import Any
 import numpy as np
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.messages import NewRequestData
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
+from ...ipc.step_messages import NewRequestData
 
 # a smaller share would round to 0 in 32 bits, and no token would be left
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)
 NO_LOGPROBS = -1
 NOT_KNOWN = -1  # a token that the device has sampled and the host has not received
+# of a request that is refused or pools
+NOT_SAMPLED = SamplingParams(temperature=0.0, seed=0)
 # of num_logprobs; the vocabulary's size limits it later
 WHOLE_VOCABULARY = 2**31 - 1
 
@@ -47,6 +49,7 @@ class InputBatch:
         self.num_cache_blocks = 2**31
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
+        # of a request that pools one more than it has: its last token is never sampled
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
         self.block_tables = np.zeros((self.num_groups, max_num_seqs, max_blocks), np.int32)
@@ -69,6 +72,7 @@ class InputBatch:
         # the number of the request that entered the slot last
         self.entries = np.zeros(max_num_seqs, np.int64)
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
+        self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
@@ -79,12 +83,14 @@ class InputBatch:
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
-        refusal = find_unsupported(request.params) or self._enter_stages(request)
-        if refusal is not None:
+        params = request.params
+        if isinstance(params, PoolingParams):
+            self.pooling[slot] = params
+            self.num_tokens[slot] += 1
+            params = NOT_SAMPLED
+        elif (refusal := find_unsupported(params) or self._enter_stages(request)) is not None:
             self.refusals[slot] = refusal
-            params = SamplingParams(temperature=0.0, seed=0)
-        else:
-            params = request.sampling_params
+            params = NOT_SAMPLED
         self.temperature[slot] = params.temperature
         self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
         self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
@@ -120,6 +126,7 @@ class InputBatch:
         self._forget_options(slot)
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
+        self.pooling.pop(slot, None)
 
     def _forget_options(self, slot: int) -> None:
         for slots in (
@@ -197,13 +204,11 @@ def _num_logprobs(wanted: int | None) -> int:
     return WHOLE_VOCABULARY if wanted == ALL_LOGPROBS else min(wanted, WHOLE_VOCABULARY)
 
 
-def find_unsupported(params: SamplingParams | PoolingParams) -> str | None:
+def find_unsupported(params: SamplingParams) -> str | None:
     """Why the runner cannot serve these params, or None.
 
     The frontend refuses them first, but another client may not.
     """
-    if not isinstance(params, SamplingParams):
-        return "params: pooling is not supported"
     if params.seed is None:
         return "seed: must be resolved before the engine sees the request"
     return None

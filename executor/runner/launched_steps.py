@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..device import CopyToHost
 from ..sampling.sampler import NOT_FINITE
 from .device_inputs import WORDS_ALIGNED, DeviceInputMaker, DeviceTables, aligned

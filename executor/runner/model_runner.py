@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...kernels.ops import make_metadata
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
 from ..models.experts import uncounted
 from ..plugins import plugin_failure
+from ..pooling.pooler import Pooler
 from ..program.step_program import run_op_by_op
 from ..sampling.grammar import Grammars
 from ..sampling.logprob_arrays import join_logprobs
@@ -65,6 +66,7 @@ class ModelRunner:
         self.grammars = grammars  # one of the batch's stages, if any
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # set by the worker when there is a cache
+        self.pooler: Pooler | None = None  # set by the worker if the model can pool
         self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
         if device.type != "cpu":
             self.keep_state_on_device(SecondStream(device))
@@ -90,6 +92,8 @@ class ModelRunner:
         """Switches to another model of the same shape, or to none: then no step may follow."""
         self.model, self.program, self.bursts = model, None, None
         self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
+        if self.pooler is not None:
+            self.pooler.use_model(model)
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -159,9 +163,11 @@ class ModelRunner:
         """
         batch = self.batch
         requested = batch.logprobs_slots, batch.prompt_logprobs_slots
-        return any(
-            some and not some.isdisjoint(slots) for some in requested
-        ) or batch.stages.are_wanted_by(slots)
+        return (
+            any(some and not some.isdisjoint(slots) for some in requested)
+            or batch.stages.are_wanted_by(slots)
+            or (bool(batch.pooling) and not batch.pooling.keys().isdisjoint(slots))
+        )
 
     def _end(
         self, scheduler_output: SchedulerOutput, inputs: StepInputs, *results: torch.Tensor
@@ -241,10 +247,18 @@ class ModelRunner:
                 batch.append_blocks(slot, block_ids)
 
     def _sample(
-        self, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor, *largest: torch.Tensor
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        logits: torch.Tensor | None = None,
+        *largest: torch.Tensor,
     ) -> ModelRunnerOutput:
+        """logits: None of a model without an output head, whose rows are never sampled."""
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
-        prompt_logprobs, errors = [], self._refusals(inputs.slots)
+        prompt_logprobs, pooled, errors = [], [], self._refusals(inputs.slots)
+        if self.batch.pooling and self.pooler is not None:
+            pooled, failed = self.pooler(hidden, inputs.slots, inputs.metadata, self.batch)
+            errors = failed | errors
         if self.batch.prompt_logprobs_slots:
             prompt_logprobs, failed = self.prompt_scorer(
                 hidden, inputs.slots, inputs.metadata, self.batch
@@ -252,8 +266,9 @@ class ModelRunner:
             errors = failed | errors
         if not len(sampled_rows):
             return ModelRunnerOutput(
-                [0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs
+                [0] * num_rows, [], errors=errors, prompt_logprobs=prompt_logprobs, pooled=pooled
             )
+        assert logits is not None
         slots = inputs.sampled_slots
         sampled = self.sampler(logits, self.batch, slots, largest)
         errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
@@ -276,7 +291,7 @@ class ModelRunner:
         if self.grammars is not None and (forced := self.grammars.jump(slots[good], self.batch)):
             order = inputs.slots[np.argsort(inputs.order)].tolist()
             num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)
-        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs)
+        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs, pooled)
 
     def _refusals(self, slots: np.ndarray) -> dict[int, str]:
         refusals = self.batch.refusals
@@ -314,10 +329,11 @@ class ModelRunner:
             filled(0, torch.int64, num_tokens),
         )
         with uncounted(self.model):
-            _, logits, *_ = self._forward(
+            _, *results = self._forward(
                 token_ids, positions, metadata, filled(0, torch.int64, num_logits)
             )
-        if is_sampled:
+        if is_sampled and results:
+            logits = results[0]
             halves, ones, seeds = (
                 filled(0.5, torch.float32, num_logits),
                 filled(1, torch.int32, num_logits),

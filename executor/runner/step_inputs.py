@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...ipc.messages import SchedulerOutput
+from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import AttentionMetadata, make_metadata
 from .input_batch import InputBatch
 

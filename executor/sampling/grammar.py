@@ -33,8 +33,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
-from ...ipc.messages import NewRequestData
 from ...ipc.params import StructuredOutputsParams
+from ...ipc.step_messages import NewRequestData
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
 from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
 

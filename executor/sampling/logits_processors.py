@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.messages import NewRequestData
 from ...ipc.params import SamplingParams
+from ...ipc.step_messages import NewRequestData
 from ..runner.input_batch import InputBatch
 
 Processor = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]

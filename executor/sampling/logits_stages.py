@@ -34,7 +34,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.messages import NewRequestData
+from ...ipc.step_messages import NewRequestData
 from ..runner.input_batch import InputBatch
 
 ALL_MASKED = (

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ...ipc.messages import Array, SlotLogprobs
+from ...ipc.messages import Array
+from ...ipc.step_messages import SlotLogprobs
 
 
 def to_array(values: np.ndarray) -> Array:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import NewRequestData
+from ...ipc.step_messages import NewRequestData
 from ..runner.input_batch import InputBatch
 
 NO_TOKEN = -1

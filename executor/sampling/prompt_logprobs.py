@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import SlotPromptLogprobs
+from ...ipc.step_messages import SlotPromptLogprobs
 from ...kernels.ops import AttentionMetadata
 from ..runner.input_batch import InputBatch
 from .logprob_arrays import to_array

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.messages import SlotLogprobs
+from ...ipc.step_messages import SlotLogprobs
 from ..runner.input_batch import NO_LOGPROBS, InputBatch
 from .logprob_arrays import to_array
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.messages import NewRequestData
+from ...ipc.step_messages import NewRequestData
 from ..runner.input_batch import InputBatch
 from .logits_processors import LoadedProcessor, UserProcessors
 from .logits_stages import LogitsStage, LogitsStages

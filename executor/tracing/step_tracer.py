@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ipc.messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...ipc.trace import Input, Kernel, RankTrace, Span, place_of_function
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program

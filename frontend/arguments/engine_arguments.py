@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
+from ...ipc.models.pooling import PoolerConfig
+
 
 class EngineArguments(TypedDict, total=False):
     """Every field of ipc/config.py except `model`, under the same name. `quire serve --help-all`
@@ -27,6 +29,9 @@ class EngineArguments(TypedDict, total=False):
     override_generation_config: dict[str, Any]
     max_logprobs: int
     logits_processors: list[str]
+    runner: Literal["auto", "generate", "pooling"]
+    convert: Literal["auto", "none", "embed", "classify"]
+    pooler_config: PoolerConfig | None
     load_format: Literal["auto", "safetensors", "dummy"]
     download_dir: str | None
     packed_weights_cache: str | None

@@ -104,7 +104,6 @@ WITHOUT_EFFECT = _names(
 ONLY: dict[str, tuple[Any, ...]] = {
     "api_server_count": (1,),
     "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
     "cpu_offload_gb": (0,),
     "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,),
@@ -113,7 +112,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "max_num_partial_prefills": (1,),
     "nnodes": (1,),
     "prefill_context_parallel_size": (1,),
-    "runner": ("auto", "generate"),
     "stream_interval": (1,),
     "task": ("auto", "generate"),
     "tokenizer_mode": ("auto", "hf"),
@@ -151,7 +149,6 @@ REFUSED = _by_name(
         "quire serve has max_queued_requests": "max_num_queued_reqs",
         "quire serve has max_queued_tokens": "max_num_queued_tokens",
         "max_num_batched_tokens limits a step": "max_num_scheduled_tokens",
-        "pooling is not supported": "pooler_config",
         "quantization accepts int8 or int4": "quantization_config",
         "quire serve accepts it": "reasoning_parser",
         "set it in hf_overrides": "rope_scaling rope_theta",

@@ -184,4 +184,4 @@ def is_of(request_id: str, ids: Container[str]) -> bool:
 
 
 def _has_grammar(entry: Entry) -> bool:
-    return entry[0].sampling_params.structured_outputs is not None
+    return entry[0].structured_outputs is not None

@@ -16,7 +16,7 @@ import time
 from quire import LLM, EngineArgs, SamplingParams
 from quire.executor.runner.block_mover import shortest_time
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.messages import NewRequestData, SchedulerOutput
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result
 
 LENGTHS = (16, 64, 256, 1024)

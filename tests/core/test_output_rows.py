@@ -4,15 +4,8 @@ import struct
 
 import pytest
 from quire.core.output_rows import OutputRows
-from quire.ipc.messages import (
-    Array,
-    Finished,
-    FinishReason,
-    PromptLogprobs,
-    SchedulerStats,
-    SlotLogprobs,
-    SlotPromptLogprobs,
-)
+from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs, SchedulerStats
+from quire.ipc.step_messages import SlotLogprobs, SlotPromptLogprobs
 
 
 def test_rows_become_columns_of_their_client():

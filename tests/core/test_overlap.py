@@ -6,8 +6,9 @@ from concurrent.futures import Future
 
 import pytest
 from quire.core.engine_core import EngineCore
-from quire.ipc.messages import EngineCoreRequest, FinishReason, ModelRunnerOutput, SchedulerOutput
+from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.core.engine_loop import assert_nothing_left, collect, make_core, run, step
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
 

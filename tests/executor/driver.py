@@ -15,15 +15,15 @@ import msgspec
 import numpy as np
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import EngineConfig, config_fields
-from quire.ipc.messages import (
-    Array,
+from quire.ipc.messages import Array
+from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import (
     ModelRunnerOutput,
     NewRequestData,
     SchedulerOutput,
     SlotLogprobs,
     SlotPromptLogprobs,
 )
-from quire.ipc.params import SamplingParams
 
 
 def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments) -> EngineConfig:

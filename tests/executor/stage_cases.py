@@ -13,8 +13,8 @@ import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.sampling.logits_stages import LogitsStage
 from quire.executor.sampling.token_stages import make_stages
-from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData
 from quire.kernels import registry
 
 VOCAB_SIZE = 24

@@ -29,8 +29,8 @@ from quire.ipc import messages as m
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineDeadError, EngineStartError
-from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import StructuredOutputsParams
+from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.fakes import FakeExecutor
 from quire.tests.simulation.world import Death, World
 

@@ -4,9 +4,10 @@ import pytest
 from quire.core.request import Request
 from quire.core.scheduling.owners import Owner
 from quire.core.scheduling.preemption import PreemptionPolicy
-from quire.ipc.messages import EngineCoreRequest, PreemptionCosts
+from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.models.kv_layout import KVLayout
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import PreemptionCosts
 from quire.tests.core.scheduling.loop import Loop, distinct
 
 # swapping is cheaper from 40 tokens on

@@ -4,14 +4,9 @@ import msgspec
 import pytest
 from quire.core.output_rows import OutputRows
 from quire.core.scheduling.scheduler import Scheduler
-from quire.ipc.messages import (
-    Array,
-    EngineCoreRequest,
-    FinishReason,
-    ModelRunnerOutput,
-    SlotPromptLogprobs,
-)
+from quire.ipc.messages import Array, EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import ModelRunnerOutput, SlotPromptLogprobs
 from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.fakes import expected_output, make_config
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from quire.executor.runner import block_mover
 from quire.executor.runner.block_mover import shortest_time
-from quire.ipc.messages import SchedulerOutput
 from quire.ipc.models.memory_plan import plan_num_host_blocks
+from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.executor.driver import make_config, start_executor
 
 

@@ -11,8 +11,8 @@ import torch
 from quire.executor.runner.bursts import Bursts
 from quire.executor.sampling.sampler import NOT_FINITE
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.messages import ModelRunnerOutput, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.kernels import registry
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 

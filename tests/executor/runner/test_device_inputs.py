@@ -14,8 +14,8 @@ from quire.executor.runner.device_inputs import DeviceInputMaker, DeviceTables, 
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs, lay_out
 from quire.executor.sampling.logits_stages import LogitsStages
-from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
 

@@ -12,8 +12,8 @@ from quire.executor.runner.input_batch import (
 )
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.messages import NewRequestData
 from quire.ipc.params import PoolingParams, SamplingParams
+from quire.ipc.step_messages import NewRequestData
 
 
 def make_batch() -> InputBatch:
@@ -186,10 +186,19 @@ def test_stages_are_notified_of_requests_and_may_refuse_them():
     assert batch.refusals == {} and picky.slots == set()
 
 
-def test_an_unresolved_seed_and_pooling_are_named():
+def test_an_unresolved_seed_is_named():
     assert find_unsupported(SamplingParams(seed=0)) is None
     assert find_unsupported(SamplingParams()).startswith("seed: ")
-    assert find_unsupported(PoolingParams()).startswith("params: ")
+
+
+def test_a_request_that_pools_is_never_sampled():
+    batch = InputBatch(4, 50, 16, LogitsStages((), 4))
+    new = NewRequestData(2, "r", [5, 6, 7], 3, PoolingParams(task="embed"))
+    batch.add(new)
+    assert batch.pooling == {2: new.params} and batch.num_tokens[2] == 4
+    assert not batch.refusals and not batch.random_slots
+    batch.remove(2)
+    assert batch.pooling == {}
 
 
 def test_each_group_of_layers_has_its_blocks():

@@ -10,8 +10,8 @@ from quire.executor.runner.input_batch import NOT_KNOWN
 from quire.executor.runner.launched_steps import PendingStep
 from quire.executor.sampling.sampler import NOT_FINITE
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
 from quire.tests.executor.on_device import LateCopies, capture_decodes
 

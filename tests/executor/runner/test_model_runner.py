@@ -10,8 +10,8 @@ import pytest
 import torch
 from quire.executor.runner.model_runner import insert_forced
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.messages import SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
 
 NAN_TOKEN = 311  # not in any prompt or output of these tests

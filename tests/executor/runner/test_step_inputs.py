@@ -12,8 +12,8 @@ import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.step_inputs import StepInputMaker, StepInputs
 from quire.executor.sampling.logits_stages import LogitsStages
-from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 
 NUM_SLOTS, MAX_LEN, BLOCK_SIZE = 6, 64, 8
 

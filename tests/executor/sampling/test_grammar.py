@@ -17,8 +17,8 @@ from quire.executor.sampling import grammar
 from quire.executor.sampling.grammar import Grammars
 from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.step_messages import NewRequestData
 from quire.kernels import registry
 from quire.tests.executor.driver import make_config
 from quire.tests.structured.generator import numbered

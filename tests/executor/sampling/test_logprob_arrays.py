@@ -2,7 +2,7 @@
 
 import numpy as np
 from quire.executor.sampling.logprob_arrays import join_logprobs, to_array
-from quire.ipc.messages import SlotLogprobs
+from quire.ipc.step_messages import SlotLogprobs
 from quire.tests.executor.driver import to_numpy
 
 

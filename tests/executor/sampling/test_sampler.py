@@ -11,8 +11,8 @@ from quire.executor.runner.input_batch import InputBatch
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.executor.sampling.sampler import Sampler
 from quire.executor.sampling.token_stages import make_stages
-from quire.ipc.messages import NewRequestData
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData
 from quire.kernels import registry
 from quire.tests.executor.driver import to_numpy
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.messages import SchedulerOutput
+from quire.ipc.step_messages import SchedulerOutput
 from quire.ipc.trace import RanksTrace, RankTrace
 from quire.kernels.cpu.native.library import library
 from quire.tests.executor.driver import Driver, greedy, start_executor

@@ -17,8 +17,8 @@ from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.loader import fill_with_random_weights
-from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.kernels import registry
 from quire.tests.executor.on_device import FakeCapture, LateCopies
 from quire.tests.kernels.triton.budget import AbsentGpu

@@ -10,8 +10,8 @@ from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
-from quire.ipc.messages import NewRequestData, SchedulerOutput
 from quire.ipc.params import SamplingParams
+from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.executor.on_device import FakeCapture, LateCopies
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 from quire.tests.kernels.triton.interpreted.test_model import BLOCK_SIZE, build

@@ -1,0 +1,119 @@
+"""The messages between engine core and executor: the work of a step, and its results.
+
+Must not know: sockets, torch, clients. A receiver never changes a message.
+"""
+
+from __future__ import annotations
+
+from .messages import Array, Message
+from .params import PoolingParams, SamplingParams, require_sampling
+
+
+class NewRequestData(Message, frozen=True):
+    """A request enters a slot, for the first time or after a preemption (with its output in
+    token_ids).
+    """
+
+    slot: int  # in [0, max_num_seqs); free until it appears in freed_slots
+    request_id: str
+    token_ids: list[int]  # prompt + output so far
+    num_prompt_tokens: int
+    params: SamplingParams | PoolingParams
+    # of this request: min_tokens masks them, and a finished grammar requires one of them
+    eos_token_ids: list[int] = []
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """`params` of a request that generates; raises TypeError for one that pools."""
+        return require_sampling(self.params)
+
+
+class SchedulerOutput(Message, frozen=True):
+    """The work of one step, as differences.
+
+    Columns are parallel with `slots`, in the order in which requests were scheduled.
+
+    The runner applies `freed_slots`, then `new_requests`, then appends `new_block_ids[i]` to the
+    block tables of slots[i], and moves blocks: first out, then in, then copies. Then it computes
+    tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
+    that computes its last known token is sampled, and the runner appends the sampled token to the
+    slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
+    the other; its blocks have room for them.
+
+    A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
+    the previous step are computed, and their samples are ignored.
+    """
+
+    step: int
+    slots: list[int]
+    num_scheduled_tokens: list[int]
+    num_computed_tokens: list[int]  # before this step
+    # A new request's row holds its whole block table. With several groups of layers: the blocks of
+    # the first group, then equally many of the next, and so on.
+    new_block_ids: list[list[int]]
+    new_requests: list[NewRequestData] = []
+    freed_slots: list[int] = []  # finished, aborted or preempted since the last step
+    num_lookahead_tokens: list[int] = []  # parallel with slots, or empty for none
+    blocks_to_swap_out: list[tuple[int, int]] = []  # (device block, host block)
+    blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
+    blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+class PreemptionCosts(Message, frozen=True):
+    """What it costs on this machine to bring a preempted request back, in seconds.
+
+    The executor measures it at start-up.
+    """
+
+    recompute_s_per_token: float = 1.0
+    swap_s: float = 0.0  # of any swap, out and in
+    swap_s_per_token: float = 0.0
+
+
+class SlotLogprobs(Message, frozen=True):
+    """Log-probabilities of one sampled row: token_ids i4 [num_tokens, k + 1], logprobs f4 of
+    the same
+    shape, ranks i4 [num_tokens].
+    """
+
+    slot: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
+class SlotPromptLogprobs(Message, frozen=True):
+    """Log-probabilities of the prompt tokens that one row's chunk predicts; see PromptLogprobs."""
+
+    slot: int
+    first_index: int
+    token_ids: Array
+    logprobs: Array
+    ranks: Array
+
+
+class SlotPooled(Message, frozen=True):
+    """The result of a request that pools, whose prompt is complete; see Pooled."""
+
+    slot: int
+    values: Array
+
+
+class ModelRunnerOutput(Message, frozen=True):
+    """Parallel with SchedulerOutput.slots.
+
+    num_sampled[i] is 0 for a prompt that is not complete yet, and for a row in `errors` (with
+    lookahead it counts the tokens before the error). It exceeds 1 with lookahead, and where a
+    grammar forces tokens.
+    """
+
+    num_sampled: list[int]
+    token_ids: list[int]  # sampled tokens of all rows, concatenated
+    logprobs: list[SlotLogprobs] = []
+    errors: dict[int, str] = {}  # slot -> the error of this request
+    prompt_logprobs: list[SlotPromptLogprobs] = []
+    pooled: list[SlotPooled] = []  # in any order

@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import secrets
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,83 @@ def test_many_strangers_do_not_stop_the_sockets(context, ends):
         assert ends.pull.poll(10_000)
     wait_until(lambda: rejected.count() == 2_500)
     rejected.close()
+
+
+class Relay:
+    """Stands between an engine and the output socket of `ends`: it passes bytes on in both
+    directions, and holds back what the engine sends once `holds` is set.
+    """
+
+    def __init__(self, ends: ClientEnds):
+        self.wire = Wire(secrets.token_hex(16), ends.wire.key)
+        self.holds, self.held = False, b""
+        self._target = "\0" + ends.wire.output_address.partition("@")[2]
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind("\0" + self.wire.output_address.partition("@")[2])
+        self._listener.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                engine, _ = self._listener.accept()
+                self.client = socket.socket(socket.AF_UNIX)
+                self.client.connect(self._target)
+                for ways in ((engine, self.client), (self.client, engine)):
+                    threading.Thread(target=self._copy, args=ways, daemon=True).start()
+
+    def _copy(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(2**16):
+                if self.holds and target is self.client:
+                    self.held += data
+                else:
+                    target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def take(self) -> bytes:
+        """The next message that is held back, as it is on the wire."""
+        wait_until(lambda: self.held)
+        data, self.held = self.held, b""
+        return data
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "heard"),
+    [
+        (lambda one, two: one + two, [b"one", b"two"]),
+        (lambda one, two: one + one + two, [b"one"]),  # replayed
+        (lambda one, two: two + one, [b"two"]),  # reordered
+        (lambda one, two: one[:-1] + bytes([one[-1] ^ 1]) + two, []),  # changed
+    ],
+    ids=["as sent", "replayed", "reordered", "changed"],
+)
+def test_a_message_is_heard_once_and_in_order(context, ends, sent, heard):
+    """The rest is dropped and counted. From then on ZMQ may read nothing of this connection, which
+    the watchdog takes for a hanging engine.
+    """
+    relay, rejected = Relay(ends), RejectedPeers(context, ends.pull)
+    with connect_push(context, relay.wire) as push:
+        push.send(b"zero")
+        assert ends.pull.poll(5000) and bytes(receive(ends.pull)[0]) == b"zero"
+        relay.holds = True
+        push.send(b"one")
+        one = relay.take()
+        push.send(b"two")
+        relay.client.sendall(sent(one, relay.take()))
+        for text in heard:
+            assert ends.pull.poll(5000) and bytes(receive(ends.pull)[0]) == text
+        if heard != [b"one", b"two"]:
+            wait_until(lambda: rejected.count() == 1)
+        assert not ends.pull.poll(50) and rejected.count() == (heard != [b"one", b"two"])
+    rejected.close()
+    relay.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")

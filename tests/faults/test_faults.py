@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from quire.tests.frontend.supervision.test_supervised_client import (
 
 ROOT = Path(__file__).resolve().parents[2]
 ROW = re.compile(r"^\| F(\d+) \|[^|]*\| (?P<test>[^|]*) \| (?P<outcome>[^|]*) \|$", re.MULTILINE)
-NUM_RUNS = int(os.environ.get("FAULT_RUNS", 20))
 
 
 def run(requests, *, kill_after_s: tuple[float, ...] = (), **settings):
@@ -94,16 +92,23 @@ def test_the_table_names_tests_that_exist() -> None:
             assert not name or f"def {name}(" in text, (number, test)
 
 
+def many_tests() -> dict[str, str]:
+    """Test -> the faults that it injects."""
+    found: dict[str, str] = {}
+    for number, tests, outcome in rows():
+        if not outcome.startswith("GPU"):
+            for test in re.findall(r"`([^`]+)`", tests):
+                found[test] = f"{found[test]}, F{number}" if test in found else f"F{number}"
+    return found
+
+
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("number", range(1, 37))
-def test_each_fault_many_times(number: int) -> None:
-    """FAULT_RUNS times (20)."""
-    _, tests, outcome = rows()[number - 1]
-    if outcome.startswith("GPU"):
-        pytest.skip("needs a GPU")
-    nodes = [f"tests/{test}" for test in re.findall(r"`([^`]+)`", tests)]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *nodes]
-    for _ in range(NUM_RUNS):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-3000:]
+@pytest.mark.parametrize(("test", "faults"), many_tests().items(), ids=many_tests().values())
+def test_each_fault_many_times(test: str, faults: str) -> None:
+    """FAULT_RUNS times (20), see repeat.py."""
+    plugins = ("-p", "no:cacheprovider", "-p", "quire.tests.faults.repeat")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", *plugins, f"tests/{test}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
+    print(f"\n{faults}: {test}: {done.stdout.splitlines()[-1]}")

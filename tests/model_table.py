@@ -17,33 +17,62 @@ from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- {}: tests/model_table.py -->", "<!-- end -->"
 QUANTIZED = "AWQ, GPTQ, AutoRound, compressed-tensors, FP8"
+# Of a model type whose well-known checkpoints share a chat format: tool calls; reasoning
+PARSERS = {
+    "llama": ("llama3_json, pythonic", "think"),
+    "mistral": ("mistral, mistral_v11", ""),
+    "qwen2": ("hermes", "think"),
+    "qwen3": ("hermes", "think"),
+    "phi3": ("phi4_mini", ""),
+    "smollm3": ("hermes", "think"),
+    "olmo3": ("olmo3", "think"),
+    "granite": ("granite", ""),
+    "ministral3": ("mistral_v11", "mistral"),
+    "mixtral": ("mistral", ""),
+    "qwen3_moe": ("hermes, qwen3_coder", "think"),
+    "gpt_oss": ("harmony", "harmony"),
+    "glm4_moe": ("glm45", "think"),
+    "granitemoe": ("granite", ""),
+    "minimax_m2": ("minimax_m2", "think"),
+    "seed_oss": ("seed_oss", "seed_oss"),
+}
 
 
 def supported() -> Iterator[str]:
     gguf = {
-        known.architecture: f"GGUF (`{name}`)"
+        (known.architecture, known.model_type): f"GGUF (`{name}`)"
         for name, known in [*GGUF_ARCHITECTURES.items(), *VARIANTS.items()]
     }
-    yield "| architecture | model_type | code | formats | compared with |"
-    yield "|---|---|---|---|---|"
+    yield "| architecture | model_type | code | formats | parsers | compared with |"
+    yield "|---|---|---|---|---|---|"
     for architecture, known in ARCHITECTURES.items():
         formats = [
             "safetensors",
             f"{QUANTIZED}, MXFP4" if known.model_type == "gpt_oss" else QUANTIZED,
-            *([gguf[architecture]] if architecture in gguf else []),
+            *([gguf[row]] if (row := (architecture, known.model_type)) in gguf else []),
         ]
         yield (
             f"| `{architecture}` | `{known.model_type}` | Quire | {'; '.join(formats)} | "
+            f"{_parsers(known.model_type)} | "
             f"transformers, `tests/executor/test_models.py` |"
         )
+    of_pages = {known.model_type for known in ARCHITECTURES.values()}
     for model_type, fallback in FALLBACKS.items():
-        if (architecture := fallback.architecture) not in ARCHITECTURES:
+        architecture = fallback.architecture
+        if model_type not in of_pages:
             formats = ["safetensors", *([] if model_type in WITH_CONV1D else [QUANTIZED])]
-            formats += [gguf[architecture]] if architecture in gguf else []
+            formats += [gguf[row]] if (row := (architecture, model_type)) in gguf else []
             yield (
                 f"| `{architecture}` | `{model_type}` | transformers | {'; '.join(formats)} | "
+                f"{_parsers(model_type)} | "
                 f"transformers, `pytest -m all_models` |"
             )
+
+
+def _parsers(model_type: str) -> str:
+    tools, reasoning = PARSERS.get(model_type, ("", ""))
+    kinds = {"tools": tools, "reasoning": reasoning}
+    return "; ".join(f"{kind}: {names}" for kind, names in kinds.items() if names)
 
 
 def refused() -> Iterator[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models import fallback_architectures
-from quire.tests.model_table import PAGE, updated
+from quire.tests.model_table import PAGE, PARSERS, updated
 
 
 def test_the_tables_are_up_to_date() -> None:
@@ -21,6 +22,14 @@ def test_a_new_architecture_changes_the_page(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(fallback_architectures.REFUSED, "odd", "it has no reason")
     page = updated(PAGE.read_text())
     assert "| `NovelForCausalLM` | `novel` |" in page and "| `odd` | it has no reason |" in page
+
+
+def test_parsers_and_model_types_exist() -> None:
+    tools = {row.name for row in TOOL_FORMATS}
+    assert PARSERS.keys() <= fallback_architectures.FALLBACKS.keys()
+    for tool_calls, reasoning in PARSERS.values():
+        assert set(tool_calls.split(", ")) <= tools
+        assert reasoning in ("", *REASONING_FORMATS)
 
 
 def test_a_page_without_its_tables_is_an_error() -> None:

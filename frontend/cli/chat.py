@@ -24,7 +24,7 @@ from .parser import Parser
 from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
 from .sources import naming_sources
 
-USAGE = "quire chat [--system TEXT] [sampling flags] [engine flags]"
+USAGE = "quire chat [MODEL] [--system TEXT] [sampling flags] [engine flags]"
 DESCRIPTION = (
     "Chats with the model. /help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops the "
     "answer. From a pipe: one turn per line, and the commands /clear and /exit."
@@ -36,9 +36,10 @@ DEFAULTS = {"max_tokens": None}  # None: an answer may fill the context
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire chat", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_model()
     parser.add_flags("conversation", [SYSTEM], ("system",))
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
-    add_session_flags(parser)
+    add_session_flags(parser, without=("model",))
     return parser
 
 

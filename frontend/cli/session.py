@@ -29,12 +29,12 @@ COMMON_ENGINE = ("model", "dtype", "seed", "engine")
 SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give the same tokens."
 
 
-def session_flags() -> list[Flag]:
+def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
     """The engine's flags. Its `seed` is random for every run, so that repeated runs differ."""
     random_seed = {"default": "random", "help": SEED_HELP, "decided_later": True}
     return [
         dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
-        for flag in engine_flags()
+        for flag in engine_flags(without=without)
     ] + [ENGINE]
 
 
@@ -49,8 +49,8 @@ def request_flags(**defaults: Any) -> list[Flag]:
     ]
 
 
-def add_session_flags(parser: Parser) -> None:
-    parser.add_flags("engine", session_flags(), COMMON_ENGINE)
+def add_session_flags(parser: Parser, *, without: tuple[str, ...] = ()) -> None:
+    parser.add_flags("engine", session_flags(without), COMMON_ENGINE)
 
 
 @contextmanager

@@ -84,6 +84,7 @@ def main(argv: list[str]) -> int:
     if args.diff:
         return diff(*args.diff)
     if args.where and args.where.startswith(("http://", "https://")):
+        check_flags_of_server(args)
         show(ask(args), args)
         return 0
     if args.where:
@@ -110,6 +111,15 @@ def record(engine: LLMEngine, args: argparse.Namespace) -> Trace:
     return trace
 
 
+def check_flags_of_server(args: argparse.Namespace) -> None:
+    """Raises InvalidParameterError for a flag that cannot apply: the server has its engine, and its
+    own sampling parameters for the prompt. Variables and files are for other commands too.
+    """
+    for name, setting in args.settings.items():
+        is_allowed = name == "model" or not setting.source.startswith("flag ")
+        require(is_allowed, setting.source.removeprefix("flag "), "does not apply to a server")
+
+
 def ask(args: argparse.Namespace) -> Trace:
     """The trace of a server's engine, beside the requests that it serves."""
     from ..trace.trace import Trace
@@ -117,6 +127,8 @@ def ask(args: argparse.Namespace) -> Trace:
 
     server = Server(args.where, args.api_key or os.environ.get("OPENAI_API_KEY"))
     body = {"steps": args.steps, "prompt": args.prompt, "timeout_s": SERVER_TIMEOUT_S}
+    if args.settings.get("model") is not None and args.settings["model"].source.startswith("flag "):
+        body["model"] = args.model  # of a server with several
     answer = server.ask("/v1/engine/trace", body, SERVER_TIMEOUT_S + TIMEOUT_S)
     return Trace.from_json(answer, args.where)
 

@@ -146,14 +146,16 @@ def find_on_hub(wanted: HubFile, revision: str | None, download_dir: str | None)
     return find_file(Path(snapshot) / file)
 
 
-def refuse_without_quantization(repository: str, revision: str | None) -> None:
-    """Raises ModelLoadError, which lists the files, if the hub says that it holds GGUF files."""
+def refuse_without_quantization(repository: str, revision: str | None, cached: Path) -> None:
+    """Raises ModelLoadError, which lists the files, if the repository holds GGUF files: on the hub,
+    or in the directory `cached` if the hub does not answer.
+    """
     from huggingface_hub import HfApi
 
     try:
         names = HfApi().list_repo_files(repository, revision=revision)
-    except Exception:  # no network: the caller names what the cache lacks
-        return
+    except Exception:  # no network
+        names = [path.relative_to(cached).as_posix() for path in cached.rglob("*.gguf")]
     refuse_among(repository, names)
 
 

@@ -70,7 +70,7 @@ def find_model_directory(
     patterns = CONFIG_PATTERNS + (WEIGHT_PATTERNS if weights else [])
     directory = _download(model, revision, patterns, download_dir)
     if not (directory / "config.json").exists():
-        gguf_names.refuse_without_quantization(model, revision)
+        gguf_names.refuse_without_quantization(model, revision, directory)
     return directory
 
 

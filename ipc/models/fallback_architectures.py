@@ -45,6 +45,7 @@ class Fallback:
 FALLBACKS = {
     "afmoe": Fallback("AfmoeForCausalLM", head_dim=128),
     "apertus": Fallback("ApertusForCausalLM"),
+    "apertus1p5_text": Fallback("Apertus1p5TextForCausalLM"),
     "arcee": Fallback("ArceeForCausalLM"),
     "aria_text": Fallback("AriaTextForCausalLM"),
     "beam": Fallback("BeamForCausalLM", head_dim=128, kv_heads=8),
@@ -57,6 +58,7 @@ FALLBACKS = {
     "dots1": Fallback("Dots1ForCausalLM", kv_heads=32),
     "ernie4_5": Fallback("Ernie4_5ForCausalLM", head_dim=128, kv_heads=2),
     "ernie4_5_moe": Fallback("Ernie4_5_MoeForCausalLM", kv_heads=4),
+    "exaone": Fallback("LlamaForCausalLM", kv_heads=8),
     "exaone4": Fallback("Exaone4ForCausalLM", kv_heads=32),
     "exaone_moe": Fallback("ExaoneMoeForCausalLM", kv_heads=32),
     "flex_olmo": Fallback("FlexOlmoForCausalLM"),
@@ -112,6 +114,7 @@ FALLBACKS = {
     "qwen2_moe": Fallback("Qwen2MoeForCausalLM", kv_heads=16),
     "qwen3": Fallback("Qwen3ForCausalLM", head_dim=128, kv_heads=32),
     "qwen3_moe": Fallback("Qwen3MoeForCausalLM", kv_heads=4),
+    "sarvam_moe": Fallback("Glm4MoeForCausalLM", head_dim=64, kv_heads=4),
     "seed_oss": Fallback("SeedOssForCausalLM", head_dim=128, kv_heads=8),
     "smollm3": Fallback("SmolLM3ForCausalLM", kv_heads=4),
     "solar_open": Fallback("SolarOpenForCausalLM", head_dim=128, kv_heads=8),
@@ -140,18 +143,25 @@ def choose_implementation(
     reason where it is known.
     """
     model_type, names = hf_config.get("model_type"), hf_config.get("architectures") or []
+    found = FALLBACKS.get(model_type) if isinstance(model_type, str) else None
     problem = f"transformers has no supported model for architectures={names!r:.100} and "
     problem += f"model_type={model_type!r:.60}"
     if model_impl != TRANSFORMERS:
         try:
-            return QUIRE, find_architecture(dict(hf_config), native)
+            name = find_architecture(dict(hf_config), native)
+            if model_impl == QUIRE or found is None or found.architecture != name:
+                return QUIRE, name
+            if name not in ARCHITECTURES or ARCHITECTURES[name].model_type == model_type:
+                return QUIRE, name
+            # the type reads its keys in another way, and only its layers are those of the page
         except ModelLoadError as error:
             if model_impl == QUIRE:
                 raise
             problem = str(error)
     if isinstance(model_type, str):
-        found = FALLBACKS.get(model_type)
-        if found is not None and (not names or found.architecture in names):
+        # as in transformers the type decides, and checkpoints have names of their own code
+        is_causal = any(name.endswith("ForCausalLM") for name in names if isinstance(name, str))
+        if found is not None and (not names or found.architecture in names or is_causal):
             return TRANSFORMERS, model_type
         if model_type in REFUSED:
             raise ModelLoadError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")
@@ -237,12 +247,13 @@ _NESTED = "its config.json has its sizes in nested objects"
 REFUSED = {
     model_type: reason
     for reason, model_types in {
-        _RECURRENT: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text "
-        "inkling_text jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 minimax nemotron_h "
+        _RECURRENT: "bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid "
+        "inkling2_loop_text inkling2_text inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe "
+        "lfm3 mamba mamba2 minimax nemotron_h "
         "olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp "
         "qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya",
         _LATENT: "axk1 axk2 deepseek_v2 deepseek_v3 dots3_note_text glm4_moe_lite longcat_flash "
-        "mimo_v2_flash minicpm3 youtu",
+        "mimo_v2_flash minicpm3 sarvam_mla youtu",
         _INDEXER: "deepseek_v32 deepseek_v4 glm_moe_dsa hy_v4",
         _BIDIRECTIONAL: "bert bert-generation big_bird camembert data2vec-text electra ernie "
         "megatron-bert modernbert rembert roberta roberta-prelayernorm roc_bert roformer "
@@ -255,7 +266,7 @@ REFUSED = {
         _COMPOSITE: "cohere_compass_text dots3_note emu3 fuyu gemma3 gemma3n gemma4 "
         "gemma4_assistant gemma4_unified gemma4_unified_assistant git got_ocr2 llama4 mllama "
         "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal",
-        _TWICE: "diffllama hrm_text",
+        _TWICE: "diffllama dory hrm_text",
         _PER_LAYER: "gemma3n_text gemma4_text gemma4_unified_text",
         _CHUNKED: "llama4_text",
         _MASKED: "doge",

@@ -141,8 +141,7 @@ class TransformersModel:
         return dict(self._tied)
 
     def plan_conversions(self, stored: list[str]) -> list[Conversion]:
-        names = self._table.keys() | self._tied.keys()
-        conversions = plan_conversions(self._model, names, stored)
+        conversions = plan_conversions(self._model, self._table, self._tied, stored)
         for conversion in conversions:
             if conversion.target in self._transposed:
                 conversion.convert, conversion.is_plain = _transposed(conversion.convert), False

@@ -7,7 +7,7 @@ Must not know: files, what a tensor is for.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +35,23 @@ class Conversion:
     is_plain: bool = False  # one tensor under another name
 
 
-def plan_conversions(model: Any, names: set[str], stored: Iterable[str]) -> list[Conversion]:
-    """names: those of the model's tensors; stored: the checkpoint's.
+class _WithTensors:
+    """A model whose parameters are those that transformers' own layers would have."""
+
+    def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor]):
+        self._model, self._tensors = model, tensors
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def plan_conversions(
+    model: Any, tensors: Mapping[str, torch.Tensor], tied: Iterable[str], stored: Iterable[str]
+) -> list[Conversion]:
+    """tensors: the model's, by name; tied: further names of some; stored: the checkpoint's names.
 
     Tensors that transformers ignores are left out. Raises ModelLoadError for one without a place.
     """
@@ -44,7 +59,7 @@ def plan_conversions(model: Any, names: set[str], stored: Iterable[str]) -> list
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
-    places = dict.fromkeys(names, True)
+    places = dict.fromkeys([*tensors, *tied], True)
     prefix = model.base_model_prefix
     plain: list[Conversion] = []
     joined: dict[str, tuple[WeightConverter, list[tuple[str, str]]]] = {}
@@ -61,7 +76,11 @@ def plan_conversions(model: Any, names: set[str], stored: Iterable[str]) -> list
         else:
             joined.setdefault(target, (by_pattern[pattern], []))[1].append((name, pattern))
     return plain + [
-        Conversion([name for name, _ in parts], _converted(model, converter, target, parts), target)
+        Conversion(
+            [name for name, _ in parts],
+            _converted(_WithTensors(model, tensors), converter, target, parts),
+            target,
+        )
         for target, (converter, parts) in joined.items()
     ]
 

@@ -35,7 +35,7 @@ class TraceSteps(msgspec.Struct):
     steps: int = 4
     prompt: str | None = None
     timeout_s: float = 10.0
-    model: str | None = None  # of a server with several
+    model: str | None = None
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -49,6 +49,7 @@ def routes(state: ServerState) -> list[Route]:
         check_admin(state)
         body = await read_body(request, state.server_config, TraceSteps)
         check(body)
+        state.check_model(body.model)
         engine = state.ready_engine()
         try:
             async with engine.trace(body.steps) as recorded:

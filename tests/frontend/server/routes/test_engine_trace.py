@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
+from quire.frontend.cli.top import ServerError
 from quire.frontend.cli.trace import main
 from quire.frontend.trace.trace import Trace
+from quire.ipc.errors import InvalidParameterError
 from quire.tests.frontend.server.conftest import running_server
 
 PATH = "/v1/engine/trace"
@@ -37,6 +39,10 @@ def test_quire_trace_asks_a_server(admin, capsys):
     assert main([str(admin.base_url), "--steps", "1", "--prompt", "One day"]) == 0
     out = capsys.readouterr().out
     assert "Scheduler.schedule" in out and out.count("most time: ") == 1
+    with pytest.raises(InvalidParameterError, match="--dtype: does not apply to a server"):
+        main([str(admin.base_url), "--dtype", "float32"])
+    with pytest.raises(ServerError, match="model 'other' does not exist"):
+        main([str(admin.base_url), "--model", "other"])
 
 
 @pytest.mark.parametrize(

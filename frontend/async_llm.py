@@ -9,34 +9,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import Any, Unpack
 
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
-from ..ipc.errors import EngineDeadError, QuireError
+from ..ipc.errors import EngineDeadError
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .arguments.engine_arguments import EngineArguments
+from .async_calls import AsyncCalls
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect, connect_async
 from .engine_args import EngineArgs
-from .model_info.model_files import find_model_directory
 from .outputs import RequestMetrics, RequestOutput
+from .pooling_outputs import AnyOutput, PoolingRequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
-from .requests.input_processor import ProcessedRequest, Prompt
-from .requests.request_stream import RequestStream
-from .session import RequestSession, SessionFace
+from .requests.input_processor import ProcessedRequest
+from .requests.prompts import Prompt
+from .requests.request_stream import BatchStream, RequestStream
+from .session import RequestSession
 from .text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:
-    from .trace.trace import Trace
-
 logger = logging.getLogger(__name__)
+# A batch within both limits is tokenized at once, which takes about one millisecond.
+SHORT_CHARACTERS = 4000
+SHORT_BATCH = 32
 
 
-class AsyncLLM(SessionFace):
+class AsyncLLM(AsyncCalls):
     """Serves one event loop.
 
     One task, started with the first request, reads the engine's outputs and passes them to the
@@ -56,7 +58,7 @@ class AsyncLLM(SessionFace):
         self.client = client
         self.session = RequestSession(config, client, tokenizer_load)
         # by request id, from the start of `generate` to its end
-        self._streams: dict[str, RequestStream] = {}
+        self._streams: dict[str, RequestStream | BatchStream] = {}
         self._output_task: asyncio.Task | None = None
         self._dead_error: EngineDeadError | None = None
         self._last_output_time = 0.0  # time.monotonic()
@@ -161,7 +163,7 @@ class AsyncLLM(SessionFace):
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | PoolingParams,
+        sampling_params: SamplingParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -194,35 +196,120 @@ class AsyncLLM(SessionFace):
             owner=owner,
             owner_weight=owner_weight,
         )
-        stream, metrics = self._submit(request, trace_headers, take_at_once)
+        stream = RequestStream(take_at_once)
+        metrics = self._submit(request, trace_headers, stream)
         try:
             if on_submitted is not None:
                 on_submitted(metrics)
             while not (output := await stream.get()).finished:
                 yield output
         finally:
-            # otherwise the id was reused after an abort
-            if self._streams.get(request_id) is stream:
-                self._end_stream(request_id)
+            if self._end_own_stream(request_id, stream):
                 self._abort([request_id])
         yield output
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        owner: str = "",
+        owner_weight: float = 1.0,
+        prompt_name: str | None = None,
+        trace_headers: dict[str, str] | None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Yields the one output of a request that pools. Parameters and errors: as for `generate`;
+        `prompt_name`: as for LLM.encode.
+        """
+        [output] = await self.encode_batch(
+            [prompt],
+            pooling_params,
+            [request_id],
+            priority=priority,
+            owner=owner,
+            owner_weight=owner_weight,
+            prompt_name=prompt_name,
+            trace_headers=trace_headers,
+        )
+        yield output
+
+    async def encode_batch(
+        self,
+        prompts: Sequence[Prompt],
+        pooling_params: PoolingParams,
+        request_ids: Sequence[str],
+        *,
+        trace_headers: dict[str, str] | None = None,
+        **options: Any,
+    ) -> list[PoolingRequestOutput]:
+        """The outputs of several requests that pool, with the same parameters, in their order.
+
+        The texts are tokenized together, in a thread unless they are short. Raises
+        InvalidParameterError, with the index of the request, before anything is sent, and
+        EngineDeadError when the engine is gone. `options`: of InputProcessor.process_batch.
+        """
+        self.check_health()
+        read = partial(self.session.process_batch, request_ids, prompts, pooling_params, **options)
+        num_characters = sum(len(p) for p in prompts if isinstance(p, str))
+        is_short = num_characters < SHORT_CHARACTERS and len(prompts) <= SHORT_BATCH
+        requests = read() if is_short else await asyncio.to_thread(read)
+        return await self.run_batch(requests, trace_headers)
+
+    async def run_batch(
+        self,
+        requests: Sequence[ProcessedRequest],
+        trace_headers: dict[str, str] | None = None,
+        on_submitted: Callable[[RequestMetrics], None] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The second half of encode_batch. The requests are submitted in windows, so that others
+        come between them; if it is cancelled, all are aborted.
+
+        on_submitted: called with the metrics of each request, in their order.
+        """
+        self.check_health()
+        batch, unfinished, num_submitted = BatchStream(), set(), 0
+        window = 2 * self.config.scheduler_config.max_num_seqs
+        try:
+            while len(batch.outputs) < len(requests):
+                while num_submitted < len(requests) and len(unfinished) < window:
+                    request = requests[num_submitted]
+                    metrics = self._submit(request, trace_headers, batch)
+                    unfinished.add(request.request_id)
+                    num_submitted += 1
+                    if on_submitted is not None:
+                        on_submitted(metrics)
+                for request_id in await batch.wait():
+                    unfinished.discard(request_id)
+                    self._end_own_stream(request_id, batch)
+        finally:
+            if unfinished:
+                for request_id in unfinished:
+                    self._end_own_stream(request_id, batch)
+                self._abort(list(unfinished))
+        return [batch.outputs[request.request_id] for request in requests]
 
     def _submit(
         self,
         request: ProcessedRequest,
         trace_headers: dict[str, str] | None,
-        take_at_once: Callable[[RequestOutput], bool] | None,
-    ) -> tuple[RequestStream, RequestMetrics]:
+        stream: RequestStream | BatchStream,
+    ) -> RequestMetrics:
         self._ensure_output_task()
         metrics = self.session.submit(request, trace_headers)
-        stream = self._streams[request.request_id] = RequestStream(take_at_once)
+        self._streams[request.request_id] = stream
         self._idle.clear()
-        return stream, metrics
+        return metrics
 
-    def _end_stream(self, request_id: str) -> None:
+    def _end_own_stream(self, request_id: str, stream: RequestStream | BatchStream) -> bool:
+        """Returns False if the id was reused after an abort."""
+        if self._streams.get(request_id) is not stream:
+            return False
         del self._streams[request_id]
         if not self._streams:
             self._idle.set()
+        return True
 
     async def beam_search(
         self, prompt: Prompt, params: BeamSearchParams, request_id: str
@@ -315,7 +402,7 @@ class AsyncLLM(SessionFace):
             dead.__cause__ = error
             self._fail(dead)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
+    def _deliver(self, outputs: list[AnyOutput]) -> None:
         for output in outputs:
             if (stream := self._streams.get(output.request_id)) is not None:
                 stream.put(output)
@@ -359,70 +446,9 @@ class AsyncLLM(SessionFace):
         return True
 
     async def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of EngineCore.UTILITIES by name."""
         self.check_health()
         self._ensure_output_task()
         return await self.client.call_utility_async(method, *args)
-
-    # Documented in BlockingCalls.
-
-    @asynccontextmanager
-    async def trace(self, steps: int = 4) -> AsyncIterator[Trace]:
-        from .trace.trace import Trace
-
-        trace = Trace()
-        await self.call_utility("start_trace", steps)
-        self.session.received = trace.received
-        try:
-            yield trace
-        except BaseException:
-            self.session.received = None
-            with suppress(QuireError):  # the exception of the body is the one to raise
-                await self.call_utility("end_trace")
-            raise
-        self.session.received = None
-        trace.complete(await self.call_utility("end_trace"))
-
-    async def get_metrics(self) -> dict[str, int]:
-        return self.session.telemetry.metrics(await self.call_utility("get_metrics"))
-
-    async def scheduler_state(self) -> dict[str, Any]:
-        return await self.call_utility("scheduler_state")
-
-    async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        observation = await self.call_utility("observe", since_step, max_blocks)
-        return self.session.with_own_counters(observation)
-
-    async def expert_load(self) -> dict[str, Any]:
-        return await self.call_utility("expert_load")
-
-    async def pause(self, mode: str = "abort") -> None:
-        """If cancelled while "wait" is in progress, the engine stays paused."""
-        await self.call_utility("pause", mode)
-
-    async def resume(self) -> None:
-        await self.call_utility("resume")
-
-    async def is_paused(self) -> bool:
-        return await self.call_utility("is_paused")
-
-    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        return await self.call_utility("reset_prefix_cache", reset_running)
-
-    async def sleep(self, level: int = 1) -> None:
-        await self.call_utility("sleep", level)
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        await self.call_utility("wake_up", tags)
-
-    async def is_sleeping(self) -> bool:
-        return await self.call_utility("is_sleeping")
-
-    async def load_weights(self, path: str) -> None:
-        await self.call_utility("load_weights", str(find_model_directory(path)))
-
-    async def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
-        return await self.call_utility("collective_rpc", method, args or [])
 
     def shutdown(self) -> None:
         """Disconnects from the engine: a child exits, a daemon keeps running.

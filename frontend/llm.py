@@ -5,23 +5,36 @@ Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import msgspec
 
 from ..ipc.errors import InvalidParameterError
-from ..ipc.params import RequestOutputKind, SamplingParams
+from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .clients.guard import Guard
 from .engine_args import EngineArgs
 from .llm_engine import LLMEngine
 from .outputs import RequestOutput
+from .pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    Rows,
+    ScoringRequestOutput,
+)
+from .progress import Progress
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
-from .requests.input_processor import ProcessedRequest, Prompt
+from .requests.input_processor import ProcessedRequest
+from .requests.pooling_windows import run_in_windows
+from .requests.prompts import Prompt
+from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
 from .session import BlockingCalls
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Message = dict[str, Any]
 
@@ -237,17 +250,176 @@ class LLM(BlockingCalls):
             mm_processor_kwargs=mm_processor_kwargs,
         )
 
+    # ------------------------------------------------------------ pooling
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        prompt_name: str | None = None,
+        trace_headers: dict[str, str] | None = None,
+        lora_request: Any = None,
+        tokenization_kwargs: dict[str, Any] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Returns one PoolingRequestOutput per prompt, in the order of the prompts.
+
+        prompts: as for `generate`; a dict may hold a pair of texts, `prompt` and `text_pair`.
+        pooling_params: one for all, or one per prompt. pooling_task: "embed", "classify",
+        "token_embed" or "token_classify"; None: that of the parameters, else the model's first.
+        prompt_name: the model's prompt to put in front of each text; None: its default one, if any.
+
+        Prompts are tokenized and submitted in windows, so memory depends on the results alone.
+        Raises InvalidParameterError for an invalid prompt or parameter. A request that fails inside
+        the engine has a message in `error`; its `outputs` raise it. Any exception during the call,
+        KeyboardInterrupt included, aborts all submitted requests.
+        """
+        vllm_arguments.require_nothing(
+            lora_request=lora_request, tokenization_kwargs=tokenization_kwargs
+        )
+        several = _prompt_list(prompts)
+        params = PoolingParams() if pooling_params is None else pooling_params
+        found: list[Any] = [None] * len(several)
+        self._pool(
+            several, params, pooling_task, found.__setitem__, use_tqdm, prompt_name, trace_headers
+        )
+        if len(found) == 1 and (parameter := found[0].error_parameter) is not None:
+            raise InvalidParameterError(parameter, found[0].error.removeprefix(f"{parameter}: "))
+        return found
+
+    @overload
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        as_array: Literal[False] = False,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[EmbeddingRequestOutput]: ...
+
+    @overload
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        as_array: Literal[True],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> np.ndarray: ...
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        as_array: bool = False,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Returns the embedding of each prompt: `outputs.data` is a numpy array,
+        `outputs.embedding` a list.
+
+        as_array: returns one array instead, f4 [number of prompts, size], and keeps nothing else; a
+        request that fails raises QuireError. `options`: use_tqdm, prompt_name and the others of
+        `encode`.
+        """
+        if not as_array:
+            return self.encode(prompts, pooling_params, pooling_task="embed", **options)
+        vllm_arguments.require_nothing(
+            lora_request=options.pop("lora_request", None),
+            tokenization_kwargs=options.pop("tokenization_kwargs", None),
+        )
+        rows = Rows(several := _prompt_list(prompts))
+        params = PoolingParams() if pooling_params is None else pooling_params
+        self._pool(several, params, "embed", rows.take, **options)
+        return rows.array()
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        **options: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns the classes of each prompt: `outputs.probs`. `options`: as for `encode`."""
+        found = self.encode(prompts, pooling_params, pooling_task="classify", **options)
+        return cast("list[ClassificationRequestOutput]", found)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        pooling_params: PoolingParams | None = None,
+        **options: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Scores one text with each of several, or two lists text by text: `outputs.score`.
+
+        A model that classifies with one class reads both texts together (a cross-encoder). Of one
+        that embeds, the score is the cosine of both embeddings; of one with an embedding for each
+        token, MaxSim. `options`: as for `encode`.
+        """
+        pooling = self.session.input_processor.pooling
+        task = scoring_task(pooling)
+        first, second = ([d] if isinstance(d, str) else list(d) for d in (data_1, data_2))
+        pairs = pair_up(first, second, ("data_1", "data_2"))
+        prompts = score_prompts(task, first, second, pairs)
+        found = self.encode(prompts, pooling_params, pooling_task=task, **options)
+        return scores_of(task, found, len(first), pairs, pooling)
+
+    def _pool(
+        self,
+        prompts: list[Prompt],
+        params: PoolingParams | Sequence[PoolingParams],
+        task: str | None,
+        take: Callable[[int, PoolingRequestOutput], None],
+        use_tqdm: bool | Callable[..., Any] = True,
+        prompt_name: str | None = None,
+        trace_headers: dict[str, str] | None = None,
+    ) -> None:
+        """Calls `take` with each prompt's index and output."""
+        several = _with_task(_one_each("pooling_params", params, len(prompts)), task)
+        progress = Progress(len(prompts), use_tqdm)
+
+        def taken(index: int, output: PoolingRequestOutput) -> None:
+            take(index, output)
+            progress.update(len(output.prompt_token_ids), 0)
+
+        with self._turn:
+            self._require_idle()
+            first_id, self._num_requests = self._num_requests, self._num_requests + len(prompts)
+            try:
+                run_in_windows(
+                    self.llm_engine,
+                    prompts,
+                    several,
+                    first_id,
+                    taken,
+                    trace_headers,
+                    prompt_name=prompt_name,
+                )
+            except BaseException:
+                self.llm_engine.abort_all_requests()
+                raise
+            finally:
+                progress.close()
+
+    def _require_idle(self) -> None:
+        if self.llm_engine.has_unfinished_requests():
+            raise RuntimeError(
+                "requests that were added through llm_engine are unfinished: step it until they "
+                "end, or abort them"
+            )
+
     def _run(
         self,
         requests: list[ProcessedRequest],
         use_tqdm: bool | Callable[..., Any],
         trace_headers: dict[str, str] | None = None,
     ) -> list[RequestOutput]:
-        if self.llm_engine.has_unfinished_requests():
-            raise RuntimeError(
-                "requests that were added through llm_engine are unfinished: step it until they "
-                "end, or abort them"
-            )
+        self._require_idle()
         finished: dict[str, RequestOutput] = {}
         progress = Progress(len(requests), use_tqdm)
         try:
@@ -255,6 +427,7 @@ class LLM(BlockingCalls):
                 self.llm_engine.submit(request, trace_headers)
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
+                    assert isinstance(output, RequestOutput)  # of what was submitted here
                     finished[output.request_id] = output
                     progress.update(
                         len(output.prompt_token_ids),
@@ -266,43 +439,6 @@ class LLM(BlockingCalls):
         finally:
             progress.close()
         return [finished[request.request_id] for request in requests]
-
-
-class Progress:
-    """A tqdm progress bar over finished requests with tokens per second. Does nothing if use_tqdm
-    is false.
-    """
-
-    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
-        self._bar = None
-        self._num_input_tokens = self._num_output_tokens = 0
-        self._start = time.perf_counter()
-        if use_tqdm and num_requests:
-            make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
-            self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
-
-    def update(self, num_input_tokens: int, num_output_tokens: int) -> None:
-        """Counts one finished request."""
-        if self._bar is None:
-            return
-        self._num_input_tokens += num_input_tokens
-        self._num_output_tokens += num_output_tokens
-        elapsed_s = max(time.perf_counter() - self._start, 1e-9)
-        speeds = (self._num_input_tokens / elapsed_s, self._num_output_tokens / elapsed_s)
-        self._bar.set_postfix_str(
-            "est. speed input: {:.2f} toks/s, output: {:.2f} toks/s".format(*speeds), refresh=False
-        )
-        self._bar.update(1)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _tqdm() -> Callable[..., Any]:
-    from tqdm import tqdm
-
-    return tqdm
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
@@ -328,6 +464,25 @@ def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
             f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts",
         )
     return list(value)
+
+
+def _with_task(params: list[PoolingParams], task: str | None) -> list[PoolingParams]:
+    """The parameters with the task; the same object where they were."""
+    if task is None:
+        return params
+    made: dict[int, PoolingParams] = {}
+    for one in params:
+        if not isinstance(one, PoolingParams):
+            raise InvalidParameterError(
+                "pooling_params", f"must be PoolingParams, got {type(one).__name__}"
+            )
+        if one.task not in (None, task):
+            raise InvalidParameterError(
+                "pooling_params", f"have the task {one.task}, which differs from {task}"
+            )
+        if id(one) not in made:
+            made[id(one)] = msgspec.structs.replace(one, task=task)
+    return [made[id(one)] for one in params]
 
 
 def _final_only(params: Any) -> Any:

@@ -5,6 +5,7 @@ Must not know: how a client connects to its engine, torch, progress bars.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..ipc.config import EngineConfig
@@ -13,8 +14,9 @@ from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
-from .outputs import RequestOutput
-from .requests.input_processor import ProcessedRequest, Prompt
+from .pooling_outputs import AnyOutput
+from .requests.input_processor import ProcessedRequest
+from .requests.prompts import Prompt
 from .session import BlockingCalls, RequestSession
 
 
@@ -95,15 +97,25 @@ class LLMEngine(BlockingCalls):
         """The first half of add_request: checks and tokenizes without sending."""
         return self.session.process(request_id, prompt, params, **options)
 
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        **options: Any,
+    ) -> list[ProcessedRequest]:
+        """As process_inputs, for many requests that pool, whose texts are tokenized together."""
+        return self.session.process_batch(request_ids, prompts, params, **options)
+
     def submit(
         self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None
     ) -> None:
         """The second half of add_request: registers and sends."""
         self.session.submit(request, trace_headers)
 
-    def step(self) -> list[RequestOutput]:
-        """Waits for the engine's next outputs and returns them by request. Returns [] if no request
-        is unfinished.
+    def step(self) -> list[AnyOutput]:
+        """Waits for the engine's next outputs and returns them by request: RequestOutput, or
+        PoolingRequestOutput for requests that pool. Returns [] if no request is unfinished.
 
         Raises EngineDeadError when the engine is gone.
         """
@@ -116,7 +128,7 @@ class LLMEngine(BlockingCalls):
             raise
         return self.session.take(outputs)
 
-    def abort_request(self, request_ids: str | list[str]) -> list[RequestOutput]:
+    def abort_request(self, request_ids: str | list[str]) -> list[AnyOutput]:
         """Ends requests. Unknown ids are ignored.
 
         Returns their last outputs, with finish_reason "abort"; `step` does not return them.

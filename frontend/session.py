@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,11 @@ from .model_info.model_files import (
     find_model_directory,
     read_generation_config,
 )
-from .outputs import RequestMetrics, RequestOutput
-from .requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from .outputs import RequestMetrics
+from .pooling_outputs import AnyOutput
+from .requests.input_processor import InputProcessor, ProcessedRequest
 from .requests.output_processor import OutputProcessor
+from .requests.prompts import Prompt
 from .telemetry.stats import Telemetry
 from .text.tokenizer import Tokenizer
 
@@ -84,6 +86,20 @@ class RequestSession:
             self.telemetry.num_inputs_refused += 1
             raise
 
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        **options: Any,
+    ) -> list[ProcessedRequest]:
+        """As `process`, for requests that pool; see InputProcessor.process_batch."""
+        try:
+            return self.input_processor.process_batch(request_ids, prompts, params, **options)
+        except InvalidParameterError:
+            self.telemetry.num_inputs_refused += 1
+            raise
+
     def submit(
         self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None
     ) -> RequestMetrics:
@@ -100,7 +116,7 @@ class RequestSession:
             raise
         return metrics
 
-    def take(self, outputs: EngineCoreOutputs) -> list[RequestOutput]:
+    def take(self, outputs: EngineCoreOutputs) -> list[AnyOutput]:
         """Converts the engine's outputs, and aborts the requests that hit a stop string."""
         received_s = time.monotonic()
         self.telemetry.take(outputs)
@@ -112,7 +128,7 @@ class RequestSession:
             self.received.append(received(received_s, outputs, processed.request_outputs))
         return processed.request_outputs
 
-    def abort(self, request_ids: list[str]) -> list[RequestOutput]:
+    def abort(self, request_ids: list[str]) -> list[AnyOutput]:
         """Ends requests and returns their last outputs. Unknown ids are ignored."""
         processed = self.output_processor.abort_requests(request_ids)
         self._abort_in_engine(processed.requests_to_abort)

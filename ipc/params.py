@@ -397,12 +397,15 @@ class PoolingParams(
     skip_reading_prefix_cache: bool | None = None
     # of a pair of texts: the index of the first token of the second; 0: there is one text
     second_text_start: int = 0
+    normalize: bool | None = None  # removed from vLLM, too; refused by its new name
 
     def __post_init__(self) -> None:
+        require(self.normalize is None, "normalize", "was removed; use use_activation")
+        hint = FORMER_TASKS.get(self.task, "") if isinstance(self.task, str) else ""
         require(
             self.task is None or self.task in POOLING_TASKS,
             "task",
-            f"must be one of {', '.join(POOLING_TASKS)}, got {shown(self.task)}",
+            f"must be one of {', '.join(POOLING_TASKS)}{hint}, got {shown(self.task)}",
         )
         for name in ("use_activation", "skip_reading_prefix_cache"):
             value = getattr(self, name)
@@ -436,6 +439,11 @@ class PoolingParams(
 
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
+# Names of earlier versions of vLLM -> what to use.
+FORMER_TASKS = {
+    "score": " (a score is the task classify of a pair)",
+    "encode": " (rows by token are the tasks token_embed and token_classify)",
+}
 
 
 def require_sampling(params: SamplingParams | PoolingParams) -> SamplingParams:

@@ -66,6 +66,9 @@ MIRRORS = {
         f"frontend/cli/{name}.py": "tests/frontend/test_cli.py"
         for name in ("engine", "flags", "parser", "session")
     },
+    "frontend/async_calls.py": "tests/frontend/test_async_llm.py",
+    "frontend/progress.py": "tests/frontend/test_llm.py",
+    "frontend/requests/request_state.py": "tests/frontend/requests/test_output_processor.py",
     # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,18 +22,18 @@ from ...ipc.checks import (
     require_kind,
     require_owner,
     require_text,
-    shown,
 )
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import EngineCoreRequest
+from ...ipc.models.pooling import Pooling
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 from ..text.tokenizer import Tokenizer
+from .pooling_inputs import PoolingInputs
+from .prompts import Prompt, read_prompt
 
-# A prompt is text, token ids, or a dict with these keys.
-Prompt = str | list[int] | dict[str, Any]
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_LOGIT_BIAS = 100.0
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, frozen=True)
@@ -63,6 +63,12 @@ class InputProcessor:
         self._vocab_size: int | None = config.model_config.hf_config.get("vocab_size") or num_tokens
         self._max_model_len = resolved(config.model_config.max_model_len)
         self._num_requests = 0
+        self._pooling_inputs = PoolingInputs(config.model_config, tokenizer)
+
+    @property
+    def pooling(self) -> Pooling:
+        """How the model pools. Raises InvalidParameterError if it does not."""
+        return self._pooling_inputs.pooling
 
     def process_inputs(
         self,
@@ -74,17 +80,34 @@ class InputProcessor:
         priority: int = 0,
         owner: str = "",
         owner_weight: float = 1.0,
+        prompt_name: str | None = None,
     ) -> ProcessedRequest:
         """Checks and tokenizes the request and sets its seed and max_tokens.
 
-        Raises InvalidParameterError without changing any state.
+        `prompt_name`: see process_batch. Raises InvalidParameterError without changing any state.
         """
+        if isinstance(params, PoolingParams):
+            [request] = self.process_batch(
+                [request_id],
+                [prompt],
+                params,
+                arrival_time=arrival_time,
+                priority=priority,
+                owner=owner,
+                owner_weight=owner_weight,
+                prompt_name=prompt_name,
+            )
+            return request
         began = time.monotonic()
         require_text("request_id", request_id)
         require_int("priority", priority, -(2**63), INT64_MAX)
         require_owner(owner, owner_weight)
         params = self._check_params(params)
-        text, token_ids, cache_salt = self._read_prompt(prompt)
+        require(prompt_name is None, "prompt_name", "must not be given with SamplingParams")
+        text, token_ids, cache_salt, pair = read_prompt(prompt)
+        require(pair is None, "text_pair", "must not be given with SamplingParams")
+        if token_ids is None:
+            token_ids = self._encode("prompt", text or "")
         token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
         clock_offset = time.time() - time.monotonic()
         if arrival_time is None:
@@ -104,43 +127,68 @@ class InputProcessor:
         )
         return ProcessedRequest(request_id, text, core_request, clock_offset)
 
-    # ------------------------------------------------------------ prompt
+    def process_batch(
+        self,
+        request_ids: Sequence[str],
+        prompts: Sequence[Prompt],
+        params: PoolingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        owner: str = "",
+        owner_weight: float = 1.0,
+        prompt_name: str | None = None,
+    ) -> list[ProcessedRequest]:
+        """Checks and tokenizes requests that pool, with the same parameters. Their texts are
+        tokenized together, without the GIL.
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
-        """Returns (text, token ids, cache salt) for any form of prompt.
-
-        If both text and ids are given, the ids are used and the text is informative only.
+        `prompt_name`: the model's prompt to put in front of each text; None: its default, if any.
+        Raises InvalidParameterError, with the index of the request if there are several.
         """
-        if isinstance(prompt, str):
-            prompt = {"prompt": prompt}
-        elif isinstance(prompt, list):
-            prompt = {"prompt_token_ids": prompt}
-        require(
-            isinstance(prompt, dict),
-            "prompt",
-            f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}",
-        )
-        for key in prompt:
-            require(
-                key in PROMPT_KEYS,
-                "prompt",
-                f"has the unknown key {shown(key)}; the keys are {', '.join(PROMPT_KEYS)}",
+        began = time.monotonic()
+        require_int("priority", priority, -(2**63), INT64_MAX)
+        require_owner(owner, owner_weight)
+        inputs = self._pooling_inputs
+        params = inputs.complete(params)
+        read = [self._at(i, len(prompts), read_prompt, prompt) for i, prompt in enumerate(prompts)]
+        clock_offset = time.time() - time.monotonic()
+        if arrival_time is None:
+            arrival_time = clock_offset + time.monotonic()
+        deadline = began + params.timeout_s if params.timeout_s is not None else 0.0
+        requests = []
+        for i, (text, token_ids, cache_salt, second_text_start) in enumerate(
+            inputs.tokenize(read, params, prompt_name)
+        ):
+            require_text("request_id", request_ids[i])
+            self._at(i, len(prompts), self._check_token_ids, token_ids, self._max_model_len)
+            core_request = EngineCoreRequest(
+                request_id=f"{request_ids[i]}-{secrets.token_hex(8)}",
+                prompt_token_ids=token_ids.copy(),  # the caller may change its list
+                params=msgspec.structs.replace(params, second_text_start=second_text_start)
+                if second_text_start
+                else params,
+                arrival_time=arrival_time,
+                priority=priority,
+                cache_salt=cache_salt,
+                owner=owner,
+                owner_weight=owner_weight,
+                deadline=deadline,
             )
-        text, token_ids, salt = (prompt.get(key) for key in PROMPT_KEYS)
-        require(
-            text is None or isinstance(text, str),
-            "prompt",
-            f"must be a string, got {type(text).__name__}",
-        )
-        is_salt = salt is None or (isinstance(salt, str) and salt)
-        require_kind(is_salt, "cache_salt", "a string that is not empty", salt)
-        require_text("prompt", text or "")
-        require_text("cache_salt", salt or "")
-        if token_ids is None:
-            if text is None:
-                raise InvalidParameterError("prompt", "must have `prompt` or `prompt_token_ids`")
-            token_ids = self._encode("prompt", text)
-        return text, token_ids, salt
+            requests.append(ProcessedRequest(request_ids[i], text, core_request, clock_offset))
+        return requests
+
+    @staticmethod
+    def _at(index: int, num_prompts: int, check: Callable[..., Result], *args: Any) -> Result:
+        """`check(*args)`, whose error names the request if there are several."""
+        try:
+            return check(*args)
+        except InvalidParameterError as error:
+            if num_prompts == 1:
+                raise
+            where = f"(in request {index} of {num_prompts}, counted from 0)"
+            raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
+
+    # ------------------------------------------------------------ prompt
 
     def _encode(self, parameter: str, text: str, *, add_special_tokens: bool = True) -> list[int]:
         if self._tokenizer is None:
@@ -151,24 +199,29 @@ class InputProcessor:
 
     def _check_prompt(self, token_ids: Any, num_kept: int | None) -> list[int]:
         """Returns a copy of the last `num_kept` ids (SamplingParams.truncate_prompt_tokens)."""
-        is_list = isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}
-        require(is_list, "prompt_token_ids", "must be a list of integers")
-        require(len(token_ids) > 0, "prompt", "must not be empty")
         most = self._max_model_len - 1  # leaves room for one output token
-        if num_kept is not None:
+        if num_kept is not None and isinstance(token_ids, list):
             require(
                 num_kept <= most,
                 "truncate_prompt_tokens",
                 f"must be -1 or at most {most}, the longest prompt, got {num_kept}",
             )
             token_ids = token_ids[-(most if num_kept == -1 else num_kept) :]
-        problem = (
-            f"is {len(token_ids)} tokens long; with max_model_len={most + 1} it can have at most "
-            f"{most}"
-        )
-        require(len(token_ids) <= most, "prompt", problem)
-        self._check_range("prompt_token_ids", token_ids)
+        self._check_token_ids(token_ids, most)
         return token_ids.copy()
+
+    def _check_token_ids(self, token_ids: Any, most: int) -> None:
+        """Requires a list of at least one and at most `most` ids of the vocabulary."""
+        is_list = isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}
+        require(is_list, "prompt_token_ids", "must be a list of integers")
+        require(len(token_ids) > 0, "prompt", "must not be empty")
+        require(
+            len(token_ids) <= most,
+            "prompt",
+            f"is {len(token_ids)} tokens long; with max_model_len={self._max_model_len} it can "
+            f"have at most {most}",
+        )
+        self._check_range("prompt_token_ids", token_ids)
 
     def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
         """Requires that `token_ids` is not empty."""
@@ -183,17 +236,18 @@ class InputProcessor:
 
     # ------------------------------------------------------------ parameters
 
-    def _check_params(self, params: SamplingParams | PoolingParams) -> SamplingParams:
+    def _check_params(self, params: Any) -> SamplingParams:
         """Checks that depend on the model. SamplingParams itself makes the others."""
-        require(
-            not isinstance(params, PoolingParams),
-            "params",
-            "pooling is not supported; use SamplingParams",
-        )
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
-                "params", f"must be SamplingParams, got {type(params).__name__}"
+                "params",
+                f"must be SamplingParams or PoolingParams, got {type(params).__name__}",
             )
+        require(
+            self._model_config.runner != "pooling",
+            "params",
+            "must be PoolingParams: this engine runs with runner=pooling and generates no text",
+        )
         is_useful = params.n == 1 or not params.is_greedy  # vLLM raises an error too
         require(
             is_useful,

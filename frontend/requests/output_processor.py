@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import (
+    Array,
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
@@ -23,66 +24,19 @@ from ...ipc.messages import (
     TokenLogprobs,
     child_request_id,
 )
-from ...ipc.params import RequestOutputKind, child_seed
-from ..outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
+from ...ipc.params import PoolingParams, RequestOutputKind, child_seed
+from ..outputs import CompletionOutput, RequestMetrics, RequestOutput
+from ..pooling_outputs import AnyOutput, pooling_output
 from ..text.detokenizer import IncrementalDetokenizer
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
-from .request_timing import Timings
-
-
-@dataclass(slots=True, eq=False)
-class CompletionState:
-    """One of a request's n completions.
-
-    token_ids: every output token so far. num_emitted: the number of them that an output has carried
-    (or counted, for cumulative outputs).
-    """
-
-    index: int
-    engine_id: str  # identifies its rows, and aborts it alone
-    detokenizer: IncrementalDetokenizer
-    logprobs_reader: LogprobsReader | None  # None: no log-probabilities are reported
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
-    num_emitted: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    is_end_emitted: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One unfinished request: the state that its completions share.
-
-    It is finished when all completions are finished.
-    """
-
-    request_id: str
-    prompt: str | None
-    core_request: EngineCoreRequest
-    clock_offset: float  # as in ProcessedRequest
-    metrics: RequestMetrics
-    completions: list[CompletionState]
-    is_delta: bool
-    is_final_only: bool
-    stream_interval: int
-    prompt_logprobs_reader: LogprobsReader | None = None
-    prompt_logprobs: list[PositionLogprobs | None] | None = None
-    are_prompt_logprobs_emitted: bool = False
-    num_cached_tokens: int | None = None
-    # by engine id of the completion
-    timings: Timings = field(default_factory=Timings)
-    num_unfinished: int = 1
-    error: str | None = None
-    error_parameter: str | None = None
+from .request_state import NO_TEXT, CompletionState, RequestState
 
 
 @dataclass(slots=True)
 class ProcessedOutputs:
-    request_outputs: list[RequestOutput]
+    request_outputs: list[AnyOutput]
     # engine ids of completions that ended here but still run in the engine (a stop string, missing
     # tokens)
     requests_to_abort: list[str]
@@ -96,6 +50,7 @@ class _Extras:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int | None = None
+    pooled: Array | None = None
 
 
 NO_EXTRAS = _Extras()
@@ -137,6 +92,8 @@ class OutputProcessor:
             raise InvalidParameterError(
                 "request_id", f"{request.request_id!r} is already used by a running request"
             )
+        if isinstance(core_request.params, PoolingParams):
+            return self._add_pooling(request, core_request.params)
         params = core_request.sampling_params
         engine_ids = [core_request.request_id]
         if params.n > 1:
@@ -170,6 +127,27 @@ class OutputProcessor:
             self._by_engine_id[core_request.request_id] = state, state.completions
         return state.metrics
 
+    def _add_pooling(self, request: ProcessedRequest, params: PoolingParams) -> RequestMetrics:
+        core_request = request.core_request
+        completion = CompletionState(0, core_request.request_id, NO_TEXT, None)
+        state = RequestState(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            core_request=core_request,
+            clock_offset=request.clock_offset,
+            metrics=RequestMetrics(
+                core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)
+            ),
+            completions=[completion],
+            is_delta=False,
+            is_final_only=True,
+            stream_interval=1,
+            task=params.task,
+        )
+        self._requests[request.request_id] = state
+        self._by_engine_id[completion.engine_id] = state, state.completions
+        return state.metrics
+
     def _new_completion(
         self, index: int, engine_id: str, core_request: EngineCoreRequest
     ) -> CompletionState:
@@ -196,8 +174,10 @@ class OutputProcessor:
         request of its own with its own seed.
         """
         state = self._requests[request_id]
-        request, params = state.core_request, state.core_request.sampling_params
-        entries = []
+        request = state.core_request
+        if state.task is not None:
+            return [(request, [])]
+        params, entries = request.sampling_params, []
         for completion in state.completions:
             if completion.finish_reason is None:
                 own = request
@@ -262,6 +242,10 @@ class OutputProcessor:
             extras = extras_of.get(i, NO_EXTRAS)
             if extras.num_cached_tokens is not None and state.num_cached_tokens is None:
                 state.num_cached_tokens = state.metrics.num_cached_tokens = extras.num_cached_tokens
+            if extras.pooled is not None:
+                state.pooled = extras.pooled
+                state.metrics.first_token_time = state.clock_offset + now
+                state.metrics.last_token_time = state.metrics.first_token_time
             if extras.prompt_logprobs is not None:
                 self._read_prompt_logprobs(state, extras.prompt_logprobs)
             for completion in completions:
@@ -405,13 +389,15 @@ class OutputProcessor:
 
     # ------------------------------------------------------------ outputs
 
-    def _make_output(self, state: RequestState) -> RequestOutput | None:
+    def _make_output(self, state: RequestState) -> AnyOutput | None:
         """Returns what the request's output_kind emits now, or None (FINAL_ONLY, or between two
         stream intervals).
         """
         finished, is_delta = state.num_unfinished == 0, state.is_delta
         if state.is_final_only and not finished:
             return None
+        if state.task is not None:
+            return pooling_output(state)
         due = state.completions
         if len(due) > 1 or state.stream_interval > 1:  # otherwise the only completion is due
             due = [completion for completion in due if _is_due(completion, state.stream_interval)]
@@ -483,4 +469,6 @@ def _extras(outputs: EngineCoreOutputs) -> dict[int, _Extras]:
         extras[prompt_logprobs.row].prompt_logprobs = prompt_logprobs
     for row, num_cached_tokens in outputs.num_cached_tokens:
         extras[row].num_cached_tokens = num_cached_tokens
+    for pooled in outputs.pooled:
+        extras[pooled.row].pooled = pooled.values
     return extras

@@ -1,5 +1,5 @@
-"""RequestStream: passes one request's outputs from the task that reads the engine to the request's
-reader.
+"""RequestStream and BatchStream: pass the outputs of one request, or of several that pool, from
+the task that reads the engine to their reader.
 
 Must not know: the engine, how outputs are produced, the reader.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ...ipc.errors import EngineDeadError
 from ..outputs import RequestOutput
+from ..pooling_outputs import AnyOutput, PoolingRequestOutput
 
 
 class RequestStream:
@@ -27,7 +28,8 @@ class RequestStream:
         self._fault: Exception | None = None  # raised by take_at_once; fails this reader only
         self._reader: asyncio.Future | None = None  # the reader's future while it waits
 
-    def put(self, output: RequestOutput) -> None:
+    def put(self, output: AnyOutput) -> None:
+        assert isinstance(output, RequestOutput)  # a request that pools has a BatchStream
         if self._unread is not None:
             self._unread.merge(output)
             return
@@ -76,3 +78,43 @@ class RequestStream:
             raise EngineDeadError(*self._error.args) from self._error
         output, self._unread = self._unread, None
         return output
+
+
+class BatchStream:
+    """The outputs of requests that pool, one of each, by the user's id."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, PoolingRequestOutput] = {}
+        self._new: list[str] = []
+        self._error: EngineDeadError | None = None
+        self._reader: asyncio.Future | None = None  # the reader's future while it waits
+
+    def put(self, output: AnyOutput) -> None:
+        assert isinstance(output, PoolingRequestOutput)
+        self.outputs[output.request_id] = output
+        self._new.append(output.request_id)
+        self._wake()
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._error = error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+    async def wait(self) -> list[str]:
+        """Waits for outputs; returns the ids of those that came since the last call. Supports one
+        reader. Raises a failure after the outputs before it.
+        """
+        if not self._new and self._error is None:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        if not self._new:
+            assert self._error is not None  # only an output or an error wakes the reader
+            raise EngineDeadError(*self._error.args) from self._error
+        new, self._new = self._new, []
+        return new

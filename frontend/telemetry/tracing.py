@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
+from ...ipc.params import PoolingParams, SamplingParams
 from ..outputs import RequestMetrics
 from ..requests.input_processor import ProcessedRequest
 
 if TYPE_CHECKING:
-    from ..requests.output_processor import RequestState
+    from ..requests.request_state import RequestState
 
 # limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
 EXPORT_TIMEOUT_S = 3.0
@@ -201,14 +202,34 @@ def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]
     """The request's parameters under the names of the gen_ai conventions, without parameters that
     are unset by default.
     """
-    core_request, params = request.core_request, request.core_request.sampling_params
-    attributes = {
-        "gen_ai.operation.name": "text_completion",
+    core_request, params = request.core_request, request.core_request.params
+    common = {
         "gen_ai.provider.name": "quire",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.response.id": request.request_id,
         "gen_ai.usage.input_tokens": len(core_request.prompt_token_ids),
+        "quire.request.priority": core_request.priority or None,
+    }
+    attributes = common | (
+        _pooling_attributes(params)
+        if isinstance(params, PoolingParams)
+        else _sampling_attributes(params)
+    )
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _pooling_attributes(params: PoolingParams) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.embeddings.dimension.count": params.dimensions,
+        "quire.pooling.task": params.task,
+    }
+
+
+def _sampling_attributes(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "gen_ai.operation.name": "text_completion",
         "gen_ai.request.max_tokens": params.max_tokens,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
@@ -218,9 +239,7 @@ def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]
         "gen_ai.request.seed": params.seed,
         "gen_ai.request.stop_sequences": params.stop_list or None,
         "gen_ai.request.choice.count": params.n if params.n > 1 else None,
-        "quire.request.priority": core_request.priority or None,
     }
-    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _usage(metrics: RequestMetrics) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import EngineCoreOutputs
 from ...ipc.trace import EngineTrace, Record, StepTrace
 from ..outputs import RequestOutput
+from ..pooling_outputs import AnyOutput
 from .fold import FoldedKernel, fold, kernels_of
 
 
@@ -35,9 +36,13 @@ class Recorded(Record, frozen=True):
     places: dict[str, str] = {}  # of the frontend's stages
 
 
-def received(received_s: float, outputs: EngineCoreOutputs, made: list[RequestOutput]) -> Received:
+def received(received_s: float, outputs: EngineCoreOutputs, made: list[AnyOutput]) -> Received:
     """What a session has made of outputs that it took at `received_s`."""
-    texts = {output.request_id: "".join(one.text for one in output.outputs) for output in made}
+    texts = {
+        output.request_id: "".join(one.text for one in output.outputs)
+        for output in made
+        if isinstance(output, RequestOutput)
+    }
     seconds = time.monotonic() - received_s
     return Received(received_s, seconds, len(outputs.token_ids), texts)
 

@@ -1,0 +1,82 @@
+"""AsyncCalls: the calls of AsyncLLM about the engine as a whole. BlockingCalls documents each.
+
+Must not know: requests, how a call reaches the engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.errors import QuireError
+from .model_info.model_files import find_model_directory
+from .session import SessionFace
+
+if TYPE_CHECKING:
+    from .trace.trace import Trace
+
+
+class AsyncCalls(SessionFace, ABC):
+    @abstractmethod
+    async def call_utility(self, method: str, *args: Any) -> Any:
+        """Calls one of EngineCore.UTILITIES by name."""
+
+    @asynccontextmanager
+    async def trace(self, steps: int = 4) -> AsyncIterator[Trace]:
+        from .trace.trace import Trace
+
+        trace = Trace()
+        await self.call_utility("start_trace", steps)
+        self.session.received = trace.received
+        try:
+            yield trace
+        except BaseException:
+            self.session.received = None
+            with suppress(QuireError):  # the exception of the body is the one to raise
+                await self.call_utility("end_trace")
+            raise
+        self.session.received = None
+        trace.complete(await self.call_utility("end_trace"))
+
+    async def get_metrics(self) -> dict[str, int]:
+        return self.session.telemetry.metrics(await self.call_utility("get_metrics"))
+
+    async def scheduler_state(self) -> dict[str, Any]:
+        return await self.call_utility("scheduler_state")
+
+    async def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        observation = await self.call_utility("observe", since_step, max_blocks)
+        return self.session.with_own_counters(observation)
+
+    async def expert_load(self) -> dict[str, Any]:
+        return await self.call_utility("expert_load")
+
+    async def pause(self, mode: str = "abort") -> None:
+        """If cancelled while "wait" is in progress, the engine stays paused."""
+        await self.call_utility("pause", mode)
+
+    async def resume(self) -> None:
+        await self.call_utility("resume")
+
+    async def is_paused(self) -> bool:
+        return await self.call_utility("is_paused")
+
+    async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
+        return await self.call_utility("reset_prefix_cache", reset_running)
+
+    async def sleep(self, level: int = 1) -> None:
+        await self.call_utility("sleep", level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self.call_utility("wake_up", tags)
+
+    async def is_sleeping(self) -> bool:
+        return await self.call_utility("is_sleeping")
+
+    async def load_weights(self, path: str) -> None:
+        await self.call_utility("load_weights", str(find_model_directory(path)))
+
+    async def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
+        return await self.call_utility("collective_rpc", method, args or [])

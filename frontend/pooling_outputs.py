@@ -1,0 +1,185 @@
+"""The results of requests that pool, with vLLM's names: PoolingRequestOutput and its three kinds.
+
+Must not know: messages, how a result is computed.
+
+Numbers stay in numpy arrays, which are views of the engine's messages. `embedding` and `probs` make
+lists of them, as vLLM has; `data` costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from ..ipc.errors import QuireError
+from .outputs import RequestMetrics, RequestOutput
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .requests.request_state import RequestState
+
+
+@dataclass(slots=True, eq=False)
+class PoolingOutput:
+    """data: f4 [size], or [num_tokens, size] of a task by token; read-only."""
+
+    data: np.ndarray
+
+
+class EmbeddingOutput(PoolingOutput):
+    """The embedding of a text."""
+
+    __slots__ = ()
+
+    @property
+    def embedding(self) -> list[float]:
+        return self.data.tolist()
+
+    @property
+    def hidden_size(self) -> int:
+        return self.data.shape[-1]
+
+
+class ClassificationOutput(PoolingOutput):
+    """The probability of each class, or its logit with use_activation=False."""
+
+    __slots__ = ()
+
+    @property
+    def probs(self) -> list[float]:
+        return self.data.tolist()
+
+    @property
+    def num_classes(self) -> int:
+        return self.data.shape[-1]
+
+
+class ScoringOutput(PoolingOutput):
+    """How well two texts match; data f4 [1]."""
+
+    __slots__ = ()
+
+    @property
+    def score(self) -> float:
+        return float(self.data[0])
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput:
+    """The end of a request that pools.
+
+    `outputs` raises QuireError for a request without a result: `finish_reason` is then "abort",
+    "timeout", or "error" with the reason in `error`.
+    """
+
+    request_id: str
+    prompt: str | None  # None for a prompt given as token ids
+    prompt_token_ids: list[int]
+    result: PoolingOutput | None
+    finished: bool = True
+    finish_reason: str = "stop"
+    metrics: RequestMetrics | None = None
+    num_cached_tokens: int | None = None  # prompt tokens found in the prefix cache
+    error: str | None = None
+    # the user's parameter that the engine rejected; None for a failure
+    error_parameter: str | None = None
+
+    @property
+    def outputs(self) -> Any:
+        if self.result is None:
+            raise QuireError(
+                f"request {self.request_id} has no result: it ended with {self.finish_reason}"
+                + (f": {self.error}" if self.error else "")
+            )
+        return self.result
+
+    def merge(self, newer: Any) -> None:
+        """There is one output of a request that pools."""
+        raise AssertionError(f"request {self.request_id} has ended already")
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    """`outputs` is an EmbeddingOutput."""
+
+    __slots__ = ()
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """`outputs` is a ClassificationOutput."""
+
+    __slots__ = ()
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    """`outputs` is a ScoringOutput. Of a score of two embeddings, `prompt_token_ids` are those of
+    both texts.
+    """
+
+    __slots__ = ()
+
+
+AnyOutput = RequestOutput | PoolingRequestOutput
+
+# What a request of a task gives.
+KINDS: dict[str, tuple[type[PoolingRequestOutput], type[PoolingOutput]]] = {
+    "embed": (EmbeddingRequestOutput, EmbeddingOutput),
+    "classify": (ClassificationRequestOutput, ClassificationOutput),
+    "score": (ScoringRequestOutput, ScoringOutput),
+}
+BY_TOKEN = (PoolingRequestOutput, PoolingOutput)
+
+
+def pooling_output(state: RequestState) -> PoolingRequestOutput:
+    """The output of a finished request."""
+    output_type, result_type = KINDS.get(state.task or "", BY_TOKEN)
+    pooled, reason = state.pooled, state.completions[0].finish_reason
+    result = None
+    if pooled is not None:
+        import numpy as np  # takes 50 ms: only frontends of models that pool
+
+        data = np.frombuffer(pooled.data, "<f4").reshape(pooled.shape)
+        data.flags.writeable = False
+        result = result_type(data)
+    return output_type(
+        state.request_id,
+        state.prompt,
+        state.core_request.prompt_token_ids,
+        result,
+        True,
+        str(reason),
+        state.metrics,
+        state.num_cached_tokens,
+        state.error,
+        state.error_parameter,
+    )
+
+
+def converted(output: PoolingRequestOutput, task: str, data: np.ndarray | None) -> Any:
+    """`output` as one of `task`, one of KINDS, with other data."""
+    output_type, result_type = KINDS[task]
+    values = {field.name: getattr(output, field.name) for field in fields(output)}
+    return output_type(**values | {"result": None if data is None else result_type(data)})
+
+
+class Rows:
+    """The results of many requests in one array, f4 [number of requests, size]."""
+
+    def __init__(self, prompts: Sequence[Any]):
+        self._num_rows = len(prompts)
+        self._rows: np.ndarray | None = None  # made with the first result, whose size is theirs
+
+    def take(self, index: int, output: PoolingRequestOutput) -> None:
+        """Raises QuireError for a request without a result."""
+        data = output.outputs.data
+        if self._rows is None:
+            import numpy as np
+
+            self._rows = np.empty((self._num_rows, *data.shape), np.float32)
+        self._rows[index] = data
+
+    def array(self) -> np.ndarray:
+        import numpy as np
+
+        return np.empty((0, 0), np.float32) if self._rows is None else self._rows

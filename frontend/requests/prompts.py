@@ -1,0 +1,66 @@
+"""The forms in which a prompt is given, read into one.
+
+Must not know: the model, the tokenizer, what is asked about the prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ...ipc.checks import require, require_kind, require_text, shown
+from ...ipc.errors import InvalidParameterError
+
+# A prompt is text, token ids, or a dict with these keys. text_pair is the second text of a pair,
+# for requests that pool.
+Prompt = str | list[int] | dict[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "text_pair")
+
+
+class PromptParts(NamedTuple):
+    """`token_ids` as given and unchecked; None: the text is to be tokenized."""
+
+    text: str | None
+    token_ids: Any = None
+    cache_salt: str | None = None
+    text_pair: str | None = None
+
+
+def read_prompt(prompt: Prompt) -> PromptParts:
+    """Raises InvalidParameterError. If both text and ids are given, the ids are used and the text
+    is informative only.
+    """
+    if isinstance(prompt, str):
+        require_text("prompt", prompt)
+        return PromptParts(prompt)
+    if isinstance(prompt, list):
+        return PromptParts(None, prompt)
+    require(
+        isinstance(prompt, dict),
+        "prompt",
+        f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}",
+    )
+    for key in prompt:
+        require(
+            key in PROMPT_KEYS,
+            "prompt",
+            f"has the unknown key {shown(key)}; the keys are {', '.join(PROMPT_KEYS)}",
+        )
+    text, token_ids, salt, pair = (prompt.get(key) for key in PROMPT_KEYS)
+    for name, value in (("prompt", text), ("text_pair", pair)):
+        require(
+            value is None or isinstance(value, str),
+            name,
+            f"must be a string, got {type(value).__name__}",
+        )
+        require_text(name, value or "")
+    is_salt = salt is None or (isinstance(salt, str) and salt)
+    require_kind(is_salt, "cache_salt", "a string that is not empty", salt)
+    require_text("cache_salt", salt or "")
+    if token_ids is None and text is None:
+        raise InvalidParameterError("prompt", "must have `prompt` or `prompt_token_ids`")
+    require(
+        pair is None or token_ids is None,
+        "text_pair",
+        "must not be given with prompt_token_ids: both texts are tokenized together",
+    )
+    return PromptParts(text, token_ids, salt, pair)

@@ -30,7 +30,12 @@ prompts = ["Once upon a time", "12 + 30 =", "The little fox"]
 with LLM(engine="process", dtype="float32") as llm:
     together = llm.generate(prompts, params, use_tqdm=False)
     alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt in prompts]
-print(json.dumps([[one.outputs[0].token_ids for one in some] for some in (together, alone)]))
+    with llm.trace(steps=1) as trace:
+        llm.generate("The sun", params, use_tqdm=False)
+    of_layer = [k for k in trace.kernels() if k.module == "layers[i].mlp"]
+    kernels = [f"{k.op} {k.implementation} {k.count}" for k in of_layer]
+tokens = [[one.outputs[0].token_ids for one in some] for some in (together, alone)]
+print(json.dumps([*tokens, kernels]))
 """
 
 
@@ -52,11 +57,14 @@ def installed(tmp_path_factory) -> Path:
     return directory / "site"
 
 
-def run_child(site: Path | None, **environment: str) -> tuple[list[list[int]], list[list[int]]]:
-    """The tokens of three requests together, and of each alone."""
+def run_child(
+    site: Path | None, **environment: str
+) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    """The tokens of three requests together, and of each alone; kernels of layers' MLPs."""
     environment = {**os.environ, **environment}
     if site is not None:
-        environment["PYTHONPATH"] = str(site)
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{site}{os.pathsep}{before}" if before else str(site)
     done = subprocess.run(
         [sys.executable, "-c", GENERATE],
         env=environment,
@@ -66,15 +74,16 @@ def run_child(site: Path | None, **environment: str) -> tuple[list[list[int]], l
         timeout=100,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    together, alone = json.loads(done.stdout.splitlines()[-1])
-    return together, alone
+    return tuple(json.loads(done.stdout.splitlines()[-1]))
 
 
 def test_all_experts_are_the_dense_model_and_fewer_are_not(installed):
-    dense, _ = run_child(None)
-    together, alone = run_child(installed)
+    dense, *_ = run_child(None)
+    together, alone, kernels = run_child(installed)
     assert together == alone == dense
-    together, alone = run_child(installed, SONIC_MOE_TOP_K="6")
+    # a trace names the router's product and what the plugin's operation packed
+    assert kernels == ["linear native 5", "route_experts native 5", "sonic_moe cpu 5"]
+    together, alone, _ = run_child(installed, SONIC_MOE_TOP_K="6")
     assert together == alone != dense
 
 

@@ -7,6 +7,9 @@ weight. Each of these attributes is replaced by one that passes its call on thro
 the layer's path in the model, and is put back at the end. So a model that is not traced runs
 exactly the code that it was made of.
 
+A plugin's layer may hold functions of its own, such as what its operation for packing returned.
+They are replaced too.
+
 A module of PyTorch (a model in transformers' code) also gets hooks around its forward pass.
 """
 
@@ -100,6 +103,7 @@ class Instruments:
 
     def _attach(self, layer: Any, path: str) -> None:
         is_embedding = isinstance(layer, (Embedding, nn.Embedding))
+        is_foreign = not isinstance(layer, nn.Module) and not _is_of_quire(type(layer))
         for name, value in list(vars(layer).items()):
             if value is self.ops:
                 self.replace(layer, name, self.table(path))
@@ -110,10 +114,31 @@ class Instruments:
             elif isinstance(layer, Embedding) and name == "_look_up" and value is not None:
                 implementation = self.ops.chosen[_packer(getattr(value, "__self__", None))]
                 self.replace(layer, name, self.wrap(Site(path, "embedding", implementation, value)))
+            elif is_foreign and _is_function(value):
+                self.replace(layer, name, _Function(self, self._own_site(path, name, value)))
             elif isinstance(value, Tensor) and not is_embedding and name not in NOT_WEIGHTS:
                 self.weights[address_of(value)] = value.nbytes
         if isinstance(layer, nn.Module):
             self._hook(layer, path, is_embedding)
+
+    def _own_site(self, path: str, name: str, value: Any) -> Site:
+        """Of a function that a plugin's layer holds as its attribute `name`. It has the name of the
+        operation whose implementation made it, if it was defined within that one.
+        """
+        inner = value.func if isinstance(value, partial) else value
+        kind = inner if hasattr(inner, "__qualname__") else type(inner)
+        tensors = list(tensors_of(value))
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if _is_of_quire(kind):
+            sizes = _sizes(value, tensors, getattr(value, "out_features", 0))
+            implementation = self.ops.chosen[_packer(value)]
+            return Site(path, "linear", implementation, value, num_bytes, sizes)
+        for op, implementation in self.ops.chosen.items():
+            maker = getattr(self.ops, op)
+            within = f"{maker.__qualname__}.<locals>."
+            if kind.__module__ == maker.__module__ and kind.__qualname__.startswith(within):
+                return Site(path, op.removeprefix("pack_"), implementation, value, num_bytes)
+        return Site(path, name, kind.__module__, value, num_bytes)
 
     def _hook(self, module: nn.Module, path: str, is_embedding: bool) -> None:
         if type(module).__call__ is not nn.Module.__call__:
@@ -149,6 +174,19 @@ class _Table:
         return wrapped
 
 
+class _Function:
+    """A function that a plugin's layer holds."""
+
+    def __init__(self, instruments: Instruments, site: Site):
+        self._instruments, self._site = instruments, site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _call(self._instruments._around, self._site, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._site.function, name)
+
+
 class _Multiply:
     """The product with a packed weight."""
 
@@ -156,22 +194,14 @@ class _Multiply:
         self._packed, self._instruments = packed, instruments
         tensors = list(tensors_of(packed))
         instruments.weights |= {address_of(tensor): tensor.nbytes for tensor in tensors}
-        rows = sum(layer.shards.values())
-        columns = getattr(packed, "in_features", 0) or max(
-            (
-                tensor.shape[1]
-                for tensor in tensors
-                if tensor.shape[:1] == (rows,) and tensor.dim() > 1
-            ),
-            default=0,
-        )
+        sizes = _sizes(packed, tensors, sum(layer.shards.values()))
         self._site = Site(
             path,
             "linear",
             instruments.ops.chosen[_packer(packed)],
             packed,
             sum(tensor.nbytes for tensor in tensors),
-            (columns, rows),
+            sizes,
         )
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -190,6 +220,21 @@ def address_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:
         return id(tensor)
+
+
+def _sizes(packed: Any, tensors: list[Tensor], rows: int) -> tuple[int, int]:
+    """Of a packed weight: (columns in, columns out), 0 where it is not to be seen."""
+    columns = (t.shape[1] for t in tensors if t.shape[:1] == (rows,) and t.dim() > 1)
+    return getattr(packed, "in_features", 0) or max(columns, default=0), rows
+
+
+def _is_of_quire(kind: Any) -> bool:
+    return kind.__module__.startswith("quire.") and not kind.__module__.startswith("quire.tests.")
+
+
+def _is_function(value: Any) -> bool:
+    is_other = isinstance(value, (type, nn.Module, OpTable)) or _is_layer(value)
+    return callable(value) and not is_other
 
 
 def _packer(packed: Any) -> str:

@@ -5,8 +5,11 @@ Must not know: models, requests, what the limits are compared with.
 
 from __future__ import annotations
 
+import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +19,35 @@ from .. import registry
 # rows, in, out: large enough for any blocking, small enough for the cache
 GEMM_SHAPES = ((512, 2048, 2048), (1024, 1024, 4096))
 QUICK_SHAPE = (256, 1024, 1024)
+PIECE_BYTES = 8 * 2**20
 
 
 def read_bandwidth(num_bytes: int, num_threads: int, seconds: float) -> float:
     """Best rate in bytes per second at which threads read `num_bytes` repeatedly.
 
-    Data that fits the caches is read from them, as weights would be.
+    Data that fits the caches is read from them, as weights would be. Each thread reads its own
+    part, piece by piece: other programs take a core away for longer than a piece takes.
     """
-    memory = torch.ones(max(num_bytes // 4, 1), dtype=torch.float32)
+    size = max(num_bytes // num_threads // 4, 1)
+    together = threading.Barrier(num_threads)
+
+    def own_rate(_: int) -> float:
+        pieces = torch.ones(size, dtype=torch.float32).split(PIECE_BYTES // 4)
+        best = [float("inf")] * len(pieces)
+        together.wait()
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or best[-1] == float("inf"):
+            for i, piece in enumerate(pieces):
+                start = time.perf_counter()
+                piece.sum()
+                best[i] = min(best[i], time.perf_counter() - start)
+        return pieces[0].nbytes / statistics.median(best[: size * 4 // PIECE_BYTES or 1])
+
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     try:
-        return memory.nbytes / _shortest(memory.sum, seconds)
+        with ThreadPoolExecutor(num_threads) as pool:
+            return sum(pool.map(own_rate, range(num_threads)))
     finally:
         torch.set_num_threads(before)
 

@@ -6,7 +6,7 @@ all counters and their meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -33,6 +33,9 @@ class Counters:
     num_grammar_refusals: int = 0
     num_failed_utilities: int = 0
     num_finished_timeout: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Counts the end of an accepted request; refused ones count in num_requests_refused
@@ -40,6 +43,12 @@ class Counters:
         """
         name = f"num_finished_{reason}"
         setattr(self, name, getattr(self, name) + 1)
+
+    def count_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Of each row of a step."""
+        self.num_drafts += len(num_drafted) - num_drafted.count(0)
+        self.num_draft_tokens += sum(num_drafted)
+        self.num_accepted_tokens += sum(num_accepted)
 
     def stats(
         self,

@@ -44,6 +44,7 @@ from .runner.cuda_graphs import CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
+from .runner.speculation import make_speculation, max_num_logits
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages
@@ -239,6 +240,9 @@ class Worker:
         # the first call of an operation may set things up, which must not delay a request; a broken
         # operation fails here
         self.runner.execute_dummy_batch()
+        self.runner.speculation = make_speculation(
+            self.config.scheduler_config, self.runner.batch, self._time_verification
+        )
         num_bytes = num_blocks * self.block_bytes
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB",
@@ -257,14 +261,16 @@ class Worker:
             config.scheduler_config.max_num_seqs,
             resolved(config.scheduler_config.max_num_batched_tokens),
         )
+        num_logits = max_num_logits(config.scheduler_config)
         if self.device.type == "cpu":
             self.runner.program = program = record_step(
                 self.model,
                 self._ops,
-                Limits(max_num_tokens, max_num_seqs, max_num_seqs),
+                Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits),
                 len(self.kv_cache_windows),
             )
-            can_burst = "sample_tokens" in self._ops.native
+            is_plain = config.scheduler_config.speculative_config is None
+            can_burst = is_plain and "sample_tokens" in self._ops.native
             self.runner.bursts = (
                 Bursts(
                     program,
@@ -330,6 +336,11 @@ class Worker:
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_token)
         logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
         return self._num_host_blocks, costs
+
+    def _time_verification(self, num_tokens: int) -> float:
+        """Seconds of a pass of `num_tokens` with logits of each."""
+        run = partial(self.runner.execute_dummy_batch, num_tokens, num_tokens)
+        return shortest_time(run, budget_s=MEASURING_BUDGET_S)
 
     @property
     def burst_weights_bytes(self) -> int:

@@ -96,6 +96,7 @@ class EngineArgs:
         or unreadable.
         """
         config = self.tree()
+        _check_speculation(config)
         device_config = _resolve_device(config.device_config)
         model_config = _resolve_model(config, device_config)
         return replace(
@@ -327,6 +328,26 @@ def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int
             f"change it)",
         )
     return wanted
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    wanted = config.scheduler_config.speculative_config
+    if wanted is None:
+        return
+    if wanted.prompt_lookup_min > wanted.prompt_lookup_max:
+        raise InvalidParameterError(
+            "speculative_config",
+            f"prompt_lookup_min must be at most prompt_lookup_max={wanted.prompt_lookup_max}, got "
+            f"{wanted.prompt_lookup_min}",
+        )
+    if config.device_config.device == "cuda":
+        raise InvalidParameterError("speculative_config", "needs device=cpu")
+    if (steps := config.scheduler_config.num_scheduler_steps) > 1:
+        raise InvalidParameterError(
+            "num_scheduler_steps",
+            f"must be 0 or 1 with speculative_config, which decodes several tokens in one step, "
+            f"got {steps}",
+        )
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

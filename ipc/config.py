@@ -205,6 +205,20 @@ class CacheConfig(Section, frozen=True):
     ] = True
 
 
+class SpeculativeConfig(Section, frozen=True):
+    """How tokens are drafted, under vLLM's names; the model verifies several of them in one step.
+
+    Outputs are those without speculation, bit by bit on native kernels.
+    """
+
+    # ngram: what followed the last tokens where they stood before
+    method: Literal["ngram"] = "ngram"
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row
+    # the longest and the shortest end of the text that is looked up, in tokens
+    prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8
+    prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2
+
+
 class SchedulerConfig(Section, frozen=True):
     max_num_seqs: Annotated[
         PositiveInt, Meta(description="Most requests that run in one step.")
@@ -239,6 +253,13 @@ class SchedulerConfig(Section, frozen=True):
             "requests of a small model run on a CPU; else 1."
         ),
     ] = 0
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Meta(
+            description="How tokens are drafted, several of which a step verifies; a JSON object "
+            'such as {"method": "ngram", "num_speculative_tokens": 7}.'
+        ),
+    ] = None
     async_scheduling: Annotated[
         bool, Meta(description="Schedule the next step while one runs.")
     ] = False

@@ -256,6 +256,9 @@ class SchedulerStats(Message, frozen=True):
     num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
     num_failed_utilities: int = 0  # counter: calls that raised
     num_finished_timeout: int = 0  # counter
+    num_drafts: int = 0  # counter: rows with draft tokens
+    num_draft_tokens: int = 0  # counter
+    num_accepted_tokens: int = 0  # counter: of the draft tokens
 
 
 class TransportStats(Message, frozen=True):

@@ -38,7 +38,8 @@ class SchedulerOutput(Message, frozen=True):
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
     that computes its last known token is sampled, and the runner appends the sampled token to the
     slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
-    the other; its blocks have room for them.
+    the other; its blocks have room for them. Where the runner drafts tokens, it may verify up to as
+    many drafts in the same pass instead, and ModelRunnerOutput.num_accepted tells how many held.
 
     A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
     the previous step are computed, and their samples are ignored.
@@ -117,3 +118,7 @@ class ModelRunnerOutput(Message, frozen=True):
     errors: dict[int, str] = {}  # slot -> the error of this request
     prompt_logprobs: list[SlotPromptLogprobs] = []
     pooled: list[SlotPooled] = []  # in any order
+    # Of an engine that drafts, parallel with slots, else empty: the drafts that were verified, and
+    # those of them that were accepted, whose keys and values are computed.
+    num_drafted: list[int] = []
+    num_accepted: list[int] = []

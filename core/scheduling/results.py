@@ -6,6 +6,8 @@ Must not know: who is scheduled next, torch, sockets.
 from __future__ import annotations
 
 import time
+from itertools import repeat
+from operator import sub
 from typing import TYPE_CHECKING
 
 from ...ipc.messages import FinishReason
@@ -36,13 +38,26 @@ def update_from_output(
         RequestStatus.RUNNING,
         scheduler.kv_cache_manager.block_size,
     )
-    for request, slot, num_sampled, num_expected, num_computed in zip(
-        step.requests, scheduled.slots, result.num_sampled, step.num_expected, step.num_computed
+    # of each row, tokens that the step counts as computed and that are not: drafts not accepted
+    surplus = repeat(0)
+    if scheduler.drafts and result.num_accepted:
+        surplus = map(sub, scheduled.num_lookahead_tokens, result.num_accepted)
+        scheduler.counters.count_drafts(result.num_drafted, result.num_accepted)
+    for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
+        step.requests,
+        scheduled.slots,
+        result.num_sampled,
+        step.num_expected,
+        step.num_computed,
+        surplus,
     ):
         token_ids = result.token_ids[cursor : cursor + num_sampled]
         cursor += num_sampled
         request.num_pending_tokens -= num_expected
         is_running = request.status is running
+        if num_surplus and is_running:
+            request.num_computed_tokens -= num_surplus
+            num_computed -= num_surplus
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:

@@ -38,7 +38,8 @@ def schedule_running(
     while index < len(running) and budget > 0:
         request = running[index]
         num_pending = request.num_pending_tokens
-        if num_pending and request.num_tokens_left <= 0:  # its last token is being sampled
+        # its last token is being sampled, or nobody knows how many drafts will be accepted
+        if num_pending and (request.num_tokens_left <= 0 or scheduler.drafts):
             index += 1
             continue
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens

@@ -78,10 +78,19 @@ class Scheduler:
         )
         self.max_chunk_tokens: int = threshold or self.max_num_batched_tokens
         self.uses_priority = scheduling.scheduling_policy == "priority"
+        self.drafts = scheduling.speculative_config is not None
         # of the step that is being scheduled
-        self.num_lookahead_slots = max(0, scheduling.num_scheduler_steps - 1)
+        self.num_lookahead_slots = (
+            max(0, scheduling.num_scheduler_steps - 1)
+            if scheduling.speculative_config is None
+            else scheduling.speculative_config.num_speculative_tokens
+        )
         # Overlapped stepping hides the work outside the model and does not need it.
-        is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
+        is_free = (
+            scheduling.num_scheduler_steps == 0
+            and not scheduling.async_scheduling
+            and not self.drafts
+        )
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0
         layout = make_layout(config, kv_cache_windows)
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs, layout)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from ..plugins import plugin_failure
 from ..pooling.pooler import Pooler
 from ..program.step_program import run_op_by_op
 from ..sampling.grammar import Grammars
-from ..sampling.logprob_arrays import join_logprobs
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
 from .block_mover import BlockMover
@@ -31,7 +29,9 @@ from .cuda_graphs import GraphedStep
 from .device_inputs import DeviceInputMaker, DeviceTables
 from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
+from .speculation import Speculation, first_rows, logits_rows
 from .step_inputs import StepInputMaker, StepInputs
+from .step_outputs import insert_forced, merge_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class ModelRunner:
         # set by the worker: runs what run_op_by_op does in one call
         self.program: Callable | None = None
         self.bursts: Bursts | None = None  # set by the worker: runs several steps in one call
+        self.speculation: Speculation | None = None  # set by the worker of an engine that drafts
         self.batch = batch
         self.device = device
         self.block_size = block_size
@@ -111,6 +112,8 @@ class ModelRunner:
         if scheduler_output.num_lookahead_tokens and (bursts := self._bursts_for(scheduler_output)):
             return bursts.run(scheduler_output)
         try:
+            if self.speculation is not None and any(scheduler_output.num_lookahead_tokens):
+                return self._speculate(scheduler_output, self.speculation)
             return self._end(scheduler_output, *self._begin(scheduler_output))
         except Exception as error:
             slots, failure = scheduler_output.slots, plugin_failure(error)
@@ -178,6 +181,23 @@ class ModelRunner:
             if any(scheduler_output.num_lookahead_tokens)
             else result
         )
+
+    def _speculate(
+        self, scheduler_output: SchedulerOutput, speculation: Speculation
+    ) -> ModelRunnerOutput:
+        """Computes each row's last known token and its drafts, and samples what they allow."""
+        drafts = speculation.draft(scheduler_output)
+        inputs = self.make_inputs(speculation.place(scheduler_output, drafts))
+        if self.grammars is not None:
+            self.grammars.start(inputs.sampled_slots, self.batch)
+        hidden, *of_logits = self._forward(
+            inputs.token_ids, inputs.positions, inputs.metadata, logits_rows(inputs, drafts)
+        )
+        lengths = np.array([len(drafts[i]) for i in inputs.order[inputs.sampled_rows]], np.int64)
+        first = torch.from_numpy(first_rows(lengths))
+        drafted = frozenset(inputs.sampled_slots[lengths > 0].tolist())
+        result = self._sample(inputs, hidden, *(of[first] for of in of_logits), drafted=drafted)
+        return speculation.verify(drafts, inputs, of_logits, result, self.sampler)
 
     def _look_ahead(
         self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput
@@ -252,8 +272,11 @@ class ModelRunner:
         hidden: torch.Tensor,
         logits: torch.Tensor | None = None,
         *largest: torch.Tensor,
+        drafted: frozenset[int] = frozenset(),
     ) -> ModelRunnerOutput:
-        """logits: None of a model without an output head, whose rows are never sampled."""
+        """logits: None of a model without an output head, whose rows are never sampled. drafted:
+        slots whose drafts are verified next, which grammars force no tokens on.
+        """
         num_rows, sampled_rows = len(inputs.slots), inputs.sampled_rows
         prompt_logprobs, pooled, errors = [], [], self._refusals(inputs.slots)
         if self.batch.pooling and self.pooler is not None:
@@ -288,7 +311,10 @@ class ModelRunner:
             has_token = by_request >= 0
             num_sampled, token_ids = has_token.astype(int).tolist(), by_request[has_token].tolist()
             logprobs = [row for row in sampled.logprobs if row.slot not in errors]
-        if self.grammars is not None and (forced := self.grammars.jump(slots[good], self.batch)):
+        jumping = slots[good]
+        if drafted:
+            jumping = np.array([slot for slot in jumping.tolist() if slot not in drafted], np.int64)
+        if self.grammars is not None and (forced := self.grammars.jump(jumping, self.batch)):
             order = inputs.slots[np.argsort(inputs.order)].tolist()
             num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)
         return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs, pooled)
@@ -341,38 +367,3 @@ class ModelRunner:
             )
             for filters in ((ones, halves, halves), (None, None, None)):
                 self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
-
-
-def insert_forced(
-    slots: list[int], num_sampled: list[int], token_ids: list[int], forced: dict[int, list[int]]
-) -> tuple[list[int], list[int]]:
-    """The columns of a ModelRunnerOutput with `forced` tokens, by slot, after each row's own."""
-    counts, merged, cursor = [], [], 0
-    for slot, count in zip(slots, num_sampled, strict=True):
-        row = token_ids[cursor : cursor + count] + forced.get(slot, [])
-        cursor += count
-        counts.append(len(row))
-        merged += row
-    return counts, merged
-
-
-def merge_outputs(
-    slots: list[int], results: list[tuple[list[int], ModelRunnerOutput]]
-) -> ModelRunnerOutput:
-    """Merges several passes of one step over `slots`, each with the rows it computed.
-
-    A row that failed in one of them keeps its earlier tokens: it may have ended there.
-    """
-    tokens: list[list[int]] = [[] for _ in slots]
-    errors = {slot: error for _, result in results for slot, error in result.errors.items()}
-    for rows, result in results:
-        token_ids = iter(result.token_ids)
-        for row, num_sampled in zip(rows, result.num_sampled, strict=True):
-            tokens[row].extend(islice(token_ids, num_sampled))
-    return ModelRunnerOutput(
-        num_sampled=[len(row) for row in tokens],
-        token_ids=[token_id for row in tokens for token_id in row],
-        logprobs=join_logprobs(result.logprobs for _, result in results),
-        errors=errors,
-        prompt_logprobs=results[0][1].prompt_logprobs,
-    )

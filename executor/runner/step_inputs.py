@@ -95,7 +95,7 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
         query_start_loc,
         seq_lens,
         num_decodes,
-        np.flatnonzero(seq_lens == num_tokens[slots]),
+        np.flatnonzero(seq_lens >= num_tokens[slots]),  # greater with drafts
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypedDict
 
+from ...ipc.config import SpeculativeConfig
 from ...ipc.models.pooling import PoolerConfig
 
 
@@ -49,6 +50,7 @@ class EngineArguments(TypedDict, total=False):
     scheduling_policy: Literal["fcfs", "priority"]
     preemption_mode: Literal["auto", "recompute", "swap"]
     num_scheduler_steps: int
+    speculative_config: SpeculativeConfig | None
     async_scheduling: bool
     disable_hybrid_kv_cache_manager: bool
     enable_jump_forward: bool

@@ -153,7 +153,7 @@ REFUSED = _by_name(
         "quire serve accepts it": "reasoning_parser",
         "set it in hf_overrides": "rope_scaling rope_theta",
         "speculative decoding is not supported": """
-            spec_method spec_model spec_tokens speculative_config
+            spec_method spec_model spec_tokens
         """,
         "revision applies to the model and the tokenizer": "tokenizer_revision",
         "load_weights replaces the weights": "weight_transfer_config",

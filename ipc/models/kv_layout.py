@@ -143,7 +143,11 @@ def make_layout(config: EngineConfig, windows: Sequence[int]) -> KVLayout:
     num_tokens = resolved(scheduling.max_num_batched_tokens)
     if scheduling.enable_chunked_prefill and scheduling.long_prefill_token_threshold:
         num_tokens = min(num_tokens, scheduling.long_prefill_token_threshold)
-    num_tokens += (scheduling.num_scheduler_steps or MAX_BURST) - 1
+    drafts = scheduling.speculative_config
+    num_tokens += max(
+        (scheduling.num_scheduler_steps or MAX_BURST) - 1,
+        drafts.num_speculative_tokens if drafts is not None else 0,
+    )
     if scheduling.async_scheduling:  # a step is scheduled while another one runs
         num_tokens *= 2
     return KVLayout(config.cache_config.block_size, windows, num_tokens)

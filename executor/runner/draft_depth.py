@@ -1,0 +1,104 @@
+"""How many tokens to draft for each row: as many as are expected to be worth their cost.
+
+Must not know: how drafts are found or verified, the model.
+
+A row whose drafts are accepted with probability p each gives (1 - p^(d + 1)) / (1 - p) tokens per
+pass with d drafts. The depths are those that give the most tokens of all rows in a pass's time,
+which depends on the number of its tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from ...ipc.step_messages import SchedulerOutput
+from .input_batch import InputBatch
+
+PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
+DECAY = 0.9  # of what is known, per pass with drafts
+# A request without drafts gets some again after so many passes: its text may repeat itself by now.
+MOST_PASSES_WITHOUT = 32
+# The least probability that a draft and all before it are accepted.
+LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04)]
+
+
+class DraftDepth:
+    """`most`: drafts of one row. `costs`: seconds of a pass by its number of tokens, ascending."""
+
+    def __init__(self, most: int, batch: InputBatch, costs: dict[int, float]):
+        self.most = most
+        self._batch = batch
+        self._tokens, seconds = list(costs), list(costs.values())
+        # fewer tokens take no longer: what says otherwise was disturbed
+        self._seconds = [min(seconds[index:]) for index in range(len(seconds))]
+        num_slots = len(batch.num_tokens)
+        # by slot; numbers of Python, which are read one by one
+        self._entries = [0] * num_slots  # the requests that the following is about
+        self._tried, self._accepted = [0.0] * num_slots, [0.0] * num_slots
+        self._num_without = [0] * num_slots  # passes
+
+    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """Of each row. Rows without lookahead tokens get none."""
+        slots, allowed = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        base = len(slots) / self._cost(num_tokens)
+        none = [0] * len(slots)
+        if self._best_rate(len(slots), num_tokens) <= base:  # also where all drafts are accepted
+            return none
+        rows = [
+            (row, self._probability(slot)) for row, slot in enumerate(slots) if allowed[row] > 0
+        ]
+        best, best_rate = none, base
+        for threshold in LOG_THRESHOLDS:
+            depths, gained = none.copy(), len(slots)
+            for row, p in rows:
+                depth = depths[row] = min(self.most, int(threshold / math.log(p)))
+                gained += p * (1 - p**depth) / (1 - p)
+            rate = gained / self._cost(num_tokens + sum(depths))
+            if rate > best_rate:
+                best, best_rate = depths, rate
+        for row, _ in rows:
+            slot = slots[row]
+            self._num_without[slot] = 0 if best[row] else self._num_without[slot] + 1
+            if self._num_without[slot] > MOST_PASSES_WITHOUT:
+                self._num_without[slot], best[row] = 0, 1
+        return best
+
+    def _best_rate(self, num_rows: int, num_tokens: int) -> float:
+        """Tokens per second if all drafts were accepted, at the best depth."""
+        return max(
+            num_rows * (depth + 1) / self._cost(num_tokens + num_rows * depth)
+            for depth in {1, (self.most + 1) // 2, self.most}
+        )
+
+    def _probability(self, slot: int) -> float:
+        """That a draft of the request in this slot is accepted."""
+        entry = int(self._batch.entries[slot])
+        if self._entries[slot] != entry:
+            self._entries[slot] = entry
+            self._tried[slot] = self._accepted[slot] = 0.0
+            self._num_without[slot] = 0
+        known = (self._accepted[slot] + PRIOR * PRIOR_WEIGHT) / (self._tried[slot] + PRIOR_WEIGHT)
+        return min(0.99, max(0.01, known))
+
+    def learn(
+        self, slots: Sequence[int], num_drafted: Sequence[int], num_accepted: Sequence[int]
+    ) -> None:
+        """Takes the results of a pass, by row."""
+        for slot, drafted, accepted in zip(slots, num_drafted, num_accepted):
+            if drafted:  # what follows a refused draft says nothing
+                self._tried[slot] = DECAY * self._tried[slot] + min(accepted + 1, drafted)
+                self._accepted[slot] = DECAY * self._accepted[slot] + accepted
+
+    def _cost(self, num_tokens: int) -> float:
+        """Seconds of a pass with so many tokens: interpolated, beyond the last in proportion."""
+        tokens, seconds = self._tokens, self._seconds
+        after = bisect_left(tokens, num_tokens)
+        if after == len(tokens):
+            return seconds[-1] * num_tokens / tokens[-1]
+        if not after:
+            return seconds[0]
+        share = (num_tokens - tokens[after - 1]) / (tokens[after] - tokens[after - 1])
+        return seconds[after - 1] + share * (seconds[after] - seconds[after - 1])

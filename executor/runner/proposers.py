@@ -1,0 +1,52 @@
+"""Drafts of the tokens that may come next.
+
+Must not know: the model, how a draft is verified, requests beyond their tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+NOTHING = np.empty(0, np.int32)
+
+
+class Proposer(Protocol):
+    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+        """token_ids [N] i32, prompt and output of one request -> at most `num_tokens` that may
+        follow; none where there is nothing to go by.
+        """
+        ...
+
+
+class NgramProposer:
+    """Prompt lookup (Saxena 2023): what followed the last tokens where they stood before.
+
+    Of the places where the longest end of the text stands, of `most` tokens at most and `least` at
+    least, it takes the latest one. Each call reads the whole text with vector instructions, so
+    there is no state to keep.
+    """
+
+    def __init__(self, least: int, most: int):
+        self.least, self.most = least, most
+
+    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+        length = len(token_ids)
+        # where the last token stands, except at the end
+        places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
+        num_equal = 1
+        while num_equal < self.most and len(places):
+            longer = places[places >= num_equal]
+            longer = longer[token_ids[longer - num_equal] == token_ids[length - 1 - num_equal]]
+            if not len(longer):
+                break
+            places, num_equal = longer, num_equal + 1
+        if not len(places) or num_equal < self.least:
+            return NOTHING
+        start = int(places[-1]) + 1
+        found = token_ids[start : start + num_tokens]
+        if len(found) == num_tokens:
+            return found
+        # the place overlaps the end: the text repeats itself with this period
+        return np.resize(token_ids[start:], num_tokens)

@@ -1,0 +1,204 @@
+"""Steps whose rows verify drafts: several tokens of a request in one pass of the model.
+
+Must not know: how drafts are found, the scheduler, the model.
+
+A token depends on nothing but logits, parameters, seed and position (kernels: sample_tokens). So
+the token after a draft is drawn as if the draft had been drawn itself, and a draft is accepted if
+it is what the model draws. Rows are sampled position by position, by the stages of consecutive
+steps, so that outputs are those of consecutive steps:
+
+    known    drafts      logits at      drawn       accepted   sampled
+    … a      b c d       a b c d        b c x       b c        b c x
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from ...ipc.config import SchedulerConfig, resolved
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ..sampling.logprob_arrays import join_logprobs
+from ..sampling.sampler import Sampler
+from .draft_depth import DraftDepth
+from .input_batch import InputBatch
+from .proposers import NOTHING, NgramProposer, Proposer
+from .step_inputs import StepInputs
+from .step_outputs import tokens_by_row
+
+logger = logging.getLogger(__name__)
+
+# Rows of logits in one step, where max_num_seqs is less: more are not worth their cost on a CPU.
+MOST_ROWS = 64
+MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of passes whose time is measured at start-up
+
+
+def max_num_logits(scheduler_config: SchedulerConfig) -> int:
+    """The most rows of logits of one step."""
+    rows = scheduler_config.max_num_seqs
+    if scheduler_config.speculative_config is not None:
+        rows = max(rows, MOST_ROWS)
+    return min(rows, resolved(scheduler_config.max_num_batched_tokens))
+
+
+def make_speculation(
+    scheduler_config: SchedulerConfig, batch: InputBatch, measure: Callable[[int], float]
+) -> Speculation | None:
+    """What an engine that drafts needs, else None. `measure` runs a pass of so many tokens with
+    logits of each, and returns its seconds.
+    """
+    wanted = scheduler_config.speculative_config
+    if wanted is None:
+        return None
+    most_rows = max_num_logits(scheduler_config)
+    costs = {count: measure(count) for count in MEASURED_TOKENS if count <= most_rows}
+    logger.info(
+        "speculation by %s: a pass of %s tokens takes %s ms",
+        wanted.method,
+        ", ".join(map(str, costs)),
+        ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
+    )
+    proposer = NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    depth = DraftDepth(wanted.num_speculative_tokens, batch, costs)
+    max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
+    return Speculation(proposer, depth, batch, max_num_tokens, most_rows)
+
+
+class Speculation:
+    """`depth`: how many drafts are worth their cost. `max_num_rows`: of logits in one step."""
+
+    def __init__(
+        self,
+        proposer: Proposer,
+        depth: DraftDepth,
+        batch: InputBatch,
+        max_num_tokens: int,
+        max_num_rows: int,
+    ):
+        self.proposer = proposer
+        self.depth = depth
+        self._batch = batch
+        self._max_num_tokens = max_num_tokens
+        self._max_num_rows = max_num_rows
+
+    def draft(self, scheduler_output: SchedulerOutput) -> list[np.ndarray]:
+        """The drafts of each row: none where the row does not compute its last known token."""
+        batch, drafts = self._batch, []
+        num_rows = len(scheduler_output.slots)
+        room = min(
+            self._max_num_tokens - scheduler_output.total_num_scheduled_tokens,
+            self._max_num_rows - num_rows,
+        )
+        most = self.depth.choose(scheduler_output)
+        for slot, limit, wanted in zip(
+            scheduler_output.slots, scheduler_output.num_lookahead_tokens, most
+        ):
+            count = min(limit, wanted, room)
+            found = NOTHING
+            if count > 0 and slot not in batch.refusals:
+                known = batch.token_ids[slot, : batch.num_tokens[slot]]
+                found = self.proposer.propose(known, count)
+                room -= len(found)
+            drafts.append(found)
+        return drafts
+
+    def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
+        """Writes the drafts behind the known tokens; returns the step that computes them too."""
+        batch = self._batch
+        for slot, draft in zip(scheduler_output.slots, drafts):
+            start = batch.num_tokens[slot]
+            batch.token_ids[slot, start : start + len(draft)] = draft
+        counts = [
+            count + len(draft)
+            for count, draft in zip(scheduler_output.num_scheduled_tokens, drafts)
+        ]
+        return msgspec.structs.replace(
+            scheduler_output, num_scheduled_tokens=counts, num_lookahead_tokens=[]
+        )
+
+    def verify(
+        self,
+        drafts: list[np.ndarray],
+        inputs: StepInputs,
+        of_logits: Sequence[torch.Tensor],
+        first: ModelRunnerOutput,
+        sampler: Sampler,
+    ) -> ModelRunnerOutput:
+        """Samples what follows the accepted drafts.
+
+        inputs: of the step that `place` returned. of_logits: what the model returned for
+        `logits_rows`. first: the output of the step whose rows' last known tokens are sampled.
+        """
+        batch, order, rows = self._batch, inputs.order, inputs.sampled_rows
+        lengths = np.array([len(drafts[index]) for index in order[rows]], np.int64)
+        starts = first_rows(lengths)
+        tokens, errors, logprobs = tokens_by_row(first), dict(first.errors), [first.logprobs]
+        accepted = [0] * len(drafts)
+        active, depth = self._accepted(drafts, np.arange(len(rows)), order[rows], tokens, 0), 0
+        while len(active):
+            depth += 1
+            slots, index = inputs.slots[rows[active]], torch.from_numpy(starts[active] + depth)
+            logits, *largest = (values[index] for values in of_logits)
+            sampled = sampler(logits, batch, slots, tuple(largest))
+            errors |= {int(slots[row]): problem for row, problem in sampled.errors.items()}
+            good = np.array([row not in sampled.errors for row in range(len(slots))])
+            batch.append_tokens(slots[good], sampled.token_ids[good])
+            logprobs.append(sampled.logprobs)
+            for row in order[rows[active]]:
+                accepted[row] += 1
+            active = active[good]
+            for row, token_id in zip(order[rows[active]], sampled.token_ids[good].tolist()):
+                tokens[row].append(token_id)
+            active = self._accepted(drafts, active, order[rows], tokens, depth)
+        num_drafted = [len(draft) for draft in drafts]
+        self.depth.learn(inputs.slots[np.argsort(order)].tolist(), num_drafted, accepted)
+        return msgspec.structs.replace(
+            first,
+            num_sampled=[len(row) for row in tokens],
+            token_ids=[token_id for row in tokens for token_id in row],
+            logprobs=join_logprobs(logprobs),
+            errors=errors,
+            num_drafted=num_drafted,
+            num_accepted=accepted,
+        )
+
+    @staticmethod
+    def _accepted(
+        drafts: list[np.ndarray],
+        active: np.ndarray,
+        indices: np.ndarray,
+        tokens: list[list[int]],
+        depth: int,
+    ) -> np.ndarray:
+        """Those of `active`, rows of `indices`, whose last token is their draft of this depth."""
+        return np.array(
+            [
+                row
+                for row in active.tolist()
+                if depth < len(draft := drafts[indices[row]])
+                and len(tokens[indices[row]]) == depth + 1
+                and tokens[indices[row]][depth] == draft[depth]
+            ],
+            np.int64,
+        )
+
+
+def first_rows(num_drafts: np.ndarray) -> np.ndarray:
+    """num_drafts [N] of sampled rows -> [N] i64: the index in `logits_rows` of each one's last
+    known token.
+    """
+    return np.cumsum(num_drafts + 1) - num_drafts - 1
+
+
+def logits_rows(inputs: StepInputs, drafts: list[np.ndarray]) -> torch.Tensor:
+    """[R] i64: of each sampled row in turn, its last known token and its drafts."""
+    ends = inputs.metadata.query_start_loc.numpy()[1:].astype(np.int64)
+    rows = [
+        np.arange(end - len(drafts[index]) - 1, end)
+        for end, index in zip(ends[inputs.sampled_rows], inputs.order[inputs.sampled_rows])
+    ]
+    return torch.from_numpy(np.concatenate(rows) if rows else np.empty(0, np.int64))

@@ -1,0 +1,60 @@
+"""How many tokens are drafted: by acceptance, by cost, never more than allowed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+from quire.executor.runner.draft_depth import MOST_PASSES_WITHOUT, DraftDepth
+from quire.ipc.step_messages import SchedulerOutput
+
+FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
+STEEP = {1: 1.0, 8: 8.0, 64: 64.0}
+
+
+def step(num_rows: int, lookahead: int = 7) -> SchedulerOutput:
+    ones = [1] * num_rows
+    return SchedulerOutput(
+        0, list(range(num_rows)), ones, ones, [[]], num_lookahead_tokens=[lookahead] * num_rows
+    )
+
+
+def make_depth(costs: dict[int, float], most: int = 7) -> DraftDepth:
+    batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64))
+    return DraftDepth(most, batch, costs)  # type: ignore[arg-type]
+
+
+def test_depth_follows_acceptance():
+    depth = make_depth(FLAT)
+    first = depth.choose(step(1))[0]
+    for _ in range(20):
+        depth.learn([0], [7], [7])
+    assert depth.choose(step(1)) == [7] and first < 7
+    for _ in range(60):
+        depth.learn([0], [7], [0])
+    assert depth.choose(step(1))[0] <= 1
+
+
+def test_rows_that_cost_as_much_as_steps_are_not_drafted():
+    depth = make_depth(STEEP)
+    depth.learn([0], [7], [7])
+    assert depth.choose(step(1)) == [0]
+
+
+def test_a_large_batch_switches_it_off_and_a_row_without_lookahead_gets_none():
+    depth = make_depth(FLAT)
+    assert any(depth.choose(step(2))) and depth.choose(step(64)) == [0] * 64
+    output = step(3)
+    output.num_lookahead_tokens[1] = 0
+    assert depth.choose(output)[1] == 0
+
+
+def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
+    depth = make_depth({1: 1.0, 2: 1.5, 8: 4.0})
+    assert depth.choose(step(1))[0]  # from now on it knows the request
+    for _ in range(60):
+        depth.learn([0], [7], [0])
+    chosen = [depth.choose(step(1))[0] for _ in range(2 * MOST_PASSES_WITHOUT)]
+    assert sorted(set(chosen)) == [0, 1] and chosen.count(1) <= 2
+    depth._batch.entries[0] += 1
+    assert depth.choose(step(1)) == make_depth({1: 1.0, 2: 1.5, 8: 4.0}).choose(step(1))

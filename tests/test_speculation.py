@@ -1,0 +1,151 @@
+"""Speculation changes no bit: tokens, log-probabilities and ends are those of an engine without it,
+whatever is drafted.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from quire import LLM, LLMEngine, SamplingParams
+from quire.executor.runner.draft_depth import DraftDepth
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.params import StructuredOutputsParams
+from quire.tests.client_forms import closing, make_engine
+from quire.tests.test_bit_equalities import FEW, assert_same_bits, make_jobs, run
+from quire.tests.workloads import Job
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1}
+SCHEMA = {"type": "array", "items": {"enum": ["a", "bb", 17]}, "maxItems": 9}
+STRUCTURE = StructuredOutputsParams(json=SCHEMA)
+
+
+class Knowing:
+    """A proposer that knows the answers, and drafts them with some errors."""
+
+    def __init__(self, answers: list[list[int]], seed: int = 0, right: float = 0.8):
+        self._rng, self._right = random.Random(seed), right
+        # what follows the first tokens
+        self._texts = answers
+
+    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+        known = token_ids.tolist()
+        for text in self._texts:
+            if text[: len(known)] == known and len(text) > len(known):
+                draft = text[len(known) : len(known) + self._rng.randint(1, num_tokens)]
+                break
+        else:
+            draft = [self._rng.randrange(1500) for _ in range(num_tokens)]
+        return np.array(
+            [t if self._rng.random() < self._right else self._rng.randrange(1500) for t in draft],
+            np.int32,
+        )
+
+
+def let_know(engine: LLMEngine, jobs: list[Job], expected: Any, monkeypatch: Any) -> None:
+    """The engine's proposer knows the answers, and always drafts as much as it may."""
+    runner = engine.client._engine.core.executor.worker.runner
+    runner.speculation.proposer = Knowing(
+        [[*job.prompt_token_ids, *expected[0][job.request_id].token_ids] for job in jobs]
+    )
+    monkeypatch.setattr(DraftDepth, "choose", lambda self, output: [7] * len(output.slots))
+
+
+@pytest.fixture(scope="module")
+def jobs() -> list[Job]:
+    jobs = make_jobs(40, seed=21)
+    structured = {
+        job.request_id: msgspec.structs.replace(
+            job.params, structured_outputs=STRUCTURE, ignore_eos=False, max_tokens=40
+        )
+        for job in jobs[::5]
+    }
+    return [replace(job, params=structured.get(job.request_id, job.params)) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def expected(jobs):
+    """Each request alone, without speculation."""
+    with closing(
+        make_engine(dtype="bfloat16", enable_prefix_caching=False, max_num_seqs=1)
+    ) as engine:
+        return run(engine, jobs, aborts=False)
+
+
+SETTINGS = [
+    dict(num_threads=1),
+    dict(num_threads=2, max_num_batched_tokens=37, enable_jump_forward=False),
+    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
+    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, num_threads=2),
+    dict(async_scheduling=True, max_num_seqs=7),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(map(str, s)))
+def test_speculation_changes_no_bit(jobs, expected, settings, monkeypatch):
+    settings = settings | {"num_scheduler_steps": 0, "speculative_config": NGRAM}
+    with closing(make_engine(dtype="bfloat16", **settings)) as engine:
+        let_know(engine, jobs, expected, monkeypatch)
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        engine.call_utility("check_integrity")
+        metrics = engine.get_metrics()
+        assert metrics["num_accepted_tokens"] > 100
+        assert metrics["num_draft_tokens"] > metrics["num_accepted_tokens"] + 100
+        if settings.items() >= FEW.items():
+            assert metrics["num_preemptions"] > 5
+
+
+def test_ngrams_change_no_bit_and_are_accepted(jobs, expected):
+    with closing(make_engine(dtype="bfloat16", speculative_config=NGRAM)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        text = "Once upon a time, there was a little dog. The dog liked to play. " * 3
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        engine.add_request("r", text, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        metrics = engine.get_metrics()
+        assert metrics["num_accepted_tokens"] > 20
+        assert metrics["num_accepted_tokens"] <= metrics["num_draft_tokens"]
+
+
+def test_completions_beams_and_stops():
+    text = "One day, one day, one day, one day"
+    answers = []
+    for config in (None, NGRAM):
+        with LLM(engine="inproc", speculative_config=config, dtype="bfloat16") as llm:
+            params = SamplingParams(
+                n=3, temperature=0.6, seed=3, max_tokens=50, ignore_eos=True, logprobs=2
+            )
+            many = llm.generate([text], params, use_tqdm=False)[0]
+            stopped = llm.generate(
+                [text], SamplingParams(temperature=0.0, stop=["day"]), use_tqdm=False
+            )[0]
+            answers.append(
+                [
+                    [(c.token_ids, c.logprobs, c.finish_reason, c.text) for c in many.outputs],
+                    [(c.text, c.finish_reason, c.stop_reason) for c in stopped.outputs],
+                ]
+            )
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config: "),
+        ({"speculative_config": {"num_speculative_tokens": 0}}, "speculative_config: "),
+        (
+            {"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}},
+            "prompt_lookup_min",
+        ),
+        ({"speculative_config": {}, "num_scheduler_steps": 4}, "num_scheduler_steps: "),
+        ({"speculative_config": {}, "device": "cuda"}, "speculative_config: "),
+    ],
+)
+def test_what_does_not_go_together_is_refused(arguments, words):
+    with pytest.raises(InvalidParameterError, match=words):
+        make_engine(**arguments)

@@ -214,6 +214,8 @@ class SpeculativeConfig(Section, frozen=True):
     # ngram: what followed the last tokens where they stood before
     method: Literal["ngram"] = "ngram"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row
+    # fewer drafts, or none, where they are not expected to be worth what they cost
+    adaptive: bool = True
     # the longest and the shortest end of the text that is looked up, in tokens
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -46,6 +46,10 @@ def shows_multi_step(seen: Run) -> None:
     assert seen.most_at_once == 4, f"at most {seen.most_at_once} tokens came at once"
 
 
+def shows_drafts(seen: Run) -> None:
+    assert seen.counters["num_draft_tokens"] >= seen.counters["num_drafts"] > 0
+
+
 def shows_priority(seen: Run) -> None:
     jobs = {job.request_id: job for job in JOBS}
     overtaken = [

@@ -12,6 +12,7 @@ from quire.tests.feature_effects import (
     pause_and_resume,
     shows_beams,
     shows_chunks,
+    shows_drafts,
     shows_hits,
     shows_multi_step,
     shows_overlap,
@@ -50,6 +51,18 @@ RECOMPUTE = Feature(
 SWAP = Feature("swap", shows_swap, dict(preemption_mode="swap", num_gpu_blocks_override=FEW_BLOCKS))
 OVERLAP = Feature("overlap", shows_overlap, dict(async_scheduling=True))
 MULTI_STEP = Feature("multi-step", shows_multi_step, dict(num_scheduler_steps=4))
+# the shortest prompts of the workload repeat themselves, and so do some answers
+SPECULATION = Feature(
+    "speculation",
+    shows_drafts,
+    dict(
+        speculative_config={
+            "prompt_lookup_min": 1,
+            "num_speculative_tokens": 5,
+            "adaptive": False,
+        }
+    ),
+)
 PRIORITY = Feature("priority", shows_priority, dict(scheduling_policy="priority", max_num_seqs=3))
 PAUSE = Feature("pause", shows_pause, disturb=pause_and_resume)
 TRACE = Feature("trace", shows_trace, traces=True)
@@ -121,6 +134,7 @@ FEATURES = (
     STOP,
     OVERLAP,
     MULTI_STEP,
+    SPECULATION,
     PAUSE,
     TRACE,
     PRIORITY,

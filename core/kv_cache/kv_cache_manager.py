@@ -46,7 +46,10 @@ class KVCacheManager:
         layout: KVLayout,
         enable_caching: bool = True,
         num_host_blocks: int = 0,
+        max_spare_tokens: int = 0,
     ):
+        """max_spare_tokens: of a request, for which it may keep room that no step has used."""
+        self.max_spare_tokens = max_spare_tokens
         self.layout = layout
         self.block_size = layout.block_size
         self.num_host_blocks = num_host_blocks
@@ -277,7 +280,12 @@ class KVCacheManager:
         make,
         (device, host). None if the host is full.
         """
-        tables, null = self._tables[request.request_id], self.block_pool.null_block
+        null, num_used = (
+            self.block_pool.null_block,
+            -(-request.num_computed_tokens // self.block_size),
+        )
+        # without the room of drafts that were not accepted
+        tables = [table[:num_used] for table in self._tables[request.request_id]]
         if len(self._kept(tables)) > len(self._free_host_blocks):
             return None
         host_tables = [
@@ -380,9 +388,13 @@ class KVCacheManager:
         if miscounted:
             raise AssertionError(f"blocks and the number of tables they are in: {miscounted}")
         for request in running:
-            self._check_tables(
-                request, request.num_computed_tokens, self._tables[request.request_id], null
-            )
+            num_used = -(-request.num_computed_tokens // self.block_size)
+            tables = self._tables[request.request_id]
+            num_spare = len(tables[0]) - num_used
+            most = request.num_computed_tokens + self.max_spare_tokens
+            if num_spare > 0 and len(tables[0]) <= -(-most // self.block_size):
+                tables = [table[:num_used] for table in tables]
+            self._check_tables(request, request.num_computed_tokens, tables, null)
         if not self._num_cached.keys() <= self._tables.keys():
             raise AssertionError("cache marks of requests that hold nothing")
         if sorted(self._host_tables) != sorted(request.request_id for request in swapped):

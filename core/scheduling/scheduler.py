@@ -95,7 +95,11 @@ class Scheduler:
         layout = make_layout(config, kv_cache_windows)
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs, layout)
         self.kv_cache_manager = KVCacheManager(
-            num_blocks, layout, config.cache_config.enable_prefix_caching, num_host_blocks
+            num_blocks,
+            layout,
+            config.cache_config.enable_prefix_caching,
+            num_host_blocks,
+            max_spare_tokens=self.num_lookahead_slots if self.drafts else 0,
         )
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1

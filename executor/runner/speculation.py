@@ -55,26 +55,30 @@ def make_speculation(
     if wanted is None:
         return None
     most_rows = max_num_logits(scheduler_config)
-    costs = {count: measure(count) for count in MEASURED_TOKENS if count <= most_rows}
-    logger.info(
-        "speculation by %s: a pass of %s tokens takes %s ms",
-        wanted.method,
-        ", ".join(map(str, costs)),
-        ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
-    )
     proposer = NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
-    depth = DraftDepth(wanted.num_speculative_tokens, batch, costs)
+    depth = None
+    if wanted.adaptive:
+        costs = {count: measure(count) for count in MEASURED_TOKENS if count <= most_rows}
+        logger.info(
+            "speculation by %s: a pass of %s tokens takes %s ms",
+            wanted.method,
+            ", ".join(map(str, costs)),
+            ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
+        )
+        depth = DraftDepth(wanted.num_speculative_tokens, batch, costs)
     max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
     return Speculation(proposer, depth, batch, max_num_tokens, most_rows)
 
 
 class Speculation:
-    """`depth`: how many drafts are worth their cost. `max_num_rows`: of logits in one step."""
+    """`depth`: how many drafts are worth their cost; None: as many as a row may have.
+    `max_num_rows`: of logits in one step.
+    """
 
     def __init__(
         self,
         proposer: Proposer,
-        depth: DraftDepth,
+        depth: DraftDepth | None,
         batch: InputBatch,
         max_num_tokens: int,
         max_num_rows: int,
@@ -93,7 +97,9 @@ class Speculation:
             self._max_num_tokens - scheduler_output.total_num_scheduled_tokens,
             self._max_num_rows - num_rows,
         )
-        most = self.depth.choose(scheduler_output)
+        most = scheduler_output.num_lookahead_tokens
+        if self.depth is not None:
+            most = self.depth.choose(scheduler_output)
         for slot, limit, wanted in zip(
             scheduler_output.slots, scheduler_output.num_lookahead_tokens, most
         ):
@@ -155,7 +161,8 @@ class Speculation:
                 tokens[row].append(token_id)
             active = self._accepted(drafts, active, order[rows], tokens, depth)
         num_drafted = [len(draft) for draft in drafts]
-        self.depth.learn(inputs.slots[np.argsort(order)].tolist(), num_drafted, accepted)
+        if self.depth is not None:
+            self.depth.learn(inputs.slots[np.argsort(order)].tolist(), num_drafted, accepted)
         return msgspec.structs.replace(
             first,
             num_sampled=[len(row) for row in tokens],

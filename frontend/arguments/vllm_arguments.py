@@ -152,9 +152,7 @@ REFUSED = _by_name(
         "quantization accepts int8 or int4": "quantization_config",
         "quire serve accepts it": "reasoning_parser",
         "set it in hf_overrides": "rope_scaling rope_theta",
-        "speculative decoding is not supported": """
-            spec_method spec_model spec_tokens
-        """,
+        "speculative_config has these": "spec_method spec_model spec_tokens",
         "revision applies to the model and the tokenizer": "tokenizer_revision",
         "load_weights replaces the weights": "weight_transfer_config",
     }

@@ -21,6 +21,9 @@ this client only.
     num_blocks_swapped_out   counter   blocks moved to host memory
     num_blocks_swapped_in    counter   blocks moved back
     num_blocks_copied        counter   blocks copied on write, for completions that diverge
+    num_drafts               counter   rows of steps that verified draft tokens
+    num_draft_tokens         counter   draft tokens that were verified
+    num_accepted_tokens      counter   draft tokens that were what the model draws
     num_finished_stop        counter   requests that ended with a stop token; those with a stop
                                        string are aborted by the frontend
     num_finished_length      counter   requests that ended with max_tokens or the context

@@ -50,6 +50,9 @@ COUNTERS = {
     ),
     "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "num_preemptions": ("num_preemptions", "Preemptions of running requests."),
+    "spec_decode_num_drafts": ("num_drafts", "Rows of steps that verified draft tokens."),
+    "spec_decode_num_draft_tokens": ("num_draft_tokens", "Draft tokens that were verified."),
+    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted."),
 }
 # Engine counters that vLLM does not have, under their own names.
 OWN_COUNTERS = (

@@ -300,7 +300,7 @@ def test_scripts_for_vllm(monkeypatch, caplog) -> None:
     for arguments, words in (
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
         ({"data_parallel_size": 2}, "data_parallel_size: must be 1, got 2"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative decoding is not supported"),
+        ({"speculative_config": {"method": "eagle3"}}, "speculative_config: must be a dict"),
         ({"served_model_name": ["a", "b"]}, "served_model_name: must be a string"),
         ({"tokenizer_mode": "mistral"}, "tokenizer_mode: must be 'auto' or 'hf', got 'mistral'"),
     ):

@@ -18,8 +18,7 @@ from quire.frontend.server.state import ServerState
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
-# Metrics that vLLM's documentation and Grafana dashboards use, except those of speculation, LoRA
-# and images.
+# Metrics that vLLM's documentation and Grafana dashboards use, except those of LoRA and images.
 OF_VLLM = {
     "num_requests_running": "gauge",
     "num_requests_waiting": "gauge",
@@ -28,6 +27,9 @@ OF_VLLM = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "spec_decode_num_drafts": "counter",
+    "spec_decode_num_draft_tokens": "counter",
+    "spec_decode_num_accepted_tokens": "counter",
     "prompt_tokens": "counter",
     "generation_tokens": "counter",
     "request_success": "counter",
@@ -167,7 +169,6 @@ ABSENT = (
     "vllm:external_prefix_cache_queries_total",  # KV connectors
     "vllm:mm_cache_queries_total",  # images
     "vllm:lora_requests_info",
-    "vllm:spec_decode_num_drafts_total",
 )
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;"

@@ -69,6 +69,15 @@ MIRRORS = {
     "frontend/async_calls.py": "tests/frontend/test_async_llm.py",
     "frontend/progress.py": "tests/frontend/test_llm.py",
     "frontend/requests/request_state.py": "tests/frontend/requests/test_output_processor.py",
+    **{
+        f"frontend/server/{name}.py": "tests/frontend/server/routes/test_pooling.py"
+        for name in (
+            "apis/pooling_answer",
+            "routes/cohere",
+            "routes/ollama_embed",
+            "turns/pooling_run",
+        )
+    },
     # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",

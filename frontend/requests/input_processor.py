@@ -138,11 +138,13 @@ class InputProcessor:
         owner: str = "",
         owner_weight: float = 1.0,
         prompt_name: str | None = None,
+        part: tuple[int, int] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks and tokenizes requests that pool, with the same parameters. Their texts are
         tokenized together, without the GIL.
 
         `prompt_name`: the model's prompt to put in front of each text; None: its default, if any.
+        `part`: the index of the first prompt, and the number of prompts, of which these are a part.
         Raises InvalidParameterError, with the index of the request if there are several.
         """
         began = time.monotonic()
@@ -150,7 +152,11 @@ class InputProcessor:
         require_owner(owner, owner_weight)
         inputs = self._pooling_inputs
         params = inputs.complete(params)
-        read = [self._at(i, len(prompts), read_prompt, prompt) for i, prompt in enumerate(prompts)]
+        first, num_prompts = part or (0, len(prompts))
+        read = [
+            self._at(first + i, num_prompts, read_prompt, prompt)
+            for i, prompt in enumerate(prompts)
+        ]
         clock_offset = time.time() - time.monotonic()
         if arrival_time is None:
             arrival_time = clock_offset + time.monotonic()
@@ -160,7 +166,7 @@ class InputProcessor:
             inputs.tokenize(read, params, prompt_name)
         ):
             require_text("request_id", request_ids[i])
-            self._at(i, len(prompts), self._check_token_ids, token_ids, self._max_model_len)
+            self._at(first + i, num_prompts, self._check_token_ids, token_ids, self._max_model_len)
             core_request = EngineCoreRequest(
                 request_id=f"{request_ids[i]}-{secrets.token_hex(8)}",
                 prompt_token_ids=token_ids.copy(),  # the caller may change its list

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from ...ipc.errors import InvalidParameterError
 from ...ipc.params import PoolingParams
 from ..pooling_outputs import PoolingRequestOutput
 from .prompts import Prompt
@@ -61,30 +60,12 @@ def _submit(
 ) -> None:
     """Sends prompts that have the same parameters."""
     first = indices[0]
-    ids = [str(first_id + i) for i in indices]
-    some = [prompts[i] for i in indices]
-    try:
-        requests = engine.process_batch(ids, some, params[first], **options)
-    except InvalidParameterError:
-        if len(prompts) == 1:
-            raise
-        _find_refused(engine, prompts, params, indices, options)
-        raise
+    requests = engine.process_batch(
+        [str(first_id + i) for i in indices],
+        [prompts[i] for i in indices],
+        params[first],
+        part=(first, len(prompts)),
+        **options,
+    )
     for request in requests:
         engine.submit(request, trace_headers)
-
-
-def _find_refused(
-    engine: LLMEngine,
-    prompts: Sequence[Prompt],
-    params: Sequence[PoolingParams],
-    indices: list[int],
-    options: dict[str, Any],
-) -> None:
-    """Raises the error of the first refused prompt with its index among all."""
-    for i in indices:
-        try:
-            engine.session.input_processor.process_batch(["0"], [prompts[i]], params[i], **options)
-        except InvalidParameterError as error:
-            where = f"(in request {i} of {len(prompts)}, counted from 0)"
-            raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None

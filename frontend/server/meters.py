@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ...ipc.params import SamplingParams
+from ...ipc.params import PoolingParams, SamplingParams
 from ..outputs import RequestMetrics
 
 # Upper bounds of the buckets, as vLLM has them.
@@ -115,11 +115,16 @@ class Meters:
         histogram.observe(duration_s)
 
     def request_ended(
-        self, params: SamplingParams, metrics: RequestMetrics, reason: str, queued_s: float = 0.0
+        self,
+        params: SamplingParams | PoolingParams,
+        metrics: RequestMetrics,
+        reason: str,
+        queued_s: float = 0.0,
     ) -> None:
         """`queued_s`: seconds in the server's queue, before the request's metrics began."""
         self.requests_by_reason[reason] += 1
-        n, max_tokens = params.n, params.max_tokens
+        is_pooling = isinstance(params, PoolingParams)
+        n, max_tokens = (1, None) if is_pooling else (params.n, params.max_tokens)
         # with the time in the server's queue
         waited = {
             "time_to_first_token_seconds": metrics.time_to_first_token,
@@ -131,8 +136,8 @@ class Meters:
             "request_prefill_time_seconds": metrics.prefill_time,
             "request_decode_time_seconds": metrics.decode_time,
             "request_prompt_tokens": metrics.num_prompt_tokens,
-            "request_generation_tokens": metrics.num_generation_tokens,
-            "request_params_n": n,
+            "request_generation_tokens": None if is_pooling else metrics.num_generation_tokens,
+            "request_params_n": None if is_pooling else n,
             "request_params_max_tokens": max_tokens,
             "request_max_num_generation_tokens": max_tokens and max_tokens * n,
         }

@@ -30,6 +30,7 @@ from .models import Models, ModelSlot
 from .routes import (
     admin,
     chat,
+    cohere,
     completions,
     engine_trace,
     engine_view,
@@ -37,10 +38,12 @@ from .routes import (
     messages,
     metrics,
     ollama,
+    ollama_embed,
     ollama_models,
     page,
     pooling,
     responses,
+    scores,
     tokenize,
 )
 from .routes import (
@@ -56,6 +59,9 @@ OF_ONE_MODEL = (
     ollama,
     tokenize,
     pooling,
+    scores,
+    cohere,
+    ollama_embed,
     engine_trace,
     engine_view,
     admin,
@@ -71,6 +77,7 @@ class Asked(msgspec.Struct):
     keep_alive: float | str | None = None
     prompt: str | list[Any] | None = None
     messages: list[Any] | None = None
+    input: str | list[Any] | None = None
 
 
 class Leased:
@@ -146,7 +153,7 @@ def _by_body(front: ServerState, models: Models, handlers: dict[str, Endpoint]) 
         slot, keep_alive_s = models.find(name), None
         if is_ollama and asked.keep_alive is not None:
             keep_alive_s = _keep_alive(asked.keep_alive)
-            if keep_alive_s == 0 and not asked.prompt and not asked.messages:
+            if keep_alive_s == 0 and not (asked.prompt or asked.messages or asked.input):
                 return await _unload(models, slot, request.scope["path"])
         await models.acquire(slot)
         release = functools.partial(models.release, slot, keep_alive_s)

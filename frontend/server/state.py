@@ -26,7 +26,7 @@ from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .http.auth import Keys
 from .http.call import Call
-from .http.errors import ENGINE_GONE, ApiError, from_exception
+from .http.errors import ENGINE_GONE, ApiError, from_exception, unsupported
 from .http.sse import EventStream, event
 from .meters import Meters
 from .request_log import RequestLog
@@ -207,6 +207,15 @@ class ServerState:
             return self.model_name
         message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
         raise ApiError(404, message, code="model_not_found", param="model")
+
+    def check_generates(self) -> None:
+        """Raises ApiError 400 if the model only pools."""
+        config = self.ready_engine().config.model_config
+        if config.runner == "pooling":
+            can = ", ".join(config.pooling.tasks if config.pooling else ())
+            raise unsupported(
+                "model", f"The model {self.model_name!r} generates no text; it can {can}."
+            )
 
     def event_stream(
         self,

@@ -18,6 +18,7 @@ from ...ipc.errors import InvalidParameterError
 from .tokenizer import Tokenizer
 
 Text = str | tuple[str, str]
+SMALL_BATCH = 16  # texts
 
 
 class EncodedText(NamedTuple):
@@ -32,14 +33,16 @@ def encode_texts(
 ) -> list[EncodedText]:
     """The ids of each text or pair with its special tokens, at most `max_tokens`.
 
-    Uses all cores, without the GIL, for more than one text. Raises InvalidParameterError for values
-    that are not valid text, and for a `max_tokens` that the special tokens alone exceed.
+    Many or long texts are tokenized on all cores, without the GIL. Raises InvalidParameterError
+    for values that are not valid text, and for a `max_tokens` that the special tokens alone exceed.
     """
     backend = tokenizer.backend
     try:
+        num_characters = sum(len(part) for text in texts for part in _parts(text))
+        is_small = len(texts) <= SMALL_BATCH and num_characters < SMALL_BATCH * 100
         encodings = (
-            [_encode(backend, texts[0])]
-            if len(texts) == 1
+            [_encode(backend, text) for text in texts]
+            if is_small  # else the threads take longer than the work
             else backend.encode_batch_fast(list(texts))
         )
     except TypeError:

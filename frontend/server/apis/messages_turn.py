@@ -102,6 +102,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
             stream=body.stream,
             disable_any_whitespace=body.disable_any_whitespace,
         )
+    state.check_generates()
     defaults = state.ready_engine().get_default_sampling_params()
     structured = _structured_outputs(body.output_config)
     max_tokens = body.max_tokens if is_run else None

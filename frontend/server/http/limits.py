@@ -26,7 +26,8 @@ class FieldLimit(NamedTuple):
     max_bytes: int | None = 2**20  # size of its JSON; None: limited only by the size of the body
 
 
-# By the name of a top-level field of any body; other fields have FieldLimit().
+# By the name of a top-level field of any body; other fields have FieldLimit(). A body's own
+# `field_limits` come first.
 LIMITS = {
     "messages": FieldLimit(50_000, None),
     "input": FieldLimit(50_000, None),
@@ -52,6 +53,7 @@ def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> Non
     if len(raw) <= SMALL_BODY:
         return
     num_others = _num_marks(raw)
+    own: dict[str, FieldLimit] = getattr(body_type, "field_limits", {})
     try:
         fields = msgspec.structs.asdict(msgspec.json.decode(raw, type=_unread(body_type)))
     except RecursionError:
@@ -60,7 +62,7 @@ def check_limits(raw: bytes | bytearray, body_type: type[msgspec.Struct]) -> Non
         if value is not msgspec.UNSET:
             text = bytes(value)
             num_others -= _num_marks(text)
-            _check(name, text, LIMITS.get(name, FieldLimit()))
+            _check(name, text, own.get(name) or LIMITS.get(name, FieldLimit()))
     if num_others > MAX_OTHER_VALUES:
         raise invalid(
             None,

@@ -101,6 +101,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
     tools, tool_choice = checked_tools(body.tools, body.tool_choice)
+    state.check_generates()
     defaults = state.ready_engine().get_default_sampling_params()
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = sampling_params(

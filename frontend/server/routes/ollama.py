@@ -36,6 +36,7 @@ def routes(state: ServerState) -> list[Route]:
         call = call_of(request)
         state.ready_engine()
         model = check_body(state, call, body)
+        state.check_generates()
         if not body.messages:
             return _loaded(state, body, model, {"message": {"role": "assistant", "content": ""}})
         with named(CHAT_NAMES):
@@ -50,6 +51,7 @@ def routes(state: ServerState) -> list[Route]:
         call = call_of(request)
         state.ready_engine()
         model = check_body(state, call, body)
+        state.check_generates()
         if not body.prompt:
             return _loaded(state, body, model, {"response": ""})
         with named(GENERATE_NAMES):

@@ -36,8 +36,6 @@ ONE_MODEL = (
 )
 REFUSED = {
     **{f"/api/{name}": ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
-    "/api/embed": "This model generates text; it does not support embeddings.",
-    "/api/embeddings": "This model generates text; it does not support embeddings.",
 }
 
 
@@ -134,10 +132,12 @@ def shown(state: ServerState) -> dict[str, Any]:
         f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
     }
     defaults = engine.get_default_sampling_params()
+    pooling = config.pooling
     capabilities = [
-        "completion",
+        *(["completion"] if config.runner != "pooling" else []),
         *(["tools"] if format.tool_format else []),
         *(["thinking"] if format.reasoning_marks else []),
+        *(["embedding"] if pooling is not None and "embed" in pooling.tasks else []),
     ]
     return {
         "modelfile": f"FROM {state.model_name}",

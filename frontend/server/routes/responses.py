@@ -92,7 +92,7 @@ class ResponsesApi:
 
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
         """All items of the conversation, those of earlier turns first, and the number of those."""
-        self._state.ready_engine()
+        self._state.check_generates()
         items = [
             self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))
         ]

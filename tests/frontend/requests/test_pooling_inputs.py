@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 
 import msgspec
 import pytest
 from quire import InvalidParameterError, PoolingParams, SamplingParams
 from quire.frontend.requests.input_processor import InputProcessor
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.ipc.models.pooling import Dense, Pooling
-from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
+from quire.tests.frontend.tiny_tokenizers import (
+    text_config,
+    tiny_tokenizer,
+    tiny_tokenizer_directory,
+)
 from tokenizers import processors
 
 
@@ -22,23 +28,16 @@ def make_processor(pooling: Pooling | None = Pooling(), **arguments) -> InputPro
     )
 
 
-def tokenizer_with_end():
+@cache
+def tokenizer_with_end() -> Tokenizer:
     """Each text ends with a special token, as Qwen3-Embedding's do."""
-    tokenizer = tiny_tokenizer()
+    tokenizer = Tokenizer(tiny_tokenizer_directory())
     tokenizer.backend.post_processor = processors.TemplateProcessing(
         single="$A <|endoftext|>",
         pair="$A <|endoftext|> $B:1 <|endoftext|>:1",
         special_tokens=[("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))],
     )
     return tokenizer
-
-
-@pytest.fixture(autouse=True)
-def shared_tokenizer_is_restored():
-    backend = tiny_tokenizer().backend
-    before = backend.post_processor
-    yield
-    backend.post_processor = before
 
 
 def request(prompt="the cat", params=PoolingParams(), pooling=Pooling(), **options):

@@ -11,7 +11,7 @@ from tokenizers import processors
 
 TEXT = "the cat sat on the mat and the dog did not care about it at all"
 WORDS = TEXT.split()
-TEXTS = ["", "the", *(" ".join(WORDS[: n % 16 + 1] * (n // 16 + 1)) for n in range(0, 60, 7))]
+TEXTS = ["", "the", *(" ".join(WORDS[: n % 16 + 1] * (n // 16 + 1)) for n in range(0, 60, 11))]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def tokenizer(tmp_path_factory) -> Tokenizer:
     return made
 
 
-@pytest.mark.parametrize("most", [5, 6, 9, 16, 40, 1000])
+@pytest.mark.parametrize("most", [5, 9, 16, 40])
 def test_cut_texts_equal_the_tokenizers_truncation(tokenizer, most) -> None:
     pairs = [(a, b) for a in TEXTS for b in TEXTS]
     mine = encode_texts(tokenizer, [*TEXTS, *pairs], most)

@@ -68,12 +68,14 @@ ROWS: Table = {
         (None, 405, None, None, "/api/chat does not support GET"),
     ],
     ("POST", "/api/embed"): [
+        ({"input": "x"}, 400, None, None, "Missing required parameter: 'model'."),
+        ({"model": "y", "input": "x"}, 404, None, None, "The model 'y' does not exist."),
         (
-            {"model": "bundled", "input": "x"},
+            {"model": "bundled", "input": "x", "dimensions": 8},
             400,
             None,
             None,
-            "This model generates text; it does not support embeddings.",
+            "the model was not trained for embeddings of several lengths",
         ),
     ],
     ("POST", "/api/tags"): [
@@ -98,12 +100,7 @@ ROWS: Table = {
         ({}, 400, None, None, "This server has only the model that it was started with:"),
     ],
     ("POST", "/api/embeddings"): [
-        (
-            {"model": "bundled", "prompt": "x"},
-            400,
-            None,
-            None,
-            "This model generates text; it does not support embeddings.",
-        ),
+        ({"prompt": "x"}, 400, None, None, "Missing required parameter: 'model'."),
+        ({"model": "bundled", "prompt": 5}, 400, None, None, "expected 'str | null', got 'int'."),
     ],
 }

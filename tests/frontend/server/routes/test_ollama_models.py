@@ -98,7 +98,7 @@ def test_the_version_can_be_compared_by_clients() -> None:
     assert [int(part) for part in get("/api/version")["version"].split(".")] >= [0, 6, 4]
 
 
-@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api/embed"])
+@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api/push"])
 def test_unsupported_actions_are_refused_with_a_sentence(path: str) -> None:
     answer = post(APP, path, {"model": "bundled"})
     assert answer.status_code == 400 and answer.json()["error"].endswith(".")

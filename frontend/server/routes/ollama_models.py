@@ -132,12 +132,11 @@ def shown(state: ServerState) -> dict[str, Any]:
         f"{family}.block_count": config.hf_config.get("num_hidden_layers"),
     }
     defaults = engine.get_default_sampling_params()
-    pooling = config.pooling
     capabilities = [
-        *(["completion"] if config.runner != "pooling" else []),
+        # as Ollama lists them: models that generate are no embedding models, though they embed
+        "embedding" if config.runner == "pooling" else "completion",
         *(["tools"] if format.tool_format else []),
         *(["thinking"] if format.reasoning_marks else []),
-        *(["embedding"] if pooling is not None and "embed" in pooling.tasks else []),
     ]
     return {
         "modelfile": f"FROM {state.model_name}",

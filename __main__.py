@@ -19,6 +19,7 @@ COMMANDS = {
     "serve": "serve a model with OpenAI's API",
     "generate": "complete one or many prompts, streaming to the terminal",
     "chat": "chat with the model",
+    "embed": "embed the texts of a file, into .npy, .parquet or JSON lines",
     "engine": "load a model once and serve it to other programs through a socket file",
     "bench": "measure a server, or the engine offline",
     "plan": "show whether a model fits: weights, context, concurrent requests",

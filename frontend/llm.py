@@ -393,8 +393,8 @@ class LLM(BlockingCalls):
             try:
                 run_in_windows(
                     self.llm_engine,
-                    prompts,
-                    several,
+                    zip(prompts, several, strict=True),
+                    len(prompts),
                     first_id,
                     taken,
                     trace_headers,

@@ -15,11 +15,11 @@ class Progress:
     is false.
     """
 
-    def __init__(self, num_requests: int, use_tqdm: bool | Callable[..., Any]):
+    def __init__(self, num_requests: int | None, use_tqdm: bool | Callable[..., Any]):
         self._bar = None
         self._num_input_tokens = self._num_output_tokens = 0
         self._start = time.perf_counter()
-        if use_tqdm and num_requests:
+        if use_tqdm and num_requests != 0:  # None: unknown
             make_bar = use_tqdm if callable(use_tqdm) else _tqdm()
             self._bar = make_bar(total=num_requests, desc="Processed prompts", dynamic_ncols=True)
 

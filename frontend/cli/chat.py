@@ -21,7 +21,14 @@ from .chat_terminal import (
 from .conversation import Conversation
 from .flags import Flag, given
 from .parser import Parser
-from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
+from .session import (
+    add_session_flags,
+    check_sampling,
+    default_sampling,
+    open_engine,
+    request_flags,
+    require_generation,
+)
 from .sources import naming_sources
 
 USAGE = "quire chat [MODEL] [--system TEXT] [sampling flags] [engine flags]"
@@ -53,6 +60,7 @@ def main(argv: list[str]) -> int:
         if getattr(args, "skip_tokenizer_init", False):
             raise InvalidParameterError("skip_tokenizer_init", "a conversation needs the tokenizer")
     with open_engine(args) as engine:
+        require_generation(engine)
         conversation = Conversation(
             engine,
             {**default_sampling(engine, **DEFAULTS), **sampling},

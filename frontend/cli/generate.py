@@ -17,7 +17,14 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.params import MAX_N, RequestOutputKind, SamplingParams
 from .flags import given, sampling_flags
 from .parser import Parser
-from .session import add_session_flags, check_sampling, default_sampling, open_engine, request_flags
+from .session import (
+    add_session_flags,
+    check_sampling,
+    default_sampling,
+    open_engine,
+    request_flags,
+    require_generation,
+)
 from .sources import naming_sources
 from .terminal import Interrupts, JsonWriter, Meter, TextWriter
 from .values import convert_plain
@@ -69,6 +76,7 @@ def main(argv: list[str]) -> int:
     with naming_sources(args.settings):
         check_sampling(sampling)
     with open_engine(args) as engine:
+        require_generation(engine)
         return complete(engine, prompts, {**default_sampling(engine, **DEFAULTS), **sampling}, args)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from .flags import ENGINE, Flag, engine_flags, given, sampling_flags
 from .parser import Parser
@@ -79,6 +80,16 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
         yield engine
     finally:
         engine.shutdown()
+
+
+def require_generation(engine: LLMEngine) -> None:
+    """Raises InvalidParameterError for a model that only pools."""
+    config = engine.config.model_config
+    if config.runner == "pooling":
+        tasks = ", ".join(config.pooling.tasks if config.pooling else ())
+        raise InvalidParameterError(
+            "model", f"{config.served_model_name} generates no text; it can {tasks}: quire embed"
+        )
 
 
 def default_sampling(engine: LLMEngine, **defaults: Any) -> dict[str, Any]:

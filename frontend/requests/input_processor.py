@@ -70,6 +70,10 @@ class InputProcessor:
         """How the model pools. Raises InvalidParameterError if it does not."""
         return self._pooling_inputs.pooling
 
+    def complete(self, params: PoolingParams) -> PoolingParams:
+        """The parameters as they are sent: with the task that they leave to the model."""
+        return self._pooling_inputs.complete(params)
+
     def process_inputs(
         self,
         request_id: str,
@@ -138,13 +142,14 @@ class InputProcessor:
         owner: str = "",
         owner_weight: float = 1.0,
         prompt_name: str | None = None,
-        part: tuple[int, int] | None = None,
+        part: tuple[int, int | None] | None = None,
     ) -> list[ProcessedRequest]:
         """Checks and tokenizes requests that pool, with the same parameters. Their texts are
         tokenized together, without the GIL.
 
         `prompt_name`: the model's prompt to put in front of each text; None: its default, if any.
-        `part`: the index of the first prompt, and the number of prompts, of which these are a part.
+        `part`: the index of the first prompt, and the number of prompts, of which these are a part
+        (None: unknown).
         Raises InvalidParameterError, with the index of the request if there are several.
         """
         began = time.monotonic()
@@ -184,14 +189,17 @@ class InputProcessor:
         return requests
 
     @staticmethod
-    def _at(index: int, num_prompts: int, check: Callable[..., Result], *args: Any) -> Result:
+    def _at(
+        index: int, num_prompts: int | None, check: Callable[..., Result], *args: Any
+    ) -> Result:
         """`check(*args)`, whose error names the request if there are several."""
         try:
             return check(*args)
         except InvalidParameterError as error:
             if num_prompts == 1:
                 raise
-            where = f"(in request {index} of {num_prompts}, counted from 0)"
+            of = "" if num_prompts is None else f" of {num_prompts}"
+            where = f"(in request {index}{of}, counted from 0)"
             raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
 
     # ------------------------------------------------------------ prompt

@@ -6,8 +6,8 @@ Must not know: what becomes of a result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.params import PoolingParams
@@ -22,8 +22,8 @@ CHUNK = 128  # texts that are tokenized together
 
 def run_in_windows(
     engine: LLMEngine,
-    prompts: Sequence[Prompt],
-    params: Sequence[PoolingParams],
+    prompts: Iterable[tuple[Prompt, PoolingParams]],
+    num_prompts: int | None,
     first_id: int,
     take: Callable[[int, PoolingRequestOutput], None],
     trace_headers: dict[str, str] | None = None,
@@ -31,41 +31,31 @@ def run_in_windows(
 ) -> None:
     """Calls `take` with each prompt's index and output, as they come.
 
-    The requests have the ids from `first_id` on. `options`: of InputProcessor.process_batch. Raises
-    InvalidParameterError with the prompt's index; prompts before it may have been computed. The
-    caller aborts what is unfinished after an exception.
+    `num_prompts`: for error messages; None: unknown. The requests have the ids from `first_id` on.
+    `options`: of InputProcessor.process_batch. Raises InvalidParameterError with the prompt's
+    index; prompts before it may have been computed. The caller aborts what is unfinished after an
+    exception.
     """
     window = 2 * max(engine.config.scheduler_config.max_num_seqs, CHUNK)
-    num_submitted = num_taken = 0
-    while num_taken < len(prompts):
-        while num_submitted < len(prompts) and num_submitted - num_taken <= window - CHUNK:
-            end = min(num_submitted + CHUNK, len(prompts))
-            for _, indices in groupby(range(num_submitted, end), lambda i: id(params[i])):
-                _submit(engine, prompts, params, list(indices), first_id, trace_headers, options)
-            num_submitted = end
+    more, num_submitted, num_taken, is_at_end = iter(prompts), 0, 0, False
+    while not is_at_end or num_taken < num_submitted:
+        while not is_at_end and num_submitted - num_taken <= window - CHUNK:
+            chunk = list(islice(more, CHUNK))
+            is_at_end = len(chunk) < CHUNK
+            # process_batch takes prompts with the same parameters
+            for _, some in groupby(chunk, lambda entry: id(entry[1])):
+                texts, params = zip(*some)
+                requests = engine.process_batch(
+                    [str(first_id + num_submitted + i) for i in range(len(texts))],
+                    texts,
+                    params[0],
+                    part=(num_submitted, num_prompts),
+                    **options,
+                )
+                for request in requests:
+                    engine.submit(request, trace_headers)
+                num_submitted += len(texts)
         for output in engine.step():
             assert isinstance(output, PoolingRequestOutput)  # the caller's are the only requests
             take(int(output.request_id) - first_id, output)
             num_taken += 1
-
-
-def _submit(
-    engine: LLMEngine,
-    prompts: Sequence[Prompt],
-    params: Sequence[PoolingParams],
-    indices: list[int],
-    first_id: int,
-    trace_headers: dict[str, str] | None,
-    options: dict[str, Any],
-) -> None:
-    """Sends prompts that have the same parameters."""
-    first = indices[0]
-    requests = engine.process_batch(
-        [str(first_id + i) for i in indices],
-        [prompts[i] for i in indices],
-        params[first],
-        part=(first, len(prompts)),
-        **options,
-    )
-    for request in requests:
-        engine.submit(request, trace_headers)

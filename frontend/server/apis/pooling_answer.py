@@ -8,7 +8,6 @@ base64 they are the array's bytes.
 
 from __future__ import annotations
 
-import time
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +16,7 @@ import msgspec
 
 from ...pooling_outputs import PoolingRequestOutput
 from ..http.sse import Json, encode, json_of
+from ..state import ServerState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,9 +130,15 @@ async def json_rows(
 
 
 def listed(
-    kind: type[PoolingList], request_id: str, model: str, data: list[Any], usage: PoolingUsage
+    kind: type[PoolingList],
+    request_id: str,
+    state: ServerState,
+    data: list[Any],
+    usage: PoolingUsage,
 ) -> PoolingList:
-    return kind(id=request_id, created=int(time.time()), model=model, data=data, usage=usage)
+    return kind(
+        id=request_id, created=int(state.now()), model=state.model_name, data=data, usage=usage
+    )
 
 
 def ranked(

@@ -105,7 +105,7 @@ def routes(state: ServerState) -> list[Route]:
 
         def answer(rows: list[Any]) -> Any:
             data = [Embedding(index=i, embedding=row) for i, row in enumerate(rows)]
-            return listed(EmbeddingList, request_id, state.model_name, data, usage_of(outputs))
+            return listed(EmbeddingList, request_id, state, data, usage_of(outputs))
 
         return await json_rows(outputs, answer, body.encoding_format)
 
@@ -118,7 +118,7 @@ def routes(state: ServerState) -> list[Route]:
 
         def answer(rows: list[Any]) -> Any:
             data = [PooledData(index=i, data=row) for i, row in enumerate(rows)]
-            return listed(PooledList, request_id, state.model_name, data, usage_of(outputs))
+            return listed(PooledList, request_id, state, data, usage_of(outputs))
 
         return await json_rows(outputs, answer, body.encoding_format)
 
@@ -141,7 +141,7 @@ def routes(state: ServerState) -> list[Route]:
                         num_classes=output.outputs.num_classes,
                     )
                 )
-            return listed(ClassificationList, request_id, state.model_name, data, usage_of(outputs))
+            return listed(ClassificationList, request_id, state, data, usage_of(outputs))
 
         return await json_rows(outputs, answer, body.encoding_format)
 

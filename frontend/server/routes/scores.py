@@ -81,7 +81,7 @@ def routes(state: ServerState) -> list[Route]:
             state, call, body, "score", first, second, (first_name, second_name)
         )
         data = [Score(index=i, score=o.outputs.score) for i, o in enumerate(outputs)]
-        return Json(listed(ScoreList, f"score-{call.suffix}", state.model_name, data, usage))
+        return Json(listed(ScoreList, f"score-{call.suffix}", state, data, usage))
 
     async def rank(request: Request, with_documents: bool) -> Response:
         body = await read_body(request, state.server_config, RerankBody)

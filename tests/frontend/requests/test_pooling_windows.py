@@ -13,6 +13,8 @@ from quire.frontend.requests.pooling_windows import CHUNK, run_in_windows
 from quire.ipc.models.pooling import Pooling
 from quire.tests.frontend.requests.test_pooling_inputs import make_processor
 
+ANY = PoolingParams()
+
 
 class Engine:
     """Answers the newest half of its requests with each step: the length of the prompt."""
@@ -55,8 +57,8 @@ def test_results_come_by_index_and_few_are_in_flight(engine) -> None:
     found = {}
     run_in_windows(
         engine,
-        prompts,
-        [PoolingParams()] * 1000,
+        [(prompt, ANY) for prompt in prompts],
+        1000,
         7000,
         lambda index, output: found.update({index: int(output.outputs.data[0])}),
     )
@@ -66,14 +68,15 @@ def test_results_come_by_index_and_few_are_in_flight(engine) -> None:
 
 def test_each_prompt_has_its_parameters(engine) -> None:
     params = [PoolingParams(dimensions=1 + i % 3) for i in range(20)]
-    run_in_windows(engine, ["a"] * 20, params, 0, lambda index, output: None)
+    run_in_windows(engine, [("a", one) for one in params], 20, 0, lambda index, output: None)
     assert engine.dimensions == [p.dimensions for p in params]
 
 
 def test_a_refused_prompt_is_named_by_its_index_among_all(engine) -> None:
-    prompts = ["a"] * 300 + [[99999]]
-    with pytest.raises(InvalidParameterError, match=r"\(in request 300 of 301, counted from 0\)"):
-        run_in_windows(engine, prompts, [PoolingParams()] * 301, 0, lambda i, o: None)
+    prompts = [(prompt, ANY) for prompt in ["a"] * 300 + [[99999]]]
+    for number, words in ((301, "300 of 301"), (None, "300")):
+        with pytest.raises(InvalidParameterError, match=rf"\(in request {words}, counted from 0\)"):
+            run_in_windows(engine, iter(prompts), number, 0, lambda i, o: None)
     with pytest.raises(InvalidParameterError) as raised:
-        run_in_windows(engine, [[99999]], [PoolingParams()], 0, lambda i, o: None)
+        run_in_windows(engine, [([99999], ANY)], 1, 0, lambda i, o: None)
     assert "request" not in str(raised.value)

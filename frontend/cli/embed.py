@@ -1,0 +1,211 @@
+"""`quire embed`: embeds the texts of a file, or runs another pooling task on them.
+
+Must not know: how an engine is reached, formats of the result (embed_writers.py), torch.
+
+Texts are read, computed and written as a stream: memory does not depend on their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from ...ipc.errors import InvalidParameterError
+from ...ipc.params import POOLING_TASKS, PoolingParams
+from .parser import Parser
+from .session import add_session_flags, open_engine
+from .terminal import Interrupts
+
+if TYPE_CHECKING:
+    from ..llm_engine import LLMEngine
+    from ..pooling_outputs import PoolingRequestOutput
+    from .embed_writers import Writer
+
+USAGE = "quire embed FILE [--output FILE] [--task TASK] [engine flags]"
+DESCRIPTION = (
+    "Embeds each text of FILE, which has one text per line, or with the name *.jsonl one object "
+    '{"text": ...} per line, whose other fields are copied to the output; `-` is standard input.'
+)
+TEXT_KEYS = ("text", "prompt", "input")
+BLOCK = 2**20
+
+Record = dict[str, Any]
+
+
+def make_parser(argv: list[str]) -> Parser:
+    parser = Parser("quire embed", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser.add_argument("file", metavar="FILE", help="texts, one per line; - is standard input")
+    parser.add_argument(
+        "--output",
+        "-o",
+        default="-",
+        metavar="FILE",
+        help="*.npy, *.parquet (needs pyarrow) or *.jsonl; - is JSON lines on standard output [-]",
+    )
+    parser.add_argument(
+        "--task", choices=POOLING_TASKS, help="what is computed [the model's first task]"
+    )
+    parser.add_argument(
+        "--prompt-name", metavar="NAME", help="the model's prompt to put in front of each text"
+    )
+    parser.add_argument(
+        "--dimensions", type=int, metavar="N", help="length of the embeddings (Matryoshka models)"
+    )
+    parser.add_argument(
+        "--truncate-prompt-tokens",
+        type=int,
+        metavar="N",
+        help="cut texts after N tokens; -1: after as many as the model reads",
+    )
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show a progress bar [on a terminal]",
+    )
+    add_session_flags(parser)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = make_parser(argv).parse(argv)
+    params = PoolingParams(
+        task=args.task,
+        dimensions=args.dimensions,
+        truncate_prompt_tokens=args.truncate_prompt_tokens,
+    )
+    from .embed_writers import check_output
+
+    # both fail before an engine is loaded
+    check_output(args.output, is_by_token=params.is_by_token)
+    with open_texts(args.file) as file, open_engine(args) as engine:
+        return embed(engine, file, params, args)
+
+
+def open_texts(name: str) -> BinaryIO:
+    if name == "-":
+        return sys.stdin.buffer
+    try:
+        return Path(name).open("rb")
+    except OSError as error:
+        raise InvalidParameterError("FILE", f"cannot read {name}: {error.strerror}") from None
+
+
+def embed(
+    engine: LLMEngine, file: BinaryIO, params: PoolingParams, args: argparse.Namespace
+) -> int:
+    """Runs all texts and writes their results in order. Returns 130 after Ctrl-C; the file is then
+    not written.
+    """
+    from ..progress import Progress
+    from ..requests.pooling_windows import run_in_windows
+    from .embed_writers import make_writer
+
+    # the model's own first task, to know the shape of the rows
+    params = engine.session.input_processor.complete(params)
+    writer = make_writer(args.output, is_by_token=params.is_by_token)
+    ordered = InOrder(writer)
+    shows = sys.stderr.isatty() if args.progress is None else args.progress
+    progress = Progress(count_lines(file), shows)
+    began = time.monotonic()
+
+    def take(index: int, output: PoolingRequestOutput) -> None:
+        if interrupts.requested:
+            raise KeyboardInterrupt
+        ordered.take(index, output)
+        progress.update(len(output.prompt_token_ids), 0)
+
+    def prompts() -> Iterator[tuple[Any, PoolingParams]]:
+        for text, record in read_texts(file, args.file):
+            ordered.records.append(record)
+            yield text, params
+
+    try:
+        with Interrupts() as interrupts:
+            run_in_windows(engine, prompts(), None, 0, take, prompt_name=args.prompt_name)
+        writer.close()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        writer.discard()
+        progress.close()
+        engine.abort_all_requests()
+    seconds = max(time.monotonic() - began, 1e-9)
+    print(
+        f"{ordered.num_written} texts, {ordered.num_tokens} tokens in {seconds:.1f} s "
+        f"({ordered.num_written / seconds:.0f} texts/s)",
+        file=sys.stderr,
+    )
+    return 0
+
+
+class InOrder:
+    """Passes results to the writer in the order of their texts. Few wait: requests run in
+    windows.
+    """
+
+    def __init__(self, writer: Writer):
+        self.records: list[Record | None] = []  # of the texts from `num_written` on
+        self.num_written = self.num_tokens = 0
+        self._writer = writer
+        self._waiting: dict[int, PoolingRequestOutput] = {}
+
+    def take(self, index: int, output: PoolingRequestOutput) -> None:
+        """Raises QuireError for a text that failed."""
+        self.num_tokens += len(output.prompt_token_ids)
+        self._waiting[index] = output
+        start = self.num_written
+        while (ready := self._waiting.pop(self.num_written, None)) is not None:
+            record = self.records[self.num_written - start]
+            self._writer.write(record or {}, ready.outputs.data)
+            self.num_written += 1
+        del self.records[: self.num_written - start]
+
+
+def read_texts(file: BinaryIO, name: str) -> Iterator[tuple[str, Record]]:
+    """Each text with the other fields of its record, its index if it has none. Raises
+    InvalidParameterError with the number of the line.
+    """
+    is_json: bool | None = True if name.endswith(".jsonl") else None if name == "-" else False
+    for index, raw in enumerate(file):
+        where = f"{'standard input' if name == '-' else name} line {index + 1}"
+        try:
+            line = raw.decode("utf-8-sig" if index == 0 else "utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise InvalidParameterError(
+                "FILE", f"{where} is not UTF-8 (byte {error.start})"
+            ) from None
+        if is_json is None:
+            is_json = line.lstrip().startswith("{")
+        yield parse_record(line, where, index) if is_json else (line, {"index": index})
+
+
+def parse_record(line: str, where: str, index: int) -> tuple[str, Record]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidParameterError("FILE", f"{where} is not JSON: {error}") from None
+    if isinstance(record, str):
+        return record, {"index": index}
+    keys = [key for key in TEXT_KEYS if isinstance(record, dict) and key in record]
+    if len(keys) != 1 or not isinstance(record[keys[0]], str):
+        raise InvalidParameterError(
+            "FILE", f'{where} must be a text, or an object whose "text" is one'
+        )
+    text = record.pop(keys[0])
+    return text, record or {"index": index}
+
+
+def count_lines(file: BinaryIO) -> int | None:
+    """The number of lines of a regular file, for the progress bar; None for a stream."""
+    if not file.seekable():
+        return None
+    number, last = 0, b"\n"
+    while block := file.read(BLOCK):
+        number, last = number + block.count(b"\n"), block
+    file.seek(0)
+    return number + (not last.endswith(b"\n"))

@@ -23,7 +23,7 @@ SECONDS = float(os.environ.get("CHAOS_SECONDS", 1200))
 async def cause_chaos(
     server: httpx.Client, surroundings: Surroundings, seconds: float, pause_s: tuple[float, float]
 ) -> tuple[Traffic, Faults]:
-    rng, jobs = random.Random(SEED), mixed_jobs(SEED)
+    rng, jobs = random.Random(SEED), mixed_jobs(SEED, length=1.0 if seconds else 0.5)
     troubled = [job for job in jobs if job.name.startswith("min_tokens")]
     body = b'{"seed": %d, "stream": true' % TROUBLE
     for job in troubled:  # in whose steps something can happen

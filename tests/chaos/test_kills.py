@@ -65,11 +65,9 @@ def run_with_kills(number: int) -> None:
     assert not traffic.problems, "\n".join(traffic.problems[:5]) + "\n" + log[-3000:]
 
 
-def test_three_kills() -> None:
-    run_with_kills(3)
-
-
 @pytest.mark.chaos
-@pytest.mark.timeout(600)
-def test_fifty_kills() -> None:
-    run_with_kills(50)
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [3, 50])
+def test_kills(number: int) -> None:
+    """A kill or two are in each normal run, see test_chaos.py."""
+    run_with_kills(number)

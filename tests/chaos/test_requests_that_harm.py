@@ -20,7 +20,7 @@ from quire.tests.chaos.trouble import FLAGS, POISON, TROUBLE
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
 
-STEP_TIMEOUT_S = 3.0
+STEP_TIMEOUT_S = 2.0
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def seeded(seed: int) -> Job:
         "stream": True,
         "stream_options": {"include_usage": True},
         "seed": seed,
-        "max_tokens": 1500,
+        "max_tokens": 800,
         "ignore_eos": True,
     }
     return Job(f"seed {seed}", "/v1/completions", json.dumps(body).encode(), True)
@@ -80,7 +80,7 @@ def count(server: httpx.Client, name: str) -> float:
 
 
 def test_a_poison_request_ends_alone(server: httpx.Client) -> None:
-    jobs, poison = mixed_jobs(1, 22), seeded(POISON)
+    jobs, poison = mixed_jobs(1, 22, length=0.4), seeded(POISON)
     expected = asyncio.run(undisturbed(str(server.base_url), jobs))
     before = count(server, "quire:engine_restarts_total")
     answers = asyncio.run(run_all(server, [*jobs, poison], lambda: None))
@@ -90,6 +90,7 @@ def test_a_poison_request_ends_alone(server: httpx.Client) -> None:
     assert 2 <= count(server, "quire:engine_restarts_total") - before <= 7
 
 
+@pytest.mark.chaos  # in each normal run without HTTP, see test_supervised_client.py
 def test_a_poison_request_that_is_alone_ends_after_two_deaths(server: httpx.Client) -> None:
     before = count(server, "quire:engine_restarts_total")
     answers = asyncio.run(run_all(server, [job := seeded(POISON)], lambda: None))
@@ -104,12 +105,13 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-@pytest.mark.parametrize("hang", ["stopped", "spin"])
+# test_health.py stops an engine over HTTP in each normal run
+@pytest.mark.parametrize("hang", [pytest.param("stopped", marks=pytest.mark.chaos), "spin"])
 def test_a_hanging_step_is_noticed_and_streams_continue(
     server: httpx.Client, hang: str, directory: Path
 ) -> None:
     troubled = seeded(TROUBLE)
-    jobs = [troubled, *mixed_jobs(2, 12)]
+    jobs = [troubled, *mixed_jobs(2, 12, length=0.4)]
     expected = asyncio.run(undisturbed(str(server.base_url), jobs))
     noticed = []
 

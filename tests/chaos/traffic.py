@@ -83,11 +83,15 @@ class Job:
     is_exact: bool
 
 
-def mixed_jobs(seed: int, number: int = 64) -> list[Job]:
+def mixed_jobs(seed: int, number: int = 64, *, length: float = 1.0) -> list[Job]:
+    """length: of the answers, relative to KINDS."""
     rng, jobs = random.Random(seed), []
     for i, kind in zip(range(number), itertools.cycle(KINDS)):
         opening = rng.choice(OPENINGS)
         body = {"seed": rng.randrange(2**31), "stream": True} | KINDS[kind]
+        for name in ("max_tokens", "min_tokens"):
+            if name in body:
+                body[name] = max(1, int(length * body[name]))
         body["stream_options"] = {"include_usage": True}
         if kind == "unseeded":
             del body["seed"]

@@ -59,7 +59,7 @@ def _anonymous(pid: int) -> int:
 
 
 async def load(server: httpx.Client, seconds: float) -> list[Level]:
-    url, rng, jobs = str(server.base_url), random.Random(SEED), mixed_jobs(SEED)
+    url, rng, jobs = str(server.base_url), random.Random(SEED), mixed_jobs(SEED, length=0.3)
     expected = await undisturbed(url, jobs)
     levels, num_streams = [], 0
     for number in range(NUM_ROUNDS):

@@ -1,5 +1,9 @@
 """Compiles the native library again for a test: with emulated instruction sets, or under a
 sanitizer.
+
+    python -P -m quire.tests.kernels.native.compiled DIRECTORY PID
+
+compiles the one with emulated instruction sets, while the process PID lives.
 """
 
 from __future__ import annotations
@@ -7,6 +11,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,8 +39,8 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compile_library(directory: Path, *flags: str) -> Path:
-    """Compiles the library as pyproject.toml does, with further flags.
+def compile_library(directory: Path, *flags: str, parent_pid: int | None = None) -> Path:
+    """Compiles the library as pyproject.toml does, with further flags, while `parent_pid` lives.
 
     Raises AssertionError with the compiler's messages.
     """
@@ -44,6 +50,8 @@ def compile_library(directory: Path, *flags: str) -> Path:
     base = [find_compiler(), *extension["extra-compile-args"], "-fPIC", *flags]
 
     def compile_one(source: str) -> str:
+        if parent_pid is not None:
+            os.kill(parent_pid, 0)  # raises ProcessLookupError if it has ended
         out = directory / f"{Path(source).stem}.o"
         _run([*base, "-c", str(ROOT / source), "-o", str(out)])
         return str(out)
@@ -58,3 +66,43 @@ def compile_library(directory: Path, *flags: str) -> Path:
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[:4000]}"
+
+
+# ---------------------------------------------------------------- beside other tests
+
+
+def begin_emulated(directory: Path) -> None:
+    """Compiles the library with emulated instruction sets on what other tests leave of the cores.
+
+    The compiler is no child of this process: tests count those.
+    """
+    command = [sys.executable, "-P", "-m", "quire.tests.kernels.native.compiled"]
+    start = 'setsid nice -n 19 "$@" </dev/null >/dev/null 2>&1 &'
+    arguments = [*command, str(directory), str(os.getpid())]
+    subprocess.run(["sh", "-c", start, "sh", *arguments], check=True)
+
+
+def finish_emulated(directory: Path) -> Path:
+    """Waits for what begin_emulated began; returns the library.
+
+    Raises AssertionError with the compiler's messages.
+    """
+    result = directory / "result"
+    while not result.exists():
+        time.sleep(0.1)
+    assert (problem := result.read_text()) == "", problem
+    return directory / "_native.so"
+
+
+def main(directory: Path, parent_pid: int) -> None:
+    problem = ""
+    try:
+        compile_library(directory, *EMULATED, "-O1", parent_pid=parent_pid)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    (directory / "unread").write_text(problem)
+    (directory / "unread").replace(directory / "result")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -4,26 +4,48 @@ ones that it lacks.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from quire.kernels.cpu.native.library import ISAS, Library, library
-from quire.tests.kernels.native.compiled import EMULATED, compile_library, find_compiler
+from quire.tests.kernels.native.compiled import begin_emulated, find_compiler, finish_emulated
 
+EMULATED_DIRECTORY = pytest.StashKey[Path]()  # where the emulated library is compiled
 NEEDS_LIBRARY = (
     "native kernels are not built here (no C++ compiler at installation, QUIRE_NATIVE=0, "
     "or no AVX2)"
 )
 
 
-COMPILE_TIMEOUT_S = 600  # for the test that compiles the emulated library
+COMPILE_TIMEOUT_S = 600  # for the test that waits for the emulated library
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "emulated_library" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(COMPILE_TIMEOUT_S))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begins to compile the emulated library, if a test of this run needs it."""
+    if library is None or find_compiler() is None or session.config.option.collectonly:
+        return
+    uses = [
+        item for item in session.items if "emulated_library" in getattr(item, "fixturenames", ())
+    ]
+    sets = {getattr(item, "callspec", None) and item.callspec.params.get("isa") for item in uses}
+    if sets - set(library.isas):
+        session.config.stash[EMULATED_DIRECTORY] = directory = Path(tempfile.mkdtemp())
+        begin_emulated(directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (directory := config.stash.get(EMULATED_DIRECTORY, None)) is not None:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @contextmanager
@@ -39,17 +61,16 @@ def redirect_to(original: Library, other: Library) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def emulated_library(tmp_path_factory) -> Callable[[], Library]:
-    """The library that emulates what the processor lacks, compiled once at its first use."""
+def emulated_library(pytestconfig: pytest.Config) -> Callable[[], Library]:
+    """The library that emulates what the processor lacks, when it is compiled."""
     made: list[Library] = []
 
     def get() -> Library:
         if not made:
-            if find_compiler() is None:
+            directory = pytestconfig.stash.get(EMULATED_DIRECTORY, None)
+            if directory is None:
                 pytest.skip("no C++ compiler to emulate this instruction set with")
-            made.append(
-                Library(compile_library(tmp_path_factory.mktemp("emulated"), *EMULATED, "-O1"))
-            )
+            made.append(Library(finish_emulated(directory)))
         return made[0]
 
     return get

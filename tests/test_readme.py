@@ -8,6 +8,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,17 +73,12 @@ def definitions() -> set[str]:
     return names
 
 
-@pytest.mark.timeout(320)  # a block starts several engines, each of which takes seconds
-@pytest.mark.parametrize(
-    ("page", "language", "code"),
-    [pytest.param(page, *rest, id=f"{page}-{i}") for page, i, *rest in blocks_to_run()],
-)
-def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None:
+def run_block(page: str, language: str, code: str, folder: Path) -> subprocess.CompletedProcess:
     """The folder has the files that the page shows under `<!-- file: NAME -->`."""
     for _, above, text in read_blocks(page):
         if match := FILE.match(above):
-            (tmp_path / match[1]).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / match[1]).write_text(text + "\n")
+            (folder / match[1]).parent.mkdir(parents=True, exist_ok=True)
+            (folder / match[1]).write_text(text + "\n")
     command = (
         ["bash", "-euo", "pipefail", "-c", code]
         if language == "bash"
@@ -92,9 +89,9 @@ def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HF_HUB_OFFLINE": "1",
     }
-    done = subprocess.run(
+    return subprocess.run(
         command,
-        cwd=tmp_path,
+        cwd=folder,
         env=environment,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -102,6 +99,36 @@ def test_blocks_run(page: str, language: str, code: str, tmp_path: Path) -> None
         timeout=300,
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[subprocess.CompletedProcess]]]:
+    """The selected blocks by their place, two at a time: each mostly waits for one process."""
+    with ThreadPoolExecutor(2) as pool:
+        futures = {}
+        for item in request.session.items:
+            if isinstance(item, pytest.Function) and item.function is test_blocks_run:
+                place, page, language, code = (
+                    item.callspec.params[name] for name in ("place", "page", "language", "code")
+                )
+                folder = tmp_path_factory.mktemp("block")
+                futures[place] = pool.submit(run_block, page, language, code, folder)
+        yield futures
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.mark.timeout(320)  # a block starts several engines, each of which takes seconds
+@pytest.mark.parametrize(
+    ("place", "page", "language", "code"),
+    [
+        pytest.param(f"{page}-{i}", page, *rest, id=f"{page}-{i}")
+        for page, i, *rest in blocks_to_run()
+    ],
+)
+def test_blocks_run(runs, place: str, page: str, language: str, code: str) -> None:
+    done = runs[place].result()
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and "Traceback" not in done.stderr

@@ -73,7 +73,10 @@ def test_with_a_warm_prefix_cache():
         )
 
 
-@pytest.mark.parametrize("engine", ["inproc", "process"])
-def test_64_requests_at_once(engine):
+@pytest.mark.parametrize(
+    ("engine", "number"),
+    [("inproc", 24), pytest.param("process", 64, marks=pytest.mark.slow)],
+)
+def test_many_requests_at_once(engine, number):
     with LLM(engine=engine, max_num_seqs=64) as llm:
-        assert num_right(llm, samples(64)) >= 61  # 95 %
+        assert num_right(llm, samples(number)) >= 0.95 * number

@@ -154,12 +154,19 @@ class Budget:
         return launches
 
 
-def combinations(budgets: Iterable[Budget]) -> list[tuple[Budget, int]]:
-    return [
-        (budget, arch)
-        for budget, arch in itertools.product(budgets, SHARED_MEMORY)
-        if arch in budget.archs
-    ]
+def combinations(budgets: Iterable[Budget]) -> list[Any]:
+    """Pairs of a budget and an architecture. In the normal run the older one is compiled for the
+    first budget of each file only.
+    """
+    pairs, is_first = [], True
+    for budget, arch in itertools.product(budgets, SHARED_MEMORY):
+        if arch in budget.archs:
+            is_left_out = arch == 80 and not is_first
+            pairs.append(
+                pytest.param(budget, arch, marks=[pytest.mark.slow] if is_left_out else [])
+            )
+            is_first &= arch != 80
+    return pairs
 
 
 def bf16(*shape: int) -> torch.Tensor:

@@ -99,6 +99,7 @@ class EngineProcess:
         self._owner_pid = os.getpid()
         self._tail = bytearray()
         self._start_error: BaseException | None = None
+        self._is_given_up = False  # an interrupt came while the child started
         has_started = threading.Event()
         self._thread = threading.Thread(
             target=self._run,
@@ -112,6 +113,7 @@ class EngineProcess:
             if self._start_error is not None:
                 raise self._start_error
         except BaseException:
+            self._is_given_up = True
             os.close(self._parent_write_fd)  # ends a child that has been started
             self._thread.join()
             os.close(self._stderr_fd)
@@ -138,6 +140,8 @@ class EngineProcess:
             self.pid = self._popen.pid
             self.pidfd = os.pidfd_open(self.pid)
             kill_at_end_of_file(key_fd, self.pid)
+            if self._is_given_up:  # the end of the file may have come before
+                self._popen.kill()
         except BaseException as error:
             self._start_error = error
             return

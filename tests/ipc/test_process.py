@@ -8,10 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
-from quire.ipc.process import EngineProcess, SignalPipe, engine_command
+from quire.ipc.process import EngineProcess, SignalPipe, engine_command, kill_at_end_of_file
 from quire.tests.fake_engine import is_gone, wait_until
 
 PYTHON = [sys.executable, "-c"]
@@ -55,6 +56,28 @@ def test_a_signal_is_named():
         process.describe_death() == f"the engine process (pid {process.pid}) was killed by SIGKILL"
     )
     process.close(0)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3], ids=["leashed before", "leashed after"])
+def test_ctrl_c_while_the_child_starts_ends_it(monkeypatch, delay_s):
+    """Before the child has its leash, and after."""
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            super().wait(0.15)
+            raise KeyboardInterrupt
+
+    def leash(*args: int) -> None:
+        time.sleep(delay_s)
+        kill_at_end_of_file(*args)
+
+    names = SimpleNamespace(Thread=threading.Thread, Event=Interrupted)
+    monkeypatch.setattr("quire.ipc.process.threading", names)
+    monkeypatch.setattr("quire.ipc.process.kill_at_end_of_file", leash)
+    children = psutil.Process().children()
+    with pytest.raises(KeyboardInterrupt):
+        start("import time; time.sleep(20)")
+    assert all(is_gone(child.pid) for child in psutil.Process().children() if child not in children)
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

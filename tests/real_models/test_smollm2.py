@@ -68,9 +68,10 @@ def test_greedy_tokens_are_those_of_transformers(executor, oracle, tokenizer, re
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_a_chat_answer_is_sensible(path, quantization):
     """The file is all that is named: configuration, tokenizer and template are in it."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+    # another first token is a nat behind; for France it is less than what bf16 changes
+    question = [{"role": "user", "content": "Name the capital of Germany."}]
     greedy = SamplingParams(temperature=0, max_tokens=32)
     settings = {"engine": "inproc", "max_model_len": 512, "quantization": quantization}
     with LLM(str(path), **settings) as llm:
         (answer,) = llm.chat([question], greedy)
-    assert "Paris" in answer.outputs[0].text and answer.outputs[0].finish_reason == "stop"
+    assert "Berlin" in answer.outputs[0].text and answer.outputs[0].finish_reason == "stop"

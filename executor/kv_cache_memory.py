@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 class KVCacheMemory:
     """`layers` are a model's attention layers, which may be replaced by others of the same shape.
 
+    Without any, blocks have no bytes.
+
     A layer has num_kv_heads and head_dim, and gets key_cache and value_cache. If it has a
     sliding_window and a kv_cache_group, the window returns blocks (ipc/models/kv_layout.py).
     """
@@ -40,6 +42,8 @@ class KVCacheMemory:
         self.groups = self._choose_groups(layers, config)
 
     def _choose_groups(self, layers: Sequence[Any], config: EngineConfig) -> LayerGroups:
+        if not layers:  # of a text encoder
+            return one_group(0)
         groups = plan_groups(config, [getattr(layer, "sliding_window", 0) for layer in layers])
         if groups.windows == (0,):
             return groups

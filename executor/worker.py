@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig, resolved
+from ..ipc.errors import InvalidParameterError
 from ..ipc.json_files import read_json
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import unread_keys
+from ..ipc.models.encoder_config import EncoderConfig
 from ..ipc.models.gguf import read_gguf
 from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
 from ..ipc.models.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
@@ -108,6 +110,9 @@ class Worker:
         shape = self._model_class.parse_config(model_config.hf_config)
         is_fallback = getattr(self._model_class, "IS_FALLBACK", False)
         unread = unread_keys(model_config.hf_config)
+        if isinstance(shape, EncoderConfig):
+            self._check_encoder()
+            unread = []
         if is_fallback:  # transformers reads all keys but those that only a GGUF file has
             unread = [key for key in unread if "." in key]
         if unread:
@@ -130,7 +135,8 @@ class Worker:
         check_kv_cache_dtype(
             self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels
         )
-        warn_of_slow_heads(shape.head_dim, ops, self.config.device_config.kernels)
+        if not shape.is_bidirectional:
+            warn_of_slow_heads(shape.head_dim, ops, self.config.device_config.kernels)
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
@@ -146,7 +152,12 @@ class Worker:
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
         if model_config.pooling is not None:
-            self.runner.pooler = Pooler(model_config.pooling)
+            self.runner.pooler = Pooler(model_config.pooling, self._directory)
+            self.runner.pooler.use_model(self.model)
+
+    def _check_encoder(self) -> None:
+        if self.device.type != "cpu":
+            raise InvalidParameterError("device", "text encoders run on the CPU; set device=cpu")
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or random ones, without a cache."""

@@ -14,7 +14,8 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
-from ..ipc.models.pooling import resolve_pooling
+from ..ipc.models.pooling import Pooling
+from ..ipc.models.resolve_pooling import Resolved, positions_of, resolve_pooling
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
@@ -104,8 +105,10 @@ class EngineArgs:
             model_config=model_config,
             load_config=_resolve_load(config.load_config),
             scheduler_config=_resolve_scheduler(
-                config.scheduler_config, model_config.max_model_len
+                _without_chunks(config.scheduler_config, model_config),
+                model_config.max_model_len,
             ),
+            cache_config=_resolve_cache(config.cache_config, model_config),
             device_config=device_config,
         )
 
@@ -274,18 +277,26 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
             wanted.tokenizer, revision=wanted.revision, weights=False, download_dir=download_dir
         )
     hf_config = read_hf_config(directory, wanted.hf_overrides)
-    runner = "generate" if wanted.runner == "auto" else wanted.runner
+    resolved = resolve_pooling(
+        directory,
+        hf_config,
+        wanted.runner,
+        wanted.convert,
+        wanted.pooler_config,
+        wanted.model_impl,
+    )
+    max_model_len, pooling = _resolve_lengths(wanted.max_model_len, resolved)
     return replace(
         wanted,
         model=str(directory),
         tokenizer=str(tokenizer_directory),
         served_model_name=wanted.served_model_name or wanted.model,
         dtype=_auto_dtype(device_config) if wanted.dtype == "auto" else wanted.dtype,
-        max_model_len=_resolve_max_model_len(wanted.max_model_len, hf_config),
-        hf_config=hf_config,
-        runner=runner,
-        convert="none" if runner == "generate" else "embed",
-        pooling=resolve_pooling(hf_config, wanted.pooler_config),
+        max_model_len=max_model_len,
+        hf_config=resolved.hf_config,
+        runner=resolved.runner,
+        convert=resolved.convert,
+        pooling=pooling,
         generation_config=_resolve_generation_config(wanted.generation_config, str(directory)),
     )
 
@@ -312,8 +323,25 @@ def _auto_dtype(device_config: Any) -> str:
     )
 
 
-def _resolve_max_model_len(wanted: int | None, hf_config: dict[str, Any]) -> int:
-    context = model_context(hf_config)
+def _resolve_lengths(wanted: int | None, resolved: Resolved) -> tuple[int, Pooling]:
+    """max_model_len, and the pooling that cuts texts there if the model's files say where to cut.
+
+    RoBERTa has fewer positions than rows of their table, and texts are cut at max_seq_length unless
+    max_model_len is given.
+    """
+    hf_config, pooling = resolved.hf_config, resolved.pooling
+    length = _resolve_max_model_len(wanted, hf_config, positions_of(hf_config))
+    if pooling.max_seq_length is None:
+        return length, pooling
+    if wanted is None:
+        length = min(length, pooling.max_seq_length)
+    return length, replace(pooling, max_seq_length=length)
+
+
+def _resolve_max_model_len(
+    wanted: int | None, hf_config: dict[str, Any], positions: int | None
+) -> int:
+    context = positions or model_context(hf_config)
     if wanted is None:
         if context is None:
             raise InvalidParameterError(
@@ -348,6 +376,20 @@ def _check_speculation(config: EngineConfig) -> None:
             f"must be 0 or 1 with speculative_config, which decodes several tokens in one step, "
             f"got {steps}",
         )
+
+
+def _without_chunks(wanted: Any, model_config: Any) -> Any:
+    """A text that its tokens see as a whole is computed in one step."""
+    if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
+        return replace(wanted, enable_chunked_prefill=False)
+    return wanted
+
+
+def _resolve_cache(wanted: Any, model_config: Any) -> Any:
+    """A text that its tokens see as a whole has no prefix that could be found again."""
+    if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
+        return replace(wanted, enable_prefix_caching=False)
+    return wanted
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

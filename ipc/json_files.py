@@ -21,6 +21,15 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises ModelLoadError naming the file when it is missing, not a regular file (a pipe would
     block), unreadable, too large, nested too deeply or not an object.
     """
+    return _read(path, dict)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The same of a file that holds a list."""
+    return _read(path, list)
+
+
+def _read(path: Path, kind: type) -> Any:
     check_regular_file(path)
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
@@ -30,8 +39,9 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     except RecursionError:
         raise ModelLoadError(f"{path} is nested too deeply") from None
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    if not isinstance(value, kind):
+        wanted = "object" if kind is dict else "list"
+        raise ModelLoadError(f"{path} must hold a JSON {wanted}, not a {type(value).__name__}")
     level: list[Any] = [value]
     for _ in range(MAX_NESTING):
         level = [child for parent in level for child in _children(parent)]

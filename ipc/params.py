@@ -397,6 +397,9 @@ class PoolingParams(
     skip_reading_prefix_cache: bool | None = None
     # of a pair of texts: the index of the first token of the second; 0: there is one text
     second_text_start: int = 0
+    # tokens in front of the text that belong to an instruction ("query: "), with what precedes it.
+    # A model with include_prompt: false leaves them out of pooling
+    instruction_length: int = 0
     normalize: bool | None = None  # removed from vLLM, too; refused by its new name
 
     def __post_init__(self) -> None:
@@ -431,6 +434,7 @@ class PoolingParams(
                 f"{shown(self.timeout_s)}",
             )
         require_int("second_text_start", self.second_text_start, 0, INT64_MAX)
+        require_int("instruction_length", self.instruction_length, 0, INT64_MAX)
 
     @property
     def is_by_token(self) -> bool:

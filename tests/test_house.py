@@ -88,6 +88,12 @@ MIRRORS = {
     "executor/runner/step_outputs.py": "tests/executor/runner/test_model_runner.py",
     "executor/models/same_architecture.py": "tests/executor/test_worker.py",
     **dict.fromkeys(MODELS, "tests/executor/test_models.py"),
+    **{
+        f"executor/models/{name}.py": "tests/executor/models/test_encoder.py"
+        for name in ("bert", "distilbert", "modernbert", "mpnet", "nomic_bert")
+    },
+    "ipc/models/encoder_config.py": "tests/ipc/models/test_encoders.py",
+    "executor/pooling/dense.py": "tests/executor/pooling/test_heads.py",
     "executor/models/blocks.py": "tests/executor/models/test_layers.py",
     "executor/models/fallback/": "tests/executor/models/fallback/test_model.py",
     "kernels/reference/": "tests/kernels/test_parity.py",

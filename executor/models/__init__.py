@@ -3,8 +3,8 @@
 
 Must not know: how a model is built; its module is imported on first use.
 
-`decoder.py`, `blocks.py`, `experts.py`, `layers.py` and `rope.py` are shared by the other modules:
-the architectures.
+`decoder.py`, `encoder.py`, `blocks.py`, `experts.py`, `layers.py` and `rope.py` are shared by the
+other modules: the architectures.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ _MODELS: dict[str, str | type] = {
     "GptOssForCausalLM": "gpt_oss",
     "Gemma3ForConditionalGeneration": "gemma3",
     "Mistral3ForConditionalGeneration": "ministral3",
+    "BertModel": "bert",
+    "RobertaModel": "bert",
+    "XLMRobertaModel": "bert",
+    "CamembertModel": "bert",
+    "MPNetModel": "mpnet",
+    "DistilBertModel": "distilbert",
+    "ModernBertModel": "modernbert",
+    "NomicBertModel": "nomic_bert",
 }
 
 

@@ -144,6 +144,30 @@ class Attention:
             yield f"{prefix}sinks", self.sinks
 
 
+class BidirectionalAttention(Attention):
+    """The same over all tokens of a text, in both directions and without a cache; a window reaches
+    half as far to each side.
+    """
+
+    def __call__(
+        self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """x [T, hidden_size], positions [T] i64 -> [T, hidden_size]"""
+        query, key, value = (
+            self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
+        )
+        query, key = self._normed(query, key)
+        self._rotate(positions, query, key)
+        attended = self.ops.encoder_attention(
+            query, key, value, metadata, self.scale, self.sliding_window // 2
+        )
+        return self.o_proj(attended.view(len(x), self._q_rows))
+
+
+def attention_for(config: DecoderConfig) -> type[Attention]:
+    return BidirectionalAttention if config.is_bidirectional else Attention
+
+
 class GatedMLP:
     """down(activation(gate(x)) * up(x))"""
 

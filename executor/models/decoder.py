@@ -14,8 +14,9 @@ import torch
 from ...ipc.models.architectures import PRE_NORMS, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
+from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
-from .layers import LayerFactory, RMSNorm, Weights
+from .layers import LayerFactory, Linear, RMSNorm, Weights
 
 
 class MLP(Protocol):
@@ -79,7 +80,15 @@ class Decoder:
             for i in range(config.num_hidden_layers)
         ]
         self.norm = make.norm("norm", config.hidden_size, config)
-        if config.tie_word_embeddings:
+        self.has_head = config.has_lm_head
+        self.head: PoolingHead = make_head(make, config.head)
+        self.lm_head: Linear | None = None
+        if config.score_tokens:
+            table = self.embed_tokens if config.tie_word_embeddings else None
+            self.head = TokenScore(make, config, table)
+        elif not config.has_lm_head:
+            pass  # it pools
+        elif config.tie_word_embeddings:
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
             self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
@@ -122,6 +131,7 @@ class Decoder:
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
+        assert self.lm_head is not None
         logits = self.lm_head.logits(hidden)
         if self.config.logits_scale != 1.0:
             self.ops.scale(logits, self.config.logits_scale)
@@ -136,8 +146,9 @@ class Decoder:
         for i, layer in enumerate(self.layers):
             yield from layer.weights(f"{prefix}model.layers.{i}.")
         yield from self.norm.weights(f"{prefix}model.")
-        if not self.config.tie_word_embeddings:
+        if self.lm_head is not None and not self.config.tie_word_embeddings:
             yield from self.lm_head.weights(prefix)
+        yield from self.head.weights(prefix)
 
     def tied_weights(self) -> dict[str, str]:
         """Names that a checkpoint may have in addition, with the names whose tensors they must
@@ -145,11 +156,14 @@ class Decoder:
         """
         prefix = self.config.name_prefix
         head, table = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
-        return {head: table} if self.config.tie_word_embeddings else {}
+        is_tied = self.has_head and self.config.tie_word_embeddings
+        return {head: table} if is_tied else {}
 
     def attention_layers(self) -> list[Attention]:
-        """The attention layers in order; each owns its key_cache and value_cache."""
-        return [layer.self_attn for layer in self.layers]
+        """The attention layers in order; each owns its key_cache and value_cache. None of a model
+        whose tokens see the whole text: it has no cache.
+        """
+        return [] if self.config.is_bidirectional else [layer.self_attn for layer in self.layers]
 
 
 def check_block(block: Any, x: torch.Tensor, residual: torch.Tensor) -> None:

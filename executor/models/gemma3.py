@@ -10,7 +10,7 @@ import torch
 
 from ...ipc.models.architectures import ARCHITECTURES, SANDWICH_NORMS
 from ...ipc.models.decoder_config import DecoderConfig
-from .blocks import Attention, GatedMLP
+from .blocks import GatedMLP, attention_for
 from .decoder import Decoder
 from .layers import LayerFactory
 
@@ -25,7 +25,13 @@ class Gemma3ForCausalLM(Decoder):
             make,
             config,
             make_attention=lambda layer: make.block(
-                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True
+                attention_for(config),
+                config,
+                layer,
+                ropes,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=True,
             ),
             make_mlp=lambda layer: make.block(GatedMLP, config, layer, bias=False),
             norms=SANDWICH_NORMS,

@@ -340,6 +340,10 @@ class LayerFactory:
         """The layer that waits for this tensor of the weight-name table."""
         return self._unpacked.get(tensor.data_ptr())
 
+    def wait(self, tensor: torch.Tensor, layer: Any) -> None:
+        """Makes `fill` call layer.fill for this tensor."""
+        self._unpacked[tensor.data_ptr()] = layer
+
     @property
     def multiplies_blocks(self) -> bool:
         """`keeps_blocks` of the types that have kernels."""

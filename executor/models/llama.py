@@ -13,7 +13,7 @@ from typing import Any
 
 from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention
+from .blocks import attention_for
 from .decoder import Decoder
 from .experts import experts_or_mlp
 from .layers import LayerFactory
@@ -22,7 +22,7 @@ from .layers import LayerFactory
 class LlamaForCausalLM(Decoder):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
-        return parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias"))
+        return parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias", "is_causal"))
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
         ropes = make.ropes(config, max_model_len)
@@ -31,7 +31,13 @@ class LlamaForCausalLM(Decoder):
             make,
             config,
             make_attention=lambda layer: make.block(
-                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=False
+                attention_for(config),
+                config,
+                layer,
+                ropes,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=False,
             ),
             make_mlp=lambda layer: experts_or_mlp(make, config, layer, bias=config.mlp_bias),
         )
@@ -40,7 +46,7 @@ class LlamaForCausalLM(Decoder):
 class MistralForCausalLM(LlamaForCausalLM):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
-        return parse_decoder_config(hf_config, honours=("sliding_window",))
+        return parse_decoder_config(hf_config, honours=("sliding_window", "is_causal"))
 
 
 class MixtralForCausalLM(LlamaForCausalLM):

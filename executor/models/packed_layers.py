@@ -14,6 +14,7 @@ import torch
 
 from ..weights.load_times import LoadTimes
 from ..weights.packed_cache import PackedCache, StoredArray
+from .encoder import RelativeBias
 from .layers import Embedding, LayerFactory, Linear
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class PackedLayers:
         self._linears: dict[str, Linear] = {}
         self._embeddings: dict[str, Embedding] = {}
         self._others: dict[str, torch.Tensor] = {}  # norms and biases
+        self._derived: dict[str, RelativeBias] = {}  # those of them that compute from their values
         for name, tensor in model.weights() if cache is not None else ():
             layer = make.waiting(tensor)
             if isinstance(layer, Embedding):
@@ -41,6 +43,8 @@ class PackedLayers:
                     self._linears[name] = layer
             else:
                 self._others[name] = tensor
+                if isinstance(layer, RelativeBias):
+                    self._derived[name] = layer
         if cache is not None and not all(layer.can_restore for layer in self._linears.values()):
             logger.info("packed_weights_cache has no effect on the selected kernels")
             self._cache = None
@@ -92,10 +96,12 @@ class PackedLayers:
                 raise ValueError(f"{name} has another shape or type")
         for name, tensor in self._others.items():
             tensor.copy_(tensors[name])
+        for name, layer in self._derived.items():
+            layer.fill(self._others[name], tensors[name])
         for name, embedding in self._embeddings.items():
             embedding.use(tensors[name])
-        for layer, multiply in restored:
-            layer.use(multiply)
+        for linear, multiply in restored:
+            linear.use(multiply)
 
 
 def _store(tensor: torch.Tensor) -> StoredArray:

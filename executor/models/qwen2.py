@@ -11,10 +11,12 @@ from typing import Any
 
 from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention
+from .blocks import attention_for
 from .decoder import Decoder
 from .experts import experts_or_mlp
 from .layers import LayerFactory
+
+_HONOURED = ("attention_bias", "use_sliding_window", "is_causal")
 
 
 class Qwen2ForCausalLM(Decoder):
@@ -22,7 +24,7 @@ class Qwen2ForCausalLM(Decoder):
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
         # transformers' Qwen2 has biases whatever attention_bias says. A checkpoint without them
         # fails because their names are missing.
-        return parse_decoder_config(hf_config, honours=("attention_bias", "use_sliding_window"))
+        return parse_decoder_config(hf_config, honours=_HONOURED)
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
         ropes = make.ropes(config, max_model_len)
@@ -30,7 +32,13 @@ class Qwen2ForCausalLM(Decoder):
             make,
             config,
             make_attention=lambda layer: make.block(
-                Attention, config, layer, ropes, qkv_bias=True, o_bias=False, qk_norm=False
+                attention_for(config),
+                config,
+                layer,
+                ropes,
+                qkv_bias=True,
+                o_bias=False,
+                qk_norm=False,
             ),
             make_mlp=lambda layer: experts_or_mlp(make, config, layer),
         )

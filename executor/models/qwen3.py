@@ -10,7 +10,7 @@ from typing import Any
 
 from ...ipc.models.architectures import ARCHITECTURES
 from ...ipc.models.decoder_config import DecoderConfig, parse_decoder_config
-from .blocks import Attention
+from .blocks import attention_for
 from .decoder import Decoder
 from .experts import experts_or_mlp
 from .layers import LayerFactory
@@ -20,7 +20,9 @@ class Qwen3ForCausalLM(Decoder):
     @staticmethod
     def parse_config(hf_config: dict[str, Any]) -> DecoderConfig:
         return parse_decoder_config(
-            hf_config, default_head_dim=128, honours=("attention_bias", "use_sliding_window")
+            hf_config,
+            default_head_dim=128,
+            honours=("attention_bias", "use_sliding_window", "is_causal"),
         )
 
     def __init__(self, config: DecoderConfig, make: LayerFactory, max_model_len: int):
@@ -30,7 +32,13 @@ class Qwen3ForCausalLM(Decoder):
             make,
             config,
             make_attention=lambda layer: make.block(
-                Attention, config, layer, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True
+                attention_for(config),
+                config,
+                layer,
+                ropes,
+                qkv_bias=bias,
+                o_bias=bias,
+                qk_norm=True,
             ),
             make_mlp=lambda layer: experts_or_mlp(make, config, layer),
         )

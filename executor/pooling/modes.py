@@ -8,73 +8,75 @@ of tokens: numpy adds the rows of a C-contiguous array in turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+NOTHING_LEFT = "instruction_length: must be less than the prompt, of which pooling reads the rest"
 
-class Mode(Protocol):
-    """The state of one mode for one request."""
 
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
-        """rows f4 [n, size] of the tokens from index `first` of a prompt of `num_tokens`."""
-        ...
+class Mode:
+    """The state of one mode for one request. `skips_instruction`: it leaves out the tokens of the
+    instruction in front of a text, where the model says include_prompt: false.
+    """
+
+    skips_instruction = True
+
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
+        """rows f4 [n, size] of the tokens from index `first` of a prompt of `num_tokens`, of which
+        the first `skipped` are left out.
+        """
+        raise NotImplementedError
 
     def result(self) -> np.ndarray:
         """f4 [size], when all rows were taken."""
-        ...
+        return self._row
+
+    _row: np.ndarray
 
 
-class Cls:
-    """The first token."""
+class Cls(Mode):
+    """The first token, or the first behind an instruction."""
 
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
-        if not first:
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
+        if first == skipped:
             self._row = rows[0].copy()
 
-    def result(self) -> np.ndarray:
-        return self._row
 
+class LastToken(Mode):
+    skips_instruction = False
 
-class LastToken:
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
         self._row = rows[-1].copy()
 
-    def result(self) -> np.ndarray:
-        return self._row
 
-
-class Max:
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
+class Max(Mode):
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
         greatest = rows.max(axis=0)
-        self._row = greatest if not first else np.maximum(self._row, greatest)
-
-    def result(self) -> np.ndarray:
-        return self._row
+        self._row = greatest if first == skipped else np.maximum(self._row, greatest)
 
 
-class Mean:
+class Mean(Mode):
     """The sum of all rows, divided by their number to the power of `exponent`."""
 
     def __init__(self, exponent: float = 1.0):
         self._exponent = exponent
 
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
-        self._sum = _add(rows, self._sum if first else None)
-        self._divisor = np.float32(num_tokens**self._exponent)
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
+        self._sum = _add(rows, None if first == skipped else self._sum)
+        self._divisor = np.float32((num_tokens - skipped) ** self._exponent)
 
     def result(self) -> np.ndarray:
         return self._sum / self._divisor
 
 
-class WeightedMean:
+class WeightedMean(Mode):
     """Token i, counted from 1, has the weight i."""
 
-    def take(self, rows: np.ndarray, first: int, num_tokens: int) -> None:
+    def take(self, rows: np.ndarray, first: int, num_tokens: int, skipped: int = 0) -> None:
         weights = np.arange(first + 1, first + 1 + len(rows), dtype=np.float32)
-        self._sum = _add(rows * weights[:, None], self._sum if first else None)
-        self._divisor = np.float32(num_tokens * (num_tokens + 1) / 2)
+        self._sum = _add(rows * weights[:, None], None if first == skipped else self._sum)
+        self._divisor = np.float32((num_tokens * (num_tokens + 1) - skipped * (skipped + 1)) / 2)
 
     def result(self) -> np.ndarray:
         return self._sum / self._divisor
@@ -85,7 +87,7 @@ def _add(rows: np.ndarray, to: np.ndarray | None) -> np.ndarray:
     return np.add.reduce(rows if to is None else np.vstack([to, rows]), axis=0)
 
 
-MODES = {
+MODES: dict[str, Callable[[], Mode]] = {
     "cls": Cls,
     "lasttoken": LastToken,
     "max": Max,
@@ -95,7 +97,7 @@ MODES = {
 }
 
 
-def make_modes(names: Sequence[str]) -> list[type[Mode]]:
+def make_modes(names: Sequence[str]) -> list[Callable[[], Mode]]:
     """What makes the state of each mode."""
     return [MODES[name] for name in names]
 
@@ -103,17 +105,35 @@ def make_modes(names: Sequence[str]) -> list[type[Mode]]:
 class Collected:
     """What has been read of one request's prompt."""
 
-    def __init__(self, modes: Sequence[type[Mode]], is_by_token: bool, first: int = 0):
-        """is_by_token: all rows are kept. first: the index of the first token that is read."""
+    def __init__(
+        self,
+        modes: Sequence[Callable[[], Mode]],
+        is_by_token: bool,
+        first: int = 0,
+        skipped: int = 0,
+    ):
+        """is_by_token: all rows are kept. first: the index of the first token that is read.
+        skipped: tokens of an instruction in front that take no part.
+        """
         self.num_taken = first
         self._first = first
+        self._skipped = skipped
         self._modes = [] if is_by_token else [make() for make in modes]
         self._rows: list[np.ndarray] = []
 
     def take(self, rows: np.ndarray, num_tokens: int) -> None:
-        """rows f4 [n, size] of the next tokens of a prompt of `num_tokens`."""
+        """rows f4 [n, size] of the next tokens of a prompt of `num_tokens`.
+
+        Raises ValueError if the instruction is the whole prompt.
+        """
+        if self._modes and self._skipped >= num_tokens:
+            raise ValueError(NOTHING_LEFT)
+        first = self.num_taken - self._first
         for mode in self._modes:
-            mode.take(rows, self.num_taken - self._first, num_tokens)
+            skipped = self._skipped if mode.skips_instruction else 0
+            left_out = min(max(skipped - first, 0), len(rows))
+            if left_out < len(rows):
+                mode.take(rows[left_out:], first + left_out, num_tokens, skipped)
         if not self._modes:
             self._rows.append(rows.copy())
         self.num_taken += len(rows)

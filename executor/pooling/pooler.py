@@ -2,12 +2,13 @@
 
 Must not know: models, which requests run beside each other, text.
 
-Results are computed in fp32, one request at a time, and rows are added in the order of the prompt's
-tokens. So the bits of a result depend neither on the batch nor on how the prompt is cut.
+Results are computed in fp32, and rows are added in the order of the prompt's tokens. So the bits of
+a result depend neither on the batch nor on how the prompt is cut.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from ...ipc.step_messages import SlotPooled
 from ...kernels.ops import AttentionMetadata
 from ..runner.input_batch import InputBatch
 from ..sampling.logprob_arrays import to_array
+from .dense import load_dense
+from .heads import LAST_ACTIVATIONS, PoolingHead, Rows
 from .modes import Collected, make_modes
 
 NOT_FINITE = "the model's hidden states are not finite"
@@ -26,11 +29,15 @@ MISSING_TOKENS = "pooling reads all tokens of the prompt, and the first were not
 
 
 class Pooler:
-    """`pooling`: how the model pools."""
+    def __init__(self, pooling: Pooling, directory: Path | None = None):
+        """pooling: how the model pools. directory: of its Dense modules; None: random ones.
 
-    def __init__(self, pooling: Pooling):
+        Raises ModelLoadError for a module that cannot be read.
+        """
         self.pooling = pooling
         self._modes = make_modes(pooling.modes)
+        self._dense = load_dense(pooling.dense, directory)
+        self._classifier = PoolingHead([])
         self._unfinished: dict[int, Collected] = {}  # by slot, between two chunks
 
     def __call__(
@@ -44,7 +51,11 @@ class Pooler:
 
         Returns the results of the requests whose prompts are complete, and errors by slot.
         """
-        pooled, errors, end = [], {}, 0
+        done: dict[int, np.ndarray] = {}
+        errors: dict[int, str] = {}
+        end, whole = 0, None
+        if self.pooling.reads_all_tokens:  # one conversion for the step
+            whole = hidden.float().numpy(force=True)
         for slot, query_len, seq_len in zip(
             slots.tolist(), metadata.query_lens, metadata.seq_lens_list
         ):
@@ -55,23 +66,29 @@ class Pooler:
             num_tokens = int(batch.num_prompt_tokens[slot])
             try:
                 collected = self._collected(slot, params, seq_len - query_len)
-                collected.take(hidden[start:end].float().numpy(force=True), num_tokens)
+                if whole is not None:
+                    rows = whole[start:end]
+                else:
+                    first = start if params.is_by_token else end - 1
+                    collected.num_taken += first - start
+                    rows = hidden[first:end].float().numpy(force=True)
+                collected.take(rows, num_tokens)
             except ValueError as error:
                 errors[slot] = str(error)
                 continue
-            if seq_len < num_tokens:
-                continue
-            del self._unfinished[slot]
-            values = self._finish(collected, params)
-            if np.isfinite(values).all():
-                pooled.append(SlotPooled(slot, to_array(values)))
-            else:
-                errors[slot] = NOT_FINITE
-        return pooled, errors
+            if seq_len == num_tokens:
+                del self._unfinished[slot]
+                done[slot] = collected.result()
+        return self._finish(done, batch, errors), errors
 
     def use_model(self, model: Any) -> None:
         """Other weights are in use, or none: no request is half pooled."""
         self._unfinished.clear()
+        self._classifier = getattr(model, "head", None) or PoolingHead([])
+
+    def use_dense(self, directory: Path) -> None:
+        """Raises ModelLoadError as the constructor does; then nothing has changed."""
+        self._dense = load_dense(self.pooling.dense, directory)
 
     def _collected(self, slot: int, params: PoolingParams, first: int) -> Collected:
         """The state of a request whose next token has the index `first` in its prompt."""
@@ -80,24 +97,41 @@ class Pooler:
             return known
         if first and (params.is_by_token or self.pooling.reads_all_tokens):
             raise ValueError(MISSING_TOKENS)
-        self._unfinished[slot] = made = Collected(self._modes, params.is_by_token, first)
+        skipped = 0 if self.pooling.include_prompt else params.instruction_length
+        self._unfinished[slot] = made = Collected(self._modes, params.is_by_token, first, skipped)
         return made
 
-    def _finish(self, collected: Collected, params: PoolingParams) -> np.ndarray:
-        """f4 [size], or [num_tokens, size]"""
-        values = collected.result()
-        dimensions = params.dimensions or self.pooling.dimensions
-        if dimensions is not None:
-            values = values[..., :dimensions]
-        is_active = params.use_activation is not False
-        if is_active and self.pooling.activation == "normalize":
-            values = normalized(values)
+    def _finish(
+        self, done: dict[int, np.ndarray], batch: InputBatch, errors: dict[int, str]
+    ) -> list[SlotPooled]:
+        """done: by slot [size], or [num_tokens, size]. Adds to `errors`."""
+        results = {}
+        for head, tasks in (
+            (self._dense, ("embed", "token_embed")),
+            (self._classifier, ("classify", "token_classify")),
+        ):
+            mine = [slot for slot in done if batch.pooling[slot].task in tasks]
+            if not mine:
+                continue
+            for slot, values in zip(mine, head([np.atleast_2d(done[slot]) for slot in mine])):
+                values = self._end(values, batch.pooling[slot])
+                results[slot] = values[0] if done[slot].ndim == 1 else values
+        pooled = []
+        for slot in done:
+            if np.isfinite(results[slot]).all():
+                pooled.append(SlotPooled(slot, to_array(results[slot])))
+            else:
+                errors[slot] = NOT_FINITE
+        return pooled
+
+    def _end(self, values: Rows, params: PoolingParams) -> Rows:
+        """f4 [n, features] behind the head -> the result"""
+        pooling = self.pooling
+        if params.task in ("classify", "token_classify"):
+            if (pooling.logit_mean, pooling.logit_sigma) != (0.0, 1.0):
+                values = (values - np.float32(pooling.logit_mean)) / np.float32(pooling.logit_sigma)
+        elif (dimensions := params.dimensions or pooling.dimensions) is not None:
+            values = values[:, :dimensions]
+        if params.use_activation is not False:
+            values = LAST_ACTIVATIONS[pooling.activation](values)
         return np.ascontiguousarray(values, np.float32)
-
-
-def normalized(values: np.ndarray) -> np.ndarray:
-    """f4 [..., size] divided by the Euclidean norm of its last dimension, of at least 1e-12, as
-    torch.nn.functional.normalize does. The norm is summed in fp64.
-    """
-    squares = np.square(values, dtype=np.float64).sum(-1, keepdims=True)
-    return (values / np.maximum(np.sqrt(squares), 1e-12)).astype(np.float32)

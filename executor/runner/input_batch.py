@@ -73,6 +73,7 @@ class InputBatch:
         self.entries = np.zeros(max_num_seqs, np.int64)
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
+        self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
@@ -86,6 +87,7 @@ class InputBatch:
         params = request.params
         if isinstance(params, PoolingParams):
             self.pooling[slot] = params
+            self.second_text_start[slot] = params.second_text_start
             self.num_tokens[slot] += 1
             params = NOT_SAMPLED
         elif (refusal := find_unsupported(params) or self._enter_stages(request)) is not None:

@@ -19,7 +19,7 @@ from ..device import CopyToHost, SecondStream, wake_threads
 from ..models.experts import uncounted
 from ..plugins import plugin_failure
 from ..pooling.pooler import Pooler
-from ..program.step_program import run_op_by_op
+from ..program.step_program import has_head, run_op_by_op, wants_token_types
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
@@ -59,7 +59,9 @@ class ModelRunner:
         self.batch = batch
         self.device = device
         self.block_size = block_size
-        self.host_inputs = StepInputMaker(batch, block_size)
+        num_types = int(wants_token_types(model))
+        num_types += num_types and getattr(model.config, "has_pair_types", False)
+        self.host_inputs = StepInputMaker(batch, block_size, num_types)
         self.make_inputs: Callable[[SchedulerOutput], StepInputs] = self.host_inputs
         self.tables: DeviceTables | None = None
         self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
@@ -68,7 +70,7 @@ class ModelRunner:
         self.sampler = Sampler(ops)
         self.block_mover: BlockMover | None = None  # set by the worker when there is a cache
         self.pooler: Pooler | None = None  # set by the worker if the model can pool
-        self.prompt_scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size)
+        self.prompt_scorer = PromptScorer(logits_of(model), ops, model.config.vocab_size)
         if device.type != "cpu":
             self.keep_state_on_device(SecondStream(device))
 
@@ -92,7 +94,7 @@ class ModelRunner:
     def use_model(self, model: Any) -> None:
         """Switches to another model of the same shape, or to none: then no step may follow."""
         self.model, self.program, self.bursts = model, None, None
-        self.prompt_scorer.compute_logits = None if model is None else model.compute_logits
+        self.prompt_scorer.compute_logits = logits_of(model)
         if self.pooler is not None:
             self.pooler.use_model(model)
 
@@ -236,12 +238,16 @@ class ModelRunner:
             # masks are computed while the model runs
             self.grammars.start(inputs.sampled_slots, self.batch)
         return inputs, *self._forward(
-            inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices
+            inputs.token_ids,
+            inputs.positions,
+            inputs.metadata,
+            inputs.logits_indices,
+            *(() if inputs.token_types is None else (inputs.token_types,)),
         )
 
     def _forward(self, *step: Any) -> tuple[torch.Tensor, ...]:
-        """The StepInputs' token_ids, positions, metadata and logits_indices -> the results of
-        run_op_by_op, valid until the next step.
+        """The StepInputs' token_ids, positions, metadata, logits_indices and token_types, if any
+        -> the results of run_op_by_op, valid until the next step.
         """
         return (
             run_op_by_op(self.model, self.ops, *step)
@@ -355,9 +361,9 @@ class ModelRunner:
             filled(0, torch.int64, num_tokens),
         )
         with uncounted(self.model):
-            _, *results = self._forward(
-                token_ids, positions, metadata, filled(0, torch.int64, num_logits)
-            )
+            indices = filled(0, torch.int64, num_logits)
+            types = (token_ids,) if wants_token_types(self.model) else ()
+            _, *results = self._forward(token_ids, positions, metadata, indices, *types)
         if is_sampled and results:
             logits = results[0]
             halves, ones, seeds = (
@@ -367,3 +373,8 @@ class ModelRunner:
             )
             for filters in ((ones, halves, halves), (None, None, None)):
                 self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
+
+
+def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """model.compute_logits; None of no model, and of one without an output head."""
+    return model.compute_logits if model is not None and has_head(model) else None

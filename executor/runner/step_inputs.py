@@ -33,6 +33,7 @@ class StepInputs:
     # [R]; the same array as in the previous step if the same rows continue
     sampled_slots: np.ndarray
     logits_indices: torch.Tensor  # [R] i64, indices in [0, T) of their last tokens
+    token_types: torch.Tensor | None = None  # [T] i32, of models that take them
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +106,9 @@ class StepInputMaker:
     Vectorised over rows and tokens: no Python per token or request.
     """
 
-    def __init__(self, batch: InputBatch, block_size: int):
+    def __init__(self, batch: InputBatch, block_size: int, num_token_types: int = 0):
+        """num_token_types: that a model distinguishes; 0: it takes none."""
+        self._num_token_types = num_token_types
         self.batch = batch
         self.block_size = block_size
         self._last: _Decodes | None = None  # the last step, if the next may continue it
@@ -167,6 +170,7 @@ class StepInputMaker:
             ),
             sampled_rows=sampled_rows,
             sampled_slots=slots[sampled_rows],
+            token_types=self._token_types(token_slots, positions),
         )
         self._last = None
         if layout.is_all_sampled_decodes() and not num_ahead:
@@ -235,6 +239,15 @@ class StepInputMaker:
             ),
         )
         return last.inputs
+
+    def _token_types(self, token_slots: np.ndarray, positions: np.ndarray) -> torch.Tensor | None:
+        """[T] i32: 1 for the tokens of a pair's second text."""
+        if not self._num_token_types:
+            return None
+        if self._num_token_types == 1:
+            return torch.zeros(len(positions), dtype=torch.int32)
+        second = self.batch.second_text_start[token_slots]
+        return torch.from_numpy(((second > 0) & (positions >= second)).astype(np.int32))
 
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[groups, T] i64: the cache slot of each slot's token at each position."""

@@ -28,9 +28,12 @@ NOT_FINITE = "the model's logits for this request's prompt are not finite (NaN o
 
 class PromptScorer:
     def __init__(
-        self, compute_logits: Callable[[torch.Tensor], torch.Tensor], ops: Any, vocab_size: int
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor] | None,
+        ops: Any,
+        vocab_size: int,
     ):
-        self.compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = compute_logits
+        self.compute_logits = compute_logits
         self.ops = ops
         self.vocab_size = vocab_size
         self.max_piece = max(1, LOGITS_BYTES // (4 * vocab_size))  # tokens

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import check_checkpoint
+from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
 from ...ipc.models.stacked_experts import (
@@ -25,6 +28,7 @@ from ...ipc.models.stacked_experts import (
     Piece,
     stacked_pieces,
 )
+from ...ipc.models.stored_names import is_ignored, stored_by_name
 from ..device import release_mapped
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
@@ -66,11 +70,13 @@ def load_weights(
     if hasattr(model, "plan_conversions"):
         load_converted_weights(model, directory, report, fill, quantization)
         return
-    missing = dict(model.weights())
-    tied = model.tied_weights()
+    missing, tied = dict(model.weights()), model.tied_weights()
     dtype = next(iter(missing.values())).dtype
+    if is_native := isinstance(model.config, (DecoderConfig, EncoderConfig)):
+        missing = stored_by_name(missing, model.config, directory)
     shapes = {name: list(tensor.shape) for name, tensor in missing.items()}
-    origin = check_checkpoint(directory, shapes, tied, quantization)
+    ignores = partial(is_ignored, config=model.config) if is_native else None
+    origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
     quantized = QuantizedWeights(shapes, quantization, set(origin))
     pieces = stacked_pieces(shapes)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
@@ -176,7 +182,7 @@ def fill_with_random_weights(
         num_filled, num_elements = 0, sum(tensor.numel() for tensor in unfilled.values())
         for name in list(unfilled):
             tensor = unfilled.pop(name)
-            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
             num_filled += tensor.numel()
             fill(tensor, torch.empty(tensor.shape).normal_(mean, 0.02))
             report(_STAGE, num_filled / num_elements)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
-from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.architectures import ARCHITECTURES, NATIVE
 from ...ipc.models.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
 from ...ipc.models.decoder_config import unread_keys
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization, parse_quantization
+from ...ipc.models.resolve_pooling import resolve_pooling
+from ...ipc.models.stored_names import is_ignored, stored_by_name
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
@@ -46,6 +50,10 @@ def check_model(
     try:
         directory = find_description(args)
         hf_config = read_hf_config(directory, args.hf_overrides)
+        resolved = resolve_pooling(
+            directory, hf_config, args.runner, args.convert, None, args.model_impl
+        )
+        hf_config = resolved.hf_config
         sizes = measure_model(hf_config, directory, args.model_impl)
     except QuireError as error:
         yield failure(
@@ -59,7 +67,8 @@ def check_model(
         f"{sizes.architecture}, {sizes.num_parameters / 1e6:,.1f} million parameters, at "
         f"{directory}",
     )
-    if not isinstance(sizes, StoredSizes) and (unread := unread_keys(hf_config)):
+    is_decoder = not isinstance(sizes, StoredSizes) and sizes.architecture in ARCHITECTURES
+    if is_decoder and (unread := unread_keys(hf_config)):
         yield warning(
             "config",
             f"keys of config.json that Quire ignores: {', '.join(unread)}",
@@ -83,6 +92,8 @@ def check_model(
         )
         return
     yield check_vocabulary(tokenizer, sizes.config.vocab_size)
+    if resolved.runner == "pooling":
+        return  # it needs no end, no template and no format of answers
     generation_config = read_generation_config(directory) | args.override_generation_config
     try:
         ends, of_config = eos_token_ids(generation_config, hf_config), eos_token_ids({}, hf_config)
@@ -137,9 +148,11 @@ def check_weights(
         if isinstance(sizes, StoredSizes):
             shapes, tied = dict(sizes.shapes), {}
         else:
-            table = ARCHITECTURES[sizes.architecture]
+            table: Any = NATIVE[sizes.architecture]
             shapes, tied = table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
-        origin = check_checkpoint(directory, shapes, tied, quantization)
+            shapes = stored_by_name(shapes, sizes.config, directory)
+        ignores = partial(is_ignored, config=sizes.config)
+        origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")
     num_bytes = sum(path.stat().st_size for path in set(origin.values()))

@@ -14,9 +14,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.architectures import ENCODERS, NATIVE
 from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.fallback_architectures import (
     FALLBACKS,
     TRANSFORMERS,
@@ -36,8 +37,12 @@ _NOT_LINEAR = re.compile(r"\.experts\.|wpe|embed|router")
 KV_SCALE_BYTES = 4  # per head in int8 (kernels/ops.py: kv_cache_row)
 
 
-def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = "auto") -> int:
-    """Bytes of keys and values of all layers."""
+def kv_bytes_per_token(
+    config: DecoderConfig | EncoderConfig, dtype: str, kv_cache_dtype: str = "auto"
+) -> int:
+    """Bytes of keys and values of all layers; 0 of a model without a cache."""
+    if config.is_bidirectional:
+        return 0
     head_bytes = {
         "auto": config.head_dim * DTYPE_BYTES[dtype],
         "fp8": config.head_dim,
@@ -49,9 +54,9 @@ def kv_bytes_per_token(config: DecoderConfig, dtype: str, kv_cache_dtype: str = 
 @dataclass(frozen=True)
 class ModelSizes:
     architecture: str
-    config: DecoderConfig
+    config: DecoderConfig | EncoderConfig
     num_parameters: int
-    num_fp32: int  # parameters of norms that are fp32 in every dtype
+    num_fp32: int  # parameters of norms and heads that are fp32 in every dtype
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
         """Bytes as packed by the engine. With quantization, the embedding of an untied head, biases
@@ -61,9 +66,11 @@ class ModelSizes:
         if quantization is None:
             return self.num_parameters * DTYPE_BYTES[dtype] + wider
         linears = [
-            (shape, QUANTIZATION_BITS[quantization]) for shape in _linear_shapes(self.config)
+            (shape, QUANTIZATION_BITS[quantization])
+            for shape in _linear_shapes(self.config, self.architecture)
         ]
-        linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
+        if self.config.has_lm_head:
+            linears.append(((self.config.vocab_size, self.config.hidden_size), HEAD_BITS))
         rest = self.num_parameters - sum(rows * columns for (rows, columns), _ in linears)
         packed = sum(quantized_bytes(*shape, bits) for shape, bits in linears)
         return rest * DTYPE_BYTES[dtype] + wider + packed
@@ -134,15 +141,20 @@ def measure_model(
         architecture = FALLBACKS[name].architecture
         num_parameters = sum(map(prod, shapes.values()))
         return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
-    config = ARCHITECTURES[name].parse(hf_config)
-    shapes = ARCHITECTURES[name].weight_shapes(config)
+    config: Any = NATIVE[name].parse(hf_config)
+    shapes = NATIVE[name].weight_shapes(config)  # type: ignore[arg-type]
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
     sinks = [shape for name, shape in shapes.items() if name.endswith("sinks")]
-    num_fp32 = sum(map(prod, sinks + norms if config.fp32_norms else sinks))
+    fp32 = sinks + norms if config.fp32_norms else sinks
+    fp32 += [shape for layer in config.head for _, shape in layer.shapes()]
+    fp32 += [shape for name, shape in shapes.items() if "relative_attention_bias" in name]
+    num_fp32 = sum(map(prod, fp32))
     return ModelSizes(name, config, sum(map(prod, shapes.values())), num_fp32)
 
 
-def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
+def _linear_shapes(
+    config: DecoderConfig | EncoderConfig, architecture: str
+) -> list[tuple[int, int]]:
     """(rows, columns) of every linear layer's weight as merged by executor/models/layers.py,
     without the head.
     """
@@ -153,7 +165,8 @@ def _linear_shapes(config: DecoderConfig) -> list[tuple[int, int]]:
     )
     qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
     attention = [(qkv_rows, hidden), (hidden, q_rows)]
-    mlp, num_layers = [(2 * inner, hidden), (hidden, inner)], config.num_hidden_layers
+    up = 1 if architecture in ENCODERS and not ENCODERS[architecture].is_gated else 2
+    mlp, num_layers = [(up * inner, hidden), (hidden, inner)], config.num_hidden_layers
     if config.experts is None:
         return (attention + mlp) * num_layers
     size, shared = config.experts.size, config.experts.shared_size

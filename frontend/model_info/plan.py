@@ -15,7 +15,7 @@ import msgspec
 from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes
-from ...ipc.models.architectures import ARCHITECTURES
+from ...ipc.models.architectures import NATIVE
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_weights import (
     DTYPE_BYTES,
@@ -23,7 +23,7 @@ from ...ipc.models.gguf_weights import (
     is_gguf,
     weights_in_memory,
 )
-from ...ipc.models.kv_layout import make_layout, plan_groups
+from ...ipc.models.kv_layout import make_layout, one_group, plan_groups
 from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,
     QUANTIZATION_BITS,
@@ -34,6 +34,7 @@ from ...ipc.models.memory_plan import (
 )
 from ...ipc.models.quantization_config import parse_quantization
 from ...ipc.models.quantized_tensors import saved_bytes
+from ...ipc.models.resolve_pooling import positions_of
 from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
 from .gguf_header import find_description
@@ -153,7 +154,7 @@ def make_plan(
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
     bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
     windows = sizes.config.sliding_windows or (0,) * sizes.config.num_hidden_layers
-    groups = plan_groups(config, windows)
+    groups = one_group(0) if sizes.config.is_bidirectional else plan_groups(config, windows)
     layout = make_layout(config, groups.windows)
     block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
@@ -163,7 +164,9 @@ def make_plan(
     runtime_bytes = memory.runtime_bytes + standby_bytes
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
-    context = model_context(config.model_config.hf_config)
+    context = positions_of(config.model_config.hf_config) or model_context(
+        config.model_config.hf_config
+    )
     fitting = fitting_tokens(config, room, groups.windows, context)
     longest = min(fitting, context or fitting)
     try:
@@ -251,7 +254,7 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     shapes = (
         dict(sizes.shapes)
         if isinstance(sizes, StoredSizes)
-        else ARCHITECTURES[sizes.architecture].weight_shapes(sizes.config)
+        else NATIVE[sizes.architecture].weight_shapes(sizes.config)  # type: ignore[arg-type]
     )
     if is_gguf(path := Path(model_config.model)):
         tensors = check_gguf_tensors(read_gguf(path), shapes)

@@ -1,6 +1,5 @@
-"""The supported decoder architectures: how each reads its config.json, and the names and shapes
-of its
-checkpoint's tensors.
+"""The supported decoder architectures: how each reads its config.json, and the names and shapes of
+its checkpoint's tensors. NATIVE has them and the text encoders of encoders.py.
 
 Must not know: tensors' values, layers, how any of it is computed. executor/models/ builds the
 models; tests/executor/test_models.py compares their tensors with this table.
@@ -14,7 +13,9 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .decoder_config import DecoderConfig, parse_decoder_config
+from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat
+from .forms import EMBED, GENERATE, family_and_form
 
 TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
@@ -80,14 +81,15 @@ class Architecture:
             for name, shape in self._layer(config, layer):
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes["model.norm.weight"] = [hidden]
-        if not config.tie_word_embeddings:
+        if (config.has_lm_head or config.score_tokens) and not config.tie_word_embeddings:
             shapes["lm_head.weight"] = embedding
+        shapes |= dict(item for layer in config.head for item in layer.shapes())
         return {self.prefix + name: shape for name, shape in shapes.items()}
 
     def tied_weights(self, config: DecoderConfig) -> dict[str, str]:
         """Tensors that a checkpoint may also hold, with the tensors that they copy."""
         head, table = f"{self.prefix}lm_head.weight", f"{self.prefix}model.embed_tokens.weight"
-        return {head: table} if config.tie_word_embeddings else {}
+        return {head: table} if config.has_lm_head and config.tie_word_embeddings else {}
 
     def _layer(self, config: DecoderConfig, layer: int) -> Iterator[tuple[str, list[int]]]:
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -129,20 +131,26 @@ class Architecture:
 
 _EXPERTS = ("num_experts", "num_local_experts")
 ARCHITECTURES = {
-    "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias")),
-    "MistralForCausalLM": Architecture("mistral", honours=("sliding_window",)),
+    "LlamaForCausalLM": Architecture("llama", honours=("attention_bias", "mlp_bias", "is_causal")),
+    "MistralForCausalLM": Architecture("mistral", honours=("sliding_window", "is_causal")),
     "Qwen2ForCausalLM": Architecture(
-        "qwen2", honours=("attention_bias", "use_sliding_window"), qkv_bias=True, o_bias=False
+        "qwen2",
+        honours=("attention_bias", "use_sliding_window", "is_causal"),
+        qkv_bias=True,
+        o_bias=False,
     ),
     "Qwen3ForCausalLM": Architecture(
         "qwen3",
-        honours=("attention_bias", "use_sliding_window"),
+        honours=("attention_bias", "use_sliding_window", "is_causal"),
         default_head_dim=128,
         qk_norm=True,
     ),
     "Gemma3ForCausalLM": Architecture(
         "gemma3_text",
-        honours=("attention_bias", "layer_types", "query_pre_attn_scalar"),
+        honours=(
+            *("attention_bias", "layer_types", "query_pre_attn_scalar"),
+            "use_bidirectional_attention",
+        ),
         qk_norm=True,
         norms=SANDWICH_NORMS,
         activation="gelu_tanh",
@@ -301,6 +309,7 @@ ARCHITECTURES |= {
         ARCHITECTURES["Ministral3ForCausalLM"], prefix=TEXT_PREFIX
     ),
 }
+NATIVE: dict[str, Architecture | EncoderArchitecture] = {**ARCHITECTURES, **ENCODERS}
 # Keys of the whole model's config.json that its text part may lack.
 _OF_THE_WHOLE = frozenset(
     {"dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id"}
@@ -329,8 +338,9 @@ def text_part(hf_config: dict[str, Any]) -> dict[str, Any]:
     return ARCHITECTURES[name].defaults | whole | given | own
 
 
-def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = ARCHITECTURES) -> str:
-    """The first supported name in `architectures`, or else the architecture of `model_type`.
+def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = NATIVE) -> str:
+    """The first supported name in `architectures`, in whatever form (ipc/models/forms.py), or else
+    the architecture of `model_type`.
 
     Raises ModelLoadError, which lists what is supported.
     """
@@ -338,14 +348,26 @@ def find_architecture(hf_config: dict[str, Any], supported: Iterable[str] = ARCH
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ModelLoadError(f"config.json: architectures must be a list of names, got {names!r}")
     model_type = hf_config.get("model_type")
-    of_type = [name for name, known in ARCHITECTURES.items() if known.model_type == model_type]
+    of_type = [name for name, known in NATIVE.items() if known.model_type == model_type]
     supported = sorted(supported)
     for name in names or of_type:
-        if name in supported:
-            return name
+        for known in (name, *_other_forms(name)):
+            if known in supported:
+                return known
     if names:
         problem = f"architecture {', '.join(names)} is not supported"
     else:
         problem = "config.json names no architecture"
         problem += f", and model_type {model_type!r} is not supported" if model_type else ""
     raise ModelLoadError(f"{problem}; supported: {', '.join(supported)}")
+
+
+def _other_forms(name: str) -> tuple[str, ...]:
+    """The names under which the tables may have the family of an architecture: a decoder's, or, of
+    one that does not generate text, an encoder's.
+    """
+    family, form = family_and_form(name)
+    if form == GENERATE:
+        return ()
+    family = family.removesuffix("Text") if form == EMBED else family  # Gemma3TextModel
+    return f"{family}ForCausalLM", f"{family}Model"

@@ -9,6 +9,7 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -96,12 +97,14 @@ def check_checkpoint(
     shapes: dict[str, list[int]],
     tied: dict[str, str],
     quantization: CheckpointQuantization | None = None,
+    is_ignored: Callable[[str], bool] | None = None,
 ) -> dict[str, Path]:
     """Tensor -> the file that holds it, file by file and sorted by name, once the headers of all
     files agree with the model. A weight may also lie in a tensor of several (stacked_experts.py).
 
     shapes: every tensor that must be there. tied: tensors that may be there besides, and the one
     that each is a copy of. quantization: of the weights that are stored as several tensors.
+    is_ignored: of a name that the model has no place for.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, for a wrong shape, for a type that cannot be read, and for a file that is unsound.
@@ -142,6 +145,8 @@ def check_checkpoint(
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config
             if quantization is not None and name.endswith(UNUSED) and name not in allowed:
+                continue
+            if name not in allowed and is_ignored is not None and is_ignored(name):
                 continue
             _check_tensor(path, name, tensor, allowed)
             for weight in stacks.get(name, [name]):

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .experts_config import ExpertsConfig
+from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, parse_ropes
 
@@ -102,6 +103,15 @@ _READ = frozenset(
         "shared_expert_intermediate_size",
         "no_rope_layer_interval",
         "sliding_window_pattern",
+        # of pooling
+        "classifier_from_token",
+        "is_matryoshka",
+        "is_original_qwen3_reranker",
+        "matryoshka_dimensions",
+        "method",
+        "sbert_ce_default_activation_function",
+        "score_token_ids",
+        "sentence_transformers",
         "original_max_position_embeddings",
         "partial_rotary_factor",
         "quantization_config",
@@ -203,6 +213,16 @@ class DecoderConfig:
     norm_offset: float = 0.0  # what is added to the stored weights of norms
     fp32_norms: bool = False  # norms round once, after the weight (kernels/ops.py: rms_norm)
     experts: ExpertsConfig | None = None  # of a mixture of experts
+    has_lm_head: bool = True
+    head: Head = ()  # of a classifier
+    score_tokens: tuple[int, ...] = ()  # whose rows of the output head make a classifier
+    # tokens see those behind them too, and a window reaches in both directions; there is no cache
+    is_bidirectional: bool = False
+
+    @property
+    def base_prefix(self) -> str:
+        """Of the base model's tensors; a checkpoint of it alone may lack it."""
+        return f"{self.name_prefix}model."
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:
         """The rope parameters of a layer; None: it does not rotate."""
@@ -229,6 +249,7 @@ def parse_decoder_config(
     if missing := [key for key in _REQUIRED if hf_config.get(key) is None]:
         raise ModelLoadError(f"config.json lacks {', '.join(missing)}")
     _refuse_unhandled(hf_config, honours, activation)
+    _check_bidirectional(hf_config)
     parse_quantization(hf_config)  # refuses what is unsupported
     sizes: dict[str, Any] = {key: _size(hf_config, key) for key in _REQUIRED}
     hidden_size, num_heads = sizes["hidden_size"], sizes["num_attention_heads"]
@@ -262,8 +283,30 @@ def parse_decoder_config(
         sliding_rope=sliding_rope,
         unrotated_layers=unrotated,
         sliding_windows=parse_sliding_windows(hf_config, honours),
+        is_bidirectional=is_bidirectional(hf_config),
+        has_lm_head=form_of(hf_config) == GENERATE,
+        head=decoder_head(hf_config, hidden_size),
+        score_tokens=score_tokens(hf_config),
         **_scales(hf_config, config.head_dim, honours),
     )
+
+
+def is_bidirectional(hf_config: dict[str, Any]) -> bool:
+    """Whether the tokens of a model built as a decoder see those behind them (EmbeddingGemma)."""
+    return hf_config.get("is_causal") is False or bool(hf_config.get("use_bidirectional_attention"))
+
+
+def _check_bidirectional(hf_config: dict[str, Any]) -> None:
+    if not is_bidirectional(hf_config):
+        return
+    key = "is_causal" if hf_config.get("is_causal") is False else "use_bidirectional_attention"
+    if form_of(hf_config) == GENERATE:
+        raise ModelLoadError(
+            f"config.json: {key}={hf_config[key]} is not supported for a model that generates "
+            f"text; set runner=pooling"
+        )
+    if key == "is_causal" and hf_config.get("use_sliding_window"):
+        raise ModelLoadError("config.json: is_causal=False is not supported beside sliding windows")
 
 
 def unread_keys(hf_config: dict[str, Any]) -> list[str]:

@@ -62,12 +62,14 @@ def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
 
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """KV-cache blocks that fit: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or
-    else
-    `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them).
+    else `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them). Blocks of an encoder have no bytes: as
+    many as its requests need.
     """
     cache_config = config.cache_config
     if cache_config.num_gpu_blocks_override is not None:
         return cache_config.num_gpu_blocks_override
+    if not block_bytes:
+        return _most_blocks(config, (0,))
     if cache_config.kv_cache_memory_bytes is not None:
         return cache_config.kv_cache_memory_bytes // block_bytes
     share = 1.0 if config.device_config.device == "cuda" else CPU_MEMORY_FRACTION
@@ -101,7 +103,7 @@ def plan_num_blocks(
     """
     cache_config, max_model_len = config.cache_config, resolved(config.model_config.max_model_len)
     blocks_per_sequence = make_layout(config, windows).most_blocks(max_model_len)
-    wanted = 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
+    wanted = _most_blocks(config, windows)
     num_blocks = affordable_blocks(config, block_bytes, free_bytes)
     if cache_config.num_gpu_blocks_override is None and cache_config.kv_cache_memory_bytes is None:
         num_blocks = min(num_blocks, wanted)
@@ -125,12 +127,21 @@ def plan_num_blocks(
     return num_blocks
 
 
+def _most_blocks(config: EngineConfig, windows: Sequence[int]) -> int:
+    """What max_num_seqs sequences of max_model_len need, and the null block."""
+    max_model_len = resolved(config.model_config.max_model_len)
+    blocks_per_sequence = make_layout(config, windows).most_blocks(max_model_len)
+    return 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
+
+
 def plan_num_host_blocks(
     config: EngineConfig, block_bytes: int, free_bytes: int, windows: Sequence[int] = (0,)
 ) -> int:
     """Host blocks for preempted requests: what fits swap_space and SWAP_MEMORY_FRACTION of
     `free_bytes`, but at most what all requests need. `windows`: see KVLayout.
     """
+    if not block_bytes:  # recomputing a text is all there is
+        return 0
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
     num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
     if num_bytes < wanted_bytes:

@@ -3,13 +3,13 @@
 Must not know: tensors, requests, how any of it is computed (executor/pooling/).
 
 A pooled result is made in this order: the hidden states of a request's tokens, one row by each of
-`modes` (concatenated), the layers of `dense`, the `head` of a classifier, the first `dimensions`
-numbers, the activation (normalisation, sigmoid or softmax).
+`modes` (concatenated), the layers of `dense` or of a classifier's head, the first `dimensions`
+numbers, the activation (normalisation, sigmoid or softmax). resolve_pooling.py makes a Pooling.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -42,7 +42,7 @@ class Dense(msgspec.Struct, frozen=True, kw_only=True):
     in_features: int
     out_features: int
     has_bias: bool = True
-    activation: str = "tanh"  # or "identity", "relu", "gelu", "silu"
+    activation: str = "tanh"  # of executor/pooling/heads.py
 
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,14 +59,10 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka_dimensions: tuple[int, ...] = ()
     # whether any length may be asked for
     is_matryoshka: bool = False
-    # how a classifier makes logits of a row: executor/pooling/heads.py has the names; "": none
-    head: str = ""
-    num_labels: int = 0
+    num_labels: int = 0  # of a classifier; its head is the model's (ipc/models/forms.py)
     labels: tuple[str, ...] = ()
     logit_mean: float = 0.0
     logit_sigma: float = 1.0
-    # A score of two token ids' logits, (no, yes): the difference of their rows of the output head.
-    score_tokens: tuple[int, ...] = ()
     # every token sees the whole text, and there is no KV cache: prompts are computed at once
     is_bidirectional: bool = False
     has_token_types: bool = False
@@ -80,16 +76,3 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     def reads_all_tokens(self) -> bool:
         """Whether one row needs the hidden states of more than the last token."""
         return self.modes != ("lasttoken",)
-
-
-def resolve_pooling(hf_config: dict[str, Any], config: PoolerConfig | None = None) -> Pooling:
-    """How a decoder without files of sentence-transformers pools: the last token, normalised."""
-    given = config or PoolerConfig()
-    names = {"CLS": "cls", "LAST": "lasttoken", "MEAN": "mean"}
-    kind = given.seq_pooling_type or given.pooling_type
-    changes: dict[str, Any] = {"dimensions": given.dimensions}
-    if kind is not None:
-        changes["modes"] = (names[kind],)
-    if given.use_activation is False:
-        changes["activation"] = "identity"
-    return msgspec.structs.replace(Pooling(), **changes)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from quire.core.engine_core import EngineCore
-from quire.executor.pooling.pooler import normalized
-from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.executor.pooling.heads import normalized
+from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.models.pooling import Pooling
 from quire.ipc.params import PoolingParams, SamplingParams
-from quire.tests.executor.driver import make_config, to_numpy
+from quire.tests.executor.driver import make_config
+from quire.tests.executor.pooling_core import pool, run
 from transformers import AutoModel
 
 MODES = ("cls", "mean", "lasttoken")
@@ -49,33 +50,8 @@ def start(tiny):
         core.shutdown()
 
 
-def run(core: EngineCore, requests: dict[str, tuple[list[int], PoolingParams | SamplingParams]]):
-    """The pooled results by id; of others their tokens."""
-    for request_id, (prompt, params) in requests.items():
-        core.add_request(EngineCoreRequest(request_id, prompt, params))
-    found: dict = {}
-    while core.has_work():
-        outputs, has_run = core.step_fn()
-        core.post_step(has_run)
-        for rows in (outputs or {}).values():
-            ends = {end.row: end for end in rows.finished}
-            for pooled in rows.pooled:
-                assert ends[pooled.row].reason is FinishReason.STOP
-                found[rows.request_ids[pooled.row]] = to_numpy(pooled.values).copy()
-            tokens = iter(rows.token_ids)
-            for row, (request_id, count) in enumerate(zip(rows.request_ids, rows.num_tokens)):
-                if count:
-                    found.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
-                if row in ends and ends[row].error:
-                    found[request_id] = ends[row].error
-    assert core.scheduler_state()["requests"] == []
-    return found
-
-
 def embed(core: EngineCore, texts: list[list[int]], **params) -> list[np.ndarray]:
-    wanted = PoolingParams(**{"task": "embed", **params})
-    found = run(core, {str(i): (text, wanted) for i, text in enumerate(texts)})
-    return [found[str(i)] for i in range(len(texts))]
+    return pool(core, texts, **{"task": "embed", **params})
 
 
 @pytest.fixture(scope="module")

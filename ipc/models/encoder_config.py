@@ -1,0 +1,167 @@
+"""Parses the config.json of a text encoder into one checked form.
+
+Must not know: tensors, layers, how any of it is computed, which architectures there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelLoadError
+from .decoder_config import MOST, MOST_OF_A_SIZE
+from .forms import Head
+from .quantization_config import parse_quantization
+
+# hidden_act -> the operation of kernels/encoder.py
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swiglu": "silu",
+    "swish": "silu",
+}
+# Keys that would change the mathematics, with the values under which they do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("absolute",),
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "sinusoidal_pos_embds": (False,),
+    "is_causal": (False,),
+    "prenorm": (False,),
+    "use_rms_norm": (False,),
+    "parallel_block": (False,),
+    "causal": (False,),
+    "num_experts": (0, 1),
+    "moe_every_n_layers": (0, -1),
+    "embedding_size": (),
+}
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """Sizes are counts of features, heads, layers or tokens."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    max_position_embeddings: int  # of a text, without the rows that position_offset skips
+    layer_norm_eps: float
+    activation: str  # an operation of kernels/encoder.py, or the first part of one with _and_mul
+    type_vocab_size: int = 0  # 0: tokens have no types
+    has_pair_types: bool = False  # the second text of a pair has the type 1, not 0
+    position_offset: int = 0  # the row of the first token in the table of positions
+    # parameters of each layer's rotary embedding, None: it does not rotate
+    ropes: tuple[dict[str, Any] | None, ...] = ()
+    # of each layer: how far from itself a token sees, in both directions; 0: everything
+    windows: tuple[int, ...] = ()
+    norm_bias: bool = True
+    attention_bias: bool = True
+    mlp_bias: bool = True
+    relative_buckets: int = 0  # rows of a table of attention's biases; 0: there is none
+    head: Head = ()
+    base_prefix: str = ""  # of the base model's tensors; a checkpoint of it alone may lack it
+
+    is_bidirectional = True
+    has_lm_head = False
+    experts = None
+    fp32_norms = False
+
+    @property
+    def num_key_value_heads(self) -> int:
+        return self.num_attention_heads
+
+    @property
+    def sliding_windows(self) -> tuple[int, ...]:
+        """Of the KV cache, which there is none of."""
+        return ()
+
+    def rope_of(self, layer: int) -> dict[str, Any] | None:
+        return self.ropes[layer]
+
+
+class Keys:
+    """Reads config.json under the names that a family has: `renamed` has ours -> its."""
+
+    def __init__(self, hf_config: Mapping[str, Any], renamed: Mapping[str, str]):
+        self.hf_config = hf_config
+        self._renamed = renamed
+        parse_quantization(dict(hf_config))  # refuses what is unsupported
+        for key, neutral in _NEUTRAL.items():
+            value = hf_config.get(key)
+            if value is None or value in neutral:
+                continue
+            if key == "embedding_size" and value == hf_config.get("hidden_size"):
+                continue
+            raise ModelLoadError(
+                f"config.json: {key}={value!r:.100} is not supported; supported: "
+                f"{', '.join(map(repr, neutral)) or 'none'}"
+            )
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.hf_config.get(self._renamed.get(name, name))
+        value = self.hf_config.get(name) if value is None else value
+        return default if value is None else value
+
+    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
+        value, most = self.get(name, default), MOST.get(name, MOST_OF_A_SIZE)
+        key = self._renamed.get(name, name)
+        if value is None:
+            raise ModelLoadError(f"config.json lacks {key}")
+        if type(value) is not int or not least <= value <= most:
+            raise ModelLoadError(
+                f"config.json: {key} must be an integer from {least} to {most:,}, got "
+                f"{value!r:.100}"
+            )
+        return value
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        value = self.get(name, default)
+        if not isinstance(value, (int, float)) or not least <= value <= most:
+            raise ModelLoadError(
+                f"config.json: {self._renamed.get(name, name)} must be a number from {least} to "
+                f"{most}, got {value!r:.100}"
+            )
+        return value
+
+    def switch(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if not isinstance(value, bool):
+            raise ModelLoadError(
+                f"config.json: {self._renamed.get(name, name)} must be true or false, got "
+                f"{value!r:.100}"
+            )
+        return value
+
+    def activation(self, name: str, default: str) -> str:
+        value = self.get(name, default)
+        if value not in ACTIVATIONS:
+            raise ModelLoadError(
+                f"config.json: {self._renamed.get(name, name)}={value!r:.100} is not supported; "
+                f"supported: {', '.join(ACTIVATIONS)}"
+            )
+        return ACTIVATIONS[value]
+
+    def basic(self, eps: float) -> dict[str, Any]:
+        """The fields of an EncoderConfig that all families have."""
+        hidden_size, num_heads = self.size("hidden_size"), self.size("num_attention_heads")
+        if hidden_size % num_heads:
+            raise ModelLoadError(
+                f"config.json: hidden_size={hidden_size} is not a multiple of "
+                f"num_attention_heads={num_heads}"
+            )
+        return {
+            "vocab_size": self.size("vocab_size"),
+            "hidden_size": hidden_size,
+            "intermediate_size": self.size("intermediate_size", 4 * hidden_size),
+            "num_hidden_layers": self.size("num_hidden_layers"),
+            "num_attention_heads": num_heads,
+            "head_dim": hidden_size // num_heads,
+            "layer_norm_eps": self.number("layer_norm_eps", eps, 0, 1),
+        }

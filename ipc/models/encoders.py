@@ -1,0 +1,383 @@
+"""The supported text encoders: how each reads its config.json, and the names and shapes of its
+checkpoint's tensors.
+
+Must not know: tensors' values, layers, how any of it is computed. executor/models/encoder.py builds
+the models from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelLoadError
+from .decoder_config import SLIDING
+from .encoder_config import EncoderConfig, Keys
+from .forms import CLASSIFY, CLASSIFY_TOKENS, Head, HeadLayer, form_of, label_names
+
+
+@dataclass(frozen=True)
+class EncoderNames:
+    """Names of tensors without `base` and without ".weight"; "": there is none."""
+
+    base: str  # in front of all but the head's
+    words: str
+    positions: str
+    types: str
+    embedding_norm: str
+    layer: str  # with {} for the layer's index; in front of the following
+    qkv: tuple[str, ...]  # q, k and v, or all in one
+    out: str
+    attention_norm: str
+    up: tuple[str, ...]  # of the MLP: its rows in order; of a gated one first what is activated
+    down: str
+    mlp_norm: str
+    final_norm: str = ""
+    relative_bias: str = ""
+
+
+Parse = Callable[[dict[str, Any]], EncoderConfig]
+
+
+@dataclass(frozen=True)
+class EncoderArchitecture:
+    """`is_gated`: the MLP is down(activation(first half) * second half). `is_pre_norm`: norms come
+    before the blocks, and the first layer has none before attention (ModernBERT); otherwise after
+    them (BERT).
+    """
+
+    model_type: str
+    parse: Parse
+    names: EncoderNames
+    is_gated: bool = False
+    is_pre_norm: bool = False
+
+    def weight_shapes(self, config: EncoderConfig) -> dict[str, list[int]]:
+        """Shape of every tensor that a checkpoint must hold, by name."""
+        base = self.names.base
+        shapes = {base + name: shape for name, shape in self._base_shapes(config)}
+        return shapes | dict(item for layer in config.head for item in layer.shapes())
+
+    def tied_weights(self, config: EncoderConfig) -> dict[str, str]:
+        return {}
+
+    def _base_shapes(self, config: EncoderConfig) -> Iterator[tuple[str, list[int]]]:
+        names, hidden, inner = self.names, config.hidden_size, config.intermediate_size
+        tables = (
+            (names.words, config.vocab_size),
+            (names.positions, config.max_position_embeddings + config.position_offset),
+            (names.types, config.type_vocab_size),
+        )
+        yield from ((f"{name}.weight", [rows, hidden]) for name, rows in tables if name and rows)
+        if names.relative_bias:
+            rows = config.relative_buckets
+            yield f"{names.relative_bias}.weight", [rows, config.num_attention_heads]
+        yield from _norm(names.embedding_norm, config)
+        for index in range(config.num_hidden_layers):
+            layer = names.layer.format(index)
+            qkv_rows = 3 * hidden // len(names.qkv)
+            up_rows = (1 + self.is_gated) * inner // len(names.up)
+            for name, rows, columns, bias in (
+                *((name, qkv_rows, hidden, config.attention_bias) for name in names.qkv),
+                (names.out, hidden, hidden, config.attention_bias),
+                *((name, up_rows, hidden, config.mlp_bias) for name in names.up),
+                (names.down, hidden, inner, config.mlp_bias),
+            ):
+                yield f"{layer}{name}.weight", [rows, columns]
+                if bias:
+                    yield f"{layer}{name}.bias", [rows]
+            if index or not self.is_pre_norm:
+                yield from _norm(layer + names.attention_norm, config)
+            yield from _norm(layer + names.mlp_norm, config)
+        if names.final_norm:
+            yield from _norm(names.final_norm, config)
+
+
+def _norm(name: str, config: EncoderConfig) -> Iterator[tuple[str, list[int]]]:
+    yield f"{name}.weight", [config.hidden_size]
+    if config.norm_bias:
+        yield f"{name}.bias", [config.hidden_size]
+
+
+def _head(hf_config: dict[str, Any], hidden: int, *before: HeadLayer, last: str) -> Head:
+    """The layers of a classifier: `before`, and the last, which makes the classes. A classifier of
+    tokens has the last alone.
+    """
+    form = form_of(hf_config)
+    if form not in (CLASSIFY, CLASSIFY_TOKENS):
+        return ()
+    num_labels = len(label_names(hf_config))
+    if form == CLASSIFY_TOKENS:
+        return (HeadLayer("classifier", hidden, num_labels),)
+    return (*before, HeadLayer(last, hidden, num_labels))
+
+
+def _parse_bert(hf_config: dict[str, Any]) -> EncoderConfig:
+    keys = Keys(hf_config, {})
+    basic = keys.basic(1e-12)
+    hidden = basic["hidden_size"]
+    dense = HeadLayer(f"{BERT_NAMES.base}pooler.dense", hidden, hidden, activation="tanh")
+    return EncoderConfig(
+        **basic,
+        max_position_embeddings=keys.size("max_position_embeddings", 512),
+        activation=keys.activation("hidden_act", "gelu"),
+        type_vocab_size=(num_types := keys.size("type_vocab_size", 2)),
+        has_pair_types=num_types > 1,
+        head=_head(hf_config, hidden, dense, last="classifier"),
+        base_prefix=BERT_NAMES.base,
+    )
+
+
+def _offset_parser(base: str, has_types: bool, has_bias_table: bool) -> Parse:
+    """RoBERTa and its relatives: positions are counted behind the padding token's."""
+
+    def parse(hf_config: dict[str, Any]) -> EncoderConfig:
+        keys = Keys(hf_config, {})
+        basic = keys.basic(1e-12)
+        hidden = basic["hidden_size"]
+        # MPNet's is a constant of transformers
+        offset = 2 if has_bias_table else keys.size("pad_token_id", 1, least=0) + 1
+        rows = keys.size("max_position_embeddings", 512)
+        if rows <= offset:
+            raise ModelLoadError(
+                f"config.json: max_position_embeddings must be more than {offset}, got {rows}"
+            )
+        buckets = keys.size("relative_attention_num_buckets", 32) if has_bias_table else 0
+        if buckets not in (0, 32):  # transformers distinguishes 32 whatever the key says
+            raise ModelLoadError(
+                f"config.json: relative_attention_num_buckets={buckets} is not supported; "
+                f"supported: 32"
+            )
+        dense = HeadLayer("classifier.dense", hidden, hidden, activation="tanh")
+        return EncoderConfig(
+            **basic,
+            max_position_embeddings=rows - offset,
+            position_offset=offset,
+            activation=keys.activation("hidden_act", "gelu"),
+            type_vocab_size=keys.size("type_vocab_size", 2) if has_types else 0,
+            relative_buckets=buckets,
+            head=_head(hf_config, hidden, dense, last="classifier.out_proj"),
+            base_prefix=base,
+        )
+
+    return parse
+
+
+def _parse_distilbert(hf_config: dict[str, Any]) -> EncoderConfig:
+    renamed = {
+        "hidden_size": "dim",
+        "intermediate_size": "hidden_dim",
+        "num_hidden_layers": "n_layers",
+        "num_attention_heads": "n_heads",
+        "hidden_act": "activation",
+    }
+    keys = Keys(hf_config, renamed)
+    basic = keys.basic(1e-12)
+    hidden = basic["hidden_size"]
+    dense = HeadLayer("pre_classifier", hidden, hidden, activation="relu")
+    return EncoderConfig(
+        **basic,
+        max_position_embeddings=keys.size("max_position_embeddings", 512),
+        activation=keys.activation("hidden_act", "gelu"),
+        head=_head(hf_config, hidden, dense, last="classifier"),
+        base_prefix=DISTILBERT_NAMES.base,
+    )
+
+
+def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
+    keys = Keys(hf_config, {"hidden_act": "hidden_activation", "layer_norm_eps": "norm_eps"})
+    basic = keys.basic(1e-5)
+    hidden, num_layers = basic["hidden_size"], basic["num_hidden_layers"]
+    every = keys.size("global_attn_every_n_layers", 3)
+    kinds = keys.get("layer_types") or [SLIDING if i % every else "" for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) < num_layers:
+        raise ModelLoadError(
+            f"config.json: layer_types must be a list of {num_layers} names, got {kinds!r:.100}"
+        )
+    is_local = [kind == SLIDING for kind in kinds[:num_layers]]
+    window = keys.size("local_attention", 128) // 2
+    given = keys.get("rope_parameters") or {}
+    thetas = [
+        (given.get(kind) or {}).get("rope_theta") or keys.number(key, default, 1, 1e12)
+        for kind, key, default in (
+            ("full_attention", "global_rope_theta", 160_000.0),
+            (SLIDING, "local_rope_theta", 10_000.0),
+        )
+    ]
+    scaled = [one for one in given.values() if (one or {}).get("rope_type", "default") != "default"]
+    if scaled or keys.get("rope_scaling"):
+        raise ModelLoadError("config.json: rope_scaling is not supported for ModernBERT")
+    norm_bias = keys.switch("norm_bias", False)
+    act = keys.activation("classifier_activation", "gelu")
+    has_bias = keys.switch("classifier_bias", False)
+    before = (
+        HeadLayer("head.dense", hidden, hidden, has_bias=has_bias, activation=act),
+        HeadLayer("head.norm", hidden, hidden, norm_bias, norm_eps=basic["layer_norm_eps"]),
+    )
+    head = _head(hf_config, hidden, *before, last="classifier")
+    if form_of(hf_config) == CLASSIFY_TOKENS:
+        head = (*before, *head)
+    return EncoderConfig(
+        **basic,
+        max_position_embeddings=keys.size("max_position_embeddings", 8192),
+        activation=_gated(keys.activation("hidden_act", "gelu")),
+        ropes=tuple({"rope_type": "default", "rope_theta": float(thetas[i])} for i in is_local),
+        windows=tuple(window if local else 0 for local in is_local),
+        norm_bias=norm_bias,
+        attention_bias=keys.switch("attention_bias", False),
+        mlp_bias=keys.switch("mlp_bias", False),
+        head=head,
+        base_prefix=MODERNBERT_NAMES.base,
+    )
+
+
+def _parse_nomic_bert(hf_config: dict[str, Any]) -> EncoderConfig:
+    """Both transformers' keys and those of nomic-ai's own code, which are GPT-2's."""
+    renamed = {
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "layer_norm_eps": "layer_norm_epsilon",
+        "hidden_act": "activation_function",
+        "max_position_embeddings": "n_positions",
+    }
+    keys = Keys(hf_config, renamed)
+    basic = keys.basic(1e-12)
+    hidden, num_layers = basic["hidden_size"], basic["num_hidden_layers"]
+    for key in ("mlp_fc1_bias", "mlp_fc2_bias", "qkv_proj_bias", "rotary_emb_interleaved"):
+        if keys.switch(key, False):
+            raise ModelLoadError(f"config.json: {key}=true is not supported for nomic_bert")
+    if keys.number("rotary_emb_fraction", 1.0, 0, 1) != 1.0:
+        raise ModelLoadError("config.json: rotary_emb_fraction other than 1 is not supported")
+    context = keys.size("max_position_embeddings", 2048)
+    if keys.get("rotary_scaling_factor"):  # angles would depend on the length of the text
+        context = min(context, keys.size("max_trained_positions", 2048))
+    rope = keys.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise ModelLoadError("config.json: scaled rope_parameters are not supported for nomic_bert")
+    theta = rope.get("rope_theta") or keys.number("rotary_emb_base", 1000.0, 1, 1e12)
+    dense = HeadLayer(f"{NOMIC_NAMES.base}pooler.dense", hidden, hidden, activation="tanh")
+    return EncoderConfig(
+        **basic,
+        max_position_embeddings=context,
+        activation=_gated(keys.activation("hidden_act", "silu")),
+        type_vocab_size=(num_types := keys.size("type_vocab_size", 2)),
+        has_pair_types=num_types > 1,
+        ropes=({"rope_type": "default", "rope_theta": float(theta)},) * num_layers,
+        attention_bias=False,
+        mlp_bias=False,
+        head=_head(hf_config, hidden, dense, last="classifier"),
+        base_prefix=NOMIC_NAMES.base,
+    )
+
+
+def _gated(activation: str) -> str:
+    if activation == "relu":
+        raise ModelLoadError("config.json: relu is not supported in a gated MLP")
+    return activation
+
+
+def _bert_names(base: str) -> EncoderNames:
+    return EncoderNames(
+        base=base,
+        words="embeddings.word_embeddings",
+        positions="embeddings.position_embeddings",
+        types="embeddings.token_type_embeddings",
+        embedding_norm="embeddings.LayerNorm",
+        layer="encoder.layer.{}.",
+        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+        out="attention.output.dense",
+        attention_norm="attention.output.LayerNorm",
+        up=("intermediate.dense",),
+        down="output.dense",
+        mlp_norm="output.LayerNorm",
+    )
+
+
+BERT_NAMES = _bert_names("bert.")
+MPNET_NAMES = EncoderNames(
+    base="mpnet.",
+    words="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    types="",
+    embedding_norm="embeddings.LayerNorm",
+    layer="encoder.layer.{}.",
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
+    up=("intermediate.dense",),
+    down="output.dense",
+    mlp_norm="output.LayerNorm",
+    relative_bias="encoder.relative_attention_bias",
+)
+DISTILBERT_NAMES = EncoderNames(
+    base="distilbert.",
+    words="embeddings.word_embeddings",
+    positions="embeddings.position_embeddings",
+    types="",
+    embedding_norm="embeddings.LayerNorm",
+    layer="transformer.layer.{}.",
+    qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    out="attention.out_lin",
+    attention_norm="sa_layer_norm",
+    up=("ffn.lin1",),
+    down="ffn.lin2",
+    mlp_norm="output_layer_norm",
+)
+MODERNBERT_NAMES = EncoderNames(
+    base="model.",
+    words="embeddings.tok_embeddings",
+    positions="",
+    types="",
+    embedding_norm="embeddings.norm",
+    layer="layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.Wo",
+    attention_norm="attn_norm",
+    up=("mlp.Wi",),
+    down="mlp.Wo",
+    mlp_norm="mlp_norm",
+    final_norm="final_norm",
+)
+NOMIC_NAMES = EncoderNames(  # nomic-ai's own, in which transformers saves too
+    base="nomic_bert.",
+    words="embeddings.word_embeddings",
+    positions="",
+    types="embeddings.token_type_embeddings",
+    embedding_norm="emb_ln",
+    layer="encoder.layers.{}.",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    attention_norm="norm1",
+    up=("mlp.fc12", "mlp.fc11"),
+    down="mlp.fc2",
+    mlp_norm="norm2",
+)
+
+
+def _roberta(model_type: str, base: str = "roberta.") -> EncoderArchitecture:
+    return EncoderArchitecture(
+        model_type, _offset_parser(base, has_types=True, has_bias_table=False), _bert_names(base)
+    )
+
+
+ENCODERS = {
+    "BertModel": EncoderArchitecture("bert", _parse_bert, BERT_NAMES),
+    "RobertaModel": _roberta("roberta"),
+    "XLMRobertaModel": _roberta("xlm-roberta"),
+    "CamembertModel": _roberta("camembert"),
+    "MPNetModel": EncoderArchitecture(
+        "mpnet",
+        _offset_parser(MPNET_NAMES.base, has_types=False, has_bias_table=True),
+        MPNET_NAMES,
+    ),
+    "DistilBertModel": EncoderArchitecture("distilbert", _parse_distilbert, DISTILBERT_NAMES),
+    "ModernBertModel": EncoderArchitecture(
+        "modernbert", _parse_modernbert, MODERNBERT_NAMES, is_gated=True, is_pre_norm=True
+    ),
+    "NomicBertModel": EncoderArchitecture(
+        "nomic_bert", _parse_nomic_bert, NOMIC_NAMES, is_gated=True
+    ),
+}

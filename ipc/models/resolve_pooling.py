@@ -1,0 +1,228 @@
+"""Decides what a model does, generate or pool, and how it pools: from its files, its architecture
+and what the user changes.
+
+Must not know: tensors' values, torch, requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from ..errors import InvalidParameterError, ModelLoadError
+from ..json_files import read_json
+from .architectures import ENCODERS, NATIVE, find_architecture
+from .decoder_config import is_bidirectional
+from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, GENERATE, form_of, in_form, label_names
+from .pooling import PoolerConfig, Pooling
+from .sentence_transformers import activation_named, has_modules, read_matryoshka, read_modules
+
+_MODES = {"CLS": "cls", "LAST": "lasttoken", "MEAN": "mean"}
+_PROBLEMS = {  # problem_type of config.json -> activation
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+
+
+class Resolved(NamedTuple):
+    runner: str  # "generate" or "pooling"
+    convert: str  # "none", "embed" or "classify"
+    pooling: Pooling
+    hf_config: dict[str, Any]  # with the architecture in the form that runs
+
+
+def resolve_pooling(
+    directory: Path,
+    hf_config: dict[str, Any],
+    runner: str = "auto",
+    convert: str = "auto",
+    config: PoolerConfig | None = None,
+    model_impl: str = "auto",
+) -> Resolved:
+    """directory: of the model's files, or the path of a GGUF file.
+
+    runner="auto" pools where there is a modules.json, and where the architecture is an encoder's or
+    a classifier's. Raises InvalidParameterError for what the model cannot do, ModelLoadError for
+    files that cannot be read.
+    """
+    name = _native_name(hf_config, model_impl)
+    form, is_encoder = form_of(hf_config), name in ENCODERS
+    has_files = has_modules(directory)
+    must_pool = is_encoder or form != GENERATE or is_bidirectional(hf_config)
+    if runner == "auto":
+        runner = "pooling" if must_pool or has_files or convert != "auto" else "generate"
+    if runner == "generate":
+        _check_generates(must_pool, convert)
+        return Resolved(runner, "none", _changed(Pooling(), config), hf_config)
+    if convert == "auto":
+        convert = "embed" if form == GENERATE else "none"
+    if convert == "none" and form == GENERATE:
+        raise InvalidParameterError(
+            "convert", "must be embed or classify for a model that generates text, got none"
+        )
+    if convert != "none":
+        wanted = {"embed": EMBED, "classify": CLASSIFY}[convert]
+        converted = in_form(hf_config, wanted)
+        if _native_name(converted, model_impl):
+            hf_config = converted
+        elif wanted == CLASSIFY or form != GENERATE:
+            raise InvalidParameterError(
+                "convert", f"{convert} is not supported for a model in transformers' code"
+            )
+    form = form_of(hf_config)
+    if form in (CLASSIFY, CLASSIFY_TOKENS):
+        hf_config = _with_score_tokens(directory, hf_config)
+        pooling = _classifier(hf_config, form, name)
+    elif has_files:
+        pooling = read_modules(directory, hf_config)
+    else:
+        modes = ("mean",) if is_encoder or is_bidirectional(hf_config) else ("lasttoken",)
+        pooling = Pooling(modes=modes, **read_matryoshka(hf_config))  # type: ignore[arg-type]
+    if name is not None:
+        parsed = NATIVE[name].parse(hf_config)
+        pooling = msgspec.structs.replace(
+            pooling,
+            is_bidirectional=parsed.is_bidirectional,
+            has_token_types=getattr(parsed, "has_pair_types", False),
+        )
+    return Resolved(runner, convert, _changed(pooling, config), hf_config)
+
+
+def _native_name(hf_config: dict[str, Any], model_impl: str) -> str | None:
+    """The architecture of the tables; None of a model in transformers' code or a registered one."""
+    try:
+        return None if model_impl == "transformers" else find_architecture(hf_config)
+    except ModelLoadError:
+        return None
+
+
+def positions_of(hf_config: dict[str, Any]) -> int | None:
+    """The longest text of an encoder with a page of Quire's, in tokens; None of other models."""
+    name = _native_name(hf_config, "auto")
+    return NATIVE[name].parse(hf_config).max_position_embeddings if name in ENCODERS else None
+
+
+def _check_generates(must_pool: bool, convert: str) -> None:
+    if must_pool:
+        raise InvalidParameterError(
+            "runner", "must be pooling: the model generates no text, got generate"
+        )
+    if convert not in ("auto", "none"):
+        raise InvalidParameterError(
+            "convert", f"must be none with runner=generate, got {convert}; set runner=pooling"
+        )
+
+
+def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
+    """As the user wants it."""
+    if config is None:
+        return pooling
+    changes: dict[str, Any] = {}
+    if (kind := config.seq_pooling_type or config.pooling_type) is not None:
+        changes["modes"] = (_MODES[kind],)
+    if config.use_activation is not None:
+        default = "normalize" if "embed" in pooling.tasks else pooling.activation
+        changes["activation"] = default if config.use_activation else "identity"
+    if config.dimensions is not None:
+        check_dimensions(config.dimensions, pooling)
+        changes["dimensions"] = config.dimensions
+    if config.logit_mean is not None:
+        changes["logit_mean"] = config.logit_mean
+    if config.logit_sigma is not None:
+        changes["logit_sigma"] = config.logit_sigma
+    return msgspec.structs.replace(pooling, **changes)
+
+
+def check_dimensions(dimensions: int, pooling: Pooling) -> None:
+    """Raises InvalidParameterError unless embeddings of the model may be cut to `dimensions`."""
+    allowed = pooling.matryoshka_dimensions
+    if dimensions in allowed or (pooling.is_matryoshka and not allowed):
+        return
+    if allowed:
+        raise InvalidParameterError(
+            "dimensions", f"must be one of {', '.join(map(str, allowed))}, got {dimensions}"
+        )
+    raise InvalidParameterError(
+        "dimensions",
+        "must be left out: the model was not trained for shorter embeddings (its config.json has "
+        "neither matryoshka_dimensions nor is_matryoshka)",
+    )
+
+
+def _classifier(hf_config: dict[str, Any], form: str, name: str | None) -> Pooling:
+    labels = label_names(hf_config)
+    if hf_config.get("score_token_ids"):
+        labels = labels[:1]
+    modes = ("cls",) if name in ENCODERS else ("lasttoken",)
+    if name == "ModernBertModel" and hf_config.get("classifier_pooling") == "mean":
+        modes = ("mean",)
+    return Pooling(
+        tasks=("classify",) if form == CLASSIFY else ("token_classify",),
+        modes=modes,  # type: ignore[arg-type]
+        activation=_class_activation(hf_config, len(labels)),  # type: ignore[arg-type]
+        num_labels=len(labels),
+        labels=labels,
+    )
+
+
+def _class_activation(hf_config: Mapping[str, Any], num_labels: int) -> str:
+    """What makes scores or probabilities of a classifier's logits: as sentence-transformers' files
+    say, or problem_type; else sigmoid for one class and softmax for several.
+    """
+    own = hf_config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or hf_config.get("sbert_ce_default_activation_function")
+    if named is not None:
+        activation = activation_named(named, "config.json")
+        if activation not in ("identity", "sigmoid"):
+            raise ModelLoadError(f"config.json: activation {named!r:.100} is not supported")
+        return activation
+    problem = hf_config.get("problem_type")
+    if problem is not None and problem not in _PROBLEMS:
+        raise ModelLoadError(
+            f"config.json: problem_type={problem!r:.60} is not supported; supported: "
+            f"{', '.join(_PROBLEMS)}"
+        )
+    return _PROBLEMS[problem] if problem else "sigmoid" if num_labels == 1 else "softmax"
+
+
+def _with_score_tokens(directory: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """hf_config with the ids of classifier_from_token, if it has that key.
+
+    The tokens are (no, yes), whose logits' difference is the class's logit: sigmoid of it is the
+    softmax of both. A single token's logit is the class's with method=no_post_processing.
+    """
+    tokens = hf_config.get("classifier_from_token")
+    if tokens is None:
+        return hf_config
+    two = hf_config.get("method") == "from_2_way_softmax"
+    two = two or bool(hf_config.get("is_original_qwen3_reranker"))
+    count = 2 if two else 1
+    is_list = isinstance(tokens, list) and all(isinstance(token, str) for token in tokens)
+    if not is_list or len(tokens) != count:
+        raise ModelLoadError(
+            f"classifier_from_token must be a list of {count} tokens, (no, yes) with "
+            f"is_original_qwen3_reranker or method=from_2_way_softmax, got {tokens!r:.100}"
+        )
+    vocabulary = _vocabulary(directory / "tokenizer.json")
+    if missing := [token for token in tokens if token not in vocabulary]:
+        raise ModelLoadError(
+            f"classifier_from_token: the tokenizer has no token {missing[0]!r:.60}"
+        )
+    return hf_config | {"score_token_ids": [vocabulary[token] for token in tokens]}
+
+
+def _vocabulary(path: Path) -> dict[str, int]:
+    file = read_json(path)
+    model = file.get("model")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(known, list):  # with a score for each
+        known = {entry[0]: i for i, entry in enumerate(known)}
+    vocabulary = dict(known or {})
+    for token in file.get("added_tokens") or []:
+        vocabulary[token.get("content")] = token.get("id")
+    return vocabulary

@@ -56,8 +56,8 @@ class RelativeBias:
             config.relative_buckets, config.num_attention_heads, dtype=torch.float32
         )
         # [heads, 2 * MAX_DISTANCE + 1] for the distances from -MAX_DISTANCE on
-        self.by_distance = make.parameter(
-            config.num_attention_heads, 2 * MAX_DISTANCE + 1, dtype=torch.float32
+        self.by_distance = torch.empty(
+            config.num_attention_heads, 2 * MAX_DISTANCE + 1, device=make.device
         )
         make.wait(self.table, self)
 

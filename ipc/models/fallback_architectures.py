@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import ModelLoadError
-from .architectures import ARCHITECTURES, find_architecture
+from .architectures import ARCHITECTURES, NATIVE, find_architecture
 from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
 from .quantization_config import parse_quantization
 
@@ -135,7 +135,7 @@ class FallbackConfig(DecoderConfig):
 
 
 def choose_implementation(
-    hf_config: Mapping[str, Any], model_impl: str, native: Iterable[str] = ARCHITECTURES
+    hf_config: Mapping[str, Any], model_impl: str, native: Iterable[str] = NATIVE
 ) -> tuple[str, str]:
     """QUIRE and an architecture, or TRANSFORMERS and a model type.
 

@@ -14,8 +14,9 @@ import msgspec
 
 from ..errors import InvalidParameterError, ModelLoadError
 from ..json_files import read_json
-from .architectures import ENCODERS, NATIVE, find_architecture
+from .architectures import ENCODERS, NATIVE
 from .decoder_config import is_bidirectional
+from .fallback_architectures import QUIRE, choose_implementation
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, GENERATE, form_of, in_form, label_names
 from .pooling import PoolerConfig, Pooling
 from .sentence_transformers import activation_named, has_modules, read_matryoshka, read_modules
@@ -52,7 +53,8 @@ def resolve_pooling(
     name = _native_name(hf_config, model_impl)
     form, is_encoder = form_of(hf_config), name in ENCODERS
     has_files = has_modules(directory)
-    must_pool = is_encoder or form != GENERATE or is_bidirectional(hf_config)
+    is_headless = name is not None and form != GENERATE
+    must_pool = is_encoder or is_headless or is_bidirectional(hf_config)
     if runner == "auto":
         runner = "pooling" if must_pool or has_files or convert != "auto" else "generate"
     if runner == "generate":
@@ -95,9 +97,10 @@ def resolve_pooling(
 def _native_name(hf_config: dict[str, Any], model_impl: str) -> str | None:
     """The architecture of the tables; None of a model in transformers' code or a registered one."""
     try:
-        return None if model_impl == "transformers" else find_architecture(hf_config)
+        implementation, name = choose_implementation(hf_config, model_impl)
     except ModelLoadError:
         return None
+    return name if implementation == QUIRE else None
 
 
 def positions_of(hf_config: dict[str, Any]) -> int | None:

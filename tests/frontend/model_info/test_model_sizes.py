@@ -19,6 +19,7 @@ from quire.frontend.model_info.model_sizes import (
 from quire.ipc.models.memory_plan import QUANTIZATION_BITS
 from quire.kernels import registry
 from quire.kernels.ops import kv_cache_row
+from quire.tests.ipc.models.test_encoders import FAMILIES, config_of
 from quire.tests.tiny_models import KINDS, make_tiny_config
 
 VARIANTS: list[dict[str, Any]] = [
@@ -67,6 +68,30 @@ def test_sizes_equal_those_of_the_layers(kind: str, variant: dict[str, Any]) -> 
             kv_bytes_per_token(sizes.config, "bfloat16", kv_cache_dtype)
             == sum(rows) * dtype.itemsize
         )
+
+
+POOLING = [
+    *((kind, form) for kind in FAMILIES for form in ("Model", "ForSequenceClassification")),
+    *(("qwen3", f"Qwen3{form}") for form in ("Model", "ForSequenceClassification")),
+    ("gemma3_text", "Gemma3TextModel"),
+]
+
+
+@pytest.mark.parametrize(("kind", "form"), POOLING)
+def test_sizes_of_models_that_pool_equal_those_of_the_layers(kind: str, form: str) -> None:
+    if kind in FAMILIES:
+        hf_config = config_of(kind, form, num_labels=3)
+    else:
+        hf_config = make_tiny_config(kind).to_dict() | {"architectures": [form]}
+    model_class: Any = models.find_model_class(hf_config)
+    ops, sizes = registry.select("cpu", torch.bfloat16), measure_model(hf_config)
+    for quantization in (None, *QUANTIZATION_BITS):
+        make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"), quantization)
+        model = model_class(model_class.parse_config(hf_config), make, 64)
+        assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
+    assert sizes.num_parameters == sum(tensor.numel() for _, tensor in model.weights())
+    if kind in FAMILIES:
+        assert kv_bytes_per_token(sizes.config, "bfloat16") == 0
 
 
 def test_bytes_of_a_type_equal_torchs() -> None:

@@ -14,9 +14,11 @@ from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
 from quire.frontend.cli.plan import render
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
+from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
 
 GIB = 2**30
@@ -388,3 +390,14 @@ def test_the_estimate_grows_with_the_step(big: str) -> None:
     )
     assert large - small == 1000 * (2 * 4096 + 3 * 11_008) * 2
     assert plan(big, 80 * GIB, device="cuda", max_num_seqs=1).step_bytes < small
+
+
+def test_an_encoder_has_no_cache(tmp_path: Path) -> None:
+    directory = save_tiny_encoder(tmp_path, "bert")
+    plan = make_plan(EngineArgs(str(directory)), 2**30)
+    assert plan.fits and plan.architecture == "BertModel"
+    assert (plan.kv_cache_bytes, plan.kv_bytes_per_token, plan.block_bytes) == (0, 0, 0)
+    assert (plan.model_context, plan.longest_context) == (512, 512)
+    findings = {finding.name: finding for finding in check_model(EngineArgs(str(directory)))}
+    assert findings.keys() == {"model", "weights", "fits", "tokenizer"}
+    assert {finding.status for finding in findings.values()} == {"pass"}

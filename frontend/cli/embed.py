@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..pooling_outputs import PoolingRequestOutput
     from .embed_writers import Writer
 
-USAGE = "quire embed FILE [--output FILE] [--task TASK] [engine flags]"
+USAGE = "quire embed [FILE] [--output FILE] [--task TASK] [engine flags]"
 DESCRIPTION = (
     "Embeds each text of FILE, which has one text per line, or with the name *.jsonl one object "
     '{"text": ...} per line, whose other fields are copied to the output; `-` is standard input.'
@@ -39,7 +39,13 @@ Record = dict[str, Any]
 
 def make_parser(argv: list[str]) -> Parser:
     parser = Parser("quire embed", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("file", metavar="FILE", help="texts, one per line; - is standard input")
+    parser.add_argument(
+        "file",
+        nargs="?",
+        default="-",
+        metavar="FILE",
+        help="texts, one per line; - is standard input [-]",
+    )
     parser.add_argument(
         "--output",
         "-o",
@@ -88,6 +94,8 @@ def main(argv: list[str]) -> int:
 
 def open_texts(name: str) -> BinaryIO:
     if name == "-":
+        if sys.stdin.isatty():
+            raise InvalidParameterError("FILE", "none given; try: quire embed texts.txt")
         return sys.stdin.buffer
     try:
         return Path(name).open("rb")

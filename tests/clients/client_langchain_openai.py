@@ -4,7 +4,7 @@ import asyncio
 from typing import Any, Literal
 
 from checks import ANSWER, TOOL, run
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 REQUIREMENTS = {"langchain_openai": "langchain-openai"}
@@ -70,6 +70,21 @@ def check_structured_output(address: str, _: str) -> None:
 def check_log_probabilities(address: str, _: str) -> None:
     answer = chat(address, logprobs=True, top_logprobs=2).invoke(QUESTION)
     assert len(answer.response_metadata["logprobs"]["content"][0]["top_logprobs"]) == 2
+
+
+def check_embeddings(address: str, _: str) -> None:
+    """Texts are sent as they are: otherwise it sends ids of OpenAI's own tokenizer."""
+    embeddings = OpenAIEmbeddings(
+        model="quire",
+        base_url=f"{address}/v1",
+        api_key="none",
+        check_embedding_ctx_length=False,
+    )
+    texts = [f"text {i}" for i in range(100)]
+    rows = embeddings.embed_documents(texts)
+    assert len(rows) == 100 and abs(sum(x * x for x in rows[0]) - 1) < 1e-5
+    assert embeddings.embed_query(texts[7]) == rows[7]
+    assert asyncio.run(embeddings.aembed_query(texts[7])) == rows[7]
 
 
 def check_text_completion(address: str, _: str) -> None:

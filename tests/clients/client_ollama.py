@@ -106,7 +106,21 @@ def check_errors(address: str, _: str) -> None:
         in raises(ollama.ResponseError, lambda: list(client.chat(**long, stream=True))).error
     )
     assert raises(ollama.ResponseError, lambda: client.pull("llama3")).status_code == 400
-    assert raises(ollama.ResponseError, lambda: client.embed("quire", "hi")).status_code == 400
+    too_short = {"model": "quire", "input": "hi", "dimensions": 3}
+    assert raises(ollama.ResponseError, lambda: client.embed(**too_short)).status_code == 400
+
+
+def check_embeddings(address: str, _: str) -> None:
+    client = ollama.Client(address)
+    answer = client.embed("quire", ["a cat", "a dog"])
+    first, second = answer.embeddings
+    assert len(first) == len(second) and abs(sum(x * x for x in first) - 1) < 1e-5
+    assert answer.prompt_eval_count > 0 and answer.total_duration > 0
+    assert client.embed("quire", "a cat").embeddings == [first]
+    assert client.embeddings("quire", "a dog").embedding == second
+    assert client.embed("quire", "word " * 10_000, truncate=True).embeddings
+    too_long = {"model": "quire", "input": "word " * 10_000, "truncate": False}
+    assert raises(ollama.ResponseError, lambda: client.embed(**too_long)).status_code == 400
 
 
 def check_async(address: str, _: str) -> None:

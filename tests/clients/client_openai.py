@@ -176,9 +176,21 @@ def check_errors(address: str, _: str) -> None:
     assert error.code == "context_length_exceeded"
     raises(openai.NotFoundError, lambda: chat.create(**CHAT | {"model": "gpt-5"}))
     error = raises(
-        openai.BadRequestError, lambda: client(address).embeddings.create(model="quire", input="x")
+        openai.BadRequestError,
+        lambda: client(address).embeddings.create(model="quire", input="x", dimensions=3),
     )
-    assert error.code == "unsupported_value"
+    assert error.param == "dimensions"
+
+
+def check_embeddings(address: str, _: str) -> None:
+    """The client asks for base64 by itself, and decodes it."""
+    embeddings, texts = client(address).embeddings, [f"text {i}" for i in range(64)]
+    answer = embeddings.create(model="quire", input=texts)
+    assert [entry.index for entry in answer.data] == list(range(64))
+    assert answer.usage.prompt_tokens == answer.usage.total_tokens > 64
+    plain = embeddings.create(model="quire", input=texts[5], encoding_format="float")
+    assert list(answer.data[5].embedding) == plain.data[0].embedding
+    assert embeddings.create(model="quire", input=[[1, 2, 3]]).usage.prompt_tokens == 3
 
 
 def check_raw_headers(address: str, _: str) -> None:

@@ -26,7 +26,8 @@ _ROTATED = ("self_attn.q_proj", "self_attn.k_proj")
 # The types that kernels/reference/gguf_blocks.py dequantizes.
 READABLE_TYPES = (
     *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K"),
-    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0"),
+    *("Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "TQ1_0", "TQ2_0", "IQ2_XXS", "IQ2_XS"),
+    *("IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "NVFP4"),
 )
 VECTOR_TYPES = READABLE_TYPES[:3]  # of norms and biases
 # Type of blocks in a file -> their type in memory, which native kernels multiply. Types without
@@ -43,6 +44,14 @@ MEMORY_TYPES = {type: type for type in _WITH_KERNELS} | {
     "IQ4_XS": "Q8_0",
     "TQ1_0": "Q4_0",
     "TQ2_0": "Q4_0",
+    "IQ2_XXS": "Q8_0",
+    "IQ2_XS": "Q8_0",
+    "IQ2_S": "Q8_0",
+    "IQ3_XXS": "Q8_0",
+    "IQ3_S": "Q6_K",
+    "IQ1_S": "Q6_K",
+    "IQ1_M": "Q6_K",
+    "NVFP4": "Q8_0",
 }
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # weights that are one layer, whose blocks are kept if all of them can be

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .gguf_bits import half, in_groups, split, unpack_bits
+from .gguf_codebook_blocks import CODEBOOK_TYPES, FP4, Parts
+
 # Weights that are dequantized at a time. Temporary values stay in the cache, and torch computes
 # tensors below 2**15 in the calling thread: with more, its threads mostly wait for one another.
 PIECE = 2**15 - 1
 
-_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
@@ -69,29 +71,6 @@ def dequantize(blocks: Tensor, type: str, dtype: torch.dtype = torch.float32) ->
     return out
 
 
-def split(blocks: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-    return blocks.split(sizes, dim=1)
-
-
-def half(x: Tensor) -> Tensor:
-    """[blocks, 2] bytes -> [blocks, 1] f32"""
-    return x.contiguous().view(torch.float16).float()
-
-
-def unpack_bits(x: Tensor, width: int, run: int) -> Tensor:
-    """[blocks, bytes] -> [blocks, weights] of `width` bits.
-
-    `run` bytes hold the lowest bits of `run` weights, then the next bits of the next `run`.
-    """
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1)
-    return ((x.unflatten(1, (-1, 1, run)) >> shifts) & (1 << width) - 1).flatten(1)
-
-
-def _in_groups(x: Tensor, scales: Tensor) -> Tensor:
-    """[blocks, columns] -> [blocks, groups, columns of a group] f32, one group for each scale"""
-    return x.float().unflatten(1, (scales.shape[1], -1))
-
-
 def _f32(blocks: Tensor) -> Tensor:
     return blocks.contiguous().view(torch.float32)
 
@@ -133,7 +112,7 @@ def _q8_0(blocks: Tensor) -> Tensor:
 def _q2_k(blocks: Tensor) -> Tensor:
     both, numbers, scale, least = split(blocks, 16, 64, 2, 2)
     scales, leasts = half(scale) * (both & 15).float(), half(least) * (both >> 4).float()
-    x = _in_groups(unpack_bits(numbers, 2, 32), scales)
+    x = in_groups(unpack_bits(numbers, 2, 32), scales)
     return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
 
 
@@ -141,7 +120,7 @@ def _q3_k(blocks: Tensor) -> Tensor:
     high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
     scales = half(scale) * q3_k_scales(packed)
     # the third bit is stored for x + 4
-    x = _in_groups(unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2, scales) - 4
+    x = in_groups(unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2, scales) - 4
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
@@ -163,7 +142,7 @@ def scales_and_leasts(packed: Tensor) -> tuple[Tensor, Tensor]:
 def _with_leasts(scale: Tensor, least: Tensor, packed: Tensor, numbers: Tensor) -> Tensor:
     scales, leasts = scales_and_leasts(packed)
     scales, leasts = half(scale) * scales, half(least) * leasts
-    x = _in_groups(numbers, scales)
+    x = in_groups(numbers, scales)
     return (scales.unsqueeze(-1) * x - leasts.unsqueeze(-1)).flatten(1)
 
 
@@ -182,7 +161,7 @@ def _q5_k(blocks: Tensor) -> Tensor:
 def _q6_k(blocks: Tensor) -> Tensor:
     low, high, scales, scale = split(blocks, 128, 64, 16, 2)
     scales = half(scale) * scales.contiguous().view(torch.int8).float()
-    x = _in_groups(unpack_bits(low, 4, 64) | unpack_bits(high, 2, 32) << 4, scales) - 32
+    x = in_groups(unpack_bits(low, 4, 64) | unpack_bits(high, 2, 32) << 4, scales) - 32
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
@@ -203,7 +182,7 @@ def _iq4_nl(blocks: Tensor) -> Tensor:
 def _iq4_xs(blocks: Tensor) -> Tensor:
     scale, packed, numbers = split(blocks, 2, 6, 128)
     scales = half(scale) * iq4_xs_scales(packed)
-    x = _in_groups(iq4_numbers(unpack_bits(numbers, 4, 16)), scales)
+    x = in_groups(iq4_numbers(unpack_bits(numbers, 4, 16)), scales)
     return (scales.unsqueeze(-1) * x).flatten(1)
 
 
@@ -227,7 +206,7 @@ def mxfp4_scales(exponent: Tensor) -> Tensor:
 
 def fp4_numbers(numbers: Tensor) -> Tensor:
     """The values that the nibbles of MXFP4 stand for, doubled, f32"""
-    return _look_up(_FP4, numbers)
+    return _look_up(FP4, numbers)
 
 
 def _tq1_0(blocks: Tensor) -> Tensor:
@@ -260,6 +239,15 @@ def _int4(blocks: Tensor) -> Tensor:
     return scale * (unpack_bits(numbers, 4, 16).float() - zero)
 
 
+def _product(parts: Callable[[Tensor], Parts]) -> Callable[[Tensor], Tensor]:
+    def weights(blocks: Tensor) -> Tensor:
+        scale, factors, numbers = parts(blocks)
+        scales = scale * factors
+        return (scales.unsqueeze(-1) * in_groups(numbers, scales)).flatten(1)
+
+    return weights
+
+
 ZERO_BITS = 255  # of the word of a block of INT4_*
 INT4_TYPES = {f"INT4_{size}": BlockType(size, 4 + size // 2, _int4) for size in (32, 128)}
 TYPES = {
@@ -281,4 +269,7 @@ TYPES = {
     "MXFP4": BlockType(32, 17, _mxfp4),
     "TQ1_0": BlockType(256, 54, _tq1_0),
     "TQ2_0": BlockType(256, 66, _tq2_0),
+} | {
+    type: BlockType(columns, num_bytes, _product(parts))
+    for type, (columns, num_bytes, parts) in CODEBOOK_TYPES.items()
 }

@@ -2,9 +2,10 @@
 
 Must not know: files, speed.
 
-Q3_K as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact. IQ4_XS as Q8_0 keeps the numbers and rounds the
-scale of each 32 to fp16, by at most 2**-11 of it. Q2_K as Q8_0 rounds every weight, by at most
-1/253 of the largest of its 32.
+Q3_K and IQ3_S as Q6_K, TQ1_0 and TQ2_0 as Q4_0 are exact, and so are IQ1_S and IQ1_M as Q6_K with
+scales that are fp16 after a division by eight. IQ4_XS, IQ2_XXS and IQ3_XXS as Q8_0 keep the numbers
+and round the scale of each 32 to fp16, by at most 2**-11 of it. Q2_K, IQ2_XS, IQ2_S and NVFP4 as
+Q8_0 round every weight, by at most 1/253 of the largest of its 32.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .gguf_bits import half, split, unpack_bits
 from .gguf_blocks import (
     PIECE,
     block_type,
     dequantize,
-    half,
     iq4_numbers,
     iq4_xs_scales,
     q3_k_scales,
-    split,
-    unpack_bits,
 )
+from .gguf_codebook_blocks import CODEBOOK_TYPES
 
 
 def repack(blocks: Tensor, type: str) -> Tensor:
@@ -54,24 +54,33 @@ def _as_q8_0(scales: Tensor, numbers: Tensor) -> Tensor:
     return torch.cat((_bytes_of_halves(scales), numbers), 2)
 
 
-def _q2_k(blocks: Tensor) -> Tensor:
-    weights = dequantize(blocks, "Q2_K").unflatten(1, (-1, 32))
-    scales = (weights.abs().amax(-1) / 127).half().float()
-    factors = torch.where(scales == 0, 0.0, 1 / scales)
-    numbers = (weights * factors.unsqueeze(-1)).round().clamp(-127, 127)
-    return _as_q8_0(scales, numbers.flatten(1))
+def _rounded(type: str) -> Callable[[Tensor], Tensor]:
+    def repacked(blocks: Tensor) -> Tensor:
+        weights = dequantize(blocks, type).unflatten(1, (-1, 32))
+        scales = (weights.abs().amax(-1) / 127).half().float()
+        factors = torch.where(scales == 0, 0.0, 1 / scales)
+        numbers = (weights * factors.unsqueeze(-1)).round().clamp(-127, 127)
+        return _as_q8_0(scales, numbers.flatten(1))
+
+    return repacked
 
 
 def _q3_k(blocks: Tensor) -> Tensor:
     """The same scales of 16; numbers from -4 to 3, which Q6_K stores plus 32."""
     high, numbers, packed, scale = split(blocks, 32, 64, 12, 2)
     stored = (unpack_bits(numbers, 2, 32) | unpack_bits(high, 1, 32) << 2) + 28
+    return _as_q6_k(stored, q3_k_scales(packed), scale)
+
+
+def _as_q6_k(stored: Tensor, scales: Tensor, scale: Tensor) -> Tensor:
+    """stored [blocks, 256] uint8: numbers plus 32; scales [blocks, 16], whole; scale [blocks, 2]:
+    bytes of fp16
+    """
     halves = stored.unflatten(1, (2, 4, 32))  # of 128: four runs of 32
     low, upper = halves & 15, halves >> 4
     low = (low[:, :, :2] | low[:, :, 2:] << 4).flatten(1)
     upper = (upper << torch.arange(0, 8, 2, dtype=torch.uint8).view(4, 1)).sum(2).to(torch.uint8)
-    scales = q3_k_scales(packed).to(torch.int8).view(torch.uint8)
-    return torch.cat((low, upper.flatten(1), scales, scale), 1)
+    return torch.cat((low, upper.flatten(1), scales.to(torch.int8).view(torch.uint8), scale), 1)
 
 
 def _ternary(type: str) -> Callable[[Tensor], Tensor]:
@@ -92,11 +101,43 @@ def _iq4_xs(blocks: Tensor) -> Tensor:
     return _as_q8_0(half(scale) * iq4_xs_scales(packed), iq4_numbers(unpack_bits(numbers, 4, 16)))
 
 
+def _codes(type: str) -> Callable[[Tensor], Tensor]:
+    """As Q8_0: the numbers stay as they are."""
+    parts = CODEBOOK_TYPES[type][2]
+
+    def repacked(blocks: Tensor) -> Tensor:
+        scale, factors, numbers = parts(blocks)
+        return _as_q8_0(scale * factors, numbers)
+
+    return repacked
+
+
+def _small_codes(type: str, multiple: int) -> Callable[[Tensor], Tensor]:
+    """As Q6_K: numbers are whole after a multiplication, which the scale makes up for."""
+    parts = CODEBOOK_TYPES[type][2]
+
+    def repacked(blocks: Tensor) -> Tensor:
+        scale, factors, numbers = parts(blocks)
+        stored = (numbers * multiple + 32).to(torch.uint8)
+        factors = factors.repeat_interleave(16 // factors.shape[1], 1)
+        return _as_q6_k(stored, factors, _bytes_of_halves(scale / multiple).flatten(1))
+
+    return repacked
+
+
 _REPACKED: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
-    "Q2_K": ("Q8_0", _q2_k),
+    "Q2_K": ("Q8_0", _rounded("Q2_K")),
     "Q3_K": ("Q6_K", _q3_k),
     "IQ4_XS": ("Q8_0", _iq4_xs),
     "TQ1_0": ("Q4_0", _ternary("TQ1_0")),
     "TQ2_0": ("Q4_0", _ternary("TQ2_0")),
+    "IQ2_XXS": ("Q8_0", _codes("IQ2_XXS")),
+    "IQ2_XS": ("Q8_0", _rounded("IQ2_XS")),
+    "IQ2_S": ("Q8_0", _rounded("IQ2_S")),
+    "IQ3_XXS": ("Q8_0", _codes("IQ3_XXS")),
+    "IQ3_S": ("Q6_K", _small_codes("IQ3_S", 1)),
+    "IQ1_S": ("Q6_K", _small_codes("IQ1_S", 8)),
+    "IQ1_M": ("Q6_K", _small_codes("IQ1_M", 8)),
+    "NVFP4": ("Q8_0", _rounded("NVFP4")),
 }
 TYPES = {type: target for type, (target, _) in _REPACKED.items()}

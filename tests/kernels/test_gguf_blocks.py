@@ -21,6 +21,12 @@ HALVES = {
     "Q6_K": [208],
     "IQ4_NL": [0],
     "IQ4_XS": [0],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
+    "IQ3_S": [0],
+    "IQ1_S": [0],
     "TQ1_0": [52],
     "TQ2_0": [64],
     "F16": [0],
@@ -43,6 +49,8 @@ def random_blocks(type: str, rows: int, blocks: int) -> torch.Tensor:
         extreme = torch.tensor(EXTREMES)[chosen]
         scales = torch.where(torch.arange(rows * blocks) % 2 == 0, usual, extreme).half()
         bits[:, start : start + 2] = scales.view(-1, 1).view(torch.uint8)
+    if type == "IQ1_M":
+        bits[:, 55] &= 0xBF  # the highest bit of the scale's exponent, whose parts lie apart
     if type == "MXFP4":
         bits[:6, 0] = torch.tensor([0, 1, 2, 3, 254, 127])[: len(bits[:6])]
     return bits.view(rows, -1)
@@ -76,8 +84,8 @@ def test_a_row_may_lie_anywhere():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match="type IQ2_XXS is not supported; supported: F32, F16"):
-        dequantize(torch.zeros(1, 66, dtype=torch.uint8), "IQ2_XXS")
+    with pytest.raises(ValueError, match="type Q1_0 is not supported; supported: F32, F16"):
+        dequantize(torch.zeros(1, 18, dtype=torch.uint8), "Q1_0")
     with pytest.raises(ValueError, match="Q8_0 needs rows of bytes in blocks of 34"):
         dequantize(torch.zeros(1, 35, dtype=torch.uint8), "Q8_0")
     with pytest.raises(ValueError, match="100 weights is not a whole number of Q4_0 blocks of 32"):

@@ -24,9 +24,11 @@ from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError, NotEnoughMemoryError
 from quire.kernels import registry
+from quire.kernels.reference.gguf_blocks import TYPES
 from quire.tests.executor.driver import generate, make_config, start_executor
 from quire.tests.gguf_checkpoints import frequency_factors, write_gguf
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
+from quire.tests.kernels.test_gguf_blocks import random_blocks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -167,7 +169,7 @@ def rewrite(path: Path, change) -> Path:
     return changed
 
 
-F32, IQ2_XXS = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.IQ2_XXS
+F32, I8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.I8
 
 
 def drop(*names: str):
@@ -193,8 +195,8 @@ def put(name: str, array: torch.Tensor, kind=F32):
             r"attn_k\.weight has shape \[256, 64\], the model needs \[128, 256\]",
         ),
         (
-            put("output.weight", torch.ones(320, 66, dtype=torch.uint8), IQ2_XXS),
-            r"output\.weight is of type IQ2_XXS; supported: F32, F16",
+            put("output.weight", torch.ones(320, 256, dtype=torch.int8), I8),
+            r"output\.weight is of type I8; supported: F32, F16",
         ),
         (
             put("rope_freqs.weight", torch.ones(32)),
@@ -282,6 +284,23 @@ def test_an_embedding_of_its_own_stays_blocks(checkpoint, tmp_path):
     assert torch.equal(model.embed_tokens(ids), rows)
     with pytest.raises(RuntimeError, match="packed"):
         model.embed_tokens.weight
+
+
+@needs_native
+@pytest.mark.parametrize("type", ["IQ1_M", "IQ2_XXS", "IQ2_S", "IQ3_S", "NVFP4"])
+def test_codebooks_are_packed_again(type, checkpoint, tmp_path):
+    directory, path = checkpoint("qwen2"), tmp_path / "model.gguf"
+    write_gguf(path, directory)
+    # every other block has an extreme scale
+    blocks = random_blocks(type, 2 * 320 * 256 // TYPES[type].columns, 1)[::2].reshape(320, -1)
+    path = rewrite(path, put("output.weight", blocks, gguf.GGMLQuantizationType[type]))
+    weight = torch.from_numpy(gguf.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[type]))
+    assert torch.equal(load(path, directory)["lm_head.weight"], weight)
+    model, _ = build(path, directory, torch.bfloat16)
+    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = x.double() @ weight.double().T
+    error = (model.lm_head.logits(x).double() - exact).square().mean().sqrt()
+    assert 0 < error < 0.01 * exact.square().mean().sqrt()  # of x in 8 bits
 
 
 # names whose types differ from the rest, and the layers that are no blocks for that reason

@@ -468,6 +468,8 @@ class Worker:
         directory = Path(path)
         check_same_architecture(self.config, self._model_class, directory)
         model = self._build_model(directory, _report_nothing)
+        if self.runner.pooler is not None:
+            self.runner.pooler.use_dense(directory)
         self._stop_tracer()
         if self.model is not None:
             move_caches(self.model.attention_layers(), model.attention_layers())

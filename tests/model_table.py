@@ -11,6 +11,7 @@ from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models.architectures import ARCHITECTURES
+from quire.ipc.models.encoders import ENCODERS
 from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED, WITH_CONV1D
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 
@@ -69,6 +70,19 @@ def supported() -> Iterator[str]:
             )
 
 
+def encoders() -> Iterator[str]:
+    """The form of a name with a page: BertModel is also BertForSequenceClassification."""
+    yield "| architecture | model_type | other forms |"
+    yield "|---|---|---|"
+    for architecture, known in ENCODERS.items():
+        family = architecture.removesuffix("Model")
+        forms = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+        yield (
+            f"| `{architecture}` | `{known.model_type}` | "
+            f"{', '.join(f'`{family}{form}`' for form in forms)} |"
+        )
+
+
 def _parsers(model_type: str) -> str:
     tools, reasoning = PARSERS.get(model_type, ("", ""))
     kinds = {"tools": tools, "reasoning": reasoning}
@@ -77,7 +91,10 @@ def _parsers(model_type: str) -> str:
 
 def refused() -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
+    of_pages = {known.model_type for known in ENCODERS.values()}
     for model_type, reason in REFUSED.items():
+        if model_type in of_pages:
+            continue
         by_reason.setdefault(reason, []).append(f"`{model_type}`")
     yield "| model types | reason |"
     yield "|---|---|"
@@ -96,7 +113,7 @@ def parsers() -> Iterator[str]:
     )
 
 
-TABLES = {"supported": supported, "refused": refused, "parsers": parsers}
+TABLES = {"supported": supported, "encoders": encoders, "refused": refused, "parsers": parsers}
 
 
 def updated(page: str) -> str:

@@ -15,6 +15,7 @@ import torch
 
 from ...ipc.errors import NotEnoughMemoryError
 from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
@@ -445,7 +446,7 @@ class LayerFactory:
             self._offsets[weight.data_ptr()] = config.norm_offset
         return choose_layer(RMSNorm, config, None)(name, weight, config.rms_norm_eps, self.ops)
 
-    def ropes(self, config: DecoderConfig, num_positions: int) -> list[Rope | None]:
+    def ropes(self, config: DecoderConfig | EncoderConfig, num_positions: int) -> list[Rope | None]:
         """The tables of each layer, None where it does not rotate; layers share equal ones. See
         rope.make_cos_sin_cache.
 

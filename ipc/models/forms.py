@@ -45,8 +45,9 @@ def family_and_form(architecture: str) -> tuple[str, str]:
 def form_of(hf_config: Mapping[str, Any]) -> str:
     """The form of the first architecture of a config.json; GENERATE where it names none."""
     names = hf_config.get("architectures")
-    is_named = isinstance(names, list) and names and isinstance(names[0], str)
-    return family_and_form(names[0])[1] if is_named else GENERATE
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return GENERATE
+    return family_and_form(names[0])[1]
 
 
 def in_form(hf_config: dict[str, Any], form: str) -> dict[str, Any]:

@@ -133,7 +133,7 @@ def _read_dense(directory: Path, folder: str) -> Dense:
     ):
         if config.get(key) not in (None, neutral):
             raise ModelLoadError(f"{path}: {key}={config[key]!r:.60} is not supported")
-    sizes = [config.get(key) for key in ("in_features", "out_features")]
+    sizes: list[Any] = [config.get(key) for key in ("in_features", "out_features")]
     if not all(type(size) is int and 1 <= size <= MOST_FEATURES for size in sizes):
         raise ModelLoadError(
             f"{path}: in_features and out_features must be integers from 1 to {MOST_FEATURES:,}, "

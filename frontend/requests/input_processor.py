@@ -167,7 +167,7 @@ class InputProcessor:
             arrival_time = clock_offset + time.monotonic()
         deadline = began + params.timeout_s if params.timeout_s is not None else 0.0
         requests = []
-        for i, (text, token_ids, cache_salt, second_text_start) in enumerate(
+        for i, (text, token_ids, cache_salt, own) in enumerate(
             inputs.tokenize(read, params, prompt_name)
         ):
             require_text("request_id", request_ids[i])
@@ -175,9 +175,7 @@ class InputProcessor:
             core_request = EngineCoreRequest(
                 request_id=f"{request_ids[i]}-{secrets.token_hex(8)}",
                 prompt_token_ids=token_ids.copy(),  # the caller may change its list
-                params=msgspec.structs.replace(params, second_text_start=second_text_start)
-                if second_text_start
-                else params,
+                params=msgspec.structs.replace(params, **own) if own else params,
                 arrival_time=arrival_time,
                 priority=priority,
                 cache_salt=cache_salt,

@@ -27,7 +27,7 @@ class PoolingPrompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     cache_salt: str | None
-    second_text_start: int = 0
+    params: dict[str, int] = {}  # that are this prompt's own
 
 
 class PoolingInputs:
@@ -64,11 +64,11 @@ class PoolingInputs:
                 f"must be -1 or at most {self._max_model_len}, the longest prompt, got "
                 f"{params.truncate_prompt_tokens}",
             )
-        require(
-            not params.second_text_start,
-            "second_text_start",
-            "must not be set in a request; give a pair of texts",
-        )
+        for name, instead in (
+            ("second_text_start", "give a pair of texts"),
+            ("instruction_length", "give prompt_name"),
+        ):
+            require(not getattr(params, name), name, f"must not be set in a request; {instead}")
         changes: dict[str, Any] = {"task": task}
         if pooling.reads_all_tokens or task.startswith("token_"):
             changes["skip_reading_prefix_cache"] = True
@@ -90,15 +90,13 @@ class PoolingInputs:
         if lengths:
             is_valid, words = dimensions in lengths, f"one of {', '.join(map(str, lengths))}"
         else:
-            is_valid, words = dimensions <= size, f"at most {size}, the length of an embedding"
+            is_valid = not size or dimensions <= size
+            words = f"at most {size}, the length of an embedding"
         require(is_valid, "dimensions", f"must be {words}, got {dimensions}")
 
     def embedding_size(self, pooling: Pooling) -> int:
         """The length of an embedding with all its dimensions."""
-        if pooling.dense:
-            return pooling.dense[-1].out_features
-        hf_config = self._model_config.hf_config
-        return hf_config["hidden_size"] * len(pooling.modes)
+        return pooling.embedding_size
 
     def tokenize(
         self, prompts: Sequence[PromptParts], params: PoolingParams, prompt_name: str | None
@@ -117,13 +115,16 @@ class PoolingInputs:
             raise InvalidParameterError(
                 "prompt", "must be token ids: this engine runs with skip_tokenizer_init=True"
             )
+        instruction = self._instruction(prefix) if texts else {}
         encoded = iter(encode_texts(self._tokenizer, texts, limit) if self._tokenizer else ())
         found = []
         for parts in prompts:
             if parts.token_ids is None:
                 token_ids, start = next(encoded)
-                start = start if pooling.has_token_types else 0
-                found.append(PoolingPrompt(parts.text, token_ids, parts.cache_salt, start))
+                own = {} if parts.text_pair is not None else instruction
+                if start and pooling.has_token_types:
+                    own = {"second_text_start": start}
+                found.append(PoolingPrompt(parts.text, token_ids, parts.cache_salt, own))
                 continue
             token_ids = parts.token_ids
             if limit is not None and isinstance(token_ids, list):
@@ -141,6 +142,16 @@ class PoolingInputs:
         if asked is None:
             return None if own is None else min(own, self._max_model_len)
         return min(own or self._max_model_len, self._max_model_len) if asked == -1 else asked
+
+    def _instruction(self, prefix: str) -> dict[str, int]:
+        """The tokens in front of each text that pooling leaves out, as sentence-transformers counts
+        them: those of the instruction alone, without a special one at the end.
+        """
+        tokenizer = self._tokenizer
+        if not prefix or self.pooling.include_prompt or tokenizer is None:
+            return {}
+        token_ids = tokenizer.encode(prefix.lower() if self.pooling.do_lower_case else prefix)
+        return {"instruction_length": len(token_ids) - (token_ids[-1] in tokenizer.special_ids)}
 
     def _prefix(self, prompt_name: str | None) -> str:
         """The text in front of each text."""

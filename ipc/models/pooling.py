@@ -53,6 +53,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True):
     # the instruction in front of a text takes part in pooling
     include_prompt: bool = True
     dense: tuple[Dense, ...] = ()
+    embedding_size: int = 0  # with all dimensions; 0: not known
     activation: Activation = "normalize"  # of one row, unless a request says otherwise
     dimensions: int | None = None  # of every embedding; None: all
     # lengths that a request may ask for; empty: none

@@ -59,7 +59,8 @@ def resolve_pooling(
         runner = "pooling" if must_pool or has_files or convert != "auto" else "generate"
     if runner == "generate":
         _check_generates(must_pool, convert)
-        return Resolved(runner, "none", _changed(Pooling(), config), hf_config)
+        pooling = _with_size(Pooling(), hf_config)
+        return Resolved(runner, "none", _changed(pooling, config), hf_config)
     if convert == "auto":
         convert = "embed" if form == GENERATE else "none"
     if convert == "none" and form == GENERATE:
@@ -84,14 +85,23 @@ def resolve_pooling(
     else:
         modes = ("mean",) if is_encoder or is_bidirectional(hf_config) else ("lasttoken",)
         pooling = Pooling(modes=modes, **read_matryoshka(hf_config))  # type: ignore[arg-type]
+    pooling = _with_size(pooling, hf_config)
     if name is not None:
         parsed = NATIVE[name].parse(hf_config)
         pooling = msgspec.structs.replace(
-            pooling,
+            _with_size(pooling, {"hidden_size": parsed.hidden_size}),
             is_bidirectional=parsed.is_bidirectional,
             has_token_types=getattr(parsed, "has_pair_types", False),
         )
     return Resolved(runner, convert, _changed(pooling, config), hf_config)
+
+
+def _with_size(pooling: Pooling, hf_config: Mapping[str, Any]) -> Pooling:
+    """With the length of an embedding, as far as config.json has it under this name."""
+    hidden = hf_config.get("hidden_size")
+    size = hidden * len(pooling.modes) if isinstance(hidden, int) else 0
+    size = pooling.dense[-1].out_features if pooling.dense else size
+    return msgspec.structs.replace(pooling, embedding_size=size)
 
 
 def _native_name(hf_config: dict[str, Any], model_impl: str) -> str | None:
@@ -127,6 +137,8 @@ def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
     changes: dict[str, Any] = {}
     if (kind := config.seq_pooling_type or config.pooling_type) is not None:
         changes["modes"] = (_MODES[kind],)
+        if not pooling.dense:
+            changes["embedding_size"] = pooling.embedding_size // len(pooling.modes)
     if config.use_activation is not None:
         default = "normalize" if "embed" in pooling.tasks else pooling.activation
         changes["activation"] = default if config.use_activation else "identity"
@@ -142,7 +154,9 @@ def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
 
 def check_dimensions(dimensions: int, pooling: Pooling) -> None:
     """Raises InvalidParameterError unless embeddings of the model may be cut to `dimensions`."""
-    allowed = pooling.matryoshka_dimensions
+    allowed, size = pooling.matryoshka_dimensions, pooling.embedding_size
+    if size and dimensions > size:
+        raise InvalidParameterError("dimensions", f"must be at most {size}, got {dimensions}")
     if dimensions in allowed or (pooling.is_matryoshka and not allowed):
         return
     if allowed:

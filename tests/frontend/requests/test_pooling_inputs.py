@@ -21,8 +21,10 @@ from tokenizers import processors
 
 def make_processor(pooling: Pooling | None = Pooling(), **arguments) -> InputProcessor:
     config = text_config(**arguments)
+    if pooling is not None:
+        size = pooling.dense[-1].out_features if pooling.dense else 64 * len(pooling.modes)
+        pooling = msgspec.structs.replace(pooling, embedding_size=size)
     model_config = msgspec.structs.replace(config.model_config, pooling=pooling)
-    model_config.hf_config["hidden_size"] = 64
     return InputProcessor(
         msgspec.structs.replace(config, model_config=model_config), tokenizer_with_end(), [302]
     )
@@ -127,6 +129,7 @@ def test_dimensions() -> None:
         (dict(normalize=True), "normalize: was removed; use use_activation"),
         (dict(task="classify"), "task: must be one of embed, token_embed for this model"),
         (dict(second_text_start=3), "second_text_start"),
+        (dict(instruction_length=3), "instruction_length"),
     ],
 )
 def test_refused_parameters(params, problem) -> None:
@@ -155,3 +158,15 @@ def test_a_batch_is_its_requests_one_by_one() -> None:
         assert replace(made.core_request, **same) == replace(own.core_request, **same)
     with pytest.raises(InvalidParameterError, match="request 1 of 2, counted from 0"):
         processor.process_batch(["0", "1"], ["a", [99999]], PoolingParams())
+
+
+def test_tokens_of_an_instruction_are_counted_where_pooling_leaves_them_out() -> None:
+    """Without the special token at the end; not of token ids, nor where the prompt takes part."""
+    prompts = {"query": "query: ", "none": ""}
+    left_out = Pooling(include_prompt=False, prompts=prompts, default_prompt_name="query")
+    made = request("the cat", pooling=left_out)
+    assert made.params.instruction_length == len(tiny_tokenizer().encode("query: "))
+    assert request("the cat", pooling=left_out, prompt_name="none").params.instruction_length == 0
+    assert request([1, 2, 3], pooling=left_out).params.instruction_length == 0
+    included = Pooling(prompts=prompts, default_prompt_name="query")
+    assert request("the cat", pooling=included).params.instruction_length == 0

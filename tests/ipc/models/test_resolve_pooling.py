@@ -32,7 +32,7 @@ def resolve(name: str, directory: Path = NOWHERE, *args, changes=None, **named):
 
 def test_a_decoder_generates_and_pools_its_last_token():
     resolved = resolve("Qwen3ForCausalLM")
-    assert resolved[:3] == ("generate", "none", Pooling(modes=("lasttoken",)))
+    assert resolved[:3] == ("generate", "none", Pooling(modes=("lasttoken",), embedding_size=64))
     assert resolved.hf_config == config("Qwen3ForCausalLM")
     assert not resolved.pooling.reads_all_tokens
 
@@ -55,7 +55,10 @@ def test_a_model_with_modules_pools(tmp_path):
     (tmp_path / "sentence_bert_config.json").unlink()
     last = write(tmp_path, chain({"pooling_mode": "lasttoken"}, NORMALIZE))
     resolved = resolve("Qwen3ForCausalLM", last)
-    assert (resolved.runner, resolved.pooling) == ("pooling", Pooling(modes=("lasttoken",)))
+    assert (resolved.runner, resolved.pooling) == (
+        "pooling",
+        Pooling(modes=("lasttoken",), embedding_size=64),
+    )
     assert resolve("Qwen3ForCausalLM", last, "generate").runner == "generate"
 
 

@@ -62,3 +62,20 @@ def attention(
         + 2 * keys * kv_heads * head_dim * cache_bytes,
         4 * pairs * heads * head_dim,
     )
+
+
+def encoder_attention(
+    lens: Sequence[int], heads: int, kv_heads: int, head_dim: int, item_bytes: int, window: int
+) -> Work:
+    """Attention in both directions within texts of these lengths. window: 0, or the largest
+    distance that a token sees.
+    """
+    num_tokens, pairs = sum(lens), 0
+    for length in lens:
+        near = min(window, length - 1) if window else length - 1
+        pairs += length * (2 * near + 1) - near * (near + 1)
+    return Work(
+        f"[{num_tokens}, {heads}, {head_dim}] over {kv_heads} KV heads",
+        2 * num_tokens * (heads + kv_heads) * head_dim * item_bytes,
+        4 * pairs * heads * head_dim,
+    )

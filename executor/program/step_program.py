@@ -38,6 +38,14 @@ OPERATIONS = (
     "count_experts",
     "fused_moe",
     "add_gated",
+    "layer_norm",
+    "fused_add_layer_norm",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "relu",
+    "gelu_and_mul",
+    "encoder_attention",
 )  # what a model may be made of
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 

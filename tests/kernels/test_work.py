@@ -27,3 +27,16 @@ def test_attention_adds_its_requests():
     both = work.attention([1, 4], [7, 4], 4, 2, 8, 2, 2, 5)
     assert both.flops == sum(part.flops for part in parts)
     assert both.num_bytes == sum(part.num_bytes for part in parts)
+
+
+@pytest.mark.parametrize(("lens", "window"), [([1], 0), ([7, 3], 0), ([7, 3], 2), ([5], 9)])
+def test_attention_in_both_directions_counts_what_is_near(lens, window):
+    pairs = sum(
+        1
+        for length in lens
+        for i in range(length)
+        for j in range(length)
+        if not window or abs(i - j) <= window
+    )
+    found = work.encoder_attention(lens, 4, 2, 8, 2, window)
+    assert found.flops == 4 * pairs * 4 * 8 and found.num_bytes == 2 * sum(lens) * 6 * 8 * 2

@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -71,6 +71,14 @@ class Op(IntEnum):
     LINEAR_MXFP4 = 54
     EMBEDDING_MXFP4 = 55
     COUNT_EXPERTS = 56
+    LAYER_NORM = 57
+    ADD_LAYER_NORM = 58
+    GELU = 59
+    GELU_TANH = 60
+    SILU = 61
+    RELU = 62
+    GELU_AND_MUL = 63
+    ENCODER_ATTENTION = 64
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -93,6 +101,7 @@ class Step(Structure):
         num_groups=c_int64,
         slot_mapping_group=c_int64,
         block_table_group=c_int64,
+        token_types=c_void_p,
     )
 
 
@@ -130,6 +139,32 @@ class AddRmsNorm(Call):
     )
 
 
+class LayerNorm(Call):
+    _fields_ = _fields(
+        x=c_void_p,
+        weight=c_void_p,
+        bias=c_void_p,
+        out=c_void_p,
+        x_row=c_int64,
+        out_row=c_int64,
+        size=c_int64,
+        eps=c_double,
+    )
+
+
+class AddLayerNorm(Call):
+    _fields_ = _fields(
+        x=c_void_p,
+        residual=c_void_p,
+        weight=c_void_p,
+        bias=c_void_p,
+        x_row=c_int64,
+        residual_row=c_int64,
+        size=c_int64,
+        eps=c_double,
+    )
+
+
 class Scale(Call):
     _fields_ = _fields(x=c_void_p, x_row=c_int64, size=c_int64, factor=c_double)
 
@@ -140,12 +175,29 @@ class Add(Call):
     )
 
 
+class Activate(Call):
+    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
+
+
 class SiluAndMul(Call):
     _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
 
 
+class Ids(IntEnum):
+    TOKEN_IDS = 0
+    POSITIONS = 1
+    TOKEN_TYPES = 2
+
+
 class Embedding(Call):
-    _fields_ = _fields(table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64)
+    _fields_ = _fields(
+        table=c_void_p,
+        out=c_void_p,
+        out_row=c_int64,
+        num_ids=c_int64,
+        size=c_int64,
+        ids=c_int64,
+    )
 
 
 class GatherRows(Call):
@@ -220,11 +272,42 @@ class Attention(Call):
     )
 
 
+class EncoderAttention(Call):
+    _fields_ = _fields(
+        query=c_void_p,
+        key=c_void_p,
+        value=c_void_p,
+        bias=c_void_p,
+        out=c_void_p,
+        query_row=c_int64,
+        query_head=c_int64,
+        key_row=c_int64,
+        key_head=c_int64,
+        value_row=c_int64,
+        value_head=c_int64,
+        heads=c_int64,
+        kv_heads=c_int64,
+        head_dim=c_int64,
+        window=c_int64,
+        bias_distance=c_int64,
+        scale=c_double,
+    )
+
+
 class Epilogue(IntEnum):
     PLAIN = 0
     GATED = 1
-    GATED_GELU = 2
+    GATED_GELU_TANH = 2
     GATED_CLAMPED = 3
+    GATED_GELU = 4
+    GELU = 5
+    GELU_TANH = 6
+    SILU = 7
+    RELU = 8
+
+    @property
+    def is_gated(self) -> bool:
+        return Epilogue.GATED <= self <= Epilogue.GATED_GELU
 
 
 class Linear(Call):

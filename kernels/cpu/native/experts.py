@@ -38,7 +38,7 @@ from .quantized import PackedQuantizedLinear
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 
 MAX_EXPERTS = 1024  # src/abi.h
-_EPILOGUES = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU}
+_EPILOGUES = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU_TANH}
 
 
 @register("route_experts", name="native", predicate=is_native, priority=PRIORITY)

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from .calls import (
+    Activate,
     Call,
     CountExperts,
     Epilogue,
@@ -24,7 +25,15 @@ from .calls import (
 )
 from .recorder import Recorder
 
-EPILOGUES = {Op.SILU_AND_MUL: Epilogue.GATED, Op.GELU_TANH_AND_MUL: Epilogue.GATED_GELU}
+EPILOGUES = {
+    Op.SILU_AND_MUL: Epilogue.GATED,
+    Op.GELU_TANH_AND_MUL: Epilogue.GATED_GELU_TANH,
+    Op.GELU_AND_MUL: Epilogue.GATED_GELU,
+    Op.GELU: Epilogue.GELU,
+    Op.GELU_TANH: Epilogue.GELU_TANH,
+    Op.SILU: Epilogue.SILU,
+    Op.RELU: Epilogue.RELU,
+}
 GATED_MULTIPLE = 32  # of the outputs of a gated linear layer (src/abi.h: Epilogue)
 
 
@@ -42,9 +51,9 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
         uses[buffer].append((len(recorder.calls), "result"))
     calls: list[Call | None] = list(recorder.calls)
     for index, call in enumerate(recorder.calls):
-        if isinstance(call, SiluAndMul):
+        if isinstance(call, (SiluAndMul, Activate)):
             found = recorder.find(call.x)
-            _gate(calls, index, uses[found[0]] if found else [])
+            _activate(calls, index, uses[found[0]] if found else [])
         elif isinstance(call, WriteKv) and index:
             _rotate_and_write(calls, index)
         elif isinstance(call, SortByExpert) and index:
@@ -52,25 +61,27 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
     return [call for call in calls if call is not None]
 
 
-def _gate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> None:
-    """Fuses Linear with the gated activation of its whole result, if nothing else reads that."""
+def _activate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> None:
+    """Fuses Linear with the activation of its whole result, if nothing else reads that."""
     if len(uses) != 2 or uses[0][1] != "out" or uses[1] != (index, "x"):
         return
-    linear, gate = calls[uses[0][0]], calls[index]
+    linear, activation = calls[uses[0][0]], calls[index]
+    is_gated = isinstance(activation, SiluAndMul)
     is_whole = isinstance(linear, Linear) and (linear.out, linear.out_row, linear.out_features) == (
-        gate.x,
-        gate.x_row,
-        2 * gate.size,
+        activation.x,
+        activation.x_row,
+        activation.size * (2 if is_gated else 1),
     )
     is_plain = (
         is_whole
         and linear.epilogue == Epilogue.PLAIN
         and linear.out_dtype == linear.dtype
-        and linear.rows == gate.rows
+        and linear.rows == activation.rows
     )
-    if is_plain and linear.out_features % GATED_MULTIPLE == 0:
+    if is_plain and not (is_gated and linear.out_features % GATED_MULTIPLE):
         fused = type(linear).from_buffer_copy(linear)
-        fused.out, fused.out_row, fused.epilogue = gate.out, gate.out_row, EPILOGUES[gate.op]
+        fused.out, fused.out_row = activation.out, activation.out_row
+        fused.epilogue = EPILOGUES[activation.op]
         fused.origin = linear.origin
         calls[uses[0][0]], calls[index] = fused, None
 

@@ -146,7 +146,7 @@ class PackedGgufLinear:
             out.stride(0),
             part.rows,
             self.in_features,
-            part.scales.data_ptr(),
+            scales=part.scales.data_ptr(),
         )
         submit(call, Step(token_ids=token_ids.data_ptr()))
         return out
@@ -155,7 +155,7 @@ class PackedGgufLinear:
         self, x: Tensor, out_dtype: torch.dtype, epilogue: Epilogue = Epilogue.PLAIN
     ) -> Tensor:
         x = as_matrix(x)
-        columns = self.out_features // (1 if epilogue == Epilogue.PLAIN else 2)
+        columns = self.out_features // (2 if epilogue.is_gated else 1)
         out, first = empty(x.shape[0], columns, dtype=out_dtype), 0
         for part in self.parts:
             bias = None if self.bias is None else self.bias[first:].data_ptr()

@@ -1,4 +1,4 @@
-"""RMS norms of the native library.
+"""RMS norms and layer norms of the native library.
 
 Must not know: models, requests.
 """
@@ -6,7 +6,7 @@ Must not know: models, requests.
 from torch import Tensor
 
 from ...registry import register
-from .calls import AddRmsNorm, Op, RmsNorm
+from .calls import AddLayerNorm, AddRmsNorm, LayerNorm, Op, RmsNorm
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, is_native
 
@@ -51,5 +51,45 @@ def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) 
         x.shape[-1],
         eps,
         DTYPES[weight.dtype],
+    )
+    submit(call)
+
+
+@register("layer_norm", name="native", predicate=is_native, priority=PRIORITY)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    out = empty(*x.shape, dtype=x.dtype)
+    call = LayerNorm(
+        Op.LAYER_NORM,
+        DTYPES[x.dtype],
+        num_rows(x),
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        out.stride(0),
+        x.shape[1],
+        eps,
+    )
+    submit(call)
+    return out
+
+
+@register("fused_add_layer_norm", name="native", predicate=is_native, priority=PRIORITY)
+def fused_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> None:
+    call = AddLayerNorm(
+        Op.ADD_LAYER_NORM,
+        DTYPES[x.dtype],
+        num_rows(x),
+        x.data_ptr(),
+        residual.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        x.stride(0),
+        residual.stride(0),
+        x.shape[1],
+        eps,
     )
     submit(call)

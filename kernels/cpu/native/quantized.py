@@ -124,7 +124,7 @@ class PackedQuantizedLinear(PackedLinear):
             out.stride(0),
             self.out_features,
             self.in_features,
-            self.scales.data_ptr(),
+            scales=self.scales.data_ptr(),
         )
         submit(call, Step(token_ids=token_ids.data_ptr()))
         return out

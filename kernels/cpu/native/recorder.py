@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ops import make_metadata
-from .calls import ALL_LOGITS, ALL_TOKENS, Call, Step
+from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step
 
 
 class Unrecordable(Exception):
@@ -135,6 +135,10 @@ class Recorder:
         for name, kind in step._fields_:
             if kind is not c_void_p or (address := getattr(step, name)) is None:
                 continue
+            if name == "token_ids" and self.token_types is not None:
+                if address == self.token_types.data_ptr():
+                    call.ids = Ids.TOKEN_TYPES
+                    continue
             addresses = [tensor.data_ptr() for tensor in self._inputs[name]]
             if address not in addresses:
                 raise Unrecordable(f"{type(call).__name__} reads other {name} than the step's")

@@ -54,6 +54,7 @@ class Program:
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
+        self._has_token_types = recorder.token_types is not None
         self.timer: CallTimer | None = None  # set while steps are traced
         # [R of limits, ...], valid after a step
         self._hidden, *self.of_logits = self._settle(recorder, results, found)
@@ -147,6 +148,11 @@ class Program:
             metadata.block_tables,
             logits_indices,
         )
+        step = self._step
+        if self._has_token_types:
+            if token_types is None or token_types.dtype != torch.int32:
+                raise TypeError("token_types must be a tensor of torch.int32 for this model")
+            step.token_types = token_types.data_ptr()
         # kernels would read past the end of these
         if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
             raise TypeError(
@@ -161,7 +167,6 @@ class Program:
         )
         if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
             raise ValueError(f"the step is larger than the one that was recorded: {problem}")
-        step = self._step
         step.num_tokens, step.num_requests, step.num_logits = num_tokens, num_requests, num_logits
         step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
         step.slot_mapping, step.query_start_loc = (

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import Embedding, GatherRows, Op, Step
+from .calls import Embedding, GatherRows, Ids, Op, Step
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, is_native
 
 
 @register("embedding", name="native", predicate=is_native, priority=PRIORITY)
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
-    if token_ids.dtype != torch.int32:
-        token_ids = token_ids.int()
+    is_short = token_ids.dtype == torch.int32
     out = empty(len(token_ids), table.shape[1], dtype=table.dtype)
     call = Embedding(
         Op.EMBEDDING,
@@ -25,8 +24,10 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
         out.data_ptr(),
         out.stride(0),
         *table.shape,
+        Ids.TOKEN_IDS if is_short else Ids.POSITIONS,  # the recorder knows token types
     )
-    submit(call, Step(token_ids=token_ids.data_ptr()))
+    address = token_ids.data_ptr()
+    submit(call, Step(token_ids=address) if is_short else Step(positions=address))
     return out
 
 

@@ -19,16 +19,25 @@ from .library import library
 
 DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
 ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
-GATED: dict[int, str] = {
+EPILOGUES: dict[int, str] = {
     c.Epilogue.GATED: " + silu_and_mul",
-    c.Epilogue.GATED_GELU: " + gelu_tanh_and_mul",
+    c.Epilogue.GATED_GELU_TANH: " + gelu_tanh_and_mul",
     c.Epilogue.GATED_CLAMPED: " + clamped_swiglu",
+    c.Epilogue.GATED_GELU: " + gelu_and_mul",
+    c.Epilogue.GELU: " + gelu",
+    c.Epilogue.GELU_TANH: " + gelu_tanh",
+    c.Epilogue.SILU: " + silu",
+    c.Epilogue.RELU: " + relu",
 }
 STRUCTS: dict[Op, type[Call]] = {
     Op.RMS_NORM: c.RmsNorm,
     Op.ADD_RMS_NORM: c.AddRmsNorm,
+    Op.LAYER_NORM: c.LayerNorm,
+    Op.ADD_LAYER_NORM: c.AddLayerNorm,
     Op.SILU_AND_MUL: c.SiluAndMul,
     Op.GELU_TANH_AND_MUL: c.SiluAndMul,
+    Op.GELU_AND_MUL: c.SiluAndMul,
+    **dict.fromkeys((Op.GELU, Op.GELU_TANH, Op.SILU, Op.RELU), c.Activate),
     Op.SCALE: c.Scale,
     Op.ADD: c.Add,
     Op.GATHER_ROWS: c.GatherRows,
@@ -36,6 +45,7 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.WRITE_KV: c.WriteKv,
     Op.ROTARY_AND_WRITE_KV: c.RotaryAndWriteKv,
     Op.ATTENTION: c.Attention,
+    Op.ENCODER_ATTENTION: c.EncoderAttention,
     Op.ARGMAX: c.Argmax,
     Op.SAMPLE: c.Sample,
     Op.ROUTE_EXPERTS: c.RouteExperts,
@@ -113,7 +123,7 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
         ]
         yield TimedCall(
             address,
-            op.name.lower() + GATED.get(getattr(call, "epilogue", 0), ""),
+            op.name.lower() + EPILOGUES.get(getattr(call, "epilogue", 0), ""),
             DTYPE_NAMES[call.dtype],
             work_of(op, call, run.counts, query_lens, seq_lens),
             _weights(call, run.counts[0]),
@@ -144,7 +154,7 @@ def work_of(
     if isinstance(call, c.ExpertsLinear):
         rows *= call.top_k
     if isinstance(call, c.Linear):
-        is_gated = call.epilogue != c.Epilogue.PLAIN
+        is_gated = c.Epilogue(call.epilogue).is_gated
         found = work.linear(
             rows, call.in_features, call.out_features, item, ITEM_BYTES[call.out_dtype]
         )
@@ -154,6 +164,9 @@ def work_of(
         cache = ITEM_BYTES[call.cache_dtype]
         sizes = call.heads, call.kv_heads, call.head_dim, item, cache, call.sliding_window
         return work.attention(query_lens, seq_lens, *sizes)
+    if isinstance(call, c.EncoderAttention):
+        heads = call.heads, call.kv_heads, call.head_dim
+        return work.encoder_attention(query_lens, *heads, item, call.window)
     if isinstance(call, c.Rotary):
         size = call.rotary_dim
         found = work.rows_of(rows, (call.heads + call.kv_heads) * size, item, 2)
@@ -178,7 +191,10 @@ def work_of(
         return Work(f"[{rows}, {call.size[0]}]", sum(sizes))
     size = getattr(call, "size", 0) * getattr(call, "heads", 1)
     # SiluAndMul reads two numbers for each that it writes
-    passes = {c.SiluAndMul: 3, c.Add: 3, c.AddGated: 3, c.AddRmsNorm: 4}.get(type(call), 2)
+    passes = {
+        **dict.fromkeys((c.SiluAndMul, c.Add, c.AddGated), 3),
+        **dict.fromkeys((c.AddRmsNorm, c.AddLayerNorm), 4),
+    }.get(type(call), 2)
     return work.rows_of(rows, size, item, passes)
 
 

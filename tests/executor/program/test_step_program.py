@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from quire.executor.models.layers import RMSNorm
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
-from quire.executor.program.step_program import OPERATIONS
+from quire.executor.program.step_program import OPERATIONS, record_step, run_op_by_op
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
+from quire.kernels.cpu.native.recorder import Limits
 from quire.tests.executor.driver import Row, generate, greedy, start_executor
+from quire.tests.kernels.encoder_cases import encoder_metadata
 
 is_native = all(
     "native" in {found.name for found in registry.implementations(op)} for op in OPERATIONS
@@ -264,3 +267,89 @@ def test_a_users_layer_works(tiny, logged, monkeypatch):
         and "aten.square.default is none of the native kernels" in logged()[-1]
     )
     assert outputs(executor) == expected
+
+
+# ------------------------------------------------------------ a text encoder
+
+
+class Encoder:
+    """A layer of a text encoder with everything that such models are made of."""
+
+    has_head, wants_token_types = False, True
+    config = SimpleNamespace(vocab_size=50)
+    heads, head_dim = 4, 8
+
+    def __init__(self, ops: registry.OpTable, dtype: torch.dtype, bits: int | None):
+        def random(*shape: int) -> torch.Tensor:
+            return (torch.randn(shape) / 4).to(dtype)
+
+        def linear(columns_out: int, columns_in: int):
+            weights = random(columns_out, columns_in), random(columns_out)
+            if bits is None:
+                return ops.pack_linear(*weights)
+            return ops.pack_quantized_linear(*weights, bits)
+
+        size = self.heads * self.head_dim
+        self.ops = ops
+        self.tables = random(50, size), random(64, size), random(2, size)
+        self.norms = [(random(size), bias) for bias in (random(size), None, random(size))]
+        self.qkv, self.out = linear(3 * size, size), linear(size, size)
+        self.up, self.gate_up = linear(64, size), linear(2 * size, 64)
+        self.bias = torch.randn(self.heads, 21)
+
+    def attention_layers(self) -> list:
+        return []
+
+    def __call__(self, token_ids, positions, metadata, token_types):
+        ops, first = self.ops, self.norms[0]
+        words, places, types = self.tables
+        x = ops.embedding(token_ids, words)
+        ops.add(ops.embedding(positions, places), x)
+        ops.add(ops.embedding(token_types, types), x)
+        x = ops.layer_norm(x, *first, 1e-12)
+        for window, bias in ((0, None), (3, self.bias)):
+            heads = self.qkv(x).view(len(x), 3 * self.heads, self.head_dim)
+            query, key, value = heads.split(self.heads, dim=1)
+            attended = ops.encoder_attention(query, key, value, metadata, 0.3, window, bias)
+            y = self.out(attended.flatten(1))
+            ops.fused_add_layer_norm(y, x, *self.norms[1], 1e-5)
+            inner = ops.relu(ops.silu(ops.gelu_tanh(ops.gelu(self.up(y)))))
+            x = ops.gelu_and_mul(self.gate_up(inner))
+            ops.fused_add_layer_norm(x, y, *self.norms[2], 1e-5)
+        return x
+
+
+def texts(lengths: list[int], has_types: bool = True) -> tuple:
+    """A step of whole texts: no blocks, and no logits."""
+    num_tokens = sum(lengths)
+    return (
+        torch.randint(0, 50, (num_tokens,), dtype=torch.int32),
+        torch.cat([torch.arange(length) for length in lengths]),
+        encoder_metadata(lengths),
+        torch.zeros(0, dtype=torch.int64),
+        torch.randint(0, 2, (num_tokens,), dtype=torch.int32) if has_types else None,
+    )
+
+
+@needs_native
+@pytest.mark.parametrize("bits", [None, 8], ids=["plain", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_encoder_is_one_call_without_logits(dtype, bits, logged):
+    torch.manual_seed(0)
+    ops = registry.select("cpu", dtype, head_dim=8)
+    model = Encoder(ops, dtype, bits)
+    program = record_step(model, ops, Limits(64, 6, 6))
+    assert program is not None, logged()
+    with torch.inference_mode():
+        for lengths in ([1], [5, 1, 30], [64], [9] * 6):
+            step = texts(lengths)
+            (hidden,) = (result.clone() for result in program(*step))
+            (expected,) = run_op_by_op(model, ops, *step)
+            assert hidden.shape == (sum(lengths), 32) and torch.equal(hidden, expected)
+            # the last text alone
+            start = sum(lengths[:-1])
+            alone = texts(lengths[-1:])
+            alone = *(tensor[start:] for tensor in step[:2]), *alone[2:4], step[4][start:]
+            assert torch.equal(program(*alone)[0], hidden[start:])
+    with pytest.raises(TypeError, match="token_types must be"):
+        program(*texts([3], has_types=False))

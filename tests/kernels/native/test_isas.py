@@ -42,6 +42,9 @@ PER_TOKEN = {
     "embedding": (0,),
     "pack_quantized_linear": (0,),
     "pack_gguf_linear": (0,),
+    "layer_norm": (0,),
+    "fused_add_layer_norm": (0, 1),
+    **dict.fromkeys(("gelu", "gelu_tanh", "silu", "relu", "gelu_and_mul"), (0,)),
 }
 BY_ROWS = [(op, dtype) for op, dtype in NATIVE if op in PER_TOKEN]
 

@@ -223,6 +223,21 @@ def test_a_linear_layer_includes_the_gate_if_nothing_else_reads_its_result(ops):
         assert "SiluAndMul" in kinds(check(model, ops)), model.__name__
 
 
+@pytest.mark.parametrize("bits", [None, 8], ids=["plain", "int8"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu", "gelu_and_mul"])
+def test_a_linear_layer_includes_an_activation(ops, activation, bits):
+    torch.manual_seed(4)
+    weights = torch.randn(2 * HIDDEN, HIDDEN), torch.randn(2 * HIDDEN)
+    weights = [weight.to(ops.norm.dtype) for weight in weights]
+    multiply = ops.pack_quantized_linear(*weights, bits) if bits else ops.pack_linear(*weights)
+
+    def model(token_ids: Tensor, *_: object) -> Tensor:
+        return getattr(ops, activation)(multiply(ops.embedding(token_ids, ops.table)))
+
+    linear = "QuantizedLinear" if bits else "Linear"
+    assert kinds(check(model, ops)) == ["Embedding", linear, "GatherRows"]
+
+
 @pytest.mark.parametrize(
     ("written", "expected"), [("key", ["RotaryAndWriteKv"]), ("value", ["Rotary", "WriteKv"])]
 )

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 17
+#define QUIRE_ABI_VERSION 18
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -69,6 +69,14 @@ enum Op : int32_t {
     OP_LINEAR_MXFP4,
     OP_EMBEDDING_MXFP4,
     OP_COUNT_EXPERTS,
+    OP_LAYER_NORM,
+    OP_ADD_LAYER_NORM,
+    OP_GELU,
+    OP_GELU_TANH,
+    OP_SILU,
+    OP_RELU,
+    OP_GELU_AND_MUL,
+    OP_ENCODER_ATTENTION,
     NUM_OPS,
 };
 
@@ -89,6 +97,7 @@ struct Step {
     // Groups of layers have slot_mapping and block_tables of their own: elements from one group's
     // to the next.
     int64_t num_groups, slot_mapping_group, block_table_group;
+    const int32_t* token_types;  // [T], or null if the model has none
 };
 
 struct Call {
@@ -121,6 +130,28 @@ struct AddRmsNorm : Call {
     int64_t weight_dtype;  // as in RmsNorm
 };
 
+// x [rows, size] -> out [rows, size]; weight and bias [size] of the activations' dtype, or no bias.
+struct LayerNorm : Call {
+    const void* x;
+    const void* weight;
+    const void* bias;
+    void* out;
+    int64_t x_row, out_row;
+    int64_t size;
+    double eps;
+};
+
+// In place: residual += x, x = LayerNorm(residual); x and residual [rows, size].
+struct AddLayerNorm : Call {
+    void* x;
+    void* residual;
+    const void* weight;
+    const void* bias;
+    int64_t x_row, residual_row;
+    int64_t size;
+    double eps;
+};
+
 // In place: x *= factor, x [rows, size].
 struct Scale : Call {
     void* x;
@@ -136,7 +167,15 @@ struct Add : Call {
     int64_t size;
 };
 
-// x [rows, 2 * size] -> out [rows, size]. Also of OP_GELU_TANH_AND_MUL.
+// x [rows, size] -> out [rows, size], of OP_GELU, OP_GELU_TANH, OP_SILU and OP_RELU.
+struct Activate : Call {
+    const void* x;
+    void* out;
+    int64_t x_row, out_row;
+    int64_t size;
+};
+
+// x [rows, 2 * size] -> out [rows, size]. Also of OP_GELU_TANH_AND_MUL and OP_GELU_AND_MUL.
 struct SiluAndMul : Call {
     const void* x;
     void* out;
@@ -144,13 +183,16 @@ struct SiluAndMul : Call {
     int64_t size;
 };
 
-// out [rows, size] = table[step.token_ids], table [num_ids, size]; for OP_EMBEDDING_PACKED in the
-// layout of quire_pack_linear. An id outside [0, num_ids) gives NaN.
+enum Ids : int64_t { TOKEN_IDS = 0, POSITIONS = 1, TOKEN_TYPES = 2 };  // members of the step
+
+// out [rows, size] = table[ids], table [num_ids, size]; for OP_EMBEDDING_PACKED in the layout of
+// quire_pack_linear. An id outside [0, num_ids) gives NaN.
 struct Embedding : Call {
     const void* table;
     void* out;
     int64_t out_row;
     int64_t num_ids, size;
+    int64_t ids;  // Ids
 };
 
 // out [rows, size] = x[step.logits_indices]
@@ -213,13 +255,40 @@ struct Attention : Call {
     const float* sinks;
 };
 
-enum Epilogue : int32_t { PLAIN = 0, GATED = 1, GATED_GELU = 2, GATED_CLAMPED = 3 };
+// query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request ->
+// out, contiguous; requests are those of the step's query_start_loc. head_dim as in Attention.
+// window: the largest distance that a token sees; 0: all. bias [heads, 2 * bias_distance + 1],
+// unless null, as in encoder_attention (kernels/encoder.py).
+struct EncoderAttention : Call {
+    const void* query;
+    const void* key;
+    const void* value;
+    const float* bias;
+    void* out;
+    int64_t query_row, query_head, key_row, key_head, value_row, value_head;
+    int64_t heads, kv_heads, head_dim, window, bias_distance;
+    double scale;
+};
 
-// out [rows, out_features] = x [rows, in_features] times weight^T, plus bias. With GATED the first
-// half of the weight's rows is the gate's, out [rows, out_features / 2] is SiluAndMul of the
-// product, and out_features is a multiple of 32; GATED_GELU is the same with GELU, GATED_CLAMPED
-// with ClampedSwiGLU (kernels/moe.py). weight is packed (quire_pack_linear). bias [out_features]
-// has the activations' dtype, or is null.
+enum Epilogue : int32_t {
+    PLAIN = 0,
+    GATED = 1,
+    GATED_GELU_TANH = 2,
+    GATED_CLAMPED = 3,
+    GATED_GELU = 4,
+    GELU = 5,
+    GELU_TANH = 6,
+    SILU = 7,
+    RELU = 8,
+};
+inline bool is_gated(int32_t epilogue) { return epilogue >= GATED && epilogue <= GATED_GELU; }
+
+// out [rows, out_features] = x [rows, in_features] times weight^T, plus bias; then Activate, if the
+// epilogue names one. With GATED the first half of the weight's rows is the gate's, out [rows,
+// out_features / 2] is SiluAndMul of the product, and out_features is a multiple of 32;
+// GATED_GELU_TANH and GATED_GELU are the same with GELU, GATED_CLAMPED with ClampedSwiGLU
+// (kernels/moe.py). weight is packed (quire_pack_linear). bias [out_features] has the activations'
+// dtype, or is null.
 struct Linear : Call {
     const void* x;
     const void* weight;

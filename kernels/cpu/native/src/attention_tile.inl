@@ -164,23 +164,42 @@ struct Scales<int8_t> {
     }
 };
 
-// Which positions a token sees besides its own, and with which soft-cap.
+constexpr int64_t EVERYTHING = int64_t{1} << 60;  // a window that no context exceeds
+
+// Which positions a token sees besides its own, and what changes its logits.
 struct Sight {
-    // number of visible positions; larger than any context without a sliding window
+    // number of visible positions up to its own; EVERYTHING without a sliding window
     int64_t window;
-    float cap;  // of logits in powers of 2; 0: none
+    float cap;          // of logits in powers of 2; 0: none
+    int64_t ahead = 0;  // number of visible positions after its own
+    // Unless null: what is added to logits in powers of 2, by the key's distance from the query, up
+    // to a distance of `farthest` + KEYS in both directions; constant from `farthest` on.
+    const float* bias = nullptr;
+    int64_t farthest = 0;
 
     int64_t first(int64_t position) const { return std::max<int64_t>(position + 1 - window, 0); }
 };
 
-// The keys of the tile that each row sees: from hidden on, before visible.
+// The keys of the tile, which has `count`, that each row sees: from hidden on, before visible.
 inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
-                int* hidden, int* visible) {
+                int64_t count, int* hidden, int* visible) {
     for (int r = 0; r < rows; r++) {
-        visible[r] =
-            (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
+        visible[r] = (int)std::min<int64_t>(
+            std::max<int64_t>(positions[r] + 1 + sight.ahead - tile_start, 0), count);
         hidden[r] = (int)std::min<int64_t>(
             std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
+    }
+}
+
+inline void add_bias(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
+                     float* scores, int num_keys) {
+    for (int r = 0; r < rows; r++) {
+        const int64_t distance = tile_start - positions[r];
+        const float* bias =
+            sight.bias + std::min(std::max(distance, -sight.farthest - KEYS), sight.farthest);
+        float* s = scores + r * KEYS;
+        for (int key = 0; key < num_keys; key += Vec::LANES)
+            (Vec::load(s + key) + Vec::load(bias + key)).store(s + key);
     }
 }
 

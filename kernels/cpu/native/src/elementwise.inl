@@ -1,5 +1,5 @@
-// Operations without sums: gated activations, scaling, adding, the embedding's look-up, the
-// transition from one step's tokens to the next step.
+// Operations without sums: activations, scaling, adding, the embedding's look-up, the transition
+// from one step's tokens to the next step.
 
 template <typename T, typename Activation>
 void gate_rows(const SiluAndMul& a, int64_t rows, const Worker& worker, Activation activation) {
@@ -33,6 +33,49 @@ void gelu_tanh_and_mul(const Call& call, const Step& step, const Worker& worker)
                                        [](Vec x) { return gelu_tanh(x); }));
 }
 
+void gelu_and_mul(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, gate_rows<T>((const SiluAndMul&)call, rows_of(call, step), worker,
+                                       [](Vec x) { return gelu(x); }));
+}
+
+template <typename T, typename Activation>
+void activate_rows(const Activate& a, int64_t rows, const Worker& worker, Activation activation) {
+    int64_t piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            const T* x = (const T*)a.x + row * a.x_row;
+            T* out = (T*)a.out + row * a.out_row;
+            int64_t i = 0;
+            for (; i + Vec::LANES <= a.size; i += Vec::LANES)
+                activation(Vec::load(x + i)).store(out + i);
+            for (; i < a.size; i++) {  // as in gate_rows
+                float lanes[Vec::LANES] = {Number<T>::get(x[i])};
+                activation(Vec::load(lanes)).store(lanes);
+                put(out + i, lanes[0]);
+            }
+        }
+}
+
+void gelu(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
+                                           [](Vec x) { return gelu(x); }));
+}
+
+void gelu_tanh(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
+                                           [](Vec x) { return gelu_tanh(x); }));
+}
+
+void silu(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
+                                           [](Vec x) { return silu(x); }));
+}
+
+void relu(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, activate_rows<T>((const Activate&)call, rows_of(call, step), worker,
+                                           [](Vec x) { return relu(x); }));
+}
+
 template <typename T>
 void scale_rows(const Scale& a, int64_t rows, const Worker& worker) {
     int64_t piece = piece_of_rows(a.size);
@@ -63,6 +106,12 @@ void add(const Call& call, const Step& step, const Worker& worker) {
     FOR_DTYPE(call.dtype, add_rows<T>((const Add&)call, rows_of(call, step), worker));
 }
 
+inline int64_t id_of(const Embedding& a, const Step& step, int64_t row) {
+    return a.ids == TOKEN_IDS   ? step.token_ids[row]
+           : a.ids == POSITIONS ? step.positions[row]
+                                : step.token_types[row];
+}
+
 // a NaN in both types has all bits set
 inline void set_nan(char* row, size_t bytes) { std::memset(row, 0xff, bytes); }
 
@@ -72,7 +121,7 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
     size_t width = call.dtype == BF16 ? 2 : 4;
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
-            int64_t id = step.token_ids[row];
+            int64_t id = id_of(a, step, row);
             char* out = (char*)a.out + row * a.out_row * width;
             if (id < 0 || id >= a.num_ids) {
                 set_nan(out, a.size * width);

@@ -317,7 +317,7 @@ void embedding_of_blocks(const EmbeddingInt8& a, int64_t rows, const Step& step,
     const int64_t piece = piece_of_rows(a.size);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
-            const int64_t id = step.token_ids[row], panel = id / PANEL;
+            const int64_t id = id_of(a, step, row), panel = id / PANEL;
             T* out = (T*)a.out + row * a.out_row;
             if (id < 0 || id >= a.num_ids) {
                 set_nan((char*)out, a.size * sizeof(T));

@@ -10,6 +10,7 @@
 #include "kv_cache.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
+#include "attention_encoder.inl"
 
 #ifdef QUIRE_BF16
 // Those that multiply bf16 or, in tiles, integers; the others are AVX-512's.
@@ -18,6 +19,7 @@ struct Kernels {
     constexpr Kernels() {
         by_op[OP_LINEAR] = linear;
         by_op[OP_ATTENTION] = attention;
+        by_op[OP_ENCODER_ATTENTION] = encoder_attention;
         by_op[OP_EXPERTS_LINEAR] = experts_linear;
 #ifdef QUIRE_AMX
         using quantized::Int8Dot, quantized::Int4Dot;
@@ -92,5 +94,13 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     quantized::quantized_linear<quantized::MXFP4>,
     quantized::gguf_embedding<quantized::MXFP4>,
     count_experts,
+    layer_norm,
+    add_layer_norm,
+    gelu,
+    gelu_tanh,
+    silu,
+    relu,
+    gelu_and_mul,
+    encoder_attention,
 };
 #endif

@@ -96,12 +96,28 @@ void multiply_chunk(Block& block, const typename Block::X* x, int64_t rows, int6
     }
 }
 
+// What an epilogue does to a number, or to a gate.
+inline Vec activate(int32_t epilogue, Vec x) {
+    switch (epilogue) {
+        case GELU:
+        case GATED_GELU:
+            return gelu(x);
+        case GELU_TANH:
+        case GATED_GELU_TANH:
+            return gelu_tanh(x);
+        case RELU:
+            return relu(x);
+        default:
+            return silu(x);
+    }
+}
+
 // Computes one row's columns from their sums; those of the up half are `half` further on. bias
 // (same layout as sums) may be null. Sums and bias extend to a multiple of PANEL.
 template <typename T, typename Out>
 inline ALWAYS_INLINE void finish_row(const Linear& a, const float* sums, const float* bias,
                                      int64_t columns, int64_t half, int32_t epilogue, Out* out) {
-    const bool gated = epilogue != PLAIN;
+    const bool gated = is_gated(epilogue);
     for (int64_t i = 0; i < columns; i += Vec::LANES) {
         Vec value = Vec::load(sums + i), up = gated ? Vec::load(sums + half + i) : Vec();
         if (bias) value = value + Vec::load(bias + i);
@@ -110,9 +126,10 @@ inline ALWAYS_INLINE void finish_row(const Linear& a, const float* sums, const f
             value = clamped_swiglu(Number<T>::round(value), Number<T>::round(up),
                                    Vec((float)a.gate_scale), Vec((float)a.gate_limit));
         } else if (gated) {
-            value = Number<T>::round(value);
-            value = Number<T>::round(epilogue == GATED_GELU ? gelu_tanh(value) : silu(value)) *
+            value = Number<T>::round(activate(epilogue, Number<T>::round(value))) *
                     Number<T>::round(up);
+        } else if (epilogue != PLAIN) {
+            value = activate(epilogue, Number<T>::round(value));
         }
         if (i + Vec::LANES <= columns) {
             value.store(out + i);
@@ -130,14 +147,14 @@ struct LinearItems {
     Linear a;
     InputRows<T> x;
     int64_t rows, threads;
-    int64_t all_columns = a.epilogue == PLAIN ? a.out_features : a.out_features / 2,
+    int64_t all_columns = is_gated(a.epilogue) ? a.out_features / 2 : a.out_features,
             panels = ceil_div(all_columns, PANEL), chunks = ceil_div(rows, Block::CHUNK_ROWS),
             group = Block::group(rows, panels, threads), groups = ceil_div(panels, group),
             // chunks consist of complete blocks
         blocks = ceil_div(rows, Block::MAX_ROWS),
             most_rows =
                 chunks ? std::min(rows, (blocks + chunks - 1) / chunks * Block::MAX_ROWS) : 0,
-            half = group * PANEL, width = a.epilogue == PLAIN ? half : 2 * half;
+            half = group * PANEL, width = is_gated(a.epilogue) ? 2 * half : half;
 
     int64_t count() const { return chunks * groups; }
     // of `memory`, which has x of the chunk that was computed before
@@ -156,7 +173,7 @@ struct LinearItems {
     // probably.
     void run(Block& block, int64_t item, bool is_laid_out, const typename Block::Weight* after,
              void* memory) const {
-        const bool gated = a.epilogue != PLAIN;
+        const bool gated = is_gated(a.epilogue);
         float *sums = (float*)memory, *bias = sums + most_rows * width;
         auto* here = (typename Block::X*)(bias + width);
         const int64_t chunk = chunk_of(item), first = chunk * blocks / chunks * Block::MAX_ROWS;
@@ -278,7 +295,7 @@ void embedding_packed(const Call& call, const Step& step, const Worker& worker) 
             panel_bytes = round_up(bytes, 4) * PANEL;
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
-            int64_t id = step.token_ids[row];
+            int64_t id = id_of(a, step, row);
             char* out = (char*)a.out + row * a.out_row * width;
             if (id < 0 || id >= a.num_ids) {
                 set_nan(out, bytes);

@@ -93,6 +93,8 @@ inline Vec gelu_tanh(Vec x) {
     return x / (Vec(1.0f) + exp(u * Vec(-1.5957691216f)));
 }
 
+inline Vec relu(Vec x) { return Vec::max(Vec(), x); }  // the second one if one is NaN
+
 // 2**x for x <= 0 to about 1 unit in the last place; exactly 1 at 0, exactly 0 below -126, NaN for
 // NaN. The coefficients are a fit of least relative error over [-0.5, 0.5].
 inline Vec exp2_of_nonpositive(Vec x) {
@@ -107,4 +109,23 @@ inline Vec exp2_of_nonpositive(Vec x) {
     p = Vec::fma(p, r, Vec(6.93147182e-1f));
     p = Vec::fma(p, r, Vec(1.0f));
     return Vec::clear_where_less(Vec::scale_by_power(p, n), x, -126.0f);
+}
+
+// GELU as the normal distribution defines it (Hendrycks & Gimpel 2016), to about 2 units in the
+// last place of x: max(x, 0) - |x| times the probability beyond |x|. That is e**(-x * x / 2) times
+// a polynomial in t = 1 / (1 + 0.21 |x|), a fit of least relative error (1.3e-8) up to 13.3.
+inline Vec gelu(Vec x) {
+    Vec size = Vec::min(Vec(14.0f), Vec::max(x, Vec() - x));  // operand order: NaN stays
+    Vec t = Vec(1.0f) / Vec::fma(Vec(0.21f), size, Vec(1.0f));
+    Vec p(-7.218951332e-2f);
+    p = Vec::fma(p, t, Vec(2.862217961e-1f));
+    p = Vec::fma(p, t, Vec(-3.358134868e-1f));
+    p = Vec::fma(p, t, Vec(3.559483613e-1f));
+    p = Vec::fma(p, t, Vec(-9.862178392e-2f));
+    p = Vec::fma(p, t, Vec(1.269716722e-1f));
+    p = Vec::fma(p, t, Vec(6.862204497e-2f));
+    p = Vec::fma(p, t, Vec(8.515484320e-2f));
+    p = Vec::fma(p, t, Vec(8.370606543e-2f));
+    Vec beyond = exp2_of_nonpositive(size * size * Vec(-0.7213475204f)) * t * p;
+    return relu(x) - size * beyond;
 }

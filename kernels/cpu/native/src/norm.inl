@@ -1,5 +1,5 @@
-// RMS norms. A row is summed in LANES partial sums over ascending elements, then these are added.
-// The order does not depend on other rows.
+// RMS norms and layer norms. A row is summed in partial sums over ascending elements, then these are
+// added. The order does not depend on other rows.
 
 template <typename T>
 float mean_square(const T* x, int64_t size) {
@@ -83,4 +83,73 @@ void add_rms_norm_rows(const AddRmsNorm& a, int64_t rows, const Worker& worker) 
 void add_rms_norm(const Call& call, const Step& step, const Worker& worker) {
     const AddRmsNorm& a = (const AddRmsNorm&)call;
     FOR_DTYPES(a, (add_rms_norm_rows<T, W>(a, rows_of(call, step), worker)));
+}
+
+// The sum of term(a vector of x, or one number of it) over a row, in 4 times LANES partial sums.
+template <typename T, typename Term>
+float sum_row(const T* x, int64_t size, Term term) {
+    constexpr int N = 4;
+    Vec sums[N];
+    int64_t i = 0;
+    for (; i + N * Vec::LANES <= size; i += N * Vec::LANES)
+        for (int n = 0; n < N; n++) sums[n] = sums[n] + term(Vec::load(x + i + n * Vec::LANES));
+    for (; i + Vec::LANES <= size; i += Vec::LANES) sums[0] = sums[0] + term(Vec::load(x + i));
+    float total = ((sums[0] + sums[1]) + (sums[2] + sums[3])).sum();
+    for (; i < size; i++) {
+        float lanes[Vec::LANES] = {Number<T>::get(x[i])};
+        term(Vec::load(lanes)).store(lanes);
+        total += lanes[0];
+    }
+    return total;
+}
+
+template <typename T>
+void layer_normalise(const T* x, const T* weight, const T* bias, T* out, int64_t size, double eps) {
+    const float mean = sum_row(x, size, [](Vec v) { return v; }) / (float)size;
+    const float variance = sum_row(x, size,
+                                   [mean](Vec v) {
+                                       Vec centred = v - Vec(mean);
+                                       return centred * centred;
+                                   }) /
+                           (float)size;
+    const float factor = 1.0f / std::sqrt(variance + (float)eps);
+    int64_t i = 0;
+    for (; i + Vec::LANES <= size; i += Vec::LANES) {
+        Vec scaled = (Vec::load(x + i) - Vec(mean)) * Vec(factor), w = Vec::load(weight + i);
+        (bias ? Vec::fma(scaled, w, Vec::load(bias + i)) : scaled * w).store(out + i);
+    }
+    for (; i < size; i++) {
+        float scaled = (Number<T>::get(x[i]) - mean) * factor, w = Number<T>::get(weight[i]);
+        put(out + i, bias ? std::fma(scaled, w, Number<T>::get(bias[i])) : scaled * w);
+    }
+}
+
+template <typename T>
+void layer_norm_rows(const LayerNorm& a, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++)
+            layer_normalise((const T*)a.x + row * a.x_row, (const T*)a.weight, (const T*)a.bias,
+                            (T*)a.out + row * a.out_row, a.size, a.eps);
+}
+
+void layer_norm(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype, layer_norm_rows<T>((const LayerNorm&)call, rows_of(call, step), worker));
+}
+
+template <typename T>
+void add_layer_norm_rows(const AddLayerNorm& a, int64_t rows, const Worker& worker) {
+    int64_t piece = piece_of_rows(a.size);
+    for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
+        for (int64_t row = start; row < std::min(start + piece, rows); row++) {
+            T* x = (T*)a.x + row * a.x_row;
+            T* residual = (T*)a.residual + row * a.residual_row;
+            add_row(x, residual, a.size);
+            layer_normalise(residual, (const T*)a.weight, (const T*)a.bias, x, a.size, a.eps);
+        }
+}
+
+void add_layer_norm(const Call& call, const Step& step, const Worker& worker) {
+    FOR_DTYPE(call.dtype,
+              add_layer_norm_rows<T>((const AddLayerNorm&)call, rows_of(call, step), worker));
 }

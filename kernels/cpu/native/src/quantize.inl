@@ -243,7 +243,7 @@ void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step,
                   groups = ceil_div(depth, GROUP_INT8);
     for (int64_t start; (start = worker.next(ceil_div(rows, piece)) * piece) < rows;)
         for (int64_t row = start; row < std::min(start + piece, rows); row++) {
-            int64_t id = step.token_ids[row], panel = id / PANEL, lane = id % PANEL;
+            int64_t id = id_of(a, step, row), panel = id / PANEL, lane = id % PANEL;
             T* out = (T*)a.out + row * a.out_row;
             if (id < 0 || id >= a.num_ids) {
                 std::memset(out, 0xff, a.size * sizeof(T));  // a NaN in both types has all bits set

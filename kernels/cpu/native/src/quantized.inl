@@ -220,7 +220,7 @@ constexpr int64_t CACHED_BYTES = 128 * 1024;  // of x, which stay in the L2 cach
 template <typename T>
 void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t first, int64_t rows,
                   int64_t panel, int64_t all_columns) {
-    const bool gated = a.epilogue != PLAIN;
+    const bool gated = is_gated(a.epilogue);
     const int64_t column = panel * PANEL, columns = std::min(PANEL, all_columns - column);
     float bias[2][PANEL];
     for (int up = 0; a.bias && up <= gated; up++)
@@ -234,9 +234,8 @@ void finish_panel(const QuantizedLinear& a, Sums* sums, int64_t place, int64_t f
     auto finish_all = [&](auto* out) ALWAYS_INLINE {
         if (columns < PANEL) finish(out, columns, a.epilogue);
         else if (a.epilogue == GATED) finish(out, PANEL, GATED);
-        else if (a.epilogue == GATED_GELU) finish(out, PANEL, GATED_GELU);
-        else if (a.epilogue == GATED_CLAMPED) finish(out, PANEL, GATED_CLAMPED);
-        else finish(out, PANEL, PLAIN);
+        else if (a.epilogue == PLAIN) finish(out, PANEL, PLAIN);
+        else finish(out, PANEL, a.epilogue);
     };
     if (a.out_dtype == F32) finish_all((float*)a.out);
     else finish_all((uint16_t*)a.out);
@@ -313,7 +312,7 @@ struct QuantizedItems {
     // following: the item that the thread probably computes next, of next_layer
     __attribute__((noinline)) void run(int64_t item, int64_t following,
                                        const QuantizedLinear& next_layer) const {
-        const bool gated = a.epilogue != PLAIN;
+        const bool gated = is_gated(a.epilogue);
         const int64_t max_rows = products.max_rows;
         Sums sums[Products::MOST_ROWS];
         for (int64_t begin = 0; begin < rows; begin += chunk) {
@@ -348,7 +347,7 @@ struct QuantizedItems {
     }
 
 private:
-    int64_t columns() const { return a.epilogue != PLAIN ? a.out_features / 2 : a.out_features; }
+    int64_t columns() const { return is_gated(a.epilogue) ? a.out_features / 2 : a.out_features; }
     int64_t start_of(int64_t item) const { return std::min(item * sets / count * beside, panels); }
     // the panels of an incomplete set come one by one
     Panels side_of(int64_t item, int64_t set) const {

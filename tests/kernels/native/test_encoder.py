@@ -59,17 +59,16 @@ def test_a_text_is_the_same_bits_alone_and_in_any_batch(isa, heads, options, dty
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_other_texts_and_what_windows_do_not_see_have_no_effect(isa, bad, dtype):
+def test_other_texts_have_no_effect(isa, bad, dtype):
     torch.manual_seed(1)
-    heads, window = (2, 2, 32), 20
-    qkv = torch.randn(40 + 150, 6, 32).to(dtype)
-    before = attend(qkv, [40, 150], heads, (window,))
-    spoilt = 40 + 80
-    qkv[spoilt, 2:] = bad
-    after = attend(qkv, [40, 150], heads, (window,))
-    kept = [row for row in range(190) if abs(row - spoilt) > window]
-    assert same_bits(after[kept], before[kept])
-    assert not after[spoilt - window : spoilt + window + 1].isfinite().any(-1).all()
+    for options in ((), (20,)):
+        qkv = torch.randn(40 + 150 + 9, 6, 32).to(dtype)
+        before = attend(qkv, [40, 150, 9], (2, 2, 32), options)
+        spoilt = 40 + 80
+        qkv[spoilt, 2:] = bad
+        after = attend(qkv, [40, 150, 9], (2, 2, 32), options)
+        assert same_bits(after[:40], before[:40]) and same_bits(after[190:], before[190:])
+        assert not after[spoilt - 5 : spoilt + 5].isfinite().any(-1).all()
 
 
 def test_gelu_is_exact_to_rounding(isa):

@@ -4,8 +4,9 @@
 // pieces of SPLIT keys that are joined in order, so the division of work has no influence on a
 // result. Pieces and tiles before all rows' sliding windows are skipped.
 
-constexpr double LOG2_E = 1.4426950408889634;  // scores are powers of 2 instead of e
-constexpr int64_t SPLIT = 512;                 // keys; a multiple of KEYS
+constexpr double LOG2_E = 1.4426950408889634;     // scores are powers of 2 instead of e
+constexpr int64_t EVERYTHING = int64_t{1} << 62;  // a window that no context exceeds
+constexpr int64_t SPLIT = 512;                    // keys; a multiple of KEYS
 // approximate rows of an item: (token, query head) pairs that share a tile's keys
 constexpr int64_t ITEM_ROWS = 128;
 

@@ -17,7 +17,7 @@ struct Bf16Rows {
     T* values;  // [KEYS / 2][depth] pairs of keys
     Scales<C> scales;
     Fetch<C> next_keys, next_values;
-    int64_t start, count;
+    int64_t start;
     bool is_finite;
     Products products;
 
@@ -54,7 +54,7 @@ struct Bf16Rows {
 
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
         static const C zeros[MAX_HEAD_DIM] = {};
-        start = tile_start, count = slots.count;
+        start = tile_start;
         next_keys.start(following.keys, following.count, head_dim);
         next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
@@ -101,13 +101,12 @@ private:
         alignas(64) float scores[ROWS * KEYS], decay[Vec::LANES];
         alignas(64) T weights[ROWS * KEYS];
         int hidden[ROWS], visible[ROWS];
-        see(sight, positions, rows, start, count, hidden, visible);
+        see(sight, positions, rows, start, hidden, visible);
         const int num_keys = Products::ALL_KEYS ? KEYS : visible[rows - 1];
         if (visible[rows - 1] == hidden[0]) return;
         products.score(rows, block, keys, depth, num_keys, scale, scales.of_keys(), scores,
                        next_keys);
         if (sight.cap) cap_scores(rows, scores, num_keys, sight.cap);
-        if (sight.bias) add_bias(sight, positions, rows, start, scores, num_keys);
         weigh(rows, scores, hidden, visible, num_keys, scales.of_values(), weights, running,
               running_row, decay);
         scales.scale_seen(rows, weights, hidden, visible);

@@ -1,29 +1,90 @@
 // Attention of text encoders: in both directions, over the keys and values of the step itself
-// (abi.h: EncoderAttention). An item is some consecutive tokens of one request (a query tile) with
-// all query heads of one KV head, or with one query head where there is a bias. It passes over the
-// request's tiles of keys in order, so a row's bits depend on its request alone.
+// (abi.h: EncoderAttention).
+//
+//   item  = some consecutive tokens of one request (a query tile) with all query heads of one KV
+//           head, or with one query head where there is a bias
+//   row   = a token and one of these heads; the rows of an item are in strips of LANES
+//   tile  = TILE keys, beginning at a multiple of TILE
+//
+// The lanes of a vector are rows: a vector of scores is one key against a strip. So keys need not be
+// transposed, a softmax needs no sums across lanes, and short texts fill the vectors. A strip's rows
+// and the order of its tiles depend on its request alone, so its bits do too.
+
+constexpr int TILE = 64;             // keys that stay in the L1 cache while all strips pass
+constexpr int SUMS = REGISTERS / 2;  // sums that are held in registers; divides TILE
+constexpr int L = Vec::LANES;
+
+// Products of single fp32 numbers or, where the processor has them, of pairs of bf16.
+template <typename T>
+struct LaneDot {
+    using type = DotF32;
+};
+#ifdef QUIRE_BF16
+template <>
+struct LaneDot<uint16_t> {
+    using type = DotBf16;
+};
+#endif
+
+// sums += x [SUMS, steps] times lanes [steps, LANES]; a step has Dot::X_PER_STEP numbers. x's rows
+// are ROW numbers apart, its steps `step`.
+template <typename Dot, int64_t ROW>
+inline ALWAYS_INLINE void multiply_lanes(const typename Dot::X* x, int64_t step,
+                                         const typename Dot::Weight* lanes, int64_t steps,
+                                         Vec (&sums)[SUMS]) {
+    for (; steps > 0; steps--, x += step, lanes += L * Dot::X_PER_STEP) {
+        const auto held = Dot::weights(lanes, 0);
+#pragma GCC unroll 16
+        for (int i = 0; i < SUMS; i++) sums[i] = settled(Dot::add(sums[i], held, x + i * ROW));
+    }
+}
+
+// Turns scores [count, LANES] into weights, powers of 2 relative to their lane's maximum, and
+// returns their sums. Scores have room for one more key.
+inline Vec weigh_lanes(float* scores, int count, Vec most, float* weights) {
+    Vec total;
+    for (int key = 0; key < count; key++) {
+        Vec power = exp2_of_nonpositive(Vec::load(scores + key * L) - most);
+        power.store(weights + key * L);
+        total = total + power;
+    }
+    return total;
+}
+#ifdef QUIRE_BF16
+// As pairs of keys, rounded to bf16 and summed as rounded; a last one alone is paired with 0.
+inline Vec weigh_lanes(float* scores, int count, Vec most, uint16_t* weights) {
+    constexpr uint16_t ONES[] = {0x3f80, 0x3f80};
+    Vec total;
+    if (count % 2) Vec(-INFINITY).store(scores + count * L);
+    for (int key = 0; key < count; key += 2) {
+        uint16_t* pair = weights + key * L;
+        Vec::store_pairs_flushed(exp2_for_bf16(Vec::load(scores + key * L) - most),
+                                 exp2_for_bf16(Vec::load(scores + (key + 1) * L) - most), pair);
+        total = DotBf16::add(total, DotBf16::weights(pair, 0), ONES);
+    }
+    return total;
+}
+#endif
 
 // The list of items, equal on every thread: by request, then by KV head, then by query tile.
 struct EncoderPlan {
     const Step& step;
     const int64_t group, sets, tokens_per_tile;  // query heads of an item; sets of them
-    int64_t* first_items;                        // [num_requests + 1]
+    int64_t* first_items = nullptr;              // [num_requests + 1]
 
-    EncoderPlan(const EncoderAttention& a, const Step& step, void* memory)
+    EncoderPlan(const EncoderAttention& a, const Step& step)
         : step(step),
           group(a.bias ? 1 : a.heads / a.kv_heads),
           sets(a.heads / group),
-          tokens_per_tile(std::max<int64_t>(1, ITEM_ROWS / group)),
-          first_items((int64_t*)memory) {
+          tokens_per_tile(std::max<int64_t>(1, ITEM_ROWS / group)) {}
+    size_t bytes() const { return round_up((step.num_requests + 1) * sizeof(int64_t), 64); }
+    void make(int64_t* memory) {
+        first_items = memory;
         first_items[0] = 0;
         for (int64_t i = 0; i < step.num_requests; i++)
             first_items[i + 1] = first_items[i] + ceil_div(length_of(i), tokens_per_tile) * sets;
     }
-    static size_t bytes(const Step& step) {
-        return round_up((step.num_requests + 1) * sizeof(int64_t), 64);
-    }
 
-    int64_t first_token_of(int64_t request) const { return step.query_start_loc[request]; }
     int64_t length_of(int64_t request) const {
         return step.query_start_loc[request + 1] - step.query_start_loc[request];
     }
@@ -37,103 +98,235 @@ struct EncoderPlan {
 // One thread's buffers, and the computation of an item.
 template <typename T>
 struct EncoderAttender {
-    using Rows = typename RowsOf<T, T>::type;
+    using Dot = typename LaneDot<T>::type;
+    using X = typename Dot::X;
+    static constexpr int PAIR = Dot::X_PER_STEP;
+    // of keys: not a power of two, whose lines would share a cache set
+    static constexpr int64_t KEY_ROW = MAX_HEAD_DIM + 64 / sizeof(X);
+    static constexpr int64_t MOST = 0, TOTAL = L, VALUES = 2 * L;  // places in a strip's state
+
     const EncoderAttention& a;
     const EncoderPlan& plan;
-    const int64_t running_row;
-    float* running;      // [rows, running_row]
-    int64_t* positions;  // [rows]
-    float* bias;         // of distances from -farthest - KEYS on, see Sight
-    Rows rows;
+    const int64_t depth;  // head_dim rounded up to a multiple of SUMS, padded with zeros
+    const int64_t state_size;
+    size_t num_bytes = 0;
+    float* states;  // [strips, state_size]: maxima, sums of weights, sums of values [depth, LANES]
+    float* positions;  // [strips, LANES]: the rows' tokens
+    float* scores;     // [TILE + 1, LANES]
+    float* bias;       // by position minus key's position, from -bias_distance - LANES on
+    X* weights;        // [TILE / PAIR, LANES, PAIR]
+    X* queries;        // [strips, head_dim / PAIR, LANES, PAIR]
+    X* keys;           // [TILE, KEY_ROW]
+    X* values;         // [TILE / PAIR, depth, PAIR]
 
-    static int64_t running_row_of(const EncoderAttention& a) {
-        return Running::VALUES + Rows::value_row_of(a.head_dim);
-    }
-    static int64_t max_rows(const EncoderAttention& a) {
-        return std::max(ITEM_ROWS, a.heads / a.kv_heads);
-    }
-    static int64_t bias_size(const EncoderAttention& a) {
-        return a.bias ? 2 * (a.bias_distance + KEYS) : 0;
-    }
-    static size_t own_bytes(const EncoderAttention& a) {
-        return round_up(max_rows(a) * (running_row_of(a) * sizeof(float) + sizeof(int64_t)) +
-                            bias_size(a) * sizeof(float),
-                        64);
-    }
-    static size_t bytes(const EncoderAttention& a) {
-        return own_bytes(a) + Rows::bytes(a.head_dim, max_rows(a));
-    }
-
+    // memory: num_bytes, or null for an object that only counts them
     EncoderAttender(const EncoderAttention& a, const EncoderPlan& plan, char* memory)
         : a(a),
           plan(plan),
-          running_row(running_row_of(a)),
-          running((float*)memory),
-          positions((int64_t*)(running + max_rows(a) * running_row)),
-          bias((float*)(positions + max_rows(a))),
-          rows(a.head_dim, a.scale * LOG2_E,
-               Sight{a.window ? a.window + 1 : EVERYTHING, 0, a.window ? a.window : EVERYTHING,
-                     a.bias ? bias + a.bias_distance + KEYS : nullptr, a.bias_distance},
-               max_rows(a), memory + own_bytes(a)) {}
+          depth(round_up(a.head_dim, SUMS)),
+          state_size(VALUES + round_up(depth, 8) * L) {
+        const int64_t strips = ceil_div(std::max(ITEM_ROWS, plan.group), L);
+        const auto take = [&](auto*& part, int64_t size) {
+            if (memory) part = (std::remove_reference_t<decltype(part)>)(memory + num_bytes);
+            num_bytes += round_up(size * sizeof(*part), 64);
+        };
+        take(states, strips * state_size);
+        take(positions, strips * L);
+        take(scores, (TILE + 1) * L);
+        take(bias, bias_size());
+        take(weights, TILE * L);
+        take(queries, strips * a.head_dim * L);
+        take(keys, TILE * KEY_ROW);
+        take(values, TILE * depth);
+        if (memory) std::memset(values, 0, TILE * depth * sizeof(X));
+    }
+    int64_t bias_size() const { return a.bias ? 2 * (a.bias_distance + L) : 0; }
 
     void load_bias(int64_t head) const {
         const int64_t farthest = a.bias_distance;
         const float* from = a.bias + head * (2 * farthest + 1);
-        for (int64_t i = 0; i < bias_size(a); i++)
-            bias[i] = from[std::min(std::max<int64_t>(i - KEYS, 0), 2 * farthest)] * (float)LOG2_E;
+        for (int64_t i = 0; i < bias_size(); i++)
+            bias[i] = from[std::min(std::max<int64_t>(2 * farthest + L - i, 0), 2 * farthest)] *
+                      (float)LOG2_E;
     }
 
-    void attend_item(int64_t item) {
+    // Rows `row` to `row + LANES` of num_rows as lanes; others are zeros. first: the item's first
+    // row in memory.
+    void load_queries(const T* first, int64_t row, int64_t num_rows, X* to) const {
+        static const T zeros[MAX_HEAD_DIM] = {};
+        const void* rows[L];
+        for (int lane = 0; lane < L; lane++, row++)
+            rows[lane] = row < num_rows ? first + row / plan.group * a.query_row +
+                                              row % plan.group * a.query_head
+                                        : zeros;
+        for (int lane = 0; lane < L; lane += 8)
+            transpose_8(rows + lane, a.head_dim * sizeof(T) / 4, [=](int64_t i, __m256i dwords) {
+                if constexpr (sizeof(T) < sizeof(X)) {
+                    float* at = (float*)to + 2 * i * L + lane;
+                    _mm256_storeu_si256((__m256i*)at, _mm256_slli_epi32(dwords, 16));
+                    _mm256_storeu_si256((__m256i*)(at + L),
+                                        _mm256_and_si256(dwords, _mm256_set1_epi32(-65536)));
+                } else {
+                    _mm256_storeu_si256((__m256i*)((uint32_t*)to + i * L + lane), dwords);
+                }
+            });
+    }
+
+    void copy(const T* from, X* to) const {
+        if constexpr (sizeof(T) == sizeof(X)) copy_row(from, a.head_dim, to);
+        else copy_numbers(from, to, a.head_dim);
+    }
+
+    void load_tile(const T* key, const T* value, int count) const {
+        for (int i = 0; i < count; i++) copy(key + i * a.key_row, keys + i * KEY_ROW);
+        if constexpr (PAIR == 1) {
+            for (int i = 0; i < count; i++) copy(value + i * a.value_row, values + i * depth);
+        } else {
+            static const T zeros[MAX_HEAD_DIM] = {};
+            for (int i = 0; i < count; i += 2) {
+                const T *first = value + i * a.value_row,
+                        *second = i + 1 < count ? first + a.value_row : zeros;
+                for (int64_t d = 0; d < a.head_dim; d += 8) {
+                    __m128i x = _mm_loadu_si128((const __m128i*)(first + d)),
+                            y = _mm_loadu_si128((const __m128i*)(second + d));
+                    __m128i* to = (__m128i*)(values + i * depth + 2 * d);
+                    _mm_storeu_si128(to, _mm_unpacklo_epi16(x, y));
+                    _mm_storeu_si128(to + 1, _mm_unpackhi_epi16(x, y));
+                }
+            }
+        }
+    }
+
+    // Scores of a strip against `count` keys from position `start` on, as powers of 2. is_masked:
+    // some row does not see one of them. Returns the lanes' maxima, `most` included.
+    Vec score(const X* q, const float* strip, int64_t start, int count, bool is_masked,
+              Vec most) const {
+        const Vec scale((float)(a.scale * LOG2_E)), position = Vec::load(strip),
+                                                    reach((float)(2 * a.window));
+        for (int key = 0; key < count; key += SUMS) {
+            Vec sums[SUMS];
+            multiply_lanes<Dot, KEY_ROW>(keys + key * KEY_ROW, PAIR, q, a.head_dim / PAIR, sums);
+            const int left = count - key;
+#pragma GCC unroll 16
+            for (int i = 0; i < SUMS; i++) {
+                if (i >= left) break;
+                Vec s = sums[i] * scale;
+                if (a.bias) s = s + Vec::load(bias_of((int64_t)strip[0] - start - key - i));
+                if (is_masked) {  // minus infinity beyond the window, by overflow
+                    Vec apart = position - Vec((float)(start + key + i));
+                    apart = Vec::max(apart, Vec() - apart);
+                    s = Vec::fma(Vec::max(apart + apart - reach, Vec()), Vec(NO_SCORE), s);
+                }
+                s.store(scores + (key + i) * L);
+                most = Vec::max(s, most);  // operand order: a NaN is skipped
+            }
+        }
+        return most;
+    }
+
+    const float* bias_of(int64_t distance) const {
+        const int64_t farthest = a.bias_distance;
+        return bias + farthest + L + std::min(std::max(distance, -farthest - L), farthest);
+    }
+
+    void attend_strip(int64_t strip, int64_t start, int count, bool is_first,
+                      bool is_masked) const {
+        float* state = states + strip * state_size;
+        const Vec before = is_first ? Vec(NO_SCORE) : Vec::load(state + MOST);
+        const Vec most = score(queries + strip * a.head_dim * L, positions + strip * L, start,
+                               count, is_masked, before);
+        const Vec decay = exp2_of_nonpositive(before - most);
+        const Vec total = weigh_lanes(scores, count, most, weights);
+        most.store(state + MOST);
+        (is_first ? total : Vec::fma(Vec::load(state + TOTAL), decay, total)).store(state + TOTAL);
+        for (int64_t d = 0; d < depth; d += SUMS) {
+            Vec sums[SUMS];
+            float* at = state + VALUES + d * L;
+            if (!is_first) {
+#pragma GCC unroll 16
+                for (int i = 0; i < SUMS; i++) sums[i] = Vec::load(at + i * L) * decay;
+            }
+            multiply_lanes<Dot, PAIR>(values + d * PAIR, depth * PAIR, weights,
+                                      ceil_div(count, PAIR), sums);
+#pragma GCC unroll 16
+            for (int i = 0; i < SUMS; i++) sums[i].store(at + i * L);
+        }
+    }
+
+    // Divides a strip's sums and stores its rows. out: the item's first row.
+    void store_strip(int64_t strip, int64_t num_rows, T* out) const {
+        float *state = states + strip * state_size, *sums = state + VALUES;
+        const Vec factor = Vec(1.0f) / Vec::load(state + TOTAL);
+        constexpr int WIDTH = 4 / sizeof(T);  // numbers of a dword
+        for (int64_t d = 0; d < depth; d += WIDTH) {
+            Vec first = Vec::load(sums + d * L) * factor;
+            if constexpr (WIDTH == 1) first.store(sums + d * L);
+            else
+                Vec::store_pairs(first, Vec::load(sums + (d + 1) * L) * factor,
+                                 (T*)(sums + d / 2 * L));
+        }
+        const int64_t dwords = a.head_dim / WIDTH, first = strip * L;
+        for (int64_t d = 0; d < dwords; d += 8) {
+            const void* rows[8];
+            for (int i = 0; i < 8; i++) rows[i] = sums + (d + i) * L;
+            transpose_8(rows, L, [&](int64_t lane, __m256i numbers) {
+                const int64_t row = first + lane;
+                if (row >= num_rows) return;
+                T* to =
+                    out + (row / plan.group * a.heads + row % plan.group) * a.head_dim + d * WIDTH;
+                if (d + 8 <= dwords) _mm256_storeu_si256((__m256i*)to, numbers);
+                else _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(numbers));
+            });
+        }
+    }
+
+    void attend_item(int64_t item) const {
         const int64_t request = plan.request_of(item), index = item - plan.first_items[request],
-                      first = plan.first_token_of(request), length = plan.length_of(request),
-                      tiles = ceil_div(length, plan.tokens_per_tile), set = index / tiles,
+                      first = plan.step.query_start_loc[request], length = plan.length_of(request),
+                      tiles = ceil_div(length, plan.tokens_per_tile),
                       token = index % tiles * plan.tokens_per_tile,
                       num_tokens = std::min(plan.tokens_per_tile, length - token),
-                      num_rows = num_tokens * plan.group, head = set * plan.group;
-        const int64_t kv_head = head / (a.heads / a.kv_heads);
-        const T *keys = (const T*)a.key + first * a.key_row + kv_head * a.key_head,
-                *values = (const T*)a.value + first * a.value_row + kv_head * a.value_head;
+                      num_rows = num_tokens * plan.group, strips = ceil_div(num_rows, L),
+                      head = index / tiles * plan.group, kv_head = head / (a.heads / a.kv_heads);
+        const T *query = (const T*)a.query + (first + token) * a.query_row + head * a.query_head,
+                *key = (const T*)a.key + first * a.key_row + kv_head * a.key_head,
+                *value = (const T*)a.value + first * a.value_row + kv_head * a.value_head;
         if (a.bias) load_bias(head);
-        for (int64_t row = 0; row < num_rows; row++) {  // token * group + head
-            positions[row] = token + row / plan.group;
-            rows.set_query(row, num_rows,
-                           (const T*)a.query + (first + positions[row]) * a.query_row +
-                               (head + row % plan.group) * a.query_head);
-            Running::reset(running + row * running_row, running_row);
-        }
-        const int64_t last = token + num_tokens - 1;
-        int64_t start = 0, end = length;
-        if (a.window) {
-            start = std::max<int64_t>(token - a.window, 0) / KEYS * KEYS;
-            end = std::min(last + a.window + 1, length);
-        }
-        Slots<T> slots, none;
-        for (; start < end; start += KEYS) {
-            slots.count = (int)std::min<int64_t>(KEYS, length - start);
-            for (int key = 0; key < slots.count; key++) {
-                slots.keys[key] = keys + (start + key) * a.key_row;
-                slots.values[key] = values + (start + key) * a.value_row;
+        for (int64_t strip = 0; strip < strips; strip++)
+            load_queries(query, strip * L, num_rows, queries + strip * a.head_dim * L);
+        for (int64_t row = 0; row < strips * L; row++)
+            positions[row] = (float)(token + row / plan.group);
+        const auto first_tile_of = [&](int64_t position) {
+            return a.window ? std::max<int64_t>(position - a.window, 0) / TILE * TILE : 0;
+        };
+        const int64_t last = token + num_tokens - 1,
+                      end = a.window ? std::min(last + a.window + 1, length) : length;
+        for (int64_t start = first_tile_of(token); start < end; start += TILE) {
+            const int count = (int)std::min<int64_t>(TILE, length - start);
+            load_tile(key + start * a.key_row, value + start * a.value_row, count);
+            for (int64_t strip = 0; strip < strips; strip++) {
+                const int64_t lowest = token + strip * L / plan.group,
+                              highest = std::min(token + (strip * L + L - 1) / plan.group, last);
+                if (a.window && (start > highest + a.window || start < first_tile_of(lowest)))
+                    continue;
+                const bool is_masked = a.window && (start < highest - a.window ||
+                                                    start + count - 1 > lowest + a.window);
+                attend_strip(strip, start, count, start == first_tile_of(lowest), is_masked);
             }
-            const bool seen_by_all = !a.window || (last - a.window <= start &&
-                                                   start + slots.count <= token + a.window + 1);
-            rows.load(slots, none, start, seen_by_all);
-            rows.attend(num_rows, positions, running, running_row);
         }
-        T* out = (T*)a.out + (first * a.heads + head) * a.head_dim;
-        for (int64_t row = 0; row < num_rows; row++) {
-            float* sums = running + row * running_row;
-            Running::divide(sums, running_row);
-            rows.store(sums, out + (positions[row] * a.heads + row % plan.group) * a.head_dim);
-        }
+        T* out = (T*)a.out + ((first + token) * a.heads + head) * a.head_dim;
+        for (int64_t strip = 0; strip < strips; strip++) store_strip(strip, num_rows, out);
     }
 };
 
 template <typename T>
 void attend_both_ways(const EncoderAttention& a, const Step& step, const Worker& worker) {
-    const size_t plan_bytes = EncoderPlan::bytes(step);
-    char* memory = (char*)worker.scratch(plan_bytes + EncoderAttender<T>::bytes(a));
-    const EncoderPlan plan(a, step, memory);
-    EncoderAttender<T> attender(a, plan, memory + plan_bytes);
+    EncoderPlan plan(a, step);
+    const size_t plan_bytes = plan.bytes(),
+                 all_bytes = plan_bytes + EncoderAttender<T>(a, plan, nullptr).num_bytes;
+    char* memory = (char*)worker.scratch(all_bytes);
+    plan.make((int64_t*)memory);
+    const EncoderAttender<T> attender(a, plan, memory + plan_bytes);
     for (int64_t item; (item = worker.next(plan.num_items())) < plan.num_items();)
         attender.attend_item(item);
 }

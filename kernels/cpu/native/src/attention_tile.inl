@@ -164,42 +164,23 @@ struct Scales<int8_t> {
     }
 };
 
-constexpr int64_t EVERYTHING = int64_t{1} << 60;  // a window that no context exceeds
-
-// Which positions a token sees besides its own, and what changes its logits.
+// Which positions a token sees besides its own, and with which soft-cap.
 struct Sight {
-    // number of visible positions up to its own; EVERYTHING without a sliding window
+    // number of visible positions; larger than any context without a sliding window
     int64_t window;
-    float cap;          // of logits in powers of 2; 0: none
-    int64_t ahead = 0;  // number of visible positions after its own
-    // Unless null: what is added to logits in powers of 2, by the key's distance from the query, up
-    // to a distance of `farthest` + KEYS in both directions; constant from `farthest` on.
-    const float* bias = nullptr;
-    int64_t farthest = 0;
+    float cap;  // of logits in powers of 2; 0: none
 
     int64_t first(int64_t position) const { return std::max<int64_t>(position + 1 - window, 0); }
 };
 
-// The keys of the tile, which has `count`, that each row sees: from hidden on, before visible.
+// The keys of the tile that each row sees: from hidden on, before visible.
 inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
-                int64_t count, int* hidden, int* visible) {
+                int* hidden, int* visible) {
     for (int r = 0; r < rows; r++) {
-        visible[r] = (int)std::min<int64_t>(
-            std::max<int64_t>(positions[r] + 1 + sight.ahead - tile_start, 0), count);
+        visible[r] =
+            (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
         hidden[r] = (int)std::min<int64_t>(
             std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
-    }
-}
-
-inline void add_bias(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
-                     float* scores, int num_keys) {
-    for (int r = 0; r < rows; r++) {
-        const int64_t distance = tile_start - positions[r];
-        const float* bias =
-            sight.bias + std::min(std::max(distance, -sight.farthest - KEYS), sight.farthest);
-        float* s = scores + r * KEYS;
-        for (int key = 0; key < num_keys; key += Vec::LANES)
-            (Vec::load(s + key) + Vec::load(bias + key)).store(s + key);
     }
 }
 
@@ -262,26 +243,25 @@ struct Powers<float> {
     }
 };
 #ifdef QUIRE_BF16
+// 2**x for x <= 0 to 3e-6, which suffices for bf16. The coefficients are a fit of least relative
+// error over [0, 1), exact at 0.
+inline Vec exp2_for_bf16(Vec x) {
+    Vec r = x.fraction(), p(1.34265188e-2f);
+    p = Vec::fma(p, r, Vec(5.22427398e-2f));
+    p = Vec::fma(p, r, Vec(2.41280081e-1f));
+    p = Vec::fma(p, r, Vec(6.93044860e-1f));
+    p = Vec::fma(p, r, Vec(1.0f));
+    return Vec::scale_by_power(p, x);
+}
+
 template <>
 struct Powers<uint16_t> {
     static constexpr int SIZE = 2 * Vec::LANES;
     static Vec store(const float* scores, Vec maximum, Vec total, uint16_t* to) {
-        Vec::store_flushed(of(Vec::load(scores) - maximum),
-                           of(Vec::load(scores + Vec::LANES) - maximum), to);
+        Vec::store_flushed(exp2_for_bf16(Vec::load(scores) - maximum),
+                           exp2_for_bf16(Vec::load(scores + Vec::LANES) - maximum), to);
         constexpr uint16_t ONES[] = {0x3f80, 0x3f80};
         return DotBf16::add(total, DotBf16::weights(to, 0), ONES);
-    }
-
-private:
-    // 2**x for x <= 0 to 3e-6, which suffices for bf16. The coefficients are a fit of least
-    // relative error over [0, 1), exact at 0.
-    static Vec of(Vec x) {
-        Vec r = x.fraction(), p(1.34265188e-2f);
-        p = Vec::fma(p, r, Vec(5.22427398e-2f));
-        p = Vec::fma(p, r, Vec(2.41280081e-1f));
-        p = Vec::fma(p, r, Vec(6.93044860e-1f));
-        p = Vec::fma(p, r, Vec(1.0f));
-        return Vec::scale_by_power(p, x);
     }
 };
 #endif

@@ -114,7 +114,7 @@ struct VecRows {
     T* values;  // [KEYS, value_row]; zeros from head_dim on
     Scales<C> scales;
     Fetch<C> next_keys, next_values;
-    int64_t start, count;
+    int64_t start;
     bool is_finite;
 
     static int64_t value_row_of(int64_t head_dim) { return round_up(head_dim, 2 * Vec::LANES); }
@@ -145,7 +145,7 @@ struct VecRows {
     // Loads the tile at `start`. seen_by_all is false if some row sees fewer of its keys than
     // another.
     void load(Slots<C>& slots, const Slots<C>& following, int64_t tile_start, bool seen_by_all) {
-        start = tile_start, count = slots.count;
+        start = tile_start;
         next_keys.start(following.keys, following.count, head_dim);
         next_values.start(following.values, following.count, head_dim);
         transpose_keys(slots, head_dim, keys);
@@ -200,7 +200,7 @@ private:
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
         int hidden[R], visible[R];
-        see(sight, positions, R, start, count, hidden, visible);
+        see(sight, positions, R, start, hidden, visible);
         int num_keys = visible[R - 1];
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
@@ -209,7 +209,6 @@ private:
                                    scores + key, fetch_keys);
         }
         if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
-        if (sight.bias) add_bias(sight, positions, R, start, scores, num_keys);
         weigh(R, scores, hidden, visible, num_keys, scales.of_values(), scores, running,
               running_row, decay);
         scales.scale_seen(R, scores, hidden, visible);

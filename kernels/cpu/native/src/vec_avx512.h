@@ -40,6 +40,14 @@ struct Vec {
     static void store_flushed(Vec first, Vec second, uint16_t* p) {
         _mm512_storeu_si512(p, (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v));
     }
+    // The same in pairs, as store_pairs.
+    static void store_pairs_flushed(Vec first, Vec second, uint16_t* p) {
+        alignas(64) static constexpr uint16_t PLACES[] = {
+            0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
+        _mm512_storeu_si512(p, _mm512_permutexvar_epi16(_mm512_load_si512(PLACES), both));
+    }
 #endif
     static void store_pairs(Vec first, Vec second, uint16_t* p) {
         __m512i low = _mm512_srli_epi32(first.rounded_bits(), 16),

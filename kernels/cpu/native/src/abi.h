@@ -255,8 +255,8 @@ struct Attention : Call {
     const float* sinks;
 };
 
-// query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request ->
-// out, contiguous; requests are those of the step's query_start_loc. head_dim as in Attention.
+// query [rows, heads, head_dim] over key and value [rows, kv_heads, head_dim] of the same request
+// -> out, contiguous; requests are those of the step's query_start_loc. head_dim as in Attention.
 // window: the largest distance that a token sees; 0: all. bias [heads, 2 * bias_distance + 1],
 // unless null, as in encoder_attention (kernels/encoder.py).
 struct EncoderAttention : Call {

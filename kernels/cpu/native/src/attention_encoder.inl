@@ -6,9 +6,9 @@
 //   row   = a token and one of these heads; the rows of an item are in strips of LANES
 //   tile  = TILE keys, beginning at a multiple of TILE
 //
-// The lanes of a vector are rows: a vector of scores is one key against a strip. So keys need not be
-// transposed, a softmax needs no sums across lanes, and short texts fill the vectors. A strip's rows
-// and the order of its tiles depend on its request alone, so its bits do too.
+// The lanes of a vector are rows: a vector of scores is one key against a strip. So keys need not
+// be transposed, a softmax needs no sums across lanes, and short texts fill the vectors. A strip's
+// rows and the order of its tiles depend on its request alone, so its bits do too.
 
 constexpr int TILE = 64;             // keys that stay in the L1 cache while all strips pass
 constexpr int SUMS = REGISTERS / 2;  // sums that are held in registers; divides TILE

@@ -1,5 +1,5 @@
-// RMS norms and layer norms. A row is summed in partial sums over ascending elements, then these are
-// added. The order does not depend on other rows.
+// RMS norms and layer norms. A row is summed in partial sums over ascending elements, then these
+// are added. The order does not depend on other rows.
 
 template <typename T>
 float mean_square(const T* x, int64_t size) {

@@ -6,7 +6,13 @@ import asyncio
 import gc
 
 import numpy as np
+import psutil
 import pytest
+import tokenizers
+import torch
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from quire import (
     LLM,
     EmbeddingRequestOutput,
@@ -21,6 +27,8 @@ from quire.tests.client_forms import (
     blocking_engine,
     make_async_engine,
 )
+from quire.tests.tiny_encoders import save_tiny_encoder
+from transformers import AutoModelForSequenceClassification
 
 TEXTS = ["the cat", "a dog sat on the mat", "x", "naïve café 你好", "the cat and " * 20]
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -129,6 +137,79 @@ def test_results_of_many_texts_hold_nothing_else(llm) -> None:
     gc.collect()
     assert sum(type(o).__name__ in HELD for o in gc.get_objects()) == before
     assert rows.base is None and rows.shape == (200 * len(TEXTS), rows.shape[1])
+
+
+def test_an_engine_that_dies_is_replaced_and_texts_are_sent_again(expected, tmp_path) -> None:
+    with blocking_engine("process", tmp_path) as engine:
+        many = TEXTS * 40
+        for i, text in enumerate(many):
+            engine.add_request(str(i), text, PoolingParams())
+        found = {output.request_id: output for output in engine.step()}
+        [child] = psutil.Process().children()
+        child.kill()
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step()}
+        for i in range(len(many)):
+            row = expected[i % len(TEXTS)]
+            assert found[str(i)].outputs.data.tobytes() == row.tobytes(), i
+        assert engine.get_metrics()["num_engine_restarts"] == 1
+
+
+def test_spans_of_requests_that_pool(llm) -> None:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    llm.set_tracer_provider(provider)
+    llm.embed(TEXTS[:2], use_tqdm=False)
+    llm.set_tracer_provider(None)
+    spans = exporter.get_finished_spans()
+    roots = [span for span in spans if span.name == "llm_request"]
+    assert len(roots) == 2 and {s.name for s in spans} == {
+        "llm_request",
+        "queue",
+        "prefill",
+        "decode",
+    }
+    for root in roots:
+        assert root.attributes["gen_ai.operation.name"] == "embeddings"
+        assert root.attributes["quire.pooling.task"] == "embed"
+        assert root.attributes["gen_ai.usage.input_tokens"] > 0
+        assert root.attributes["gen_ai.response.finish_reasons"] == ("stop",)
+
+
+@pytest.fixture(scope="module")
+def cross_encoder(tmp_path_factory):
+    auto = "AutoModelForSequenceClassification"
+    directory = tmp_path_factory.mktemp("cross_encoder")
+    save_tiny_encoder(directory, "bert", auto, num_labels=1, max_position_embeddings=128)
+    with LLM(str(directory), engine="inproc", dtype="float32", num_threads=1) as llm:
+        yield llm, directory
+
+
+def test_a_cross_encoder_reads_pairs(cross_encoder) -> None:
+    llm, directory = cross_encoder
+    model = AutoModelForSequenceClassification.from_pretrained(directory)
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    scores = llm.score(TEXTS[0], TEXTS[1:4], use_tqdm=False)
+    raw = PoolingParams(use_activation=False)
+    logits = llm.score(TEXTS[0], TEXTS[1:4], pooling_params=raw, use_tqdm=False)
+    for text, score, logit in zip(TEXTS[1:4], scores, logits, strict=True):
+        pair = tokenizer.encode(TEXTS[0], text)
+        assert score.prompt_token_ids == pair.ids and 1 in pair.type_ids
+        with torch.inference_mode():
+            inputs = (torch.tensor([ids]) for ids in (pair.ids, [1] * len(pair.ids), pair.type_ids))
+            right = model(*inputs).logits[0, 0].item()
+        assert logit.outputs.score == pytest.approx(right, abs=1e-5)
+        assert score.outputs.score == pytest.approx(1 / (1 + np.exp(-right)), abs=1e-5)
+    one = llm.classify({"prompt": TEXTS[0], "text_pair": TEXTS[1]}, use_tqdm=False)[0]
+    assert one.outputs.probs == [scores[0].outputs.score] and one.outputs.num_classes == 1
+
+
+def test_a_model_that_only_pools_refuses_to_generate(cross_encoder) -> None:
+    llm, _ = cross_encoder
+    with pytest.raises(InvalidParameterError, match="must be PoolingParams: this engine runs with"):
+        llm.generate("a", GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidParameterError, match="task: must be one of classify"):
+        llm.embed("a", use_tqdm=False)
 
 
 HELD = ("RequestState", "CompletionState", "ProcessedRequest", "EmbeddingRequestOutput")

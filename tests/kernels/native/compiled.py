@@ -77,7 +77,7 @@ def begin_emulated(directory: Path) -> None:
     The compiler is no child of this process: tests count those.
     """
     command = [sys.executable, "-P", "-m", "quire.tests.kernels.native.compiled"]
-    start = 'setsid nice -n 19 "$@" </dev/null >/dev/null 2>&1 &'
+    start = 'setsid nice -n 10 "$@" </dev/null >/dev/null 2>&1 &'
     arguments = [*command, str(directory), str(os.getpid())]
     subprocess.run(["sh", "-c", start, "sh", *arguments], check=True)
 

@@ -21,7 +21,7 @@ NEEDS_LIBRARY = (
 )
 
 
-COMPILE_TIMEOUT_S = 600  # for the test that waits for the emulated library
+COMPILE_TIMEOUT_S = 900  # for the test that waits for the emulated library
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

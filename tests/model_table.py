@@ -13,6 +13,7 @@ from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.models.encoders import ENCODERS
 from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED, WITH_CONV1D
+from quire.ipc.models.fallback_encoders import FALLBACK_ENCODERS
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
@@ -83,6 +84,13 @@ def encoders() -> Iterator[str]:
         )
 
 
+def encoders_in_transformers() -> Iterator[str]:
+    yield "| architecture | model_type |"
+    yield "|---|---|"
+    for model_type, known in FALLBACK_ENCODERS.items():
+        yield f"| `{known.architecture}` | `{model_type}` |"
+
+
 def _parsers(model_type: str) -> str:
     tools, reasoning = PARSERS.get(model_type, ("", ""))
     kinds = {"tools": tools, "reasoning": reasoning}
@@ -93,7 +101,7 @@ def refused() -> Iterator[str]:
     by_reason: dict[str, list[str]] = {}
     of_pages = {known.model_type for known in ENCODERS.values()}
     for model_type, reason in REFUSED.items():
-        if model_type in of_pages:
+        if model_type in of_pages | FALLBACK_ENCODERS.keys():
             continue
         by_reason.setdefault(reason, []).append(f"`{model_type}`")
     yield "| model types | reason |"
@@ -113,7 +121,13 @@ def parsers() -> Iterator[str]:
     )
 
 
-TABLES = {"supported": supported, "encoders": encoders, "refused": refused, "parsers": parsers}
+TABLES = {
+    "supported": supported,
+    "encoders": encoders,
+    "encoders in transformers": encoders_in_transformers,
+    "refused": refused,
+    "parsers": parsers,
+}
 
 
 def updated(page: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quire.tests.tiny_models import make_tiny_config, save_tiny_tokenizer
+from quire.tests.tiny_models import KINDS, make_tiny_config, save_tiny_tokenizer
 
 VOCAB_SIZE = 320
 _SIZES = {
@@ -45,10 +45,11 @@ def save_tiny_encoder(
     import transformers
 
     transformers.logging.disable_progress_bar()
-    if kind in ENCODERS:
-        config = transformers.AutoConfig.for_model(kind, **{**ENCODERS[kind], **overrides})
-    else:
+    if kind in KINDS:
         config = make_tiny_config(kind, **overrides)
+    else:
+        sizes = ENCODERS.get(kind, _SIZES)
+        config = transformers.AutoConfig.for_model(kind, **{**sizes, **overrides})
     model = getattr(transformers, auto).from_config(config)
     randomize(model, seed)
     model.save_pretrained(directory)

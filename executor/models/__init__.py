@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
+from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS
 from .layer_registry import register_layer as register_layer
 
 _MODELS: dict[str, str | type] = {
@@ -65,6 +66,8 @@ def find_model_class(hf_config: dict[str, Any], model_impl: str = "auto") -> typ
     model_impl: see ipc/config.py. Raises ModelLoadError, which lists what is supported.
     """
     implementation, name = choose_implementation(hf_config, model_impl, _MODELS)
+    if implementation != QUIRE and name in FALLBACK_ENCODERS:
+        return import_module(".fallback.encoder", __name__).TransformersEncoder
     if implementation != QUIRE:
         return import_module(".fallback.model", __name__).TransformersModel
     found = _MODELS[name]

@@ -24,6 +24,7 @@ from ...ipc.models.fallback_architectures import (
     choose_implementation,
     parse_fallback_config,
 )
+from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS, parse_fallback_encoder
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, is_gguf, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
@@ -137,11 +138,15 @@ def measure_model(
         else:
             stored = read_stored_weights(path, parse_quantization(hf_config))
             shapes, kept = stored.shapes, stored.kept
-        config = parse_fallback_config(hf_config)
-        architecture = FALLBACKS[name].architecture
+        if name in FALLBACK_ENCODERS:
+            config: Any = parse_fallback_encoder(hf_config)
+            architecture = FALLBACK_ENCODERS[name].architecture
+        else:
+            config = parse_fallback_config(hf_config)
+            architecture = FALLBACKS[name].architecture
         num_parameters = sum(map(prod, shapes.values()))
         return StoredSizes(architecture, config, num_parameters, 0, shapes, kept)
-    config: Any = NATIVE[name].parse(hf_config)
+    config = NATIVE[name].parse(hf_config)
     shapes = NATIVE[name].weight_shapes(config)  # type: ignore[arg-type]
     norms = [shape for name, shape in shapes.items() if name.endswith("norm.weight")]
     sinks = [shape for name, shape in shapes.items() if name.endswith("sinks")]

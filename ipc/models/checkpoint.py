@@ -88,6 +88,8 @@ def _weight_file_names(directory: Path) -> list[str]:
     return sorted(names)
 
 
+# of integers, that old checkpoints of encoders have
+BUFFERS = ("position_ids", "token_type_ids")
 # Tensors of multimodal models that their text part does not need.
 OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
 
@@ -200,6 +202,8 @@ def read_stored_weights(
     shapes: dict[str, list[int]] = {}
     for path in find_weight_files(directory):
         for name, tensor in read_header(path).items():
+            if name.endswith(BUFFERS):
+                continue
             if name in stored:
                 raise ModelLoadError(f"{path}: tensor {name} is also in {stored[name][0].name}")
             stored[name] = path, tensor

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
 from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
+from .fallback_encoders import is_fallback_encoder
 from .quantization_config import parse_quantization
 
 QUIRE, TRANSFORMERS = "quire", "transformers"
@@ -162,6 +163,8 @@ def choose_implementation(
         # as in transformers the type decides, and checkpoints have names of their own code
         is_causal = any(name.endswith("ForCausalLM") for name in names if isinstance(name, str))
         if found is not None and (not names or found.architecture in names or is_causal):
+            return TRANSFORMERS, model_type
+        if is_fallback_encoder(hf_config):
             return TRANSFORMERS, model_type
         if model_type in REFUSED:
             raise ModelLoadError(f"model_type {model_type} is not supported: {REFUSED[model_type]}")

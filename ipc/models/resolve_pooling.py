@@ -16,7 +16,9 @@ from ..errors import InvalidParameterError, ModelLoadError
 from ..json_files import read_json
 from .architectures import ENCODERS, NATIVE
 from .decoder_config import is_bidirectional
+from .encoder_config import EncoderConfig
 from .fallback_architectures import QUIRE, choose_implementation
+from .fallback_encoders import is_fallback_encoder, parse_fallback_encoder
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, GENERATE, form_of, in_form, label_names
 from .pooling import PoolerConfig, Pooling
 from .sentence_transformers import activation_named, has_modules, read_matryoshka, read_modules
@@ -51,7 +53,7 @@ def resolve_pooling(
     files that cannot be read.
     """
     name = _native_name(hf_config, model_impl)
-    form, is_encoder = form_of(hf_config), name in ENCODERS
+    form, is_encoder = form_of(hf_config), encoder_config(hf_config, model_impl) is not None
     has_files = has_modules(directory)
     is_headless = name is not None and form != GENERATE
     must_pool = is_encoder or is_headless or is_bidirectional(hf_config)
@@ -86,8 +88,10 @@ def resolve_pooling(
         modes = ("mean",) if is_encoder or is_bidirectional(hf_config) else ("lasttoken",)
         pooling = Pooling(modes=modes, **read_matryoshka(hf_config))  # type: ignore[arg-type]
     pooling = _with_size(pooling, hf_config)
-    if name is not None:
+    parsed = encoder_config(hf_config, model_impl)
+    if parsed is None and name is not None:
         parsed = NATIVE[name].parse(hf_config)
+    if parsed is not None:
         pooling = msgspec.structs.replace(
             _with_size(pooling, {"hidden_size": parsed.hidden_size}),
             is_bidirectional=parsed.is_bidirectional,
@@ -113,10 +117,20 @@ def _native_name(hf_config: dict[str, Any], model_impl: str) -> str | None:
     return name if implementation == QUIRE else None
 
 
+def encoder_config(hf_config: dict[str, Any], model_impl: str = "auto") -> EncoderConfig | None:
+    """Of a text encoder; None of other models."""
+    name = _native_name(hf_config, model_impl)
+    if name in ENCODERS:
+        return ENCODERS[name].parse(hf_config)
+    if name is None and model_impl != QUIRE and is_fallback_encoder(hf_config):
+        return parse_fallback_encoder(hf_config)
+    return None
+
+
 def positions_of(hf_config: dict[str, Any]) -> int | None:
-    """The longest text of an encoder with a page of Quire's, in tokens; None of other models."""
-    name = _native_name(hf_config, "auto")
-    return NATIVE[name].parse(hf_config).max_position_embeddings if name in ENCODERS else None
+    """The longest text of an encoder, in tokens; None of other models."""
+    config = encoder_config(hf_config)
+    return None if config is None else config.max_position_embeddings
 
 
 def _check_generates(must_pool: bool, convert: str) -> None:

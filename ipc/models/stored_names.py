@@ -21,7 +21,8 @@ T = TypeVar("T")
 # of heads for other tasks (in front of a name, with or without the base's prefix), and buffers
 _NOT_POOLED = re.compile(
     r"^(\w+\.)?(lm_head|cls|pooler|qa_outputs|classifier|pre_classifier|score|head|decoder|"
-    r"vocab_transform|vocab_layer_norm|vocab_projector)\.|"
+    r"vocab_transform|vocab_layer_norm|vocab_projector|discriminator_predictions|"
+    r"generator_predictions|generator_lm_head|predictions|sop_classifier)\.|"
     r"(^|\.)(position_ids|token_type_ids|inv_freq|original_inv_freq)$"
 )
 _OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}

@@ -46,6 +46,7 @@ class _Step(local):
     # modules in the order of their calls, while a model is explored
     explored: list[tuple[torch.nn.Module, PagedAttention]] | None = None
     ops: Any = None
+    is_encoder = False
 
 
 _step = _Step()
@@ -71,6 +72,16 @@ def during(metadata: AttentionMetadata) -> Iterator[None]:
         yield
     finally:
         _step.metadata = None
+
+
+@contextmanager
+def encoding(metadata: AttentionMetadata, ops: Any) -> Iterator[None]:
+    """Makes the forward pass within one of a text encoder: in both directions, without a cache."""
+    _step.metadata, _step.ops, _step.is_encoder = metadata, ops, True
+    try:
+        yield
+    finally:
+        _step.metadata, _step.is_encoder = None, False
 
 
 def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor:
@@ -101,6 +112,8 @@ def attend(
         # some modules do not pass their window: it is only in the mask
         window = sliding_window or getattr(attention_mask, "quire_window", None)
         return _explore(module, query, key, value, scaling, window, softcap, s_aux), None
+    if _step.is_encoder:
+        return _encode(query, key, value, scaling, sliding_window, softcap), None
     layer: Any = module.quire_attention
     metadata: Any = _step.metadata
     if metadata.groups:
@@ -118,6 +131,22 @@ def attend(
         layer.softcap,
         layer.sinks,
     ).unsqueeze(0), None
+
+
+def _encode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    if sliding_window or softcap:
+        raise ValueError("an encoder with sliding windows or capped logits is not supported")
+    query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    attended = _step.ops.encoder_attention(query, key, value, _step.metadata, scale)
+    return attended.unsqueeze(0)
 
 
 def _explore(

@@ -80,7 +80,7 @@ class TransformersModel:
         hf_config = {k: v for k, v in config.hf_config.items() if k != "quantization_config"}
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
         check_rope(hf, max_model_len)
-        self._model = model = _build(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], hf, make.dtype)
+        self._model = model = build(MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)], hf, make.dtype)
         self._transposed = {
             f"{name}.weight" for name, module in model.named_modules() if type(module) is Conv1D
         }
@@ -213,9 +213,13 @@ def _transposed(convert: Any) -> Any:
     return lambda values: {name: value.T for name, value in convert(values).items()}
 
 
-def _build(kind: Any, hf_config: Any, dtype: torch.dtype) -> Any:
+def build(kind: Any, hf_config: Any, dtype: torch.dtype, **options: Any) -> Any:
     """A model of transformers whose parameters have no memory."""
     with initialization.no_init_weights(), _WithoutData():
         return kind._from_config(
-            hf_config, dtype=dtype, attn_implementation=NAME, experts_implementation="eager"
+            hf_config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation="eager",
+            **options,
         )

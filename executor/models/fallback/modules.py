@@ -105,13 +105,13 @@ class Contiguous(nn.Module):
 
 
 def replace_modules(
-    model: nn.Module, make: LayerFactory, tied: dict[str, str], head: str
+    model: nn.Module, make: LayerFactory, tied: dict[str, str], head: str | None
 ) -> dict[str, torch.Tensor]:
     """Gives every parameter memory. Returns the tensors to fill by name: those of state_dict, where
     those of Conv1D are transposed.
 
     tied: names of parameters, with the names of those that they are; head: the name of the output
-    head.
+    head, None of an encoder.
     """
     table: dict[str, torch.Tensor] = {}
     embeddings: dict[str, Embedding] = {}
@@ -125,7 +125,7 @@ def replace_modules(
                 continue  # it may be tied to an embedding that comes later
             parent, _, leaf = name.rpartition(".")
             group = _group_of(model.get_submodule(parent), leaf)
-            names = [f"{parent}.{one}" for one in group]
+            names = [f"{parent}.{one}".removeprefix(".") for one in group]
             merged.update(names)
             _replace_linears(model, names, make, table)
         elif isinstance(module, GELUActivation):
@@ -136,7 +136,7 @@ def replace_modules(
             put(model, name, QuireLinear(linear, module.weight))
         elif isinstance(module, nn.Embedding):
             embeddings[f"{name}.weight"] = _replace_embedding(model, name, module, make, table)
-    if (module := _submodule(model, head)) is not None:
+    if head is not None and (module := _submodule(model, head)) is not None:
         _replace_head(model, head, module, make, tied, embeddings, table)
     for name, module in model.named_modules():
         for leaf, parameter in list(module._parameters.items()):

@@ -82,6 +82,7 @@ def test_hidden_states_equal_those_of_transformers(encoder, kind):
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert", "nomic_bert", "gemma3_text"])
 def test_a_batch_changes_no_bit(encoder, kind, dtype):
     core = start_core(encoder(kind), dtype=dtype)
+    assert core.executor.worker.runner.program is not None  # one native call per step
     for text, own in zip(TEXTS, raw_rows(core, TEXTS)):
         assert raw_rows(core, [text])[0].tobytes() == own.tobytes()
     for text, own in zip(TEXTS, pool(core, TEXTS)):

@@ -25,8 +25,9 @@ from . import gguf_names
 BUNDLED = "bundled"
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
-# the same weights in other forms, and files of other programs
-NOT_NEEDED = ["consolidated*.safetensors", "*/*.safetensors", "*/*.json"]
+# the same weights in other forms, and files of other programs. Folders of sentence-transformers'
+# modules begin with a number (1_Pooling)
+NOT_NEEDED = ["consolidated*.safetensors", "[!0-9]*/*.safetensors", "[!0-9]*/*.json"]
 # values of `generation_config` that select the defaults of SamplingParams
 NO_GENERATION_CONFIG = "none"
 # Key of generation_config.json -> field of SamplingParams.

@@ -41,7 +41,7 @@ class TransformersEncoder:
         self.config, self.ops = config, make.ops
         hf_config = {k: v for k, v in config.hf_config.items() if k != "quantization_config"}
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
-        kind = MODEL_MAPPING[type(hf)]
+        kind: Any = MODEL_MAPPING[type(hf)]
         has_pooler = "add_pooling_layer" in inspect.signature(kind.__init__).parameters
         options = {"add_pooling_layer": False} if has_pooler else {}
         self._model = model = build(kind, hf, make.dtype, **options)

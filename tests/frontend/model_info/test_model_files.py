@@ -172,3 +172,20 @@ def test_prefetch_reads_only_the_weights_and_never_fails(tmp_path, monkeypatch) 
         (str(tmp_path / f"{name}.safetensors"), (0, 0, os.POSIX_FADV_WILLNEED)) for name in "ab"
     ]
     read_ahead(tmp_path / "nowhere")
+
+
+def test_folders_of_modules_are_downloaded_and_other_forms_are_not() -> None:
+    from huggingface_hub.utils import filter_repo_objects
+    from quire.frontend.model_info.model_files import (
+        CONFIG_PATTERNS,
+        NOT_NEEDED,
+        WEIGHT_PATTERNS,
+    )
+
+    needed = ["modules.json", "1_Pooling/config.json", "2_Dense/model.safetensors"]
+    others = ["onnx/config.json", "original/model.safetensors", "consolidated.safetensors"]
+    patterns = CONFIG_PATTERNS + WEIGHT_PATTERNS
+    found = filter_repo_objects(
+        [*needed, *others], allow_patterns=patterns, ignore_patterns=NOT_NEEDED
+    )
+    assert list(found) == needed

@@ -159,8 +159,9 @@ def pooling_output(state: RequestState) -> PoolingRequestOutput:
 def converted(output: PoolingRequestOutput, task: str, data: np.ndarray | None) -> Any:
     """`output` as one of `task`, one of KINDS, with other data."""
     output_type, result_type = KINDS[task]
-    values = {field.name: getattr(output, field.name) for field in fields(output)}
-    return output_type(**values | {"result": None if data is None else result_type(data)})
+    values: dict[str, Any] = {field.name: getattr(output, field.name) for field in fields(output)}
+    values["result"] = None if data is None else result_type(data)
+    return output_type(**values)
 
 
 class Rows:

@@ -8,6 +8,7 @@ A file gets its name when it is complete; until then it has the suffix .partial.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -144,13 +145,12 @@ class Parquet:
     """
 
     def __init__(self, name: str, is_by_token: bool):
-        import pyarrow
-        import pyarrow.parquet
-
-        self._arrow: Any = pyarrow
-        self._parquet: Any = pyarrow.parquet
-        row = pyarrow.list_(pyarrow.float32())
-        self._type = pyarrow.list_(row) if is_by_token else row
+        # not installed with Quire: types are unknown
+        arrow: Any = import_module("pyarrow")
+        self._arrow = arrow
+        self._parquet: Any = import_module("pyarrow.parquet")
+        row = arrow.list_(arrow.float32())
+        self._type = arrow.list_(row) if is_by_token else row
         self._target = PartialFile(name)
         self._writer: Any = None
         self._records: list[dict[str, Any]] = []
@@ -182,7 +182,8 @@ class Parquet:
     def close(self) -> None:
         if self._rows or self._writer is None:
             self._write_group()
-        self._writer.close()
+        writer: Any = self._writer
+        writer.close()
         self._target.close()
 
     def discard(self) -> None:

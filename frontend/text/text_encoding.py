@@ -82,13 +82,14 @@ def cut(backend: tokenizers.Tokenizer, text: Text, max_tokens: int) -> tokenizer
             "truncate_prompt_tokens",
             f"must be more than the {max_tokens - room} special tokens of a text, got {max_tokens}",
         )
-    parts = [backend.encode(part, add_special_tokens=False) for part in _parts(text)]
-    if not is_pair:
-        parts[0].truncate(room)
-    else:
-        for part, length in zip(parts, longest_first(len(parts[0]), len(parts[1]), room)):
-            part.truncate(length)
-    return backend.post_process(*parts)
+    first, *second = (backend.encode(part, add_special_tokens=False) for part in _parts(text))
+    if not second:
+        first.truncate(room)
+        return backend.post_process(first)
+    num_first, num_second = longest_first(len(first), len(second[0]), room)
+    first.truncate(num_first)
+    second[0].truncate(num_second)
+    return backend.post_process(first, second[0])
 
 
 def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
@@ -102,7 +103,8 @@ def longest_first(first: int, second: int, room: int) -> tuple[int, int]:
 
 
 def _encode(backend: tokenizers.Tokenizer, text: Text) -> tokenizers.Encoding:
-    return backend.encode(*_parts(text))
+    first, *second = _parts(text)
+    return backend.encode(first, second[0] if second else None)
 
 
 def _parts(text: Text) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from ....ipc.errors import InvalidParameterError
 from ....ipc.params import SamplingParams
 from ...clients.client import QUARANTINED
 from ...outputs import RequestMetrics, RequestOutput
+from ...pooling_outputs import AnyOutput
 from ..http.call import Call
 from ..http.errors import (
     ENGINE_CRASH,
@@ -155,7 +156,7 @@ def finish_reason(output: RequestOutput) -> str | None:
     )
 
 
-def failure(output: RequestOutput, names: dict[str, str]) -> ApiError:
+def failure(output: AnyOutput, names: dict[str, str]) -> ApiError:
     """The error of a request that the engine ended: a user error with the parameter's name, or an
     internal error.
     """

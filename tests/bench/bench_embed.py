@@ -48,7 +48,7 @@ class Cell(NamedTuple):
     calls: int  # in one round
 
 
-CELLS = {"short": Cell(32, 8, 24, 8), "long": Cell(32, 256, 256, 1), "one": Cell(1, 8, 24, 25)}
+CELLS = {"short": Cell(32, 8, 24, 5), "long": Cell(32, 256, 256, 1), "one": Cell(1, 8, 24, 25)}
 
 
 class Contender(NamedTuple):

@@ -74,10 +74,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "no config": (remove("config.json"), "model", "fail", "has no config.json"),
     "unread key": (edit("config.json", mup_scale=8.0), "config", "warn", "ignores: mup_scale"),
     "architecture": (
-        edit("config.json", architectures=["OtherForCausalLM"]),
+        edit("config.json", architectures=["OtherForImages"]),
         "model",
         "fail",
-        "OtherForCausalLM is not supported",
+        "OtherForImages is not supported",
     ),
     "quantized": (
         edit("config.json", quantization_config={"quant_method": "gptq"}),

@@ -15,7 +15,6 @@ from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.models.pooling import Pooling
-from ..ipc.models.resolve_pooling import Resolved, positions_of, resolve_pooling
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
@@ -23,6 +22,9 @@ from .arguments.engine_arguments import EngineArguments
 from .model_info.cpu import prefers_bfloat16
 from .model_info.gguf_names import find_file
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
+
+if TYPE_CHECKING:
+    from ..ipc.models.resolve_pooling import Resolved
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 # Arguments that a frontend may set even when it attaches to a daemon: they affect its requests,
@@ -277,6 +279,9 @@ def _resolve_model(config: EngineConfig, device_config: Any) -> Any:
             wanted.tokenizer, revision=wanted.revision, weights=False, download_dir=download_dir
         )
     hf_config = read_hf_config(directory, wanted.hf_overrides)
+    # reads all architectures, which a help text does not need
+    from ..ipc.models.resolve_pooling import resolve_pooling
+
     resolved = resolve_pooling(
         directory,
         hf_config,
@@ -330,6 +335,8 @@ def _resolve_lengths(wanted: int | None, resolved: Resolved) -> tuple[int, Pooli
     max_model_len is given.
     """
     hf_config, pooling = resolved.hf_config, resolved.pooling
+    from ..ipc.models.resolve_pooling import positions_of
+
     length = _resolve_max_model_len(wanted, hf_config, positions_of(hf_config))
     if pooling.max_seq_length is None:
         return length, pooling

@@ -16,9 +16,7 @@ import msgspec
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json, read_json_if_exists
-from ...ipc.models.architectures import text_part
 from ...ipc.models.gguf import part_names, read_gguf
-from ...ipc.models.gguf_config import gguf_config, gguf_generation_config
 from ...ipc.models.gguf_weights import is_gguf
 from . import gguf_names
 
@@ -151,6 +149,10 @@ def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]
     in a message.
     """
     path = directory if is_gguf(directory) else directory / "config.json"
+    # knows all architectures, which a help text does not need
+    from ...ipc.models.architectures import text_part
+    from ...ipc.models.gguf_config import gguf_config
+
     own = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
     hf_config = _merged(own, overrides)
     try:
@@ -181,6 +183,8 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 # a start reads it several times, each time all tokens of the vocabulary
 @lru_cache(maxsize=8)
 def _read_gguf_generation_config(path: Path, mtime_ns: int) -> dict[str, Any]:
+    from ...ipc.models.gguf_config import gguf_generation_config
+
     return gguf_generation_config(read_gguf(path))
 
 

@@ -121,17 +121,18 @@ print(json.dumps(sorted(sys.modules)))"""
 def test_command_help_adds_little_to_its_imports(command: str) -> None:
     """The goal is 0.15 s of CPU time on an idle machine. A busy machine is slower in everything, so
     the limit is relative: the interpreter with argparse and msgspec, which every help text needs.
+    Of several pairs of measurements the least disturbed counts.
     """
-    libraries = cpu_seconds("import argparse, dataclasses, json, msgspec, pathlib")
     code = (
         f"from quire.__main__ import main\ntry: main([{command!r}, '--help'])\nexcept "
         f"SystemExit: pass\nNone"
     )
-    cost = cpu_seconds(code)
-    print(
-        f"quire {command} --help: {1000 * cost:.0f} ms of CPU, the libraries {1000 * libraries:.0f}"
-    )
-    assert cost < 3 * libraries
+    ratios = []
+    while len(ratios) < 5 and min(ratios, default=3) >= 3:
+        libraries = cpu_seconds("import argparse, dataclasses, json, msgspec, pathlib")
+        ratios.append(cpu_seconds(code) / libraries)
+    print(f"quire {command} --help: times the libraries' CPU time {ratios}")
+    assert min(ratios) < 3
 
 
 def test_a_plan_loads_no_engine_or_hub_library() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import QuireError
+from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.models.decoder_config import DecoderConfig
 from ..model_info.model_sizes import DTYPE_BYTES, kv_bytes_per_token, measure_model
 
@@ -146,6 +146,8 @@ class Plan:
 def model_work(config: EngineConfig) -> ModelWork:
     model_config = config.model_config
     sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
+    if not isinstance(sizes.config, DecoderConfig):
+        raise InvalidParameterError("model", "must generate text: its steps are measured")
     return ModelWork(
         sizes.config,
         model_config.dtype,

@@ -76,7 +76,7 @@ def export(folder: Path) -> None:
     # infinity takes a folder with one file
     alone = folder / "onnx-int8"
     alone.mkdir()
-    shutil.copy(folder / "onnx/model_qint8_avx512_vnni.onnx", alone / "model.onnx")
+    shutil.copy(folder / "onnx/model_qint8_avx512_vnni.onnx", alone / "model_quantized.onnx")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         shutil.copy(folder / name, alone)
     graph = openvino.Core().read_model(folder / "openvino/openvino_model.xml")

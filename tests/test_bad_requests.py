@@ -35,7 +35,7 @@ BAD_IN_THE_FRONTEND = {  # user error -> the parameter that the error must name
 BAD_ON_THE_WIRE = {  # requests that an engine client could send past the frontend's checks
     "prompt_token_ids": EngineCoreRequest("bad", [1, 10**6], msgspec.structs.replace(GOOD)),
     "max_tokens": EngineCoreRequest("bad", [1], SamplingParams(seed=1, max_tokens=None)),
-    "params": EngineCoreRequest("bad", [1], PoolingParams()),
+    "task": EngineCoreRequest("bad", [1], PoolingParams()),
     "resume_tokens": EngineCoreRequest("bad", [1], GOOD, resume_tokens=[2] * 24),
     "eos_token_ids": EngineCoreRequest("bad", [1], GOOD, eos_token_ids=[1.5]),
 }

@@ -57,6 +57,15 @@ NOT_TIMED = {
     "count_experts",
     "fused_moe",
     "add_gated",
+    # text encoders have no kernels of their own for GPUs
+    "layer_norm",
+    "fused_add_layer_norm",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "relu",
+    "gelu_and_mul",
+    "encoder_attention",
     "write_runs",
     "gather_sampling_parameters",  # when requests enter
 }

@@ -251,9 +251,10 @@ class Worker:
         # the first call of an operation may set things up, which must not delay a request; a broken
         # operation fails here
         self.runner.execute_dummy_batch()
-        self.runner.speculation = make_speculation(
-            self.config.scheduler_config, self.runner.batch, self._time_verification
-        )
+        if self.runner.speculation is None:  # else it has slept, and its costs are known
+            self.runner.speculation = make_speculation(
+                self.config.scheduler_config, self.runner.batch, self._time_verification
+            )
         num_bytes = num_blocks * self.block_bytes
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB",

@@ -80,7 +80,7 @@ class PoolingInputs:
             "dimensions",
             f"is the length of embeddings; it must not be given with the task {task}",
         )
-        lengths, size = pooling.matryoshka_dimensions, self.embedding_size(pooling)
+        lengths, size = pooling.matryoshka_dimensions, pooling.embedding_size
         require(
             bool(lengths) or pooling.is_matryoshka,
             "dimensions",
@@ -93,10 +93,6 @@ class PoolingInputs:
             is_valid = not size or dimensions <= size
             words = f"at most {size}, the length of an embedding"
         require(is_valid, "dimensions", f"must be {words}, got {dimensions}")
-
-    def embedding_size(self, pooling: Pooling) -> int:
-        """The length of an embedding with all its dimensions."""
-        return pooling.embedding_size
 
     def tokenize(
         self, prompts: Sequence[PromptParts], params: PoolingParams, prompt_name: str | None

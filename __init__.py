@@ -28,6 +28,7 @@ _HOME = {
     "SamplingParams": "ipc.params",
     "StructuredOutputsParams": "ipc.params",
     "PoolingParams": "ipc.params",
+    "LoRARequest": "ipc.lora",
     "RequestOutputKind": "ipc.params",
     "EngineConfig": "ipc.config",
     "QuireError": "ipc.errors",

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from ..ipc.config import EngineConfig
+from ..ipc.lora import LoRARequest
 from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace
@@ -86,6 +87,36 @@ class Executor(Protocol):
 
         The future's exception is the InvalidParameterError of a grammar that cannot be used.
         """
+        ...
+
+    # LoRA adapters. The core decides which ones are in memory. It numbers each load of an adapter,
+    # and that number is the `lora_int_id` of every LoRARequest that the executor sees: what has
+    # been added is never changed, a reload has another number. Of the requests in slots, at most
+    # `max_loras` different adapters are in use at any time.
+
+    def read_lora(self, request: LoRARequest) -> Future[None]:
+        """Reads an adapter's files and checks them in a thread. Never blocks.
+
+        The future's exception is the InvalidParameterError of an adapter that cannot be used.
+        """
+        ...
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """Takes what `read_lora` has read, waiting for it if need be, so that requests can use it.
+
+        Between two steps. False: it is there already. Raises what `read_lora` found.
+        """
+        ...
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Frees an adapter, read or added, that no request in a slot uses. Between two steps.
+
+        False: there is none.
+        """
+        ...
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the adapters that were added, and not removed."""
         ...
 
     def execute_dummy_batch(self) -> None:

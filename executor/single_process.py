@@ -12,6 +12,7 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
+from ..ipc.lora import LoRARequest
 from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
@@ -38,6 +39,8 @@ class SingleProcessExecutor:
                 )
         self.worker = Worker(config)
         self._thread: ThreadPoolExecutor | None = None  # created by the first overlapped step
+        self._reader: ThreadPoolExecutor | None = None  # of adapters; created by the first one
+        self._read_loras: dict[int, Future[Any]] = {}  # by number, until they are added
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Loads the weights; calls report(stage, fraction) as it goes. Raises ModelLoadError."""
@@ -117,6 +120,35 @@ class SingleProcessExecutor:
             failed.set_exception(error)
             return failed
 
+    def read_lora(self, request: LoRARequest) -> Future[Any]:
+        """See Executor. One adapter is read at a time."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-lora")
+        future = self._reader.submit(self.worker.loras.read, request)
+        self._read_loras[request.lora_int_id] = future
+        return future
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """See Executor."""
+        number = request.lora_int_id
+        if number in self.worker.loras.list():
+            return False
+        if number not in self._read_loras:
+            self.read_lora(request)
+        self.worker.loras.add(request, self._read_loras.pop(number).result())
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """See Executor."""
+        read = self._read_loras.pop(lora_int_id, None)
+        if read is not None:
+            read.cancel()
+        return self.worker.loras.remove(lora_int_id) or read is not None
+
+    def list_loras(self) -> set[int]:
+        """See Executor."""
+        return self.worker.loras.list()
+
     def execute_dummy_batch(self) -> None:
         """A forward pass without effects, to warm up and to keep engines in step."""
         self.worker.execute_dummy_batch()
@@ -181,7 +213,9 @@ class SingleProcessExecutor:
 
     def shutdown(self) -> None:
         """Frees model and cache after the step in flight. May be called twice."""
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        for thread in (self._thread, self._reader):
+            if thread is not None:
+                thread.shutdown(cancel_futures=True)
+        self._thread = self._reader = None
+        self._read_loras.clear()
         self.worker.shutdown()

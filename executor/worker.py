@@ -31,6 +31,7 @@ from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
 from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
 from .kv_cache_memory import KVCacheMemory, move_caches
+from .loras import Loras
 from .models import find_model_class
 from .models.experts import expert_load
 from .models.layers import LayerFactory
@@ -89,6 +90,7 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner  # set by load_model
         self.grammars: Grammars | None = None
+        self.loras = Loras()
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self._weights_bytes = 0

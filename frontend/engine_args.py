@@ -111,6 +111,7 @@ class EngineArgs:
                 model_config.max_model_len,
             ),
             cache_config=_resolve_cache(config.cache_config, model_config),
+            lora_config=_resolve_lora(config.lora_config),
             device_config=device_config,
         )
 
@@ -397,6 +398,15 @@ def _resolve_cache(wanted: Any, model_config: Any) -> Any:
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         return replace(wanted, enable_prefix_caching=False)
     return wanted
+
+
+def _resolve_lora(wanted: Any) -> Any:
+    most = wanted.max_loras if wanted.max_cpu_loras is None else wanted.max_cpu_loras
+    if wanted.enable_lora and most < wanted.max_loras:
+        raise InvalidParameterError(
+            "max_cpu_loras", f"must be at least max_loras={wanted.max_loras}, got {most}"
+        )
+    return replace(wanted, max_cpu_loras=most)
 
 
 def _resolve_scheduler(wanted: Any, max_model_len: int) -> Any:

@@ -278,6 +278,27 @@ class SchedulerConfig(Section, frozen=True):
     ] = True
 
 
+class LoRAConfig(Section, frozen=True):
+    enable_lora: Annotated[
+        bool,
+        Meta(description="Let requests use LoRA adapters (lora_request; quire serve: model)."),
+    ] = False
+    max_loras: Annotated[
+        PositiveInt, Meta(description="Most different LoRA adapters in one step.")
+    ] = 1
+    max_lora_rank: Annotated[
+        Literal[1, 8, 16, 32, 64, 128, 256, 320, 512],
+        Meta(description="Highest rank of a LoRA adapter."),
+    ] = 16
+    max_cpu_loras: Annotated[
+        PositiveInt | None,
+        Meta(
+            description="Most LoRA adapters in memory; the one that was used least recently makes "
+            "room for another. Default: max_loras."
+        ),
+    ] = None
+
+
 class DeviceConfig(Section, frozen=True):
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = (
         "auto"
@@ -386,6 +407,7 @@ class EngineConfig(Section, frozen=True):
     load_config: LoadConfig = LoadConfig()
     cache_config: CacheConfig = CacheConfig()
     scheduler_config: SchedulerConfig = SchedulerConfig()
+    lora_config: LoRAConfig = LoRAConfig()
     device_config: DeviceConfig = DeviceConfig()
     service_config: ServiceConfig = ServiceConfig()
 

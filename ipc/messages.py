@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .config import EngineConfig
+from .lora import LoRARequest
 from .params import PoolingParams, SamplingParams, StructuredOutputsParams, require_sampling
 
 
@@ -88,6 +89,7 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
     owner_weight: float = 1.0
     # by time.monotonic(), which all processes of a machine share; then it ends. 0.0: none
     deadline: float = 0.0
+    lora_request: LoRARequest | None = None  # the adapter; None: the model alone
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -193,7 +195,7 @@ class TurnedAway(Message, tag="turned_away", frozen=True):
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 class Hello(Message, tag="hello", frozen=True):

@@ -5,6 +5,7 @@ Must not know: sockets, torch, clients. A receiver never changes a message.
 
 from __future__ import annotations
 
+from .lora import LoRARequest
 from .messages import Array, Message
 from .params import PoolingParams, SamplingParams, require_sampling
 
@@ -21,6 +22,9 @@ class NewRequestData(Message, frozen=True):
     params: SamplingParams | PoolingParams
     # of this request: min_tokens masks them, and a finished grammar requires one of them
     eos_token_ids: list[int] = []
+    # The adapter, which the executor holds (Executor.add_lora). lora_int_id is the number that the
+    # core gave this load of it.
+    lora_request: LoRARequest | None = None
 
     @property
     def sampling_params(self) -> SamplingParams:

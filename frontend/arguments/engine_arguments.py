@@ -54,6 +54,10 @@ class EngineArguments(TypedDict, total=False):
     async_scheduling: bool
     disable_hybrid_kv_cache_manager: bool
     enable_jump_forward: bool
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: Literal[1, 8, 16, 32, 64, 128, 256, 320, 512]
+    max_cpu_loras: int | None
     device: Literal["auto", "cpu", "cuda"]
     num_threads: int | None
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"]

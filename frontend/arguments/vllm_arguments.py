@@ -83,8 +83,8 @@ WITHOUT_EFFECT = _names(
     kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend lora_dtype
     lora_target_modules mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
     mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm master_addr
-    master_port max_cpu_loras max_cudagraph_capture_size max_lora_rank max_loras
-    max_parallel_loading_workers max_seq_len_to_capture media_io_kwargs mm_device_do_normalize
+    master_port max_cudagraph_capture_size max_parallel_loading_workers max_seq_len_to_capture
+    media_io_kwargs mm_device_do_normalize
     mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
     mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode
     mm_hasher_algorithm mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type
@@ -141,7 +141,6 @@ REFUSED = _by_name(
         "LLM.chat and quire serve accept it": "chat_template",
         "otlp_traces_endpoint enables the spans that exist": "collect_detailed_traces",
         "CUDA_VISIBLE_DEVICES selects the GPU": "device_ids",
-        "LoRA adapters are not supported": "enable_lora",
         "models accept text only": "enable_mm_embeds mm_encoder_only",
         "prompts are text or token ids": "enable_prompt_embeds",
         "hf_overrides changes keys of config.json": "hf_config_path",

@@ -264,8 +264,8 @@ def test_settings_of_a_file_and_of_the_environment(tmp_path, monkeypatch) -> Non
     monkeypatch.setenv("QUIRE_MAX_MODEL_LEN", "-1")
     args = serve.make_parser([]).parse(["--config", str(tmp_path / "vllm.yaml")])
     assert given(args, engine_flags()) == {"dtype": "float16", "max_model_len": None}
-    (tmp_path / "vllm.yaml").write_text("enable_lora: true\n")
-    with pytest.raises(InvalidParameterError, match="enable_lora is not supported; LoRA"):
+    (tmp_path / "vllm.yaml").write_text("enable_elastic_ep: true\n")
+    with pytest.raises(InvalidParameterError, match="enable_elastic_ep is not supported"):
         serve.make_parser([]).parse(["--config", str(tmp_path / "vllm.yaml")])
 
 

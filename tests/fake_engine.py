@@ -132,10 +132,20 @@ def wait_until(holds, timeout_s: float = 10.0) -> float:
 def is_gone(pid: int) -> bool:
     """Whether the process has ended; init may not have reaped it yet."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state_of(Path(f"/proc/{pid}")) in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX"
+
+
+def stop(pid: int) -> None:
+    """Stop a process and wait until each of its threads has: they stop one after the other."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(state_of(task) == "T" for task in Path(f"/proc/{pid}/task").iterdir()))
+
+
+def state_of(process: Path) -> str:
+    """The letter of a process' or a thread's state, from its directory in /proc."""
+    return (process / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import time
 import pytest
 from quire import AsyncLLM, InvalidParameterError, RequestOutputKind, SamplingParams
 from quire.frontend.clients.mp_client import MPClient
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, stop
 from quire.tests.frontend.tiny_tokenizers import text_config
 
 STEP_S = 0.02
@@ -122,7 +122,7 @@ def test_responsiveness():
         stream = llm.generate([5, 6, 7], ENDLESS, "a")
         await anext(stream)
         pid = llm.client._connection.engine_pid
-        os.kill(pid, signal.SIGSTOP)  # an engine that hangs
+        stop(pid)  # an engine that hangs
         await asyncio.sleep(0.3)
         assert await llm.is_responsive(0.1) is False
         os.kill(pid, signal.SIGCONT)

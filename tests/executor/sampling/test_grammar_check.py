@@ -30,7 +30,7 @@ from quire.executor.sampling.grammar_check import (
 from quire.executor.sampling.grammar_compiler import GrammarCompiler
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
-from quire.tests.fake_engine import wait_until
+from quire.tests.fake_engine import stop
 from quire.tests.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, save_tiny_tokenizer
 
 FINE = StructuredOutputsParams(choice=["yes", "no"])
@@ -220,11 +220,11 @@ def test_a_process_that_is_killed_or_stopped_during_a_check_checks_again(
     check, started, number, size
 ):
     check.check(FINE)
-    started[0].send_signal(number)
     if number == signal.SIGKILL:  # so that the check finds it alive and then gone
+        started[0].kill()
         check._child = Alive(check._child)
-    else:  # its threads stop one after the other
-        wait_until(lambda: psutil.Process(started[0].pid).status() == psutil.STATUS_STOPPED)
+    else:
+        stop(started[0].pid)
     schema = {"type": "boolean", "description": "a" * size}
     check.check(StructuredOutputsParams(json=json.dumps(schema)))
     assert len(started) == 2

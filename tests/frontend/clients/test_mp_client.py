@@ -24,7 +24,7 @@ from quire.ipc.errors import (
 )
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
-from quire.tests.fake_engine import COMMAND, daemon, is_gone, wait_until
+from quire.tests.fake_engine import COMMAND, daemon, is_gone, stop, wait_until
 from quire.tests.fakes import make_config
 
 LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=250))
@@ -95,7 +95,7 @@ def test_death_with_tasks_waiting():
     async def main() -> None:
         client = open_client(asyncio_mode=True)
         # long enough that no request is answered, however the machine schedules its processes
-        os.kill(engine_pid(client), signal.SIGSTOP)
+        stop(engine_pid(client))
         client.add_request(LONG)
         tasks = [asyncio.create_task(client.get_output_async())] + [
             asyncio.create_task(client.call_utility_async("ping")) for _ in range(3)

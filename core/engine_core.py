@@ -30,10 +30,11 @@ from ..ipc.messages import (
 from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
-from . import utilities
+from . import arrivals, utilities
 from .expert_load import by_layer, summary
 from .grammar_gate import GrammarGate
-from .observation import StepRecords, observe
+from .loras import Loras
+from .observation import StepRecords, describe_state, observe
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
 from .request_checks import check_config, check_num_blocks, check_request
@@ -95,9 +96,12 @@ class EngineCore:
             }
         )
         | PauseControl.UTILITIES
+        | Loras.UTILITIES
     )
     # those that wait for the step in flight first
-    DRAINING = PauseControl.DRAINING | {"execute_dummy_batch", "start_trace", "end_trace"}
+    DRAINING = (
+        PauseControl.DRAINING | Loras.DRAINING | {"execute_dummy_batch", "start_trace", "end_trace"}
+    )
     # those that are told which client calls
     OWNED = frozenset({"pause", "start_trace", "end_trace"})
 
@@ -167,7 +171,8 @@ class EngineCore:
         self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
         self.pausing = PauseControl(self)
         self.gate = GrammarGate()  # the host sets gate.wake
-        self._rows = OutputRows(epoch, engine_index)
+        self.loras = Loras(self)
+        self.rows = OutputRows(epoch, engine_index)
         self._step_records = StepRecords()
         self.tracer: StepTracer | None = None  # while steps are traced
         self._log_steps = config.service_config.log_steps
@@ -186,41 +191,14 @@ class EngineCore:
                     "request_id", f"{request.request_id!r} is already in use"
                 )
         except InvalidParameterError as refusal:
-            return self._refuse(str(request.request_id), refusal, client_index)
+            return arrivals.refuse(self, str(request.request_id), refusal, client_index)
         grammar = request.structured_outputs
         if grammar is None:
-            return self.scheduler.add_request(request, client_index)
+            return arrivals.enter(self, request, client_index)
         arrival = self.scheduler.reserve_arrivals(request.num_completions)
         check = self.executor.check_grammar(grammar, is_known=bool(request.resume_tokens))
         self.gate.add(request, client_index, arrival, check)
-        self._admit_checked()
-
-    def _refuse(self, request_id: str, error: BaseException, client_index: int) -> None:
-        """An error that names no parameter is the engine's own."""
-        rows = self._rows.of(client_index)
-        rows.add(request_id, 0, [])
-        rows.finish(
-            FinishReason.ERROR, error=str(error), parameter=getattr(error, "parameter", None)
-        )
-        self.scheduler.counters.num_requests_refused += 1
-
-    def _admit_checked(self) -> None:
-        """Passes requests with a valid grammar, and late ones, to the scheduler; answers the
-        others.
-        """
-        for gated in self.gate.take():
-            if (error := gated.error) is None:
-                self.scheduler.add_request(
-                    gated.request, gated.client_index, gated.arrival, gated.queued_time
-                )
-                self.abort_requests(gated.aborted_ids, gated.client_index)
-                if self.hand_out is not None:  # from here on steps compute it; see Resubmission
-                    self._rows.of(gated.client_index).add_admitted(gated.request)
-                    self.hand_out(self.take_rows())
-            else:
-                is_refusal = isinstance(error, InvalidParameterError)
-                self.scheduler.counters.num_grammar_refusals += is_refusal
-                self._refuse(gated.request.request_id, error, gated.client_index)
+        arrivals.admit_checked(self)
 
     def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
         """Ends this client's live requests among these; each gets an ABORT row.
@@ -234,7 +212,7 @@ class EngineCore:
                     gated.request, client_index, gated.arrival, gated.queued_time
                 )
         for request in self.scheduler.abort_requests(request_ids, client_index):
-            write_end(request, FinishReason.ABORT, self._rows, time.monotonic())
+            write_end(request, FinishReason.ABORT, self.rows, time.monotonic())
 
     def drop_client(self, client_index: int) -> None:
         """The client has left or died: its requests and its pause end, its rows are discarded."""
@@ -247,7 +225,7 @@ class EngineCore:
             self.scheduler.abort_requests(mine, client_index)
         )
         self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
-        self._rows.drop(client_index)
+        self.rows.drop(client_index)
         self.pausing.drop_client(client_index)
         if self.tracer is not None and self.tracer.client_index == client_index:
             self.drain()
@@ -255,7 +233,7 @@ class EngineCore:
 
     def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
         """See PaceOutputs."""
-        self._rows.pace(client_index, rows_per_s)
+        self.rows.pace(client_index, rows_per_s)
 
     def abort_all_requests(self) -> None:
         """Ends every client's requests; each is answered as in abort_requests."""
@@ -274,7 +252,7 @@ class EngineCore:
 
     def owes_rows(self) -> bool:
         """Whether a client has rows to receive, or a step in flight may bring some."""
-        return bool(self._rows) or self._in_flight is not None
+        return bool(self.rows) or self._in_flight is not None
 
     @property
     def next_deadline(self) -> float | None:
@@ -286,11 +264,25 @@ class EngineCore:
         """Whether a step would compute something or deliver a row."""
         if self.owes_rows() or self.gate.has_checked() or self.scheduler.has_late_requests():
             return True
-        return self.pausing.can_step and len(self.scheduler.requests) > len(self.scheduler.held)
+        if self.loras.is_due():
+            return True
+        is_waiting = len(self.scheduler.requests) > len(self.scheduler.held)
+        return self.pausing.can_step and is_waiting and not self.loras.blocks_all()
 
     def is_idle(self) -> bool:
-        """Whether there is no work, and no grammar check that may bring some."""
-        return not self.has_work() and not self.gate
+        """Whether there is no work, and nothing in another thread that may bring some."""
+        return not self.has_work() and not self.gate and not self.loras.is_reading
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        return self._in_flight is not None
+
+    def wait(self) -> None:
+        """Without work: blocks until there may be some, if another thread may bring it."""
+        if self.loras.is_reading:
+            self.loras.wait()
+        elif self.gate:
+            self.gate.wait()
 
     # ------------------------------------------------------------ the step
 
@@ -333,13 +325,15 @@ class EngineCore:
         """The rows for clients. Without `everything`, some may wait for the next step's
         (PaceOutputs).
         """
-        stats = self.scheduler.stats() if self._rows and self.log_stats else None
-        return self._rows.take(stats, everything=everything)
+        stats = self.scheduler.stats() if self.rows and self.log_stats else None
+        return self.rows.take(stats, everything=everything)
 
     def _schedule(self) -> ScheduledStep | None:
         if self.gate.has_checked():
-            self._admit_checked()
-        end_late_requests(self.scheduler, self._rows)
+            arrivals.admit_checked(self)
+        end_late_requests(self.scheduler, self.rows)
+        if self.loras.is_enabled:
+            self.loras.settle()
         if not self.pausing.can_step:
             return None
         tracer = self.tracer
@@ -347,11 +341,13 @@ class EngineCore:
             tracer.begin()
         start_time = time.monotonic()
         step = self.scheduler.schedule()
+        if self.loras.is_enabled:
+            self.loras.begin_read()
         if step is not None:
             self._step_records.begin(step, start_time, self.scheduler.counters)
             if tracer is not None:
                 tracer.scheduled(step)
-            if step.prefills and self._rows.holds_any and self.hand_out is not None:
+            if step.prefills and self.rows.holds_any and self.hand_out is not None:
                 if (
                     self._step_records.expected_s(step.output.total_num_scheduled_tokens)
                     > MAX_GAP_S
@@ -365,8 +361,8 @@ class EngineCore:
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         if step.prefills:
             step.execute_time = self._step_records.execute_time(step)
-        self.scheduler.update_from_output(step, output, self._rows)
-        self._step_records.end(step, self._rows.now, self.scheduler.counters)
+        self.scheduler.update_from_output(step, output, self.rows)
+        self._step_records.end(step, self.rows.now, self.scheduler.counters)
         if self._log_steps:
             log_step(step, output, self.scheduler, self._step_records)
         if self.tracer is not None:
@@ -376,6 +372,8 @@ class EngineCore:
         """Runs after each step, when its outputs are on their way."""
         if model_executed and self.check_every_step:
             self.scheduler.check_integrity()
+        if self.scheduler.unused_adapters:
+            self.loras.free_unused()
         if self.pausing.waits:
             self.pausing.settle()
         if self.tracer is not None:
@@ -408,17 +406,7 @@ class EngineCore:
 
     def scheduler_state(self) -> dict[str, Any]:
         """The waiting, running and swapped requests in plain values, for people and tests."""
-        requests, manager = self.scheduler.requests.values(), self.scheduler.kv_cache_manager
-        return self.scheduler.state() | {
-            "requests": [
-                request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))}
-                for request in requests
-            ],
-            "waiting_for_grammar": [gated.request.request_id for gated in self.gate],
-            "is_paused": self.pausing.is_paused(),
-            "pause_mode": self.pausing.mode,
-            "asleep": sorted(self.pausing.asleep),
-        }
+        return describe_state(self)
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
         """See observation.observe, and "counters": get_metrics()."""
@@ -431,16 +419,18 @@ class EngineCore:
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def status(self) -> dict[str, Any]:
-        """What a metrics page shows in addition to get_metrics(), in constant time.
+        """What a metrics page shows in addition to get_metrics(), in little time.
 
         "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
-        "step_tokens": see StepRecords.step_tokens. "experts": see expert_load.summary.
+        "step_tokens": see StepRecords.step_tokens. "experts": see expert_load.summary. "loras": see
+        Loras.status.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
             "num_held": len(self.scheduler.held),
             "step_tokens": self._step_records.step_tokens(),
             "experts": summary(self.expert_load()),
+            "loras": self.loras.status(),
         }
 
     def expert_load(self) -> dict[str, Any]:
@@ -485,6 +475,8 @@ class EngineCore:
         """Returns True, or raises AssertionError naming what is inconsistent."""
         self.scheduler.check_integrity()
         self.gate.check_integrity(self.scheduler.requests)
+        if self.loras.is_enabled:
+            self.loras.check_integrity()
         return True
 
     def shutdown(self) -> None:

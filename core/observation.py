@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import InvalidParameterError
 from .counters import Counters
@@ -27,6 +27,9 @@ from .kv_cache.block_pool import BlockPool
 from .request import Request, RequestStatus
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
+
+if TYPE_CHECKING:
+    from .engine_core import EngineCore
 
 MAX_STEPS = 512  # steps kept
 MAX_CELLS = 2**16  # of a map
@@ -171,6 +174,21 @@ def observe(
         "requests": [*describe_requests(scheduler), *map(_describe_gated, gate)],
         "num_blocks": pool.num_blocks,
     } | map_blocks(pool, max_blocks)
+
+
+def describe_state(core: EngineCore) -> dict[str, Any]:
+    """Which requests are in which list, and each request in plain values."""
+    requests, manager = core.scheduler.requests.values(), core.scheduler.kv_cache_manager
+    return core.scheduler.state() | {
+        "requests": [
+            request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))}
+            for request in requests
+        ],
+        "waiting_for_grammar": [gated.request.request_id for gated in core.gate],
+        "is_paused": core.pausing.is_paused(),
+        "pause_mode": core.pausing.mode,
+        "asleep": sorted(core.pausing.asleep),
+    }
 
 
 def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:

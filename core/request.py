@@ -21,6 +21,7 @@ from .scheduling.owners import Owner
 
 if TYPE_CHECKING:
     from .forks import Family
+    from .scheduling.lora_slots import Adapter
 
 MAX_PREEMPTION_TIMES = 32
 MAX_PREFILL_CHUNKS = 512
@@ -51,15 +52,16 @@ _FINISHED_STATUS = {
 }
 
 
-def hash_root(cache_salt: str | None) -> bytes:
+def hash_root(cache_salt: str | None, adapter: Adapter | None = None) -> bytes:
     """The parent hash of a sequence's first block.
 
     It includes everything else that must be equal for blocks to be shared, and so does the whole
-    chain.
+    chain. An adapter that was loaded again is another one.
     """
-    return sha256(
-        b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
-    ).digest()
+    root = b"" if cache_salt is None else b"salt:" + cache_salt.encode("utf-8", "surrogatepass")
+    if adapter is not None:
+        root = b"lora:%d:" % adapter.generation + adapter.name.encode() + b"\0" + root
+    return sha256(root).digest()
 
 
 def hash_block(parent: bytes, token_ids: list[int]) -> bytes:
@@ -101,6 +103,7 @@ class Request:
 
     __slots__ = (
         "_hash_root",
+        "adapter",
         "block_hashes",
         "client_index",
         "eos_token_ids",
@@ -146,6 +149,7 @@ class Request:
         key: tuple[int, int] = (0, 0),
         queued_time: float | None = None,
         owner: Owner | None = None,
+        adapter: Adapter | None = None,
     ):
         """`message` is validated. `key` orders requests: the smallest is scheduled first, the
         largest
@@ -155,6 +159,7 @@ class Request:
         self.client_index = client_index
         self.key = key
         self.owner = Owner() if owner is None else owner
+        self.adapter = adapter
         self.params = message.params
         self.has_grammar = message.structured_outputs is not None
         self.is_pooling = isinstance(message.params, PoolingParams)
@@ -185,7 +190,7 @@ class Request:
         # with the output token of this index, the client receives the times again
         self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
-        self._hash_root = hash_root(message.cache_salt)
+        self._hash_root = hash_root(message.cache_salt, adapter)
 
     def _set_ends(self, params: SamplingParams | PoolingParams, max_model_len: int) -> None:
         if isinstance(params, PoolingParams):
@@ -295,6 +300,7 @@ class Request:
             "status": self.status.name.lower(),
             "client_index": self.client_index,
             "priority": self.key[0],
+            "lora_name": None if self.adapter is None else self.adapter.name,
             "num_tokens": self.num_tokens,
             "num_prompt_tokens": self.num_prompt_tokens,
             "num_output_tokens": self.num_output_tokens,

@@ -100,6 +100,11 @@ def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
     _require(
         type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}"
     )
+    _require(
+        request.lora_request is None or config.lora_config.enable_lora,
+        "lora_request",
+        "needs an engine that was started with enable_lora",
+    )
     _require(is_finite(request.deadline), "deadline", "must be a finite number")
     require_owner(request.owner, request.owner_weight)
     _require(

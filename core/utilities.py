@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..ipc.errors import InvalidParameterError
 from ..ipc.failures import pack_exception
 from ..ipc.messages import UtilityCall, UtilityResult
+from .loras import Loras
 from .pause import PauseControl
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def call_utility(core: EngineCore, method: str, args: list[Any], client_index: i
         raise InvalidParameterError(
             "method", f"must be one of {', '.join(sorted(core.UTILITIES))}, got {method!r}"
         )
-    function = getattr(core.pausing if method in PauseControl.UTILITIES else core, method)
+    owner = core.pausing if method in PauseControl.UTILITIES else core
+    function = getattr(core.loras if method in Loras.UTILITIES else owner, method)
     if method in core.OWNED:
         function = partial(function, client_index=client_index)
     try:

@@ -94,10 +94,11 @@ class Executor(Protocol):
     # been added is never changed, a reload has another number. Of the requests in slots, at most
     # `max_loras` different adapters are in use at any time.
 
-    def read_lora(self, request: LoRARequest) -> Future[None]:
+    def read_lora(self, request: LoRARequest) -> Future[str]:
         """Reads an adapter's files and checks them in a thread. Never blocks.
 
-        The future's exception is the InvalidParameterError of an adapter that cannot be used.
+        The result is a stamp of the files, which differs when they have changed. The future's
+        exception is the InvalidParameterError of an adapter that cannot be used.
         """
         ...
 
@@ -109,7 +110,8 @@ class Executor(Protocol):
         ...
 
     def remove_lora(self, lora_int_id: int) -> bool:
-        """Frees an adapter, read or added, that no request in a slot uses. Between two steps.
+        """Frees an adapter, read or added, that no later step uses. Between two steps. Slots that
+        the next step frees may still name it.
 
         False: there is none.
         """

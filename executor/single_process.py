@@ -20,6 +20,7 @@ from .executor import PendingOutput
 from .plugins import naming_plugins
 from .runner.model_runner import ModelRunner
 from .tracing.measured_limits import measured_limits
+from .weights.file_stamp import stamp_of
 from .worker import Worker
 
 
@@ -120,13 +121,25 @@ class SingleProcessExecutor:
             failed.set_exception(error)
             return failed
 
-    def read_lora(self, request: LoRARequest) -> Future[Any]:
+    def read_lora(self, request: LoRARequest) -> Future[str]:
         """See Executor. One adapter is read at a time."""
         if self._reader is None:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-lora")
-        future = self._reader.submit(self.worker.loras.read, request)
-        self._read_loras[request.lora_int_id] = future
-        return future
+        stamp: Future[str] = Future()
+        loras = self.worker.loras
+
+        def read() -> Any:
+            try:
+                files = stamp_of(request.lora_path)
+                adapter = loras.read(request)
+            except BaseException as error:
+                stamp.set_exception(error)
+                raise
+            stamp.set_result(files)
+            return adapter
+
+        self._read_loras[request.lora_int_id] = self._reader.submit(read)
+        return stamp
 
     def add_lora(self, request: LoRARequest) -> bool:
         """See Executor."""

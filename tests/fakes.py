@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array, FinishReason
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
@@ -81,6 +83,18 @@ def weights_digest(path: str) -> int:
     return zlib.crc32(path.encode())
 
 
+def adapter_checksum(path: str) -> int:
+    """Return the checksum of the fake adapter at `path`: of the file's bytes, or of the path itself
+    if there is no file.
+    """
+    return zlib.crc32(Path(path).read_bytes() if Path(path).is_file() else path.encode())
+
+
+def adapter_digest(path: str, weights: int = 0) -> int:
+    """Return the digest of the weights with a fake adapter, which precedes the first token."""
+    return extend_digest(weights, adapter_checksum(path))
+
+
 def digest_of(token_ids: list[int], digest: int = 0) -> int:
     """Return the digest of the tokens, starting from `digest`, that of the weights."""
     for token_id in token_ids:
@@ -126,10 +140,15 @@ class FakeSlot:
     tables: list[list[int]]  # block ids, by group
     num_computed_tokens: int = 0
     has_failed: bool = False
+    digest: int = 0  # of weights and adapter
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def has_adapter(self) -> bool:
+        return self.request.lora_request is not None
 
 
 class FakeExecutor:
@@ -168,6 +187,10 @@ class FakeExecutor:
         self.thread = ThreadPoolExecutor(1)  # of overlapped steps
         self.num_dummy_batches = 0
         self.weights = 0  # see weights_digest
+        self.adapters: dict[int, int] = {}  # number -> digest
+        self.read_adapters: dict[int, int] = {}
+        self.holds_reads = False  # adapters are read when the test calls finish_reads
+        self.held_reads: list[tuple[LoRARequest, Future[str]]] = []
         self.asleep: set[str] = set()
         self.is_shut_down = False
 
@@ -212,6 +235,9 @@ class FakeExecutor:
                 slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered
             )
         self.steps.append(step)
+        used = {s.request.lora_request.lora_int_id for s in self.slots.values() if s.has_adapter}
+        assert len(used) <= self.config.lora_config.max_loras, f"too many adapters: {used}"
+        assert used <= set(self.adapters), f"{used} are not in memory"
         return self._compute(step)
 
     def check_grammar(
@@ -223,6 +249,37 @@ class FakeExecutor:
             future = Future()
             future.set_result(None)
         return future
+
+    def read_lora(self, request: LoRARequest) -> Future[str]:
+        """Read an adapter. A path that contains "missing" fails."""
+        future: Future[str] = Future()
+        self.held_reads.append((request, future))
+        if not self.holds_reads:
+            self.finish_reads()
+        return future
+
+    def finish_reads(self) -> None:
+        while self.held_reads:
+            request, future = self.held_reads.pop(0)
+            if "missing" in request.lora_path:
+                future.set_exception(
+                    InvalidParameterError("lora_request", f"{request.lora_path} is not there")
+                )
+                continue
+            digest = self.read_adapters[request.lora_int_id] = adapter_checksum(request.lora_path)
+            future.set_result(str(digest))
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        assert request.lora_int_id not in self.adapters, "a number twice"
+        self.adapters[request.lora_int_id] = self.read_adapters.pop(request.lora_int_id)
+        return True
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        was_read = self.read_adapters.pop(lora_int_id, None) is not None
+        return self.adapters.pop(lora_int_id, None) is not None or was_read
+
+    def list_loras(self) -> set[int]:
+        return set(self.adapters)
 
     def _move_blocks(self, step: SchedulerOutput) -> None:
         """Swap out, swap in, then copy blocks.
@@ -331,7 +388,11 @@ class FakeExecutor:
             f"{new.request_id} is in two slots"
         )
         tables = [[] for _ in self.kv_cache_windows]
-        self.slots[new.slot] = FakeSlot(new, list(new.token_ids), tables)
+        digest = self.weights
+        if new.lora_request is not None:
+            assert not new.lora_request.load_inplace
+            digest = extend_digest(digest, self.adapters[new.lora_request.lora_int_id])
+        self.slots[new.slot] = FakeSlot(new, list(new.token_ids), tables, digest=digest)
         return new.slot
 
     def _extend_table(
@@ -364,7 +425,7 @@ class FakeExecutor:
 
     def _check_seen(self, state: FakeSlot) -> int:
         """Check that every group holds what the next token sees; return the last digest."""
-        digests, digest = [], self.weights
+        digests, digest = [], state.digest
         for token_id in state.token_ids[: state.num_computed_tokens]:
             digests.append(digest := extend_digest(digest, token_id))
         for window, table in zip(self.kv_cache_windows, state.tables, strict=True):
@@ -450,7 +511,7 @@ class FakeExecutor:
         if self.kv_cache_windows != (0,):
             digest = self._check_seen(state)
         else:
-            digest = self._read(state.tables[0], start - 1) if start else self.weights
+            digest = self._read(state.tables[0], start - 1) if start else state.digest
         for position in range(start, end):
             digest = extend_digest(digest, state.token_ids[position])
             for table in state.tables:

@@ -78,6 +78,12 @@ def check_integrity(scheduler: Scheduler) -> None:
         "swapped requests left something to swap": all(
             (r in swapped) == (r.num_swapped_tokens > 0) for r in scheduler.requests.values()
         ),
+        "at most max_loras adapters are in use": len(scheduler.lora_slots.active)
+        <= scheduler.lora_slots.max_loras,
+        "adapters in use are those of running requests": Counter(
+            {adapter: adapter.num_running for adapter in scheduler.lora_slots.active}
+        )
+        == Counter(r.adapter for r in scheduler.running if r.adapter is not None),
         "families are of unfinished requests": sorted(
             request_id for family in scheduler.families.values() for request_id in family.members
         )

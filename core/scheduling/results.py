@@ -148,10 +148,15 @@ def end_late_requests(scheduler: Scheduler, rows: OutputRows) -> None:
 
 
 def write_end(
-    request: Request, reason: FinishReason, rows: OutputRows, now: float, error: str | None = None
+    request: Request,
+    reason: FinishReason,
+    rows: OutputRows,
+    now: float,
+    error: str | None = None,
+    parameter: str | None = None,
 ) -> None:
     """Writes the row of a request that ends without a token."""
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, request.num_output_tokens, [])
-    client_rows.finish(reason, error=error)
+    client_rows.finish(reason, error=error, parameter=parameter)
     client_rows.add_timing(request, now)

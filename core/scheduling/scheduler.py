@@ -39,6 +39,7 @@ from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus, split
 from . import integrity, results
+from .lora_slots import Adapter, LoraSlots
 from .owners import WaitingQueue
 from .preemption import PreemptionPolicy
 from .running import schedule_running
@@ -106,6 +107,8 @@ class Scheduler:
         self.families: dict[str, Family] = {}
         self.waiting = WaitingQueue(max_debt=self.max_num_batched_tokens)
         self.running: list[Request] = []  # sorted by key
+        self.lora_slots = LoraSlots(config.lora_config.max_loras)
+        self.unused_adapters: list[Adapter] = []  # their last request has ended; core/loras.py
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
         self._is_holding, self._first_held_arrival = False, 0
         self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
@@ -126,11 +129,12 @@ class Scheduler:
         client_index: int = 0,
         arrival: int | None = None,
         queued_time: float | None = None,
+        adapter: Adapter | None = None,
     ) -> None:
         """Adds a validated request whose id is not in use; n > 1 makes n of it.
 
         Arrival is the order of these calls, or a reserved place: clients' clocks are not trusted.
-        `queued_time`: when the engine received it, if not now.
+        `queued_time`: when the engine received it, if not now. `adapter`: of its lora_request.
         """
         requests = []
         if arrival is None:
@@ -144,8 +148,11 @@ class Scheduler:
                 key=key,
                 queued_time=queued_time,
                 owner=self.waiting.enter(client_index, child.owner, child.owner_weight),
+                adapter=adapter,
             )
             self.requests[request.request_id] = request
+            if adapter is not None:
+                adapter.num_users += 1
             if child.deadline:
                 heapq.heappush(self._deadlines, (child.deadline, request.request_id))
             if self.is_held_back(arrival):
@@ -153,6 +160,7 @@ class Scheduler:
             else:
                 self.waiting.add(request)
             requests.append(request)
+        self.lora_slots.is_stuck = False
         if len(requests) > 1:
             family = self.families[message.request_id] = Family(message.request_id, requests)
             for request in requests:
@@ -180,6 +188,7 @@ class Scheduler:
 
     def release_arrivals(self) -> None:
         self._is_holding = False
+        self.lora_slots.is_stuck = False
         for request in self.held.values():
             self.waiting.add(request)
         self.held.clear()
@@ -252,6 +261,11 @@ class Scheduler:
             self._leave_host(request)
         del self.requests[request.request_id]
         self.waiting.leave(request.owner)
+        self.lora_slots.is_stuck = False
+        if (adapter := request.adapter) is not None:
+            adapter.num_users -= 1
+            if not adapter.num_users:
+                self.unused_adapters.append(adapter)
         request.finish(reason)
         self.counters.count_end(reason)
 
@@ -286,6 +300,8 @@ class Scheduler:
             heapq.heappush(self.free_slots, request.slot)
             self._freed_slots.append(request.slot)
             request.slot = None
+            if request.adapter is not None:
+                self.lora_slots.release(request.adapter, self.num_steps)
 
     # ------------------------------------------------------------ before the model runs
 
@@ -348,6 +364,7 @@ class Scheduler:
         victim.num_computed_tokens = victim.num_executed_tokens = 0
         victim.note_preemption(time.monotonic())
         self.waiting.add(victim)
+        self.lora_slots.is_stuck = False
         self.counters.num_preemptions += 1
 
     def update_from_output(

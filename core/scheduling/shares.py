@@ -42,7 +42,8 @@ def divide_budget(scheduler: Scheduler) -> dict[Owner, int] | None:
         for request in islice(owner.waiting, len(scheduler.free_slots)):
             if wanted[owner] >= budget:
                 break
-            wanted[owner] += min(request.num_tokens, scheduler.max_chunk_tokens)
+            if scheduler.lora_slots.can_use(request.adapter):
+                wanted[owner] += min(request.num_tokens, scheduler.max_chunk_tokens)
     if sum(wanted.values()) <= budget:
         return None
     shares, weight = {}, sum(owner.weight for owner in wanted)
@@ -72,7 +73,8 @@ def preempt_for_others(scheduler: Scheduler) -> list[Request]:
         is_others_turn = owner.served + num_tokens / owner.weight > min(served)
         if is_others_turn or num_tokens >= scheduler.max_num_batched_tokens:
             break
-        if not holdings.may_start(request):
+        # nor does room help one whose adapter is not to be had in this step
+        if not holdings.may_start(request) or not scheduler.lora_slots.can_use(request.adapter):
             break
         start = find_start(manager, request)
         if start is None:  # it waits for a sibling

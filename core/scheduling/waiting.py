@@ -29,21 +29,42 @@ def schedule_waiting(
 ) -> str:
     """Admits the request whose turn it is while there are budget, slots and blocks.
 
-    No request overtakes one that does not fit; a request that waits for its sibling's prompt is
-    skipped. Those in `made_room` were preempted in this step. Returns what the first lacks,
-    "budget", "slots" or "blocks", or "preemption" if it is one of these; "" if none waits
-    for these.
+    No request overtakes one that does not fit; a request that waits for its sibling's prompt, or
+    for an adapter, is passed over. Those in `made_room` were preempted in this step. Returns what
+    the first lacks, "budget", "slots", "blocks" or "adapter", or "preemption" if it is one of
+    these; "" if none waits for these.
     """
-    passed: dict[Owner, int] = {}  # requests that wait for a sibling, by owner
+    lora_slots = scheduler.lora_slots
+    if lora_slots.is_stuck:
+        return "adapter"
+    lora_slots.begin_pass()
+    reason = _admit_in_order(scheduler, step, budget, made_room)
+    # a request that waits for a sibling may start without a change here
+    is_stuck = reason == "adapter" and not (step.output.new_requests or lora_slots.has_siblings)
+    lora_slots.end_pass(is_stuck=is_stuck)
+    return reason
+
+
+def _admit_in_order(
+    scheduler: Scheduler, step: ScheduledStep, budget: int, made_room: Collection[Request]
+) -> str:
+    passed: dict[Owner, int] = {}  # requests that wait for a sibling or an adapter, by owner
     num_reserved, layout = None, scheduler.kv_cache_manager.layout
+    reason = ""
     while (request := scheduler.waiting.next(passed)) is not None:
         if budget <= 0 or not scheduler.free_slots:
             return "budget" if budget <= 0 else "slots"
         if request in made_room:
             return "preemption"
+        adapter = request.adapter
+        if adapter is not None and not scheduler.lora_slots.may_start(adapter):
+            passed[request.owner] = passed.get(request.owner, 0) + 1
+            reason = "adapter"
+            continue
         start = find_start(scheduler.kv_cache_manager, request)
         if start is None:  # nor may the rest of its family start
             assert request.family is not None
+            scheduler.lora_slots.has_siblings = True
             passed[request.owner] = bisect_right(
                 request.owner.waiting, request.family.last_key, key=_by_key
             )
@@ -67,7 +88,7 @@ def schedule_waiting(
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens
         num_reserved += num_missing_blocks(layout, request)
-    return ""
+    return reason
 
 
 def admit(
@@ -90,6 +111,10 @@ def admit(
     request.num_computed_tokens = start.num_tokens
     request.slot = heapq.heappop(scheduler.free_slots)
     insort(scheduler.running, request, key=_by_key)
+    adapter, lora_request = request.adapter, None
+    if adapter is not None:
+        scheduler.lora_slots.start(adapter, scheduler.num_steps)
+        lora_request = adapter.numbered()
     if request.family is not None:
         request.family.note_start(request)
     if request.scheduled_time == 0.0:
@@ -111,5 +136,6 @@ def admit(
             num_prompt_tokens=request.num_prompt_tokens,
             params=request.params,
             eos_token_ids=request.eos_token_ids,
+            lora_request=lora_request,
         )
     )

@@ -79,9 +79,9 @@ class LocalEngine:
 
         Raises EngineDeadError if the step fails; the engine is then dead.
         """
-        # a grammar is being compiled in another thread and process
-        if not self.core.has_work() and self.core.gate:
-            self.core.gate.wait()
+        # a grammar is being compiled, or an adapter read, in another thread
+        if not self.core.has_work():
+            self.core.wait()
         with self._fatal():
             outputs, model_executed = self.core.step_fn()
             self.hand_out(outputs)

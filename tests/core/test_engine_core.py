@@ -133,7 +133,7 @@ def paced_core(**arguments) -> tuple[EngineCore, dict]:
     core.pace_outputs(20)
     for name in ("a", "b"):
         core.add_request(make_request(name, params=greedy(max_tokens=50)))
-    while not core._rows.holds_any:
+    while not core.rows.holds_any:
         for outputs in step(core).values():
             collect(outputs, received)
     assert [len(answer.tokens) for answer in received.values()] == [1, 1]
@@ -162,7 +162,7 @@ def test_deferred_rows_do_not_wait_for_a_long_step(overlapped):
     core._step_records.expected_s = lambda num_tokens: 0.04 if num_tokens < 40 else 0.06
     core.add_request(make_request("short"))
     collect(step(core).get(0, EngineCoreOutputs(0, [], [], [], [])), received)
-    assert order == ["step"] and core._rows.holds_any
+    assert order == ["step"] and core.rows.holds_any
     core.add_request(make_request("long", prompt=[7] * 40))
     step(core)
     assert order == ["step", "received", "step"] and len(received["a"].tokens) > 1

@@ -13,12 +13,10 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array, FinishReason
 from quire.ipc.models.kv_layout import make_layout
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
@@ -30,8 +28,7 @@ from quire.ipc.step_messages import (
     SlotLogprobs,
 )
 from quire.ipc.trace import RanksTrace
-
-_MASK = 2**64 - 1
+from quire.tests.fake_loras import FakeLoras, extend_digest
 
 
 def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
@@ -57,15 +54,6 @@ def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
     return msgspec.convert(sections, EngineConfig)
 
 
-def extend_digest(digest: int, token_id: int) -> int:
-    """Return the fake KV entry of one token, 64 bits.
-
-    Like a real entry, it depends on the token and on every token before it.
-    """
-    digest = ((digest ^ (token_id + 1)) * 0x9E3779B97F4A7C15) & _MASK
-    return digest ^ (digest >> 29)
-
-
 def token_from_digest(digest: int, params: SamplingParams | None, vocab_size: int) -> int:
     """Sample the next token: from the digest alone if greedy, otherwise from the digest and the
     seed.
@@ -81,18 +69,6 @@ def weights_digest(path: str) -> int:
     The weights that the engine starts with have digest 0.
     """
     return zlib.crc32(path.encode())
-
-
-def adapter_checksum(path: str) -> int:
-    """Return the checksum of the fake adapter at `path`: of the file's bytes, or of the path itself
-    if there is no file.
-    """
-    return zlib.crc32(Path(path).read_bytes() if Path(path).is_file() else path.encode())
-
-
-def adapter_digest(path: str, weights: int = 0) -> int:
-    """Return the digest of the weights with a fake adapter, which precedes the first token."""
-    return extend_digest(weights, adapter_checksum(path))
 
 
 def digest_of(token_ids: list[int], digest: int = 0) -> int:
@@ -146,12 +122,8 @@ class FakeSlot:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.request.num_prompt_tokens
 
-    @property
-    def has_adapter(self) -> bool:
-        return self.request.lora_request is not None
 
-
-class FakeExecutor:
+class FakeExecutor(FakeLoras):
     """Implements the Executor interface on digests.
 
     The KV cache holds digests, so a wrong block, table or order gives wrong tokens or an
@@ -187,10 +159,7 @@ class FakeExecutor:
         self.thread = ThreadPoolExecutor(1)  # of overlapped steps
         self.num_dummy_batches = 0
         self.weights = 0  # see weights_digest
-        self.adapters: dict[int, int] = {}  # number -> digest
-        self.read_adapters: dict[int, int] = {}
-        self.holds_reads = False  # adapters are read when the test calls finish_reads
-        self.held_reads: list[tuple[LoRARequest, Future[str]]] = []
+        super().__init__()
         self.asleep: set[str] = set()
         self.is_shut_down = False
 
@@ -235,9 +204,7 @@ class FakeExecutor:
                 slot, step.new_block_ids[row], step.num_computed_tokens[row], slot in entered
             )
         self.steps.append(step)
-        used = {s.request.lora_request.lora_int_id for s in self.slots.values() if s.has_adapter}
-        assert len(used) <= self.config.lora_config.max_loras, f"too many adapters: {used}"
-        assert used <= set(self.adapters), f"{used} are not in memory"
+        self.check_adapters(self.config, self.slots.values())
         return self._compute(step)
 
     def check_grammar(
@@ -249,37 +216,6 @@ class FakeExecutor:
             future = Future()
             future.set_result(None)
         return future
-
-    def read_lora(self, request: LoRARequest) -> Future[str]:
-        """Read an adapter. A path that contains "missing" fails."""
-        future: Future[str] = Future()
-        self.held_reads.append((request, future))
-        if not self.holds_reads:
-            self.finish_reads()
-        return future
-
-    def finish_reads(self) -> None:
-        while self.held_reads:
-            request, future = self.held_reads.pop(0)
-            if "missing" in request.lora_path:
-                future.set_exception(
-                    InvalidParameterError("lora_request", f"{request.lora_path} is not there")
-                )
-                continue
-            digest = self.read_adapters[request.lora_int_id] = adapter_checksum(request.lora_path)
-            future.set_result(str(digest))
-
-    def add_lora(self, request: LoRARequest) -> bool:
-        assert request.lora_int_id not in self.adapters, "a number twice"
-        self.adapters[request.lora_int_id] = self.read_adapters.pop(request.lora_int_id)
-        return True
-
-    def remove_lora(self, lora_int_id: int) -> bool:
-        was_read = self.read_adapters.pop(lora_int_id, None) is not None
-        return self.adapters.pop(lora_int_id, None) is not None or was_read
-
-    def list_loras(self) -> set[int]:
-        return set(self.adapters)
 
     def _move_blocks(self, step: SchedulerOutput) -> None:
         """Swap out, swap in, then copy blocks.

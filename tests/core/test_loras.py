@@ -3,6 +3,7 @@
 import random
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -27,7 +28,8 @@ from quire.tests.core.test_random_workloads import (
     random_jobs,
     split,
 )
-from quire.tests.fakes import adapter_digest, expected_output
+from quire.tests.fake_loras import adapter_digest
+from quire.tests.fakes import expected_output
 
 PROMPT = list(range(1, 41))
 
@@ -36,7 +38,7 @@ def lora(name: str, lora_int_id: int | None = None, path: str | None = None, **f
     return LoRARequest(name, lora_int_id or ord(name[0]), path or f"/adapters/{name}", **fields)
 
 
-def lora_core(**arguments):
+def lora_core(**arguments) -> Any:
     return make_core(**{"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, **arguments})
 
 

@@ -45,8 +45,8 @@ class Counters:
         setattr(self, name, getattr(self, name) + 1)
 
     def count_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Of each row of a step."""
-        self.num_drafts += len(num_drafted) - num_drafted.count(0)
+        """Of each draft of a step."""
+        self.num_drafts += len(num_drafted)
         self.num_draft_tokens += sum(num_drafted)
         self.num_accepted_tokens += sum(num_accepted)
 

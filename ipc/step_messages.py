@@ -42,8 +42,8 @@ class SchedulerOutput(Message, frozen=True):
     tokens [num_computed_tokens[i], num_computed_tokens[i] + num_scheduled_tokens[i]) of each. A row
     that computes its last known token is sampled, and the runner appends the sampled token to the
     slot's tokens. With `num_lookahead_tokens`, row i then decodes that many more tokens, one after
-    the other; its blocks have room for them. Where the runner drafts tokens, it may verify up to as
-    many drafts in the same pass instead, and ModelRunnerOutput.num_accepted tells how many held.
+    the other; its blocks have room for them. A runner that drafts computes at most as many more, in
+    at most `num_passes` passes of the model, and ModelRunnerOutput.num_ahead tells how many.
 
     A step may be submitted before the previous one has run. Rows of a slot that failed or ended in
     the previous step are computed, and their samples are ignored.
@@ -62,6 +62,7 @@ class SchedulerOutput(Message, frozen=True):
     blocks_to_swap_out: list[tuple[int, int]] = []  # (device block, host block)
     blocks_to_swap_in: list[tuple[int, int]] = []  # (host block, device block)
     blocks_to_copy: list[tuple[int, int]] = []  # (source, destination), both on the device
+    num_passes: int = 1  # more only where all rows are decodes
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -122,7 +123,9 @@ class ModelRunnerOutput(Message, frozen=True):
     errors: dict[int, str] = {}  # slot -> the error of this request
     prompt_logprobs: list[SlotPromptLogprobs] = []
     pooled: list[SlotPooled] = []  # in any order
-    # Of an engine that drafts, parallel with slots, else empty: the drafts that were verified, and
-    # those of them that were accepted, whose keys and values are computed.
+    # Of an engine that drafts, parallel with slots, else empty: how many of the lookahead tokens
+    # have keys and values now.
+    num_ahead: list[int] = []
+    # of each draft that was verified: its tokens, and those of them that were accepted
     num_drafted: list[int] = []
     num_accepted: list[int] = []

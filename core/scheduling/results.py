@@ -40,8 +40,8 @@ def update_from_output(
     )
     # of each row, tokens that the step counts as computed and that are not: drafts not accepted
     surplus = repeat(0)
-    if scheduler.drafts and result.num_accepted:
-        surplus = map(sub, scheduled.num_lookahead_tokens, result.num_accepted)
+    if result.num_ahead:
+        surplus = map(sub, scheduled.num_lookahead_tokens, result.num_ahead)
         scheduler.counters.count_drafts(result.num_drafted, result.num_accepted)
     for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
         step.requests,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...ipc.models.kv_layout import MAX_BURST
+import msgspec
+
+from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ..request import Request
 from .owners import Owner
 from .step import ScheduledStep, add_row
@@ -32,7 +34,10 @@ def schedule_running(
     """
     budget, preempted = scheduler.max_num_batched_tokens, False
     if scheduler.burst_weights_bytes:
-        scheduler.num_lookahead_slots = burst_length(scheduler) - 1
+        num_passes = burst_length(scheduler)
+        scheduler.num_lookahead_slots = lookahead_of(num_passes, scheduler.num_tokens_per_pass)
+        if scheduler.drafts and num_passes > 1:
+            step.output = msgspec.structs.replace(step.output, num_passes=num_passes)
     running, allocate_slots = scheduler.running, scheduler.kv_cache_manager.allocate_slots
     index = 0
     while index < len(running) and budget > 0:
@@ -72,7 +77,7 @@ def schedule_running(
 
 
 def burst_length(scheduler: Scheduler) -> int:
-    """Tokens of each request that the next step may decode.
+    """Passes of the model that the next step may take, each for a token of each request or more.
 
     More than one if no request waits, none has a prompt to compute, all can have as many, and it
     takes little time. Where a grammar forces tokens, they come without the model, and no lookahead

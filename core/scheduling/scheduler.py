@@ -31,7 +31,7 @@ from typing import Any
 
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.messages import EngineCoreRequest, FinishReason, SchedulerStats
-from ...ipc.models.kv_layout import make_layout
+from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..counters import Counters
 from ..forks import Family
@@ -80,18 +80,16 @@ class Scheduler:
         self.max_chunk_tokens: int = threshold or self.max_num_batched_tokens
         self.uses_priority = scheduling.scheduling_policy == "priority"
         self.drafts = scheduling.speculative_config is not None
+        # tokens that a row may get in a pass of the model, drafts included
+        self.num_tokens_per_pass = 1
+        if scheduling.speculative_config is not None:
+            self.num_tokens_per_pass += scheduling.speculative_config.num_speculative_tokens
         # of the step that is being scheduled
-        self.num_lookahead_slots = (
-            max(0, scheduling.num_scheduler_steps - 1)
-            if scheduling.speculative_config is None
-            else scheduling.speculative_config.num_speculative_tokens
+        self.num_lookahead_slots = lookahead_of(
+            max(1, scheduling.num_scheduler_steps), self.num_tokens_per_pass
         )
         # Overlapped stepping hides the work outside the model and does not need it.
-        is_free = (
-            scheduling.num_scheduler_steps == 0
-            and not scheduling.async_scheduling
-            and not self.drafts
-        )
+        is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0
         layout = make_layout(config, kv_cache_windows)
         self.preemption = PreemptionPolicy(scheduling.preemption_mode, costs, layout)
@@ -100,7 +98,9 @@ class Scheduler:
             layout,
             config.cache_config.enable_prefix_caching,
             num_host_blocks,
-            max_spare_tokens=self.num_lookahead_slots if self.drafts else 0,
+            max_spare_tokens=lookahead_of(MAX_BURST, self.num_tokens_per_pass)
+            if self.drafts
+            else 0,
         )
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1

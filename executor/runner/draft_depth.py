@@ -10,18 +10,41 @@ which depends on the number of its tokens.
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...ipc.step_messages import SchedulerOutput
 from .input_batch import InputBatch
 
+MEASURING_ROUNDS, MEASURING_BUDGET_S = 3, 0.2
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
 # A request without drafts gets some again after so many passes: its text may repeat itself by now.
 MOST_PASSES_WITHOUT = 32
 # The least probability that a draft and all before it are accepted.
 LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04)]
+
+
+def measure_costs(run_pass: Callable[[int], None], counts: Sequence[int]) -> dict[int, float]:
+    """Seconds of a pass by its number of tokens, of the counts that fit in the budget.
+
+    The counts take turns, and the fastest run of each counts: what disturbs the machine disturbs
+    all of them. CPU time of this thread is measured, because other programs may hold its core.
+    """
+    costs = dict.fromkeys(counts, math.inf)
+    begin, num_measured = time.perf_counter(), len(counts)
+    for run in range(1 + MEASURING_ROUNDS):  # the first run may set things up
+        for count in counts[:num_measured]:
+            start = time.thread_time()
+            run_pass(count)
+            costs[count] = min(costs[count], time.thread_time() - start)
+            if run == 0 and count > 1 and time.perf_counter() - begin > MEASURING_BUDGET_S:
+                num_measured = counts.index(count) + 1
+                break
+        if time.perf_counter() - begin > MEASURING_BUDGET_S:
+            break
+    return {count: costs[count] for count in counts[:num_measured]}
 
 
 class DraftDepth:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -111,11 +112,13 @@ class ModelRunner:
         self._apply_differences(scheduler_output)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
-        if scheduler_output.num_lookahead_tokens and (bursts := self._bursts_for(scheduler_output)):
-            return bursts.run(scheduler_output)
         try:
             if self.speculation is not None and any(scheduler_output.num_lookahead_tokens):
                 return self._speculate(scheduler_output, self.speculation)
+            if scheduler_output.num_lookahead_tokens and (
+                bursts := self._bursts_for(scheduler_output)
+            ):
+                return bursts.run(scheduler_output)
             return self._end(scheduler_output, *self._begin(scheduler_output))
         except Exception as error:
             slots, failure = scheduler_output.slots, plugin_failure(error)
@@ -187,14 +190,63 @@ class ModelRunner:
     def _speculate(
         self, scheduler_output: SchedulerOutput, speculation: Speculation
     ) -> ModelRunnerOutput:
+        """Takes the passes of a step that may verify drafts. Where none are worth their cost,
+        several passes are one call.
+        """
+        slots, room = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        step, rows, num_sampled = scheduler_output, list(range(len(slots))), [0] * len(slots)
+        num_left, results = scheduler_output.num_passes, []
+        while True:
+            drafts, most = speculation.draft(step)
+            count = 1
+            if not any(map(len, drafts)):
+                count = min(num_left, most, 1 + min(step.num_lookahead_tokens))
+            burst = None
+            if count > 1:
+                ahead = [count - 1] * len(rows)
+                burst = msgspec.structs.replace(step, num_lookahead_tokens=ahead)
+            if burst is not None and (bursts := self._bursts_for(burst)):
+                result = msgspec.structs.replace(
+                    bursts.run(burst), num_ahead=burst.num_lookahead_tokens
+                )
+            else:
+                count, result = 1, self._verify(step, speculation, drafts)
+            results.append((rows, result))
+            num_left -= count
+            for row, more in zip(rows, result.num_sampled):
+                num_sampled[row] += more
+            rows = [
+                row
+                for row in rows
+                if num_sampled[row] <= room[row] and slots[row] not in result.errors
+            ]
+            if not rows or num_left <= 0:
+                return result if len(results) == 1 else merge_outputs(slots, results)
+            left = [slots[row] for row in rows]
+            step = SchedulerOutput(
+                scheduler_output.step,
+                left,
+                [1] * len(rows),
+                (self.batch.num_tokens[left] - 1).tolist(),
+                [],
+                num_lookahead_tokens=[room[row] - num_sampled[row] for row in rows],
+                num_passes=num_left,
+            )
+
+    def _verify(
+        self, step: SchedulerOutput, speculation: Speculation, drafts: list[np.ndarray]
+    ) -> ModelRunnerOutput:
         """Computes each row's last known token and its drafts, and samples what they allow."""
-        drafts = speculation.draft(scheduler_output)
-        inputs = self.make_inputs(speculation.place(scheduler_output, drafts))
+        batch = self.batch
+        inputs = self.make_inputs(speculation.place(step, drafts))
         if self.grammars is not None:
-            self.grammars.start(inputs.sampled_slots, self.batch)
+            self.grammars.start(inputs.sampled_slots, batch)
         hidden, *of_logits = self._forward(
             inputs.token_ids, inputs.positions, inputs.metadata, logits_rows(inputs, drafts)
         )
+        is_plain = not (batch.prompt_logprobs_slots or batch.pooling or batch.refusals)
+        if is_plain and len(inputs.sampled_slots) and not batch.stages.are_wanted_by(step.slots):
+            return speculation.verify_at_once(drafts, inputs, of_logits, self.sampler)
         lengths = np.array([len(drafts[i]) for i in inputs.order[inputs.sampled_rows]], np.int64)
         first = torch.from_numpy(first_rows(lengths))
         drafted = frozenset(inputs.sampled_slots[lengths > 0].tolist())

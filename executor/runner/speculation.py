@@ -23,9 +23,9 @@ import torch
 from ...ipc.config import SchedulerConfig, resolved
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..sampling.logprob_arrays import join_logprobs
-from ..sampling.sampler import Sampler
-from .draft_depth import DraftDepth
-from .input_batch import InputBatch
+from ..sampling.sampler import NOT_FINITE, Sampler
+from .draft_depth import DraftDepth, measure_costs
+from .input_batch import NO_LOGPROBS, InputBatch
 from .proposers import NOTHING, NgramProposer, Proposer
 from .step_inputs import StepInputs
 from .step_outputs import tokens_by_row
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 # Rows of logits in one step, where max_num_seqs is less: more are not worth their cost on a CPU.
 MOST_ROWS = 64
+# Passes in one call where drafts are worth their cost, and none was found.
+PASSES_WITHOUT_A_DRAFT = 2
 MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of passes whose time is measured at start-up
 
 
@@ -46,10 +48,10 @@ def max_num_logits(scheduler_config: SchedulerConfig) -> int:
 
 
 def make_speculation(
-    scheduler_config: SchedulerConfig, batch: InputBatch, measure: Callable[[int], float]
+    scheduler_config: SchedulerConfig, batch: InputBatch, run_pass: Callable[[int], None]
 ) -> Speculation | None:
-    """What an engine that drafts needs, else None. `measure` runs a pass of so many tokens with
-    logits of each, and returns its seconds.
+    """What an engine that drafts needs, else None. `run_pass` takes a number of tokens, each with
+    logits.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None:
@@ -58,7 +60,7 @@ def make_speculation(
     proposer = NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
     depth = None
     if wanted.adaptive:
-        costs = {count: measure(count) for count in MEASURED_TOKENS if count <= most_rows}
+        costs = measure_costs(run_pass, [n for n in MEASURED_TOKENS if n <= most_rows])
         logger.info(
             "speculation by %s: a pass of %s tokens takes %s ms",
             wanted.method,
@@ -67,12 +69,13 @@ def make_speculation(
         )
         depth = DraftDepth(wanted.num_speculative_tokens, batch, costs)
     max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
-    return Speculation(proposer, depth, batch, max_num_tokens, most_rows)
+    most = wanted.num_speculative_tokens
+    return Speculation(proposer, depth, batch, most, max_num_tokens, most_rows)
 
 
 class Speculation:
     """`depth`: how many drafts are worth their cost; None: as many as a row may have.
-    `max_num_rows`: of logits in one step.
+    `most`: drafts of a row. `max_num_rows`: of logits in one step.
     """
 
     def __init__(
@@ -80,17 +83,23 @@ class Speculation:
         proposer: Proposer,
         depth: DraftDepth | None,
         batch: InputBatch,
+        most: int,
         max_num_tokens: int,
         max_num_rows: int,
     ):
         self.proposer = proposer
+        self.most = most
         self.depth = depth
         self._batch = batch
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
-    def draft(self, scheduler_output: SchedulerOutput) -> list[np.ndarray]:
-        """The drafts of each row: none where the row does not compute its last known token."""
+    def draft(self, scheduler_output: SchedulerOutput) -> tuple[list[np.ndarray], int]:
+        """The drafts of each row: none where the row does not compute its last known token.
+
+        Also returns how many passes are best without drafts, if no row has any: more than one where
+        drafts are not worth their cost.
+        """
         batch, drafts = self._batch, []
         num_rows = len(scheduler_output.slots)
         room = min(
@@ -103,14 +112,14 @@ class Speculation:
         for slot, limit, wanted in zip(
             scheduler_output.slots, scheduler_output.num_lookahead_tokens, most
         ):
-            count = min(limit, wanted, room)
+            count = min(limit, wanted, room, self.most)
             found = NOTHING
             if count > 0 and slot not in batch.refusals:
                 known = batch.token_ids[slot, : batch.num_tokens[slot]]
                 found = self.proposer.propose(known, count)
                 room -= len(found)
             drafts.append(found)
-        return drafts
+        return drafts, PASSES_WITHOUT_A_DRAFT if any(most) else scheduler_output.num_passes
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""
@@ -125,6 +134,57 @@ class Speculation:
         return msgspec.structs.replace(
             scheduler_output, num_scheduled_tokens=counts, num_lookahead_tokens=[]
         )
+
+    def verify_at_once(
+        self,
+        drafts: list[np.ndarray],
+        inputs: StepInputs,
+        of_logits: Sequence[torch.Tensor],
+        sampler: Sampler,
+    ) -> ModelRunnerOutput:
+        """As `verify`, without a first output, for rows of which none uses a stage: all positions
+        are sampled in one call.
+        """
+        batch, order = self._batch, inputs.order[inputs.sampled_rows]
+        lengths = np.array([len(drafts[index]) for index in order], np.int64)
+        slots, starts = inputs.sampled_slots, first_rows(lengths)
+        row_of = np.repeat(np.arange(len(slots)), lengths + 1)
+        offsets = np.arange(len(row_of)) - starts[row_of]
+        logits, *largest = of_logits
+        sampled = sampler(
+            logits, batch, slots[row_of], tuple(largest), batch.num_tokens[slots][row_of] + offsets
+        )
+        expected = np.full(len(row_of), -1, np.int64)  # no token
+        if lengths.any():
+            expected[offsets < lengths[row_of]] = np.concatenate([drafts[i] for i in order])
+        is_last = sampled.token_ids != expected
+        if sampled.errors:
+            is_last[list(sampled.errors)] = True
+        num_accepted = np.minimum.reduceat(np.where(is_last, offsets, len(row_of)), starts)
+        last = starts + num_accepted
+        failed = np.array([row in sampled.errors for row in last.tolist()], bool)
+        # accepted drafts are in the table already
+        ends = batch.num_tokens[slots] + num_accepted
+        batch.token_ids[slots, ends] = sampled.token_ids[last]
+        batch.num_tokens[slots] = ends + ~failed
+        num_sampled, accepted = [0] * len(drafts), [0] * len(drafts)
+        tokens: list[list[int]] = [[] for _ in drafts]
+        for index, start, count, has_failed in zip(
+            order.tolist(), starts.tolist(), num_accepted.tolist(), failed.tolist()
+        ):
+            end = start + count + (not has_failed)
+            tokens[index] = sampled.token_ids[start:end].tolist()
+            num_sampled[index], accepted[index] = end - start, count
+        asked = np.flatnonzero(batch.num_logprobs[slots[row_of]] != NO_LOGPROBS).tolist()
+        entries = zip((row for row in asked if row not in sampled.errors), sampled.logprobs)
+        is_taken = offsets <= num_accepted[row_of]
+        first = ModelRunnerOutput(
+            num_sampled,
+            [token_id for row in tokens for token_id in row],
+            join_logprobs([entry] for row, entry in entries if is_taken[row]),
+            dict.fromkeys(slots[failed].tolist(), NOT_FINITE),
+        )
+        return self._with_drafts(first, inputs, drafts, accepted)
 
     def verify(
         self,
@@ -160,17 +220,31 @@ class Speculation:
             for row, token_id in zip(order[rows[active]], sampled.token_ids[good].tolist()):
                 tokens[row].append(token_id)
             active = self._accepted(drafts, active, order[rows], tokens, depth)
-        num_drafted = [len(draft) for draft in drafts]
-        if self.depth is not None:
-            self.depth.learn(inputs.slots[np.argsort(order)].tolist(), num_drafted, accepted)
-        return msgspec.structs.replace(
+        first = msgspec.structs.replace(
             first,
             num_sampled=[len(row) for row in tokens],
             token_ids=[token_id for row in tokens for token_id in row],
             logprobs=join_logprobs(logprobs),
             errors=errors,
-            num_drafted=num_drafted,
-            num_accepted=accepted,
+        )
+        return self._with_drafts(first, inputs, drafts, accepted)
+
+    def _with_drafts(
+        self,
+        result: ModelRunnerOutput,
+        inputs: StepInputs,
+        drafts: list[np.ndarray],
+        accepted: list[int],
+    ) -> ModelRunnerOutput:
+        """The result with what became of the drafts, which the depth learns."""
+        num_drafted = [len(draft) for draft in drafts]
+        if self.depth is not None:
+            self.depth.learn(inputs.slots[np.argsort(inputs.order)].tolist(), num_drafted, accepted)
+        return msgspec.structs.replace(
+            result,
+            num_ahead=accepted,
+            num_drafted=[count for count in num_drafted if count],
+            num_accepted=[count for count, drafted in zip(accepted, num_drafted) if drafted],
         )
 
     @staticmethod

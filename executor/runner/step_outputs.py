@@ -34,13 +34,17 @@ def merge_outputs(
 ) -> ModelRunnerOutput:
     """Merges several passes of one step over `slots`, each with the rows it computed.
 
-    A row that failed in one of them keeps its earlier tokens: it may have ended there.
+    A row that failed in one of them keeps its earlier tokens: it may have ended there. In each pass
+    after the first a row computes one token that it sampled, and those that the pass looked ahead.
     """
     tokens: list[list[int]] = [[] for _ in slots]
     errors = {slot: error for _, result in results for slot, error in result.errors.items()}
+    num_ahead = [-1] * len(slots)
     for rows, result in results:
         for row, sampled in zip(rows, tokens_by_row(result), strict=True):
             tokens[row] += sampled
+        for row, count in zip(rows, result.num_ahead):
+            num_ahead[row] += 1 + count
     return ModelRunnerOutput(
         num_sampled=[len(row) for row in tokens],
         token_ids=[token_id for row in tokens for token_id in row],
@@ -48,4 +52,7 @@ def merge_outputs(
         errors=errors,
         prompt_logprobs=results[0][1].prompt_logprobs,
         pooled=results[0][1].pooled,
+        num_ahead=num_ahead if results[0][1].num_ahead else [],
+        num_drafted=[count for _, result in results for count in result.num_drafted],
+        num_accepted=[count for _, result in results for count in result.num_accepted],
     )

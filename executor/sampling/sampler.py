@@ -42,10 +42,13 @@ class Sampler:
         batch: InputBatch,
         slots: np.ndarray,
         largest: tuple[torch.Tensor, ...] | None = None,
+        positions: np.ndarray | None = None,
     ) -> SamplerOutput:
         """logits [R, vocab_size] f32 on the device, overwritten; slots [R], all different.
 
-        `largest`: the result of argmax over the logits, if known. A token depends only on its row,
+        `largest`: the result of argmax over the logits, if known. `positions` [R]: of the sampled
+        tokens in their sequences, where they are not the next ones; slots may then be equal, and
+        none may use a stage. A token depends only on its row,
         its request's parameters and tokens, its seed and its position. See logits_stages.py for the
         order of the stages.
         """
@@ -64,7 +67,7 @@ class Sampler:
             self._clear(logits, staged)
             errors = staged | errors
         if draws(batch, slots):
-            token_ids = self._draw(logits, batch, slots)
+            token_ids = self._draw(logits, batch, slots, positions)
         elif batch.stages.num_slots:  # the stages may have changed which logit is largest
             token_ids = self.ops.argmax(logits)[0].numpy(force=True)
         if raw_logits is not None:
@@ -87,14 +90,21 @@ class Sampler:
         if rows:
             logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)
 
-    def _draw(self, logits: torch.Tensor, batch: InputBatch, slots: np.ndarray) -> np.ndarray:
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        slots: np.ndarray,
+        positions: np.ndarray | None,
+    ) -> np.ndarray:
         """[R] i64"""
         if slots is not self._slots or batch.num_added != self._num_added:
             self._slots, self._num_added = slots, batch.num_added
             self._parameters = draw_parameters(batch, slots, logits.device)
-        # the new token's index in the sequence
-        positions = torch.from_numpy(batch.num_tokens[slots]).to(logits.device)
-        return self.ops.sample_tokens(logits, *self._parameters, positions).numpy(force=True)
+        if positions is None:
+            positions = batch.num_tokens[slots]
+        on_device = torch.from_numpy(positions).to(logits.device)
+        return self.ops.sample_tokens(logits, *self._parameters, on_device).numpy(force=True)
 
     def _gather_logprobs(
         self,

@@ -20,7 +20,19 @@ from typing import NamedTuple
 
 from ..config import EngineConfig, resolved
 
-MAX_BURST = 8  # most tokens of a request in one step for num_scheduler_steps=0
+MAX_BURST = 8  # most passes of the model in one step for num_scheduler_steps=0
+MAX_DRAFTING_BURST = 32  # most tokens of a request in several passes that verify drafts
+
+
+def lookahead_of(num_passes: int, tokens_per_pass: int) -> int:
+    """The most tokens of a row after its first one, in a step of so many passes, each of which may
+    give the row `tokens_per_pass`.
+    """
+    if num_passes > 1 and tokens_per_pass > 1:
+        return max(tokens_per_pass, min(MAX_DRAFTING_BURST, num_passes * tokens_per_pass)) - 1
+    return num_passes * tokens_per_pass - 1
+
+
 # A set of layers that is at most this much larger than the smallest is padded, not split.
 MOST_PADDING = 1.25
 
@@ -144,10 +156,8 @@ def make_layout(config: EngineConfig, windows: Sequence[int]) -> KVLayout:
     if scheduling.enable_chunked_prefill and scheduling.long_prefill_token_threshold:
         num_tokens = min(num_tokens, scheduling.long_prefill_token_threshold)
     drafts = scheduling.speculative_config
-    num_tokens += max(
-        (scheduling.num_scheduler_steps or MAX_BURST) - 1,
-        drafts.num_speculative_tokens if drafts is not None else 0,
-    )
+    tokens_per_pass = 1 + (drafts.num_speculative_tokens if drafts is not None else 0)
+    num_tokens += lookahead_of(scheduling.num_scheduler_steps or MAX_BURST, tokens_per_pass)
     if scheduling.async_scheduling:  # a step is scheduled while another one runs
         num_tokens *= 2
     return KVLayout(config.cache_config.block_size, windows, num_tokens)

@@ -18,6 +18,9 @@ from ...ipc.step_messages import SchedulerOutput
 from .input_batch import InputBatch
 
 MEASURING_ROUNDS, MEASURING_BUDGET_S = 3, 0.2
+# Work of the host for a pass with drafts beyond that of one without, which may share a call with
+# others. It is about this much for a few rows (ledger, 2026-11-25).
+HOST_S = 120e-6
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
 # A request without drafts gets some again after so many passes: its text may repeat itself by now.
@@ -79,7 +82,7 @@ class DraftDepth:
             for row, p in rows:
                 depth = depths[row] = min(self.most, int(threshold / math.log(p)))
                 gained += p * (1 - p**depth) / (1 - p)
-            rate = gained / self._cost(num_tokens + sum(depths))
+            rate = gained / (HOST_S + self._cost(num_tokens + sum(depths)))
             if rate > best_rate:
                 best, best_rate = depths, rate
         for row, _ in rows:
@@ -92,7 +95,7 @@ class DraftDepth:
     def _best_rate(self, num_rows: int, num_tokens: int) -> float:
         """Tokens per second if all drafts were accepted, at the best depth."""
         return max(
-            num_rows * (depth + 1) / self._cost(num_tokens + num_rows * depth)
+            num_rows * (depth + 1) / (HOST_S + self._cost(num_tokens + num_rows * depth))
             for depth in {1, (self.most + 1) // 2, self.most}
         )
 

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Rows of logits in one step, where max_num_seqs is less: more are not worth their cost on a CPU.
 MOST_ROWS = 64
-# Passes in one call where drafts are worth their cost, and none was found.
-PASSES_WITHOUT_A_DRAFT = 2
 MEASURED_TOKENS = (1, 2, 4, 8, 16, 32, 64)  # of passes whose time is measured at start-up
 
 
@@ -91,14 +89,15 @@ class Speculation:
         self.most = most
         self.depth = depth
         self._batch = batch
+        self._num_misses = 0  # since the last draft
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
     def draft(self, scheduler_output: SchedulerOutput) -> tuple[list[np.ndarray], int]:
         """The drafts of each row: none where the row does not compute its last known token.
 
-        Also returns how many passes are best without drafts, if no row has any: more than one where
-        drafts are not worth their cost.
+        Also returns how many passes to run in one call if no row has any: as many as possible where
+        drafts are not worth their cost, else twice as many each time that none is found.
         """
         batch, drafts = self._batch, []
         num_rows = len(scheduler_output.slots)
@@ -119,7 +118,8 @@ class Speculation:
                 found = self.proposer.propose(known, count)
                 room -= len(found)
             drafts.append(found)
-        return drafts, PASSES_WITHOUT_A_DRAFT if any(most) else scheduler_output.num_passes
+        self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
+        return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""

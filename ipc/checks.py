@@ -100,7 +100,7 @@ def require_text(parameter: str, value: Any) -> None:
     """Requires a string without lone surrogates, which neither tokenizers nor messages can
     encode.
     """
-    require(isinstance(value, str), parameter, f"must be a string, got {shown(value)}")
+    require_kind(isinstance(value, str), parameter, "a string", value)
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -112,7 +112,7 @@ def require_text(parameter: str, value: Any) -> None:
 
 def require_texts(parameter: str, values: Any, most: int) -> None:
     """Requires a list of at most `most` non-empty strings."""
-    require(isinstance(values, list), parameter, f"must be a list of strings, got {shown(values)}")
+    require_kind(isinstance(values, list), parameter, "a list of strings", values)
     require(len(values) <= most, parameter, f"must hold at most {most} strings, got {len(values)}")
     for value in values:
         require_text(parameter, value)

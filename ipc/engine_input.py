@@ -42,7 +42,7 @@ from .messages import (
     UtilityCall,
 )
 from .process import SignalPipe
-from .sockets import Wire, connect_dealer, ipc_path, receive
+from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
 
 # consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
@@ -253,7 +253,11 @@ class EngineInput:
 
     def _on_dealer(self, client_index: int, dealer: zmq.Socket) -> None:
         for _ in range(MAX_READS):
-            if client_index not in self._peers or (frames := receive(dealer)) is None:
+            if (
+                client_index not in self._peers
+                or not has_message(dealer)
+                or (frames := receive(dealer)) is None
+            ):
                 return
             try:
                 self._on_message(client_index, self._decoder.decode(frames))

@@ -20,6 +20,7 @@ from .checks import (
     is_int,
     require,
     require_int,
+    require_kind,
     require_plain,
     require_texts,
     require_token_ids,
@@ -405,18 +406,12 @@ class PoolingParams(
     def __post_init__(self) -> None:
         require(self.normalize is None, "normalize", "was removed; use use_activation")
         hint = FORMER_TASKS.get(self.task, "") if isinstance(self.task, str) else ""
-        require(
-            self.task is None or self.task in POOLING_TASKS,
-            "task",
-            f"must be one of {', '.join(POOLING_TASKS)}{hint}, got {shown(self.task)}",
-        )
+        is_task = self.task is None or self.task in POOLING_TASKS
+        require_kind(is_task, "task", f"one of {TASKS_IN_WORDS}{hint}", self.task)
         for name in ("use_activation", "skip_reading_prefix_cache"):
             value = getattr(self, name)
-            require(
-                value is None or isinstance(value, bool),
-                name,
-                f"must be True, False or None, got {shown(value)}",
-            )
+            is_valid = value is None or isinstance(value, bool)
+            require_kind(is_valid, name, "True, False or None", value)
         if self.dimensions is not None:
             require_int("dimensions", self.dimensions, 1, INT64_MAX)
         if self.truncate_prompt_tokens is not None:
@@ -443,6 +438,7 @@ class PoolingParams(
 
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
+TASKS_IN_WORDS = ", ".join(POOLING_TASKS)
 # Names of earlier versions of vLLM -> what to use.
 FORMER_TASKS = {
     "score": " (a score is the task classify of a pair)",

@@ -32,6 +32,7 @@ MAX_DAEMON_SOCKETS = 65_536
 # How long closing a socket waits for its last messages (Detach, EngineDead, the last outputs), in
 # milliseconds.
 LINGER_MS = 1000
+POLLIN = int(zmq.POLLIN)  # arithmetic with ZMQ's own flags is slow
 
 
 # ---------------------------------------------------------------- addresses
@@ -209,9 +210,17 @@ def _make_client(context: zmq.Context, kind: int, wire: Wire, max_message_bytes:
     return made
 
 
+def has_message(source: zmq.Socket) -> bool:
+    """Whether `receive` would return one. To ask is cheaper than to be told by an exception."""
+    return bool(int(source.get(zmq.EVENTS)) & POLLIN)
+
+
 def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
     """The next message's frames, not copied, or None if there is none yet."""
     try:
-        return source.recv_multipart(zmq.NOBLOCK, copy=False)
+        frames = [source.recv(zmq.NOBLOCK, copy=False)]
     except zmq.Again:
         return None
+    while frames[-1].more:  # recv_multipart asks the socket, which costs more than receiving
+        frames.append(source.recv(zmq.NOBLOCK, copy=False))
+    return frames

@@ -83,8 +83,10 @@ def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLa
     if num_decodes == len(slots):  # most steps
         order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
     else:
-        order = np.argsort(is_prefill, kind="stable")
-        query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
+        order = np.arange(len(slots))
+        if num_decodes:
+            order = np.argsort(is_prefill, kind="stable")
+            query_lens, slots, num_computed = query_lens[order], slots[order], num_computed[order]
         query_start_loc = np.zeros(len(slots) + 1, np.int64)
         np.cumsum(query_lens, out=query_start_loc[1:])
     seq_lens = (num_computed + query_lens).astype(np.int32)

@@ -12,6 +12,16 @@ from types import TracebackType
 
 from ...ipc.errors import EngineDeadError, EngineUsageError
 
+_num_forks = 0  # between the first process and this one
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class Guard:
     """Use `with guard:` around every call. Calls of one thread may nest.
@@ -22,7 +32,7 @@ class Guard:
     """
 
     def __init__(self, *, waits: bool = False):
-        self._owner_pid = os.getpid()
+        self._owner_pid, self._num_forks = os.getpid(), _num_forks
         self._waits = waits
         self._lock = threading.RLock()
         self._depth = 0  # nesting depth of the calls of the thread that holds the lock
@@ -31,7 +41,7 @@ class Guard:
 
     @property
     def is_in_fork(self) -> bool:
-        return os.getpid() != self._owner_pid
+        return _num_forks != self._num_forks
 
     def check_process(self) -> None:
         """Raises EngineUsageError in a fork of the owning process."""

@@ -32,7 +32,7 @@ from ...ipc.handshake import (
     report_nothing,
 )
 from ...ipc.process import STACKS_SIGNAL
-from ...ipc.sockets import receive
+from ...ipc.sockets import has_message, receive
 from ...ipc.threads import in_thread
 from ..supervision.watchdog import CHECK_INTERVAL_S, Step, Watchdog
 from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
@@ -222,11 +222,17 @@ class MPClient(EngineClient):
     def _read(self, everything: bool = False) -> None:
         """Reads outputs from the socket. Leaves them there while enough are queued and no call
         waits for a message behind them.
+
+        ZMQ's descriptor becomes readable once per change, and asking for a message resets it, so
+        whatever there is must be read here. It must be asked even where no more are wanted;
+        otherwise an event loop would call this method again without end.
         """
-        while everything or self._wants_more():
-            frames = receive(self._connection.pull)
-            if frames is None:
-                break
+        pull = self._connection.pull
+        while (
+            has_message(pull)
+            and (everything or self._wants_more())
+            and (frames := receive(pull)) is not None
+        ):
             message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
                 self._heard()
@@ -386,24 +392,13 @@ class MPClient(EngineClient):
             this = weakref.ref(self)  # the loop must not keep an unused client alive
             self._connection.watch(
                 loop,
-                lambda: (client := this()) and client._on_readable(),
+                lambda: (client := this()) and client._read(),
                 lambda: (client := this()) and client._on_death(),
             )
         self._check_later(loop)
         # ZMQ's descriptor reports changes only, not messages that have already arrived
-        self._on_readable()
-        return loop
-
-    def _on_readable(self) -> None:
-        """Reads until ZMQ reports no more messages.
-
-        ZMQ's descriptor becomes readable once per change, and reading EVENTS resets it, so messages
-        that EVENTS reports must be read here. EVENTS must be read even where _read stopped early;
-        otherwise the loop would call this method again without end.
-        """
         self._read()
-        while int(self._connection.pull.get(zmq.EVENTS)) & zmq.POLLIN and self._wants_more():
-            self._read()
+        return loop
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
         self._guard.check_process()

@@ -112,7 +112,9 @@ class PoolingInputs:
                 "prompt", "must be token ids: this engine runs with skip_tokenizer_init=True"
             )
         instruction = self._instruction(prefix) if texts else {}
-        encoded = iter(encode_texts(self._tokenizer, texts, limit) if self._tokenizer else ())
+        encoded = iter(
+            encode_texts(self._tokenizer, texts, limit) if self._tokenizer is not None else ()
+        )
         found = []
         for parts in prompts:
             if parts.token_ids is None:
@@ -124,7 +126,7 @@ class PoolingInputs:
                 continue
             token_ids = parts.token_ids
             if limit is not None and isinstance(token_ids, list):
-                special = self._tokenizer.special_ids if self._tokenizer else frozenset()
+                special = frozenset() if self._tokenizer is None else self._tokenizer.special_ids
                 token_ids = cut_ids(token_ids, special, limit)
             found.append(PoolingPrompt(parts.text, token_ids, parts.cache_salt))
         return found

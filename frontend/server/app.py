@@ -116,6 +116,7 @@ class App:
         call = Call(new_request_id(scope["headers"]), loop.time(), task, scope["path"])
         of_connection = scope.setdefault("state", {})
         call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
+        call.disconnected = of_connection.get("disconnected")
         of_connection["call"] = call
         # Makes starlette's routes raise their errors, which _answer_error converts to the format of
         # the API.

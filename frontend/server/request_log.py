@@ -44,13 +44,11 @@ class RequestLog:
 
         A repeated id replaces the earlier entry: clients may choose ids.
         """
-        # at most 4096 tokens, 32 KiB: a quarter of the log's memory
-        moments = array("d", metrics.token_ts)
+        if metrics.token_ts:  # at most 4096 tokens, 32 KiB: a quarter of the log's memory
+            metrics = replace(metrics, token_ts=array("d", metrics.token_ts))
         self.num_added += 1
         self._requests.pop(request_id, None)
-        self._requests[request_id] = FinishedRequest(
-            request_id, replace(metrics, token_ts=moments), summary
-        )
+        self._requests[request_id] = FinishedRequest(request_id, metrics, summary)
         if len(self._requests) > self._capacity:
             del self._requests[next(iter(self._requests))]
 

@@ -349,9 +349,10 @@ def give_way() -> None:
 
     A thread then gets a core when another offers it, as the engine's kernels do between two calls,
     or at the next tick of the system. The threads of a kernel wait for each other, so one
-    preemption delays all. No effect where the system does not allow it.
+    preemption delays all. No effect where the system does not allow it, or where another policy
+    has been chosen (chrt).
     """
-    if hasattr(os, "SCHED_BATCH"):
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
         for thread_id in os.listdir("/proc/self/task"):
             # the thread has just ended, or a sandbox forbids the call
             with contextlib.suppress(OSError):

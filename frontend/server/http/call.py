@@ -49,7 +49,9 @@ class Call:
     num_body_bytes: int = 0  # bytes received so far
     body: bytearray | None = None  # received before the handler was chosen
     is_disconnected: bool = False
-    watcher: asyncio.Task | None = None
+    # Done when the client has disconnected, where the server provides it (protocol.py).
+    disconnected: asyncio.Future[None] | None = None
+    watcher: asyncio.Task | None = None  # of a server that does not
     # The server's ASGI callable. Once a response has started, no middleware modifies what is sent.
     send: Any = None
     chunk_writer: Any = None  # ChunkWriter of protocol.py, where the server provides one
@@ -166,10 +168,12 @@ def too_large(config: ServerConfig) -> ApiError:
 
 
 async def _receive(request: Request, config: ServerConfig) -> bytearray:
-    declared = request.headers.get("content-length", "")
+    headers = dict(request.scope["headers"])  # starlette's decode all of them at each look
+    declared = headers.get(b"content-length", b"")
     if declared.isdigit() and int(declared) > config.max_body_bytes:
         raise too_large(config)
-    gunzip = decoder(request.headers.get("content-encoding", ""), config.max_body_bytes)
+    encoding = headers.get(b"content-encoding", b"").decode("latin-1")
+    gunzip = decoder(encoding, config.max_body_bytes)
     body = bytearray()  # not a list of chunks: a slow client may send one byte per chunk
     call, meters = call_of(request), request.scope["app"].state.meters
     try:
@@ -211,13 +215,19 @@ def watch_disconnect(request: Request, call: Call) -> None:
     The body must have been read.
     """
 
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
+    def on_disconnect(_: object = None) -> None:
         call.is_disconnected = True
         call.task.cancel()
 
-    call.watcher = asyncio.get_running_loop().create_task(watch())
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        on_disconnect()
+
+    if call.disconnected is not None:
+        call.disconnected.add_done_callback(on_disconnect)
+    else:
+        call.watcher = asyncio.get_running_loop().create_task(watch())
 
 
 def decode_body(

@@ -151,6 +151,7 @@ class Protocol(HttpToolsProtocol):
             self.cycle.send = _without_chunks(self.cycle)
         assert "state" in self.scope  # set by uvicorn
         self.scope["state"]["chunk_writer"] = ChunkWriter(self.cycle)
+        self.scope["state"]["disconnected"] = self.loop.create_future()
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -173,6 +174,8 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         assert self._active is not None
+        # what the server still does about the request, such as logging it, does not delay it
+        self.transport.flush()
         is_last, is_early = self._active is self.cycle or not self.pipeline, self._active.more_body
         super().on_response_complete()
         if self.transport.is_closing():
@@ -345,9 +348,13 @@ class ChunkWriter:
 
 
 def _cut_off(cycle: RequestResponseCycle) -> None:
-    """Its handler reads no further, and its output is discarded."""
+    """Its handler is told and reads no further, and its output is discarded."""
     cycle.disconnected = True
     cycle.message_event.set()
+    assert "state" in cycle.scope  # set by on_headers_complete
+    disconnected = cycle.scope["state"]["disconnected"]
+    if not disconnected.done():
+        disconnected.set_result(None)
 
 
 def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[Any, Any, None]]:

@@ -16,6 +16,7 @@ from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.params import StructuredOutputsParams
+from quire.tests import gguf_files
 from quire.tests.frontend.cli.command import QUIRE, Terminal, run
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.test_same_answers import wait_for
@@ -128,6 +129,25 @@ def test_every_architecture_answers_as_its_safetensors(name: str, tmp_path: Path
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, greedy)]
     with LLM(str(path), **SETTINGS) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+
+
+def test_it_embeds_as_its_safetensors(tmp_path: Path) -> None:
+    """The file has an output matrix, which embeddings do not need."""
+    directory = save_tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    write_gguf(tmp_path / "m.gguf", directory)
+    prompts = [{"prompt_token_ids": [3 + i % 290 for i in range(n)]} for n in (5, 90)]
+    found = []
+    for model in (directory, tmp_path / "m.gguf"):
+        with LLM(str(model), runner="pooling", **SETTINGS) as llm:
+            found.append(llm.embed(prompts, as_array=True, use_tqdm=False))
+    assert found[0].shape == (2, 64) and (found[0] == found[1]).all()
+
+
+def test_a_text_encoder_in_gguf_is_refused(tmp_path: Path) -> None:
+    metadata = {"general.architecture": "bert", "bert.block_count": 2, "bert.pooling_type": 1}
+    gguf_files.write_gguf(tmp_path / "m.gguf", metadata)
+    with pytest.raises(ModelLoadError, match="'bert' is not supported: text encoders"):
+        LLM(str(tmp_path / "m.gguf"), runner="pooling", engine="inproc")
 
 
 def test_plan_and_doctor_read_it(file: Path) -> None:

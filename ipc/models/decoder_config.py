@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import ModelLoadError
 from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
+from .pooling import STORED_POOLING
 from .quantization_config import parse_quantization
 from .rope_config import CONTEXT_KEYS, parse_ropes
 
@@ -92,6 +93,7 @@ _HARMLESS_ENDINGS = ("_token_id", "_token_ids", "_token", "_dropout", "_pdrop", 
 _READ = frozenset(
     {
         "decoder_sparse_step",
+        STORED_POOLING,
         "experts_per_token",  # OpenAI's name of num_experts_per_tok
         "initial_context_length",  # of original_max_position_embeddings
         "layer_types",

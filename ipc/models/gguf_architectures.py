@@ -281,6 +281,8 @@ MIXTRAL = GGUFArchitecture(  # llama with experts
 )
 VARIANTS = {"olmo2": OLMO3, "llama": MIXTRAL}
 VARIANT_KEYS = {"olmo2": ("attention.sliding_window",), "llama": ("expert_count",)}
+_ENCODERS = ("bert", "gemma-embedding", "jina-bert-v2", "modern-bert", "nomic-bert", "t5encoder")
 REFUSED_ARCHITECTURES = {
     "stablelm": "transformers does not declare that other attention functions serve it",
+    **dict.fromkeys(_ENCODERS, "text encoders are read from safetensors"),
 }

@@ -26,6 +26,7 @@ from .gguf_weights import (
     architecture_of,
     read_rope_factors,
 )
+from .pooling import STORED_POOLING
 from .rope_config import DEFAULT_THETA
 
 _GEMMA3_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
@@ -43,6 +44,7 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
+    "pooling_type": STORED_POOLING,
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }

@@ -62,6 +62,7 @@ LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
     "rope_factors_short.weight": "short_factor",
 }
 MAX_ROPE_FACTORS = 65_536
+HEAD = "lm_head.weight"
 
 
 def is_gguf(path: Path) -> bool:
@@ -87,6 +88,8 @@ def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str
         names = [] if name is None else experts.get(name, [name])
         if name is not None and name not in shapes and ".qkv_proj." in name:
             names = [name.replace("qkv_proj", f"{part}_proj") for part in "qkv"]
+        if name == HEAD and HEAD not in shapes:
+            continue  # of a model that pools; one that generates without it has tied weights
         if not names or not all(one in shapes for one in names):
             raise ModelLoadError(
                 f"{tensor.path}: the model has no place for tensor {tensor.name:.100}"

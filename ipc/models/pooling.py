@@ -17,6 +17,8 @@ from msgspec import Meta
 # One row of the hidden states [T, H] of a request. In sentence-transformers' names.
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 Activation = Literal["identity", "normalize", "sigmoid", "softmax"]
+# The key of a configuration that holds a GGUF file's pooling type, a number of llama.cpp's.
+STORED_POOLING = "gguf_pooling_type"
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,10 +20,11 @@ from .encoder_config import EncoderConfig
 from .fallback_architectures import QUIRE, choose_implementation
 from .fallback_encoders import is_fallback_encoder, parse_fallback_encoder
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, GENERATE, form_of, in_form, label_names
-from .pooling import PoolerConfig, Pooling
+from .pooling import STORED_POOLING, PoolerConfig, Pooling
 from .sentence_transformers import activation_named, has_modules, read_matryoshka, read_modules
 
 _MODES = {"CLS": "cls", "LAST": "lasttoken", "MEAN": "mean"}
+_STORED_MODES: dict[Any, str | None] = {None: None, 0: None, 1: "mean", 2: "cls", 3: "lasttoken"}
 _PROBLEMS = {  # problem_type of config.json -> activation
     "regression": "identity",
     "single_label_classification": "softmax",
@@ -48,17 +49,18 @@ def resolve_pooling(
 ) -> Resolved:
     """directory: of the model's files, or the path of a GGUF file.
 
-    runner="auto" pools where there is a modules.json, and where the architecture is an encoder's or
-    a classifier's. Raises InvalidParameterError for what the model cannot do, ModelLoadError for
-    files that cannot be read.
+    runner="auto" pools where there is a modules.json, where a GGUF file names a pooling type, and
+    where the architecture is an encoder's or a classifier's. Raises InvalidParameterError for what
+    the model cannot do, ModelLoadError for files that cannot be read.
     """
     name = _native_name(hf_config, model_impl)
     form, is_encoder = form_of(hf_config), encoder_config(hf_config, model_impl) is not None
-    has_files = has_modules(directory)
+    has_files, stored = has_modules(directory), _stored_mode(hf_config)
     is_headless = name is not None and form != GENERATE
     must_pool = is_encoder or is_headless or is_bidirectional(hf_config)
     if runner == "auto":
-        runner = "pooling" if must_pool or has_files or convert != "auto" else "generate"
+        says_so = has_files or stored is not None or convert != "auto"
+        runner = "pooling" if must_pool or says_so else "generate"
     if runner == "generate":
         _check_generates(must_pool, convert)
         pooling = _with_size(Pooling(), hf_config)
@@ -85,7 +87,8 @@ def resolve_pooling(
     elif has_files:
         pooling = read_modules(directory, hf_config)
     else:
-        modes = ("mean",) if is_encoder or is_bidirectional(hf_config) else ("lasttoken",)
+        own = "mean" if is_encoder or is_bidirectional(hf_config) else "lasttoken"
+        modes = (stored or own,)
         pooling = Pooling(modes=modes, **read_matryoshka(hf_config))  # type: ignore[arg-type]
     pooling = _with_size(pooling, hf_config)
     parsed = encoder_config(hf_config, model_impl)
@@ -98,6 +101,17 @@ def resolve_pooling(
             has_token_types=getattr(parsed, "has_pair_types", False),
         )
     return Resolved(runner, convert, _changed(pooling, config), hf_config)
+
+
+def _stored_mode(hf_config: Mapping[str, Any]) -> str | None:
+    """The mode that a GGUF file names, if any."""
+    number = hf_config.get(STORED_POOLING)
+    if type(number) not in (int, type(None)) or number not in _STORED_MODES:
+        raise ModelLoadError(
+            f"pooling_type={number!r:.20} of the GGUF file is not supported; supported: 0 (none), "
+            f"1 (mean), 2 (cls), 3 (last)"
+        )
+    return _STORED_MODES[number]
 
 
 def _with_size(pooling: Pooling, hf_config: Mapping[str, Any]) -> Pooling:

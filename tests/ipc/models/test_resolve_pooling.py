@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
-from quire.ipc.models.pooling import PoolerConfig, Pooling
+from quire.ipc.models.pooling import STORED_POOLING, PoolerConfig, Pooling
 from quire.ipc.models.resolve_pooling import check_dimensions, positions_of, resolve_pooling
 from quire.tests.ipc.models.test_sentence_transformers import MINILM, NORMALIZE, chain, write
 
@@ -60,6 +60,16 @@ def test_a_model_with_modules_pools(tmp_path):
         Pooling(modes=("lasttoken",), embedding_size=64),
     )
     assert resolve("Qwen3ForCausalLM", last, "generate").runner == "generate"
+
+
+def test_a_gguf_file_names_its_pooling():
+    for number, mode in ((1, "mean"), (2, "cls"), (3, "lasttoken")):
+        resolved = resolve("Qwen3ForCausalLM", changes={STORED_POOLING: number})
+        assert (resolved.runner, resolved.pooling.modes) == ("pooling", (mode,))
+    assert resolve("Qwen3ForCausalLM", changes={STORED_POOLING: 0}).runner == "generate"
+    for number in (4, -1, [3]):  # 4 is a reranker's
+        with pytest.raises(ModelLoadError, match=r"pooling_type=.* is not supported; supported: 0"):
+            resolve("Qwen3ForCausalLM", changes={STORED_POOLING: number})
 
 
 def test_an_encoder_without_files_has_the_mean():

@@ -156,6 +156,9 @@ class Protocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self.cycle.more_body = False
+        # uvicorn pauses during a large body; while it is paused, no end of the connection is seen
+        if self.cycle is self._active:
+            self.flow.resume_reading()
         # answered before it was complete: see on_response_complete
         if self.cycle.response_complete:
             self._clear_deadline()

@@ -11,7 +11,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import QuireError
+from ..ipc.lora import LoRARequest
 from .model_info.model_files import find_model_directory
+from .requests.lora_requests import placed
 from .session import SessionFace
 
 if TYPE_CHECKING:
@@ -77,6 +79,18 @@ class AsyncCalls(SessionFace, ABC):
 
     async def load_weights(self, path: str) -> None:
         await self.call_utility("load_weights", str(find_model_directory(path)))
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return await self.call_utility("add_lora", placed(lora_request))
+
+    async def remove_lora(self, lora_int_id: int) -> bool:
+        return await self.call_utility("remove_lora", lora_int_id)
+
+    async def list_loras(self) -> set[int]:
+        return set(await self.call_utility("list_loras"))
+
+    async def pin_lora(self, lora_int_id: int) -> bool:
+        return await self.call_utility("pin_lora", lora_int_id)
 
     async def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
         return await self.call_utility("collective_rpc", method, args or [])

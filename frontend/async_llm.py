@@ -16,6 +16,7 @@ from typing import Any, Unpack
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
+from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .arguments.engine_arguments import EngineArguments
@@ -172,6 +173,7 @@ class AsyncLLM(AsyncCalls):
         trace_headers: dict[str, str] | None = None,
         on_submitted: Callable[[RequestMetrics], None] | None = None,
         take_at_once: Callable[[RequestOutput], bool] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the request's outputs in the form of sampling_params.output_kind. The last one is
         finished.
@@ -180,9 +182,9 @@ class AsyncLLM(AsyncCalls):
         gone. Leaving the iterator, by cancellation or `aclose`, aborts the request. If the reader
         is slower than the engine, several steps are merged into one output.
 
-        owner, owner_weight, trace_headers: as for LLMEngine.add_request. on_submitted: called with
-        the metrics that all outputs carry; they are thus available for a request that ends before
-        its first output.
+        owner, owner_weight, trace_headers, lora_request: as for LLMEngine.add_request.
+        on_submitted: called with the metrics that all outputs carry; they are thus available for a
+        request that ends before its first output.
         take_at_once: called with each output while the reader waits, except for errors and the last
         output. If it returns True, the output is consumed and the iterator does not yield it. This
         saves a server one task switch per token.
@@ -195,7 +197,10 @@ class AsyncLLM(AsyncCalls):
             priority=priority,
             owner=owner,
             owner_weight=owner_weight,
+            lora_request=lora_request,
         )
+        if lora_request is not None and lora_request.load_inplace:
+            await self.add_lora(lora_request)
         stream = RequestStream(take_at_once)
         metrics = self._submit(request, trace_headers, stream)
         try:
@@ -312,19 +317,24 @@ class AsyncLLM(AsyncCalls):
         return True
 
     async def beam_search(
-        self, prompt: Prompt, params: BeamSearchParams, request_id: str
+        self,
+        prompt: Prompt,
+        params: BeamSearchParams,
+        request_id: str,
+        lora_request: LoRARequest | None = None,
     ) -> BeamSearchOutput:
         """Returns the params.beam_width most likely continuations of the prompt, best first.
 
         Each step is submitted as ordinary requests.
         """
         request = self.session.input_processor.process_inputs(
-            request_id, prompt, first_params(params)
+            request_id, prompt, first_params(params), lora_request=lora_request
         )
+        lora_request = request.core_request.lora_request  # not loaded again for each step
         search, num_steps = BeamSearch(request, params, self.config.model_config), 0
         while not search.is_done:
             step = [
-                self._last(p, search.step_params, f"{request_id}-{num_steps}-{i}")
+                self._last(p, search.step_params, f"{request_id}-{num_steps}-{i}", lora_request)
                 for i, p in enumerate(search.step_prompts)
             ]
             tasks = [asyncio.ensure_future(last) for last in step]
@@ -337,9 +347,11 @@ class AsyncLLM(AsyncCalls):
             num_steps += 1
         return search.output(self.tokenizer)
 
-    async def _last(self, prompt: Prompt, params: SamplingParams, request_id: str) -> RequestOutput:
+    async def _last(
+        self, prompt: Prompt, params: SamplingParams, request_id: str, lora: LoRARequest | None
+    ) -> RequestOutput:
         last: RequestOutput | None = None
-        async for output in self.generate(prompt, params, request_id):
+        async for output in self.generate(prompt, params, request_id, lora_request=lora):
             last = output
         assert last is not None  # a stream ends with a finished output, or raises
         return last

@@ -111,7 +111,7 @@ class EngineArgs:
                 model_config.max_model_len,
             ),
             cache_config=_resolve_cache(config.cache_config, model_config),
-            lora_config=_resolve_lora(config.lora_config),
+            lora_config=_resolve_lora(config.lora_config, model_config),
             device_config=device_config,
         )
 
@@ -400,7 +400,9 @@ def _resolve_cache(wanted: Any, model_config: Any) -> Any:
     return wanted
 
 
-def _resolve_lora(wanted: Any) -> Any:
+def _resolve_lora(wanted: Any, model_config: Any) -> Any:
+    if wanted.enable_lora and model_config.runner == "pooling":
+        raise InvalidParameterError("enable_lora", "needs a model that generates text")
     most = wanted.max_loras if wanted.max_cpu_loras is None else wanted.max_cpu_loras
     if wanted.enable_lora and most < wanted.max_loras:
         raise InvalidParameterError(

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
-import msgspec
-
 from ..ipc.errors import InvalidParameterError
-from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams
+from ..ipc.lora import LoRARequest
+from ..ipc.params import PoolingParams, SamplingParams
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .clients.guard import Guard
@@ -28,15 +27,18 @@ from .pooling_outputs import (
 from .progress import Progress
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .requests.input_processor import ProcessedRequest
+from .requests.lora_requests import to_reload
 from .requests.pooling_windows import run_in_windows
 from .requests.prompts import Prompt
 from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
+from .requests.several import final_only, one_each, prompt_list, with_task
 from .session import BlockingCalls
 
 if TYPE_CHECKING:
     import numpy as np
 
 Message = dict[str, Any]
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(BlockingCalls):
@@ -92,7 +94,7 @@ class LLM(BlockingCalls):
         *,
         priority: int | Sequence[int] | None = None,
         trace_headers: dict[str, str] | None = None,
-        lora_request: Any = None,
+        lora_request: Loras = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -101,8 +103,9 @@ class LLM(BlockingCalls):
         prompts: one or several; each a string, a list of token ids, or a dict with `prompt` or
         `prompt_token_ids`. sampling_params: one for all, or one per prompt; None:
         get_default_sampling_params(). trace_headers: the caller's trace context for all requests
-        (LLMEngine.add_request). lora_request, tokenization_kwargs, mm_processor_kwargs: vLLM's
-        arguments that Quire does not support; must be None.
+        (LLMEngine.add_request). lora_request: the adapter for all, or one per prompt, or None.
+        tokenization_kwargs, mm_processor_kwargs: vLLM's arguments that Quire does not support; must
+        be None.
 
         Raises InvalidParameterError before anything is submitted if a prompt or parameter is
         invalid. A request that fails inside the engine ends with finish_reason "error" and a
@@ -112,34 +115,44 @@ class LLM(BlockingCalls):
         aborts all submitted requests.
         """
         vllm_arguments.require_nothing(
-            lora_request=lora_request,
-            tokenization_kwargs=tokenization_kwargs,
-            mm_processor_kwargs=mm_processor_kwargs,
+            tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
         )
-        several = _prompt_list(prompts)
+        several = prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _one_each("sampling_params", sampling_params, len(several))
-        priorities = _one_each("priority", 0 if priority is None else priority, len(several))
+        params = one_each("sampling_params", sampling_params, len(several))
+        priorities = one_each("priority", 0 if priority is None else priority, len(several))
+        loras = one_each("lora_request", lora_request, len(several))
         with self._turn:
-            outputs = self._run(self._process(several, params, priorities), use_tqdm, trace_headers)
+            requests = self._process(several, params, priorities, loras)
+            outputs = self._run(requests, use_tqdm, trace_headers)
         if len(outputs) == 1 and (parameter := outputs[0].error_parameter) is not None:
             problem = (outputs[0].error or "").removeprefix(f"{parameter}: ")
             raise InvalidParameterError(parameter, problem)
         return outputs
 
     def _process(
-        self, prompts: Sequence[Prompt], params: list[Any], priorities: list[Any]
+        self,
+        prompts: Sequence[Prompt],
+        params: list[Any],
+        priorities: list[Any],
+        loras: list[LoRARequest | None],
     ) -> list[ProcessedRequest]:
-        """Checks and tokenizes the prompts. Raises InvalidParameterError for an invalid one."""
-        final_only = {id(p): _final_only(p) for p in params}
+        """Checks and tokenizes the prompts, and reloads adapters. Raises InvalidParameterError for
+        an invalid one.
+        """
+        finals = {id(p): final_only(p) for p in params}
         requests = []
         for i, prompt in enumerate(prompts):
             try:
                 request_id = str(self._num_requests + i)
                 requests.append(
                     self.llm_engine.process_inputs(
-                        request_id, prompt, final_only[id(params[i])], priority=priorities[i]
+                        request_id,
+                        prompt,
+                        finals[id(params[i])],
+                        priority=priorities[i],
+                        lora_request=loras[i],
                     )
                 )
             except InvalidParameterError as error:
@@ -148,6 +161,8 @@ class LLM(BlockingCalls):
                 where = f"(in request {i} of {len(prompts)}, counted from 0)"
                 raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
         self._num_requests += len(requests)
+        for lora_request in to_reload(loras):
+            self.llm_engine.add_lora(lora_request)
         return requests
 
     def beam_search(
@@ -155,6 +170,7 @@ class LLM(BlockingCalls):
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any] = False,
+        lora_request: Loras = None,
     ) -> list[BeamSearchOutput]:
         """Returns the params.beam_width most likely continuations of each prompt, best first. The
         beams of all prompts are computed in the same steps.
@@ -162,17 +178,22 @@ class LLM(BlockingCalls):
         Raises the errors of `generate`. If a step of a search fails inside the engine, that search
         ends with the message in `error`; the others continue.
         """
-        several = _prompt_list(prompts)
+        several = prompt_list(prompts)
+        loras = one_each("lora_request", lora_request, len(several))
         with self._turn:
-            searches = self._search(several, params, use_tqdm)
+            searches = self._search(several, params, use_tqdm, loras)
         return [search.output(self.tokenizer) for search in searches]
 
     def _search(
-        self, prompts: list[Prompt], params: BeamSearchParams, use_tqdm: bool | Callable[..., Any]
+        self,
+        prompts: list[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool | Callable[..., Any],
+        loras: list[LoRARequest | None],
     ) -> list[BeamSearch]:
         """Runs the beam searches of all prompts to their ends."""
         step_params = first_params(params)
-        requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts))
+        requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts), loras)
         searches = [
             BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests
         ]
@@ -181,8 +202,9 @@ class LLM(BlockingCalls):
             while running := [search for search in searches if not search.is_done]:
                 prompts_of_step = [prompt for search in running for prompt in search.step_prompts]
                 params_of_step = [search.step_params for search in running for _ in search.running]
+                loras = [search.lora_request for search in running for _ in search.running]
                 requests = self._process(
-                    prompts_of_step, params_of_step, [0] * len(prompts_of_step)
+                    prompts_of_step, params_of_step, [0] * len(prompts_of_step), loras
                 )
                 outputs = iter(self._run(requests, use_tqdm=False))
                 for search in running:
@@ -208,7 +230,7 @@ class LLM(BlockingCalls):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         chat_template_content_format: str = "auto",
-        lora_request: Any = None,
+        lora_request: Loras = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
@@ -279,7 +301,7 @@ class LLM(BlockingCalls):
         vllm_arguments.require_nothing(
             lora_request=lora_request, tokenization_kwargs=tokenization_kwargs
         )
-        several = _prompt_list(prompts)
+        several = prompt_list(prompts)
         params = PoolingParams() if pooling_params is None else pooling_params
         found: list[Any] = [None] * len(several)
         self._pool(
@@ -330,7 +352,7 @@ class LLM(BlockingCalls):
             lora_request=options.pop("lora_request", None),
             tokenization_kwargs=options.pop("tokenization_kwargs", None),
         )
-        rows = Rows(several := _prompt_list(prompts))
+        rows = Rows(several := prompt_list(prompts))
         params = PoolingParams() if pooling_params is None else pooling_params
         self._pool(several, params, "embed", rows.take, **options)
         return rows.array()
@@ -380,7 +402,7 @@ class LLM(BlockingCalls):
         trace_headers: dict[str, str] | None = None,
     ) -> None:
         """Calls `take` with each prompt's index and output."""
-        several = _with_task(_one_each("pooling_params", params, len(prompts)), task)
+        several = with_task(one_each("pooling_params", params, len(prompts)), task)
         progress = Progress(len(prompts), use_tqdm)
 
         def taken(index: int, output: PoolingRequestOutput) -> None:
@@ -439,57 +461,3 @@ class LLM(BlockingCalls):
         finally:
             progress.close()
         return [finished[request.request_id] for request in requests]
-
-
-def _prompt_list(prompts: Any) -> list[Prompt]:
-    """Converts the argument to a list. A single prompt is a string, a dict, or a list of integers;
-    anything else must be a sequence of prompts.
-    """
-    if isinstance(prompts, (str, dict)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidParameterError(
-            "prompts", f"must be a prompt or a sequence of prompts, got {type(prompts).__name__}"
-        )
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
-
-
-def _one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
-    if not isinstance(value, Sequence):
-        return [value] * num_prompts
-    if len(value) != num_prompts:
-        raise InvalidParameterError(
-            name,
-            f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts",
-        )
-    return list(value)
-
-
-def _with_task(params: list[PoolingParams], task: str | None) -> list[PoolingParams]:
-    """The parameters with the task; the same object where they were."""
-    if task is None:
-        return params
-    made: dict[int, PoolingParams] = {}
-    for one in params:
-        if not isinstance(one, PoolingParams):
-            raise InvalidParameterError(
-                "pooling_params", f"must be PoolingParams, got {type(one).__name__}"
-            )
-        if one.task not in (None, task):
-            raise InvalidParameterError(
-                "pooling_params", f"have the task {one.task}, which differs from {task}"
-            )
-        if id(one) not in made:
-            made[id(one)] = msgspec.structs.replace(one, task=task)
-    return [made[id(one)] for one in params]
-
-
-def _final_only(params: Any) -> Any:
-    """A copy with output_kind FINAL_ONLY.
-
-    A value that is not SamplingParams is returned as it is; the InputProcessor raises the error.
-    """
-    if not isinstance(params, SamplingParams) or params.output_kind == RequestOutputKind.FINAL_ONLY:
-        return params
-    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)

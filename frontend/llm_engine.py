@@ -10,6 +10,7 @@ from typing import Any
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import EngineDeadError
+from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect
@@ -64,6 +65,7 @@ class LLMEngine(BlockingCalls):
         *,
         owner: str = "",
         owner_weight: float = 1.0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Checks, tokenizes and sends a request. Raises InvalidParameterError before anything is
         sent.
@@ -75,6 +77,9 @@ class LLMEngine(BlockingCalls):
 
         `owner`: for whom it is, at most 256 characters. Owners share the engine fairly, in
         proportion to `owner_weight` (0.001 to 1000); `priority` orders the requests of one owner.
+
+        `lora_request`: the adapter, which the engine reads if it is not in memory; with
+        load_inplace it is read again now.
         """
         request = self.process_inputs(
             request_id,
@@ -84,7 +89,10 @@ class LLMEngine(BlockingCalls):
             priority=priority,
             owner=owner,
             owner_weight=owner_weight,
+            lora_request=lora_request,
         )
+        if lora_request is not None and lora_request.load_inplace:
+            self.add_lora(lora_request)
         self.submit(request, trace_headers)
 
     def process_inputs(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig, ModelConfig
 from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError, QuireError
+from ..ipc.lora import LoRARequest
 from ..ipc.messages import EngineCoreOutputs, SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
@@ -31,6 +32,7 @@ from .model_info.model_files import (
 from .outputs import RequestMetrics
 from .pooling_outputs import AnyOutput
 from .requests.input_processor import InputProcessor, ProcessedRequest
+from .requests.lora_requests import placed
 from .requests.output_processor import OutputProcessor
 from .requests.prompts import Prompt
 from .telemetry.stats import Telemetry
@@ -278,6 +280,25 @@ class BlockingCalls(SessionFace, ABC):
         Raises ModelLoadError and keeps the present weights.
         """
         self.call_utility("load_weights", str(find_model_directory(path)))
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Reads an adapter before a request uses it. See core/loras.py, also for the next three.
+
+        Raises InvalidParameterError for files that are not an adapter of this model.
+        """
+        return self.call_utility("add_lora", placed(lora_request))
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Forgets an adapter: its requests finish, then it is freed. False: there is none."""
+        return self.call_utility("remove_lora", lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """The ids of the adapters in memory."""
+        return set(self.call_utility("list_loras"))
+
+    def pin_lora(self, lora_int_id: int) -> bool:
+        """Keeps an adapter that is in memory there, until remove_lora."""
+        return self.call_utility("pin_lora", lora_int_id)
 
     def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
         """Calls a method of each worker (Worker.CALLABLE). Returns the results in rank order."""

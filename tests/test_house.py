@@ -81,6 +81,7 @@ MIRRORS = {
     # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
+    "frontend/requests/several.py": "tests/frontend/test_llm.py",
     "core/arrivals.py": "tests/core/test_engine_core.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",

@@ -178,7 +178,6 @@ SERVER_REFUSED = _by_name(
         """,
         "clients set stream_options": "enable_force_include_usage",
         "/metrics has the histograms": "enable_per_request_metrics",
-        "LoRA adapters are not supported": "lora_modules",
         "requests may ask for it": "return_tokens_as_token_ids",
     }
 )

@@ -25,6 +25,7 @@ from .session import (
     add_session_flags,
     check_sampling,
     default_sampling,
+    lora_of,
     open_engine,
     request_flags,
     require_generation,
@@ -65,6 +66,7 @@ def main(argv: list[str]) -> int:
             engine,
             {**default_sampling(engine, **DEFAULTS), **sampling},
             getattr(args, "system", None),
+            lora_of(args),
         )
         return (
             talk_interactively(conversation)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.lora import LoRARequest
 from ...ipc.params import RequestOutputKind, SamplingParams
 from .terminal import Interrupts
 
@@ -69,12 +70,19 @@ class Conversation:
     Reasoning is shown, and is not part of the conversation.
     """
 
-    def __init__(self, engine: LLMEngine, sampling: dict[str, Any], system: str | None):
+    def __init__(
+        self,
+        engine: LLMEngine,
+        sampling: dict[str, Any],
+        system: str | None,
+        lora_request: LoRARequest | None = None,
+    ):
         from ..answer_format import detect  # 40 ms, which --help does not need
 
         self.engine = engine
         self.sampling = dict(sampling)
         self.system = system
+        self._lora_request = lora_request
         self.stats = Stats()
         tokenizer = engine.tokenizer
         assert tokenizer is not None
@@ -113,7 +121,9 @@ class Conversation:
         self.stats.num_turns += 1
         request_id = f"turn-{self.stats.num_turns}"
         started = time.perf_counter()
-        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        self.engine.add_request(
+            request_id, {"prompt_token_ids": prompt}, params, lora_request=self._lora_request
+        )
         if num_dropped := (len(asked) - len(kept)) // 2:
             self.stats.num_dropped_turns += num_dropped
             turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"

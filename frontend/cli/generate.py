@@ -21,6 +21,7 @@ from .session import (
     add_session_flags,
     check_sampling,
     default_sampling,
+    lora_of,
     open_engine,
     request_flags,
     require_generation,
@@ -178,9 +179,8 @@ def complete(
     with Interrupts() as interrupts:
         for index, (prompt, overrides) in enumerate(prompts):
             try:
-                engine.add_request(
-                    str(index), prompt, SamplingParams(**{**base, **overrides, "output_kind": kind})
-                )
+                params = SamplingParams(**{**base, **overrides, "output_kind": kind})
+                engine.add_request(str(index), prompt, params, lora_request=lora_of(args))
             except InvalidParameterError as error:
                 code = 2
                 writer.refuse(index, str(error))

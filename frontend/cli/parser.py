@@ -19,6 +19,7 @@ from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
 
 MODEL_OPTION = "model_option"  # where argparse stores --model
+SEVERAL_WORDS = frozenset({"lora_modules"})  # flags that take several words at once, as in vLLM
 
 
 class Parser(argparse.ArgumentParser):
@@ -164,6 +165,8 @@ class Parser(argparse.ArgumentParser):
         if is_literal(flag.type):
             choices = get_args(plain)
             return {"type": _choice(flag, type(choices[0])), "choices": choices, "help": help_text}
+        if flag.name in SEVERAL_WORDS:
+            return {"action": "extend", "nargs": "+", "metavar": "TEXT", "help": help_text}
         if plain == list[str]:
             return {"action": "append", "metavar": "TEXT", "help": help_text}
         metavar = {int: "N", float: "X", str: "TEXT", list[int]: "ID,ID"}.get(plain, "JSON")

@@ -66,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     config = ServerConfig(**given(args, server_flags()))
     # A daemon has its own settings: the model and everything else not given here come from it.
     arguments = given(args, engine_flags())
+    if config.lora_modules:
+        arguments.setdefault("enable_lora", True)
     if len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL):
         from ..server.serving import serve
 
@@ -95,8 +97,12 @@ def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[S
                 name,
                 "is for one model; with several, NAME=MODEL names one, and each has a process",
             )
-    if arguments.get("standby"):
-        raise InvalidParameterError("standby", "is for one model")
+    for name, is_given in (
+        ("standby", arguments.get("standby")),
+        ("lora_modules", hasattr(args, "lora_modules")),
+    ):
+        if is_given:
+            raise InvalidParameterError(name, "is for one model")
     named = [split_name(model) for model in args.models or [arguments.get("model", "bundled")]]
     names = [name for name, _ in named]
     if len(set(names)) < len(names):

@@ -8,26 +8,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 import msgspec
 
+from ...ipc.config import config_fields
 from ...ipc.errors import InvalidParameterError
+from ...ipc.lora import LoRARequest
 from ...ipc.params import SamplingParams
 from .flags import ENGINE, Flag, engine_flags, given, sampling_flags
 from .parser import Parser
 from .plan import plan_beneath
 from .sources import naming_sources
 from .terminal import Dim
+from .values import plain_type
 
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
 COMMON_ENGINE = ("model", "dtype", "seed", "engine")
 SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give the same tokens."
+
+LORA = Flag("lora", str | None, None, "Directory of a LoRA adapter, which every prompt uses.")
 
 
 def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
@@ -36,7 +43,7 @@ def session_flags(without: tuple[str, ...] = ()) -> list[Flag]:
     return [
         dataclasses.replace(flag, **random_seed) if flag.name == "seed" else flag
         for flag in engine_flags(without=without)
-    ] + [ENGINE]
+    ] + [ENGINE, LORA]
 
 
 def request_flags(**defaults: Any) -> list[Flag]:
@@ -66,6 +73,9 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
 
     arguments: dict[str, Any] = {"seed": secrets.randbits(63)} | given(args, engine_flags())
     kind = getattr(args, "engine", ENGINE.default)
+    lora_request = lora_of(args)
+    if lora_request is not None:
+        arguments = lora_arguments(lora_request.lora_path) | arguments
     with early_engine(kind, arguments):
         from ..engine_args import EngineArgs
         from ..llm_engine import LLMEngine
@@ -76,10 +86,31 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
         with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
             engine = LLMEngine.from_engine_args(engine_args, engine=kind)
     try:
+        if lora_request is not None:
+            engine.add_lora(lora_request)
         print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)
         yield engine
     finally:
         engine.shutdown()
+
+
+def lora_of(args: argparse.Namespace) -> LoRARequest | None:
+    """The adapter of --lora."""
+    path = getattr(args, "lora", None)
+    return None if path is None else LoRARequest("lora", 1, path)
+
+
+def lora_arguments(path: str) -> dict[str, Any]:
+    """The engine's arguments for an adapter: with its rank, where its adapter_config.json says it;
+    what is wrong with the file is said when it is loaded.
+    """
+    arguments: dict[str, Any] = {"enable_lora": True}
+    with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
+        config = json.loads((Path(path).expanduser() / "adapter_config.json").read_bytes())
+        rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
+        ranks = get_args(plain_type(config_fields()["max_lora_rank"][1].type))
+        arguments["max_lora_rank"] = next((r for r in ranks if r >= rank), ranks[-1])
+    return arguments
 
 
 def require_generation(engine: LLMEngine) -> None:

@@ -109,6 +109,7 @@ class BeamSearch:
         """
         core_request = request.core_request
         self.prompt_token_ids = core_request.prompt_token_ids
+        self.lora_request = core_request.lora_request
         max_tokens = core_request.sampling_params.max_tokens
         assert max_tokens is not None  # set by the InputProcessor
         self.max_tokens = max_tokens

@@ -25,10 +25,12 @@ from ...ipc.checks import (
 )
 from ...ipc.config import EngineConfig, resolved
 from ...ipc.errors import InvalidParameterError
+from ...ipc.lora import LoRARequest
 from ...ipc.messages import EngineCoreRequest
 from ...ipc.models.pooling import Pooling
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 from ..text.tokenizer import Tokenizer
+from .lora_requests import placed
 from .pooling_inputs import PoolingInputs
 from .prompts import Prompt, read_prompt
 
@@ -56,6 +58,7 @@ class InputProcessor:
 
     def __init__(self, config: EngineConfig, tokenizer: Tokenizer | None, eos_token_ids: list[int]):
         self._model_config = config.model_config
+        self._enable_lora = config.lora_config.enable_lora
         self._tokenizer = tokenizer
         self._eos_token_ids = eos_token_ids
         # The number of rows of the embedding, which may exceed the tokenizer's number of tokens.
@@ -85,12 +88,16 @@ class InputProcessor:
         owner: str = "",
         owner_weight: float = 1.0,
         prompt_name: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> ProcessedRequest:
         """Checks and tokenizes the request and sets its seed and max_tokens.
 
-        `prompt_name`: see process_batch. Raises InvalidParameterError without changing any state.
+        `prompt_name`: see process_batch. `lora_request`: the caller has reloaded what has
+        load_inplace. Raises InvalidParameterError without changing any state.
         """
         if isinstance(params, PoolingParams):
+            problem = "must be None for a request that pools; adapters change generated text only"
+            require(lora_request is None, "lora_request", problem)
             [request] = self.process_batch(
                 [request_id],
                 [prompt],
@@ -128,6 +135,7 @@ class InputProcessor:
             owner=owner,
             owner_weight=owner_weight,
             deadline=began + params.timeout_s if params.timeout_s is not None else 0.0,
+            lora_request=self._check_lora(lora_request),
         )
         return ProcessedRequest(request_id, text, core_request, clock_offset)
 
@@ -247,6 +255,13 @@ class InputProcessor:
             require(0 <= extreme < self._vocab_size, name, problem)
 
     # ------------------------------------------------------------ parameters
+
+    def _check_lora(self, lora_request: Any) -> LoRARequest | None:
+        if lora_request is None:
+            return None
+        problem = "needs an engine that was started with enable_lora=True"
+        require(self._enable_lora, "lora_request", problem)
+        return msgspec.structs.replace(placed(lora_request), load_inplace=False)
 
     def _check_params(self, params: Any) -> SamplingParams:
         """Checks that depend on the model. SamplingParams itself makes the others."""

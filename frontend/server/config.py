@@ -94,6 +94,13 @@ class ServerConfig(Section, frozen=True):
             description="Serve the routes that change the engine: pause, resume, sleep, wake, LoRA."
         ),
     ] = False
+    lora_modules: Annotated[
+        list[str],
+        Meta(
+            description="LoRA adapters that are loaded at start, as NAME=PATH each; a request's "
+            "`model` selects one. They set --enable-lora."
+        ),
+    ] = []
     vllm_metrics: Annotated[
         bool,
         Meta(description="Add vLLM's names (vllm:...) to /metrics, besides Quire's (quire:...)."),

@@ -141,11 +141,16 @@ class Models:
         """The slot of a body's `model`; without a name the default. Raises ApiError 404."""
         if not name:
             return self.default
-        if (slot := self.slots.get(name)) is None:
+        if (slot := self.slots.get(name) or self._of_lora(name)) is None:
             served = ", ".join(map(repr, self.slots))
             message = f"The model {name!r} does not exist. This server has {served}."
             raise ApiError(404, message, code="model_not_found", param="model")
         return slot
+
+    def _of_lora(self, name: str) -> ModelSlot | None:
+        """The slot whose adapter has this name."""
+        slots = self.slots.values()
+        return next((slot for slot in slots if slot.state.loras.get(name) is not None), None)
 
     # ------------------------------------------------------------ use
 

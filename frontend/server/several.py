@@ -228,16 +228,22 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
             max_model_len=slot.plan.max_model_len,
         )
 
+    def cards(slot: ModelSlot) -> list[model_routes.ModelCard]:
+        loras = model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)
+        return [card(slot), *loras]
+
     @described(answer=model_routes.ModelList)
     async def list_models(request: Request) -> Response:
         """The models of this server, the default first"""
         slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
-        return Json(model_routes.ModelList(data=[card(slot) for slot in slots]))
+        return Json(model_routes.ModelList(data=[one for slot in slots for one in cards(slot)]))
 
     @described(answer=model_routes.ModelCard)
     async def retrieve_model(request: Request) -> Response:
         """One model of this server"""
-        return Json(card(models.find(request.path_params["model"])))
+        name = request.path_params["model"]
+        found = cards(models.find(name))
+        return Json(next((one for one in found if one.id == name), found[0]))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
 
@@ -250,7 +256,10 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
         modified = {"modified_at": ollama_models.time_text(front.started)}
-        return Json({"models": [tag(slot) | modified for slot in models.slots.values()]})
+        found = []
+        for slot in models.slots.values():
+            found += [model := tag(slot), *ollama_models.loras_of(slot.state, model)]
+        return Json({"models": [one | modified for one in found]})
 
     @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:

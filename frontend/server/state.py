@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -30,9 +31,11 @@ from .http.errors import ENGINE_GONE, ApiError, from_exception, unsupported
 from .http.sse import EventStream, event
 from .meters import Meters
 from .request_log import RequestLog
+from .served_loras import ServedLoras
 
 logger = logging.getLogger(__name__)
 NUM_TOKENIZER_THREADS = 2
+MAX_NAMED = 20  # adapters in an error
 SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
 
 # The start and end of each loading stage as fractions of the total, measured on small and large
@@ -105,6 +108,7 @@ class ServerState:
         )
         self.meters = Meters()
         self.keys = Keys(server_config)
+        self.loras = ServedLoras()
         self.responses = ResponseStore(server_config.max_stored_responses)
         self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
@@ -202,11 +206,32 @@ class ServerState:
             self.ready_engine()
 
     def check_model(self, name: str | None) -> str:
-        """The served name for the `model` of a body. Raises ApiError 404 for an unknown model."""
+        """The served name for the `model` of a body, which may be an adapter's. Raises ApiError 404
+        for an unknown model.
+        """
         if name in (None, "", self.model_name):
             return self.model_name
-        message = f"The model {name!r} does not exist. This server has {self.model_name!r}."
+        if self.loras.get(name) is not None:
+            return str(name)
+        known = ", ".join(map(repr, [self.model_name, *islice(self.loras.by_name, MAX_NAMED)]))
+        message = f"The model {name!r} does not exist. This server has {known}."
         raise ApiError(404, message, code="model_not_found", param="model")
+
+    def select_model(self, name: str | None, call: Call) -> str:
+        """As check_model, for a call that generates: its requests use the named adapter."""
+        found = self.check_model(name)
+        call.lora_request = self.loras.get(found)
+        return found
+
+    def check_base(self, name: str | None) -> str:
+        """As check_model, for a call for which adapters are not supported."""
+        found = self.check_model(name)
+        if self.loras.get(found) is not None:
+            raise unsupported(
+                "model",
+                f"{found!r} is a LoRA adapter, which only generates text; this route does not.",
+            )
+        return found
 
     def check_generates(self) -> None:
         """Raises ApiError 400 if the model only pools."""

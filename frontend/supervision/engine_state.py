@@ -30,8 +30,14 @@ REPEATABLE = frozenset(
         "is_sleeping",
         "reset_prefix_cache",
         "load_weights",
+        "add_lora",
+        "remove_lora",
+        "list_loras",
+        "pin_lora",
     }
 )
+# Their failure does not prevent a new engine: adapters' files may be gone.
+DISPENSABLE = frozenset({"add_lora", "pin_lora"})
 
 
 class Weights(NamedTuple):
@@ -52,6 +58,9 @@ class EngineState:
     pause_mode: str | None = None
     asleep: set[str] = field(default_factory=set)
     weights: Weights = NO_WEIGHTS
+    max_loras: int = 1  # so many adapters, the last ones, are loaded again
+    loras: dict[int, Any] = field(default_factory=dict)  # by lora_int_id, in order of loading
+    pinned_loras: set[int] = field(default_factory=set)
 
     def note(self, method: str, args: tuple) -> None:
         """A utility has succeeded."""
@@ -67,6 +76,17 @@ class EngineState:
         elif method == "load_weights":
             self.weights = Weights(self.weights.num_loads + 1, args[0])
             self.asleep.discard("weights")
+        elif method == "add_lora":
+            self.loras.pop(args[0].lora_int_id, None)
+            self.loras[args[0].lora_int_id] = args[0]
+            unpinned = [one for one in self.loras if one not in self.pinned_loras]
+            if len(self.loras) > self.max_loras and unpinned:
+                del self.loras[unpinned[0]]
+        elif method == "remove_lora":
+            self.loras.pop(args[0], None)
+            self.pinned_loras.discard(args[0])
+        elif method == "pin_lora":
+            self.pinned_loras.add(args[0])
 
     def calls(self, loaded: Weights = NO_WEIGHTS) -> list[tuple[str, Any]]:
         """The utilities, with their argument, that bring a new engine into this state. `loaded`:
@@ -75,6 +95,8 @@ class EngineState:
         calls: list[tuple[str, Any]] = []
         if self.weights != loaded and self.weights.path is not None:
             calls.append(("load_weights", self.weights.path))
+        calls += [("add_lora", request) for request in self.loras.values()]
+        calls += [("pin_lora", lora_int_id) for lora_int_id in sorted(self.pinned_loras)]
         if self.asleep:
             calls.append(("sleep", 2 if "weights" in self.asleep else 1))
         if self.pause_mode is not None:

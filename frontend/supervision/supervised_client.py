@@ -24,7 +24,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import EngineDeadError, EngineRestartedError, ModelLoadError
+from ...ipc.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    InvalidParameterError,
+    ModelLoadError,
+)
 from ...ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -35,7 +40,7 @@ from ...ipc.threads import in_thread
 from ..clients.client import OF_A_LOOP, QUARANTINED, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
-from .engine_state import REPEATABLE, EngineState
+from .engine_state import DISPENSABLE, REPEATABLE, EngineState
 from .recovery import Call, Close, Recovery, Sleep, Start, Successors, Wait, run, run_async
 from .restart_budget import RestartBudget
 from .resubmission import Entry, Resubmission, is_of
@@ -82,7 +87,8 @@ class SupervisedClient(EngineClient):
         weakref.finalize(self, self._successors.end_standby)  # also runs at exit
         self._budget = RestartBudget(service.engine_restarts)
         self._resubmission = Resubmission()
-        self._state = EngineState()
+        lora_config = first.ready.config.lora_config
+        self._state = EngineState(max_loras=lora_config.max_cpu_loras or lora_config.max_loras)
         self._own_outputs: deque[EngineCoreOutputs] = deque()  # of requests that end here
         self._children: dict[str, list[str]] = {}  # resumed completions of a request with n > 1
         self._died_at: float | None = None  # until the first output of the next engine
@@ -271,7 +277,12 @@ class SupervisedClient(EngineClient):
                 self._next = engine
                 self._check_same_model(engine)
                 for method, argument in self._state.calls(loaded):
-                    yield Call(engine, method, (argument,))
+                    try:
+                        yield Call(engine, method, (argument,))
+                    except InvalidParameterError as error:
+                        if method not in DISPENSABLE:
+                            raise
+                        logger.warning("%s on the next engine: %s", method, error)
                 break
             except ModelLoadError as error:  # such as a model whose files are gone
                 raise EngineDeadError(f"{death} (and no engine can be started: {error})") from error

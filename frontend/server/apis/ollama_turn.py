@@ -163,7 +163,7 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
     ]
     if body.keep_alive is not None and not state.is_on_demand:
         call.ignored_params.append("keep_alive")
-    state.check_model(body.model.removesuffix(":latest"))
+    state.select_model(body.model.removesuffix(":latest"), call)
     if body.think and state.answer_format.reasoning_marks is None:
         raise invalid(
             "think", f"The model {body.model!r:.60} does not reason: 'think' cannot be set."

@@ -16,6 +16,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from ....ipc.lora import LoRARequest
 from ....ipc.params import MAX_TIMEOUT_S
 from ..config import ServerConfig
 from .bodies import Body, decode
@@ -43,6 +44,7 @@ class Call:
     tenant: str = ""  # digest of the key; never the key itself
     weight: float = 1.0  # of the key
     deadline: float | None = None  # from x-timeout-s, by time.monotonic()
+    lora_request: LoRARequest | None = None  # the adapter that `model` names
     unknown_params: list[str] = field(default_factory=list)  # unknown fields of the body
     # Fields that the API defines and that have no effect here.
     ignored_params: list[str] = field(default_factory=list)

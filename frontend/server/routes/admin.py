@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ....ipc.errors import EnginePausedError
 from ...async_llm import AsyncLLM
 from ..http.call import read_body
-from ..http.errors import ApiError, invalid, unsupported
+from ..http.errors import ApiError, invalid
 from ..http.sse import Json
 from ..state import ServerState
 
@@ -181,19 +181,19 @@ def routes(state: ServerState) -> list[Route]:
     async def load_lora(request: Request) -> Response:
         check_admin(state)
         body = await read_body(request, state.server_config, LoadLora)
-        raise unsupported(
-            "lora_path",
-            f"LoRA adapters are not supported yet, so {body.lora_name!r:.80} cannot be loaded.",
+        engine, inplace = state.ready_engine(), body.load_inplace
+        await state.loras.load(
+            engine, state.model_name, body.lora_name, body.lora_path, load_inplace=inplace
         )
+        return PlainTextResponse(
+            f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        )  # vLLM's words
 
     async def unload_lora(request: Request) -> Response:
         check_admin(state)
         body = await read_body(request, state.server_config, UnloadLora)
-        raise unsupported(
-            "lora_name",
-            f"LoRA adapters are not supported yet, so there is no {body.lora_name!r:.80} to "
-            f"unload.",
-        )
+        await state.loras.unload(state.ready_engine(), body.lora_name, body.lora_int_id)
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     actions = [
         Route(path, endpoint(action, readers), methods=[method])

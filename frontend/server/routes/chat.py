@@ -77,7 +77,8 @@ def routes(state: ServerState) -> list[Route]:
     async def create(request: Request) -> Any:
         """OpenAI's chat completions"""
         body = await read_body(request, state.server_config, ChatBody)
-        call, model = call_of(request), state.check_model(body.model)
+        call = call_of(request)
+        model = state.select_model(body.model, call)
         run = await prepare_chat(state, call, chat_turn(state, call, body))
         return await ChatAnswer(state, call, body, model, run).respond()
 

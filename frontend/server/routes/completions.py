@@ -58,7 +58,7 @@ def routes(state: ServerState) -> list[Route]:
 
 async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:
     """Checks the whole body before the engine is called."""
-    engine, model = state.ready_engine(), state.check_model(body.model)
+    engine, model = state.ready_engine(), state.select_model(body.model, call)
     state.check_generates()
     check_fields(body, call)
     if body.suffix:

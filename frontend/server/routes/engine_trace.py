@@ -49,7 +49,7 @@ def routes(state: ServerState) -> list[Route]:
         check_admin(state)
         body = await read_body(request, state.server_config, TraceSteps)
         check(body)
-        state.check_model(body.model)
+        state.check_base(body.model)
         engine = state.ready_engine()
         try:
             async with engine.trace(body.steps) as recorded:

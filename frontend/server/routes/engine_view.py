@@ -44,6 +44,7 @@ def routes(state: ServerState) -> list[Route]:
             "last_gap_s": engine.client.restarts.last_gap_s,
             "standby_is_ready": engine.client.standby_is_ready,
             "has_chat_template": bool(state.template_text),
+            "loras": list(state.loras.by_name),  # names that requests may give as `model`
         }
         return Json(observed | about)
 

@@ -26,7 +26,7 @@ def routes(state: ServerState) -> list[Route]:
     async def create(request: Request) -> Any:
         """Anthropic's messages"""
         body, call = await read_body(request, state.server_config, MessagesBody), call_of(request)
-        model = state.check_model(body.model)
+        model = state.select_model(body.model, call)
         with named(NAMES):
             run = await prepare_chat(state, call, turn_of(state, call, body, f"msg_{call.suffix}"))
         return await MessagesAnswer(state, call, model, run).respond(streams=body.stream)

@@ -240,6 +240,8 @@ class Collector:
             sleep_state.add_metric((*values, name), int(name == now))
         yield sleep_state
 
+        if loras := status.get("loras"):
+            yield _lora_info(prefix, loras, self._state.now())
         if (steps := status.get("step_tokens")) is not None:
             histogram = Histogram("Tokens per engine step, prefill and decode.", steps["bounds"])
             histogram.counts, histogram.sum = steps["counts"], steps["sum"]
@@ -402,6 +404,21 @@ class CollectorOfSeveral:
                 family.samples = samples if family is metric else [*family.samples, *samples]
         yield from families.values()
         yield from self._server.of_server()
+
+
+def _lora_info(prefix: str, loras: dict[str, Any], now: float) -> Metric:
+    """vLLM's form: names as labels, and as value the time, so that the newest sample is known."""
+    labels = {
+        "max_lora": str(loras["max_loras"]),
+        "running_lora_adapters": ",".join(loras["running"]),
+        "waiting_lora_adapters": ",".join(loras["waiting"]),
+    }
+    family = GaugeMetricFamily(
+        prefix + "lora_requests_info",
+        "LoRA adapters of running and waiting requests; the value is the time, in Unix seconds.",
+        labels=tuple(labels),
+    )
+    return _with(family, tuple(labels.values()), now)
 
 
 def _with(family: Any, values: tuple[str, ...], value: float) -> Metric:

@@ -1,4 +1,4 @@
-"""/v1/models: the model that this server serves.
+"""/v1/models: the model that this server serves, and its adapters.
 
 Must not know: files, weights.
 """
@@ -34,25 +34,41 @@ class ModelList(msgspec.Struct, kw_only=True):
     data: list[ModelCard]
 
 
+def cards_of_loras(state: ServerState, max_model_len: int) -> list[ModelCard]:
+    """An adapter's root is its path, and its parent the model."""
+    return [
+        ModelCard(
+            id=name,
+            created=int(state.started),
+            root=lora.lora_path,
+            parent=state.model_name,
+            max_model_len=max_model_len,
+        )
+        for name, lora in state.loras.by_name.items()
+    ]
+
+
 def routes(state: ServerState) -> list[Route]:
-    def card() -> ModelCard:
-        return ModelCard(
+    def cards() -> list[ModelCard]:
+        max_model_len = state.max_model_len
+        own = ModelCard(
             id=state.model_name,
             created=int(state.started),
             root=state.model_name,
-            max_model_len=state.max_model_len,
+            max_model_len=max_model_len,
         )
+        return [own, *cards_of_loras(state, max_model_len)]
 
     @described(answer=ModelList)
     async def list_models(request: Request) -> Response:
-        """The models of this server"""
-        return Json(ModelList(data=[card()]))
+        """The models of this server, and its adapters"""
+        return Json(ModelList(data=cards()))
 
     @described(answer=ModelCard)
     async def retrieve_model(request: Request) -> Response:
-        """One model of this server"""
+        """One model or adapter of this server"""
         state.ready_engine()
-        state.check_model(request.path_params["model"])
-        return Json(card())
+        name = state.check_model(request.path_params["model"])
+        return Json(next(card for card in cards() if card.id == name))
 
     return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]

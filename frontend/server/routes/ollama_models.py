@@ -51,8 +51,10 @@ def routes(state: ServerState) -> list[Route]:
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
-        model = tag(state.model_name, state.ready_engine().config)
-        return Json({"models": [model | {"modified_at": time_text(state.started)}]})
+        config = state.ready_engine().config
+        model = tag(state.model_name, config)
+        modified = {"modified_at": time_text(state.started)}
+        return Json({"models": [one | modified for one in (model, *loras_of(state, model))]})
 
     @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
@@ -104,6 +106,21 @@ def tag(name: str, config: EngineConfig) -> dict[str, Any]:
         "digest": digest,
         "details": _details(model_config),
     }
+
+
+def loras_of(state: ServerState, model: dict[str, Any]) -> list[dict[str, Any]]:
+    """The adapters in a list, after the entry of their model."""
+    details = model["details"] | {"parent_model": model["name"]}
+    return [
+        model
+        | {
+            "name": name,
+            "model": name,
+            "digest": sha256(f"{model['digest']} {lora.lora_path}".encode()).hexdigest(),
+            "details": details,
+        }
+        for name, lora in state.loras.by_name.items()
+    ]
 
 
 def _details(config: ModelConfig) -> dict[str, Any]:

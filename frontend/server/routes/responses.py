@@ -51,7 +51,7 @@ class ResponsesApi:
         """OpenAI's Responses"""
         state = self._state
         body, call = await read_body(request, state.server_config, ResponsesBody), call_of(request)
-        model = state.check_model(body.model)
+        model = state.select_model(body.model, call)
         check_body(body)
         if body.store and not self._store.keeps:
             raise unsupported(

@@ -112,6 +112,7 @@ async def run(
             "owner_weight": call.weight,
             "on_submitted": metrics.append,
             "take_at_once": take_at_once,
+            "lora_request": call.lora_request,
         }
         async with slot:
             params = _until(call.deadline, job.params)
@@ -129,7 +130,7 @@ async def run(
             reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
             summary = {
                 "x_request_id": call.request_id,
-                "model": state.model_name,
+                "model": call.lora_request.lora_name if call.lora_request else state.model_name,
                 "finish_reason": reason,
             }
             state.request_log.add(request_id, metrics[0], summary)

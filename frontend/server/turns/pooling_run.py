@@ -55,7 +55,7 @@ class PoolingJob:
 
 def pooling_of(state: ServerState, tasks: Sequence[str], model: str | None) -> Pooling:
     """How the model pools, which must have one of the tasks. Raises ApiError that names `model`."""
-    engine, name = state.ready_engine(), state.check_model(model)
+    engine, name = state.ready_engine(), state.check_base(model)
     config = engine.config.model_config
     pooling = config.pooling
     if pooling is None or not set(tasks) & set(pooling.tasks):

@@ -380,7 +380,7 @@ def test_every_argument_of_vllms_calls(method, names) -> None:
     assert set(names) <= set(inspect.signature(getattr(LLM, method)).parameters)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "tokenization_kwargs", "mm_processor_kwargs"])
+@pytest.mark.parametrize("name", ["tokenization_kwargs", "mm_processor_kwargs"])
 def test_unsupported_call_arguments_are_refused_by_name(name, monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     messages = [{"role": "user", "content": "a"}]

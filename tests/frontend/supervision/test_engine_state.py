@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from quire import LoRARequest
 from quire.core.engine_core import EngineCore
 from quire.frontend.supervision.engine_state import REPEATABLE, EngineState
+
+A, B = LoRARequest("a", 1, "/adapters/a"), LoRARequest("b", 2, "/adapters/b")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,14 @@ from quire.frontend.supervision.engine_state import REPEATABLE, EngineState
         ([("load_weights", ("x",)), ("load_weights", ("y",))], [("load_weights", "y")]),
         ([("sleep", (2,)), ("pause", ("keep",))], [("sleep", 2), ("pause", "keep")]),
         ([("observe", (-1, 1)), ("ping", ())], []),
+        ([("add_lora", (A,)), ("pin_lora", (1,))], [("add_lora", A), ("pin_lora", 1)]),
+        ([("add_lora", (A,)), ("pin_lora", (1,)), ("remove_lora", (1,))], []),
+        # of those that are not pinned, the last ones that fit
+        ([("add_lora", (A,)), ("add_lora", (B,))], [("add_lora", B)]),
+        (
+            [("add_lora", (A,)), ("pin_lora", (1,)), ("add_lora", (B,))],
+            [("add_lora", A), ("pin_lora", 1)],
+        ),
     ],
 )
 def test_calls(noted, calls) -> None:

@@ -138,22 +138,6 @@ def test_actions_read_every_parameter_before_calling_the_engine(path: str) -> No
         assert answer.status_code == 400 and answer.json()["error"]["param"] == name
 
 
-def test_lora_does_not_exist_yet(admin: httpx.Client) -> None:
-    for path in LORA:
-        answer = admin.post(
-            path,
-            json={"lora_name": "mine", "lora_path": "/models/mine"}
-            if path == LORA[0]
-            else {"lora_name": "mine"},
-        )
-        assert (
-            answer.status_code == 400
-            and answer.json()["error"]["code"] == "unsupported_value"
-            and "mine" in answer.json()["error"]["message"]
-        )
-        assert admin.post(path, json={}).json()["error"]["param"] == "lora_name"
-
-
 @pytest.mark.parametrize(
     ("path", "method"),
     [

@@ -168,7 +168,7 @@ DASHBOARDS = {
 ABSENT = (
     "vllm:external_prefix_cache_queries_total",  # KV connectors
     "vllm:mm_cache_queries_total",  # images
-    "vllm:lora_requests_info",
+    "vllm:lora_requests_info",  # only with enable_lora: test_served_loras
 )
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;"

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import logging
 
+import torch
+
 from ..ipc.errors import InvalidParameterError
 from ..kernels import registry
 
@@ -67,3 +69,8 @@ def check_kv_cache_dtype(
             f"{kv_cache_dtype} is served by {SERVED_BY[kv_cache_dtype]}, or set "
             f"kernels={json.dumps(readers)}, which is slow",
         )
+
+
+def check_encoder(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise InvalidParameterError("device", "text encoders run on the CPU; set device=cpu")

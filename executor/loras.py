@@ -5,36 +5,122 @@ Must not know: which adapters should be in memory, requests, names that users gi
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from ..ipc.errors import InvalidParameterError
+import torch
+
+from ..ipc.config import LoRAConfig
+from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
+from .models.adapted_layers import Modules
+from .weights.lora_files import Adapted, AdapterWeights, read_adapter
+
+Adapter = dict[str, AdapterWeights]  # by the name of the module
 
 
 class Loras:
     """Reads adapters, and owns those that requests can use. The core numbers them; see Executor.
 
-    They stay when the model is replaced (Worker.load_weights), or sleeps and wakes up.
+    They stay when the model is replaced (Worker.load_weights), or sleeps and wakes up. Those that
+    slots use are also in the memory of the model's layers, each in one of `max_loras` places. An
+    adapter keeps its place until another one needs it.
     """
 
-    def read(self, request: LoRARequest) -> Any:
+    def __init__(self, config: LoRAConfig, dtype: torch.dtype):
+        self._config = config
+        self._dtype = dtype
+        self._adapters: dict[int, Adapter] = {}  # by number
+        self._modules: Modules = {}  # of the model
+        self._shapes: dict[str, Adapted] = {}
+        self._heads = 0, 0
+        # by place: the number of the adapter there; the least recently used first
+        self._places: dict[int, int | None] = {}
+        self._users: dict[int, int] = {}  # slot -> the number of the adapter that it uses
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._config.enable_lora
+
+    def use_model(self, model: Any) -> None:
+        """Call it before requests enter slots, whenever the model has been replaced."""
+        self._modules = model.adapted_modules
+        self._shapes = {name: of.adapted(i) for name, (of, i) in self._modules.items()}
+        self._heads = model.config.num_attention_heads, model.config.num_key_value_heads
+        self._places = dict.fromkeys(range(self._config.max_loras))
+
+    def read(self, request: LoRARequest) -> Adapter:
         """Reads and checks the files of an adapter. In a thread: it changes nothing that a step
         uses. Raises InvalidParameterError.
         """
-        raise InvalidParameterError(
-            "lora_request", f"{request.lora_name}: LoRA adapters are not supported yet"
-        )
+        if not self.is_enabled:
+            raise InvalidParameterError("lora_request", "needs an engine with enable_lora=True")
+        try:
+            return read_adapter(
+                Path(request.lora_path),
+                self._shapes,
+                self._heads,
+                self._config.max_lora_rank,
+                self._dtype,
+            )
+        except ModelLoadError as error:
+            raise InvalidParameterError("lora_path", str(error)) from error
 
-    def add(self, request: LoRARequest, adapter: Any) -> None:
+    def add(self, request: LoRARequest, adapter: Adapter) -> None:
         """Makes what `read` returned usable as `request.lora_int_id`. Between two steps."""
-        raise InvalidParameterError(
-            "lora_request", f"{request.lora_name}: LoRA adapters are not supported yet"
-        )
+        self._adapters[request.lora_int_id] = adapter
 
     def remove(self, lora_int_id: int) -> bool:
         """Frees an adapter that no slot uses; False: there is none. Between two steps."""
-        return False
+        for place, number in self._places.items():
+            if number == lora_int_id:
+                self._places[place] = None
+        return self._adapters.pop(lora_int_id, None) is not None
 
     def list(self) -> set[int]:
         """The numbers of the adapters that were added."""
-        return set()
+        return set(self._adapters)
+
+    def enter(self, slot: int, lora_int_id: int) -> int:
+        """A request of this adapter enters a slot: returns the adapter's place.
+
+        Raises InvalidParameterError for an adapter that was not added, and where all places are
+        used by other slots.
+        """
+        if lora_int_id not in self._adapters:
+            raise InvalidParameterError("lora_request", f"adapter {lora_int_id} is not loaded")
+        place = next((p for p, number in self._places.items() if number == lora_int_id), None)
+        if place is None:
+            place = self._free_place()
+            self._put(place, lora_int_id)
+        self._users[slot] = lora_int_id
+        self._touch(place)
+        return place
+
+    def leave(self, slot: int) -> None:
+        """The slot is free."""
+        number = self._users.pop(slot, None)
+        for place, there in list(self._places.items()):
+            if number is not None and there == number:
+                self._touch(place)
+
+    def _free_place(self) -> int:
+        used = set(self._users.values())
+        free = [place for place, number in self._places.items() if number not in used]
+        if not free:
+            raise InvalidParameterError(
+                "max_loras", f"{len(self._places)} adapters are in use, and a request has another"
+            )
+        return next((place for place in free if self._places[place] is None), free[0])
+
+    def _put(self, place: int, number: int) -> None:
+        for adapters, _ in self._modules.values():
+            adapters.clear(place)
+        for name, weights in self._adapters[number].items():
+            adapters, index = self._modules[name]
+            adapters.put(place, index, weights)
+        self._places[place] = number
+
+    def _touch(self, place: int) -> None:
+        """Makes it the most recently used."""
+        self._places[place] = self._places.pop(place)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.errors import InvalidParameterError
 from ..ipc.json_files import read_json
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import unread_keys
@@ -29,10 +28,16 @@ from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
-from .kernel_choice import check_kv_cache_dtype, check_quantization, warn_of_slow_heads
+from .kernel_choice import (
+    check_encoder,
+    check_kv_cache_dtype,
+    check_quantization,
+    warn_of_slow_heads,
+)
 from .kv_cache_memory import KVCacheMemory, move_caches
 from .loras import Loras
 from .models import find_model_class
+from .models.adapted_layers import adapt_layers
 from .models.experts import expert_load
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
@@ -90,7 +95,7 @@ class Worker:
         self.model: Any = None
         self.runner: ModelRunner  # set by load_model
         self.grammars: Grammars | None = None
-        self.loras = Loras()
+        self.loras = Loras(config.lora_config, self.dtype)
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self._weights_bytes = 0
@@ -113,7 +118,7 @@ class Worker:
         is_fallback = getattr(self._model_class, "IS_FALLBACK", False)
         unread = unread_keys(model_config.hf_config)
         if isinstance(shape, EncoderConfig):
-            self._check_encoder()
+            check_encoder(self.device)
             unread = []
         if is_fallback:  # transformers reads all keys but those that only a GGUF file has
             unread = [key for key in unread if "." in key]
@@ -152,14 +157,11 @@ class Worker:
         layers = self.model.attention_layers()
         self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
+        batch.loras = self.loras if self.loras.is_enabled else None
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
         if model_config.pooling is not None:
             self.runner.pooler = Pooler(model_config.pooling, self._directory)
             self.runner.pooler.use_model(self.model)
-
-    def _check_encoder(self) -> None:
-        if self.device.type != "cpu":
-            raise InvalidParameterError("device", "text encoders run on the CPU; set device=cpu")
 
     def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or random ones, without a cache."""
@@ -168,6 +170,8 @@ class Worker:
         model = self._model_class(
             self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
+        if self.loras.is_enabled:
+            adapt_layers(model, make, self.config.lora_config)
         # pages are allocated when they are filled, not yet
         num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
         if directory is not None and is_gguf(directory) and make.multiplies_blocks:

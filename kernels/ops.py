@@ -30,6 +30,8 @@ from .encoder import gelu_tanh as gelu_tanh
 from .encoder import layer_norm as layer_norm
 from .encoder import relu as relu
 from .encoder import silu as silu
+from .lora import add_lora as add_lora
+from .lora import add_lora_embedding as add_lora_embedding
 from .moe import add_gated as add_gated
 from .moe import count_experts as count_experts
 from .moe import fused_moe as fused_moe
@@ -57,6 +59,8 @@ class AttentionMetadata:
     # Of each group of layers with block tables of its own, the first group's included: they differ
     # in block_tables and slot_mapping, which are rows of one tensor each. Empty for one group.
     groups: tuple[AttentionMetadata, ...] = ()
+    # [T] i32: the place of each token's LoRA adapter, as in add_lora; None: the model takes none
+    adapters: Tensor | None = None
     # values that an implementation derives once per step for later layers
     scratch: dict[Any, Any] = field(default_factory=dict)
 
@@ -69,6 +73,7 @@ def make_metadata(
     num_decodes: int,
     query_lens: list[int],
     seq_lens_list: list[int],
+    adapters: Tensor | None = None,
 ) -> AttentionMetadata:
     """The metadata of a model whose groups of layers have these tables, one of each per group."""
 
@@ -89,6 +94,7 @@ def make_metadata(
         query_lens,
         seq_lens_list,
         groups,
+        adapters,
     )
 
 

@@ -16,6 +16,7 @@ from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
+from ..models.adapted_layers import begin_step, takes_adapters
 from ..models.experts import uncounted
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ OPERATIONS = (
     "gelu_and_mul",
     "encoder_attention",
 )  # what a model may be made of
+LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapters
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
@@ -78,6 +80,7 @@ def run_op_by_op(
     token_types [T] i32 are the last argument of a model that wants them.
     """
     types = (token_types,) if wants_token_types(model) else ()
+    begin_step(model, metadata.adapters, logits_indices)
     hidden = model(token_ids, positions, metadata, *types)
     if not has_head(model):
         return (hidden,)
@@ -99,8 +102,9 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
     if reason := getattr(model, "UNRECORDABLE", ""):
         logger.info("the model runs operation by operation: %s", reason)
         return None
-    others = [f"{op}={ops.chosen[op]}" for op in OPERATIONS if op not in ops.native]
-    if len(others) == len(OPERATIONS):
+    operations = OPERATIONS + (LORA_OPERATIONS if takes_adapters(model) else ())
+    others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
+    if len(others) == len(operations):
         logger.info("the model runs operation by operation: there are no native kernels for it")
         return None
     if others:
@@ -149,7 +153,7 @@ def record_origins(
 
 
 def _recorder_for(model: Any, limits: Limits, num_groups: int) -> Recorder:
-    return Recorder(limits, num_groups, has_token_types=wants_token_types(model))
+    return Recorder(limits, num_groups, wants_token_types(model), takes_adapters(model))
 
 
 @torch.inference_mode()
@@ -187,6 +191,7 @@ def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
         sum(length == 1 for length in query_lens),
         query_lens,
         query_lens,
+        torch.zeros(num_tokens, dtype=torch.int32) - 1 if takes_adapters(model) else None,
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     token_types = torch.zeros_like(token_ids) if wants_token_types(model) else None

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.lora import LoRARequest
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
 from ...ipc.step_messages import NewRequestData
+from ..loras import Loras
 
 # a smaller share would round to 0 in 32 bits, and no token would be left
 LEAST_TOP_P = float(np.finfo(np.float32).tiny)
@@ -74,6 +76,9 @@ class InputBatch:
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
         self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
+        self.loras: Loras | None = None  # set by the worker of an engine with LoRA adapters
+        # the place of each slot's LoRA adapter; -1: it has none
+        self.adapters = np.full(max_num_seqs, -1, np.int32)
 
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
@@ -84,6 +89,8 @@ class InputBatch:
         self.num_tokens[slot] = count
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
+        if request.lora_request is not None:
+            self._enter_adapter(slot, request.lora_request)
         params = request.params
         if isinstance(params, PoolingParams):
             self.pooling[slot] = params
@@ -123,7 +130,19 @@ class InputBatch:
             return str(error)
         return None
 
+    def _enter_adapter(self, slot: int, lora_request: LoRARequest) -> None:
+        if self.loras is None:
+            self.refusals[slot] = "lora_request: needs an engine with enable_lora=True"
+            return
+        try:
+            self.adapters[slot] = self.loras.enter(slot, lora_request.lora_int_id)
+        except InvalidParameterError as error:
+            self.refusals[slot] = str(error)
+
     def remove(self, slot: int) -> None:
+        if self.loras is not None:
+            self.adapters[slot] = -1
+            self.loras.leave(slot)
         self.num_tokens[slot] = self.num_blocks[slot] = 0
         self._forget_options(slot)
         self.stages.leave(slot)

@@ -72,6 +72,7 @@ class ModelRunner:
         self.block_mover: BlockMover | None = None  # set by the worker when there is a cache
         self.pooler: Pooler | None = None  # set by the worker if the model can pool
         self.prompt_scorer = PromptScorer(logits_of(model), ops, model.config.vocab_size)
+        self._use_adapters(model)
         if device.type != "cpu":
             self.keep_state_on_device(SecondStream(device))
 
@@ -96,8 +97,15 @@ class ModelRunner:
         """Switches to another model of the same shape, or to none: then no step may follow."""
         self.model, self.program, self.bursts = model, None, None
         self.prompt_scorer.compute_logits = logits_of(model)
+        if model is not None:
+            self._use_adapters(model)
         if self.pooler is not None:
             self.pooler.use_model(model)
+
+    def _use_adapters(self, model: Any) -> None:
+        if self.batch.loras is not None:
+            self.batch.loras.use_model(model)
+            self.prompt_scorer.adapter_rows = model.adapter_rows
 
     @torch.inference_mode()
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -407,6 +415,7 @@ class ModelRunner:
             num_tokens,
             [1] * num_tokens,
             [1] * num_tokens,
+            None if self.batch.loras is None else filled(-1, torch.int32, num_tokens),
         )
         token_ids, positions = (
             filled(0, torch.int32, num_tokens),

@@ -169,6 +169,7 @@ class StepInputMaker:
                 num_decodes,
                 query_lens.tolist(),
                 seq_lens.tolist(),
+                self._adapters(token_slots),
             ),
             sampled_rows=sampled_rows,
             sampled_slots=slots[sampled_rows],
@@ -226,6 +227,7 @@ class StepInputMaker:
             before.num_decodes,
             before.query_lens,
             last.seq_lens.tolist(),
+            before.adapters,
         )
         last.output, last.inputs = (
             now,
@@ -250,6 +252,11 @@ class StepInputMaker:
             return torch.zeros(len(positions), dtype=torch.int32)
         second = self.batch.second_text_start[token_slots]
         return torch.from_numpy(((second > 0) & (positions >= second)).astype(np.int32))
+
+    def _adapters(self, token_slots: np.ndarray) -> torch.Tensor | None:
+        """[T] i32: see AttentionMetadata."""
+        batch = self.batch
+        return None if batch.loras is None else torch.from_numpy(batch.adapters[token_slots])
 
     def _slot_mapping(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[groups, T] i64: the cache slot of each slot's token at each position."""

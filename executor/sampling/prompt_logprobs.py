@@ -19,6 +19,7 @@ import torch
 
 from ...ipc.step_messages import SlotPromptLogprobs
 from ...kernels.ops import AttentionMetadata
+from ..models.adapters import AdapterRows
 from ..runner.input_batch import InputBatch
 from .logprob_arrays import to_array
 
@@ -36,6 +37,8 @@ class PromptScorer:
         self.compute_logits = compute_logits
         self.ops = ops
         self.vocab_size = vocab_size
+        # of a model whose head may have LoRA adapters
+        self.adapter_rows: AdapterRows | None = None
         self.max_piece = max(1, LOGITS_BYTES // (4 * vocab_size))  # tokens
 
     def __call__(
@@ -63,7 +66,10 @@ class PromptScorer:
                 first, end = seq_len - query_len + 1, min(seq_len + 1, num_prompt_tokens)
                 if first < end:
                     ids, logprobs, ranks = self._score(
-                        hidden[start : start + end - first], batch.token_ids[slot, first:end], k
+                        hidden[start : start + end - first],
+                        batch.token_ids[slot, first:end],
+                        k,
+                        int(batch.adapters[slot]),
                     )
                     if np.isfinite(logprobs[:, 0]).all():
                         scored.append(
@@ -79,7 +85,7 @@ class PromptScorer:
         return scored, errors
 
     def _score(
-        self, hidden: torch.Tensor, token_ids: np.ndarray, k: int
+        self, hidden: torch.Tensor, token_ids: np.ndarray, k: int, adapter: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """hidden [N, hidden_size], token_ids [N] -> ids and log-probabilities [N, k + 1], ranks
         [N]
@@ -94,6 +100,8 @@ class PromptScorer:
         for start in range(0, num_tokens, self.max_piece):
             piece = slice(start, start + self.max_piece)
             assert self.compute_logits is not None  # no step runs without a model
+            if self.adapter_rows is not None:
+                self.adapter_rows.use_one(adapter, len(hidden[piece]))
             found = self.ops.gather_logprobs(self.compute_logits(hidden[piece]), targets[piece], k)
             for column, values in zip(columns, found):
                 column[piece] = values.numpy(force=True)

@@ -10,6 +10,7 @@ from . import (
     gguf_linear,
     grammar,
     linear,
+    lora,
     moe,
     norm,
     quantized,

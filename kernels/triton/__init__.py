@@ -18,6 +18,7 @@ if find_spec("triton") is not None:
         kv_cache,
         linear,
         logits,
+        lora,
         logprobs,
         moe,
         noise,

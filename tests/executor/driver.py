@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import EngineConfig, config_fields
+from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import (
@@ -96,6 +97,7 @@ class Row:
     block_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     error: str | None = None
+    lora_request: LoRARequest | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -125,6 +127,7 @@ class Driver:
         prompt: list[int],
         params: SamplingParams | None = None,
         cached_blocks: Sequence[int] = (),
+        lora_request: LoRARequest | None = None,
     ) -> Row:
         """Add a request that enters with its first step. `cached_blocks` already hold the keys and
         values of its first tokens.
@@ -132,6 +135,7 @@ class Driver:
         row = self.rows[request_id] = Row(
             request_id, list(prompt), params or greedy(), self.free_slots.pop()
         )
+        row.lora_request = lora_request
         row.block_ids, row.num_computed = (
             list(cached_blocks),
             (len(cached_blocks) // self.num_groups * self.block_size),
@@ -177,7 +181,12 @@ class Driver:
             new_block_ids=new_block_ids,
             new_requests=[
                 NewRequestData(
-                    row.slot, row.request_id, row.prompt + row.output, len(row.prompt), row.params
+                    row.slot,
+                    row.request_id,
+                    row.prompt + row.output,
+                    len(row.prompt),
+                    row.params,
+                    lora_request=row.lora_request,
                 )
                 for row in entering
             ],

@@ -14,6 +14,7 @@ from quire.kernels.reference.gguf_blocks import dequantize
 from quire.tests.kernels.attention_cases import paged_attention
 from quire.tests.kernels.case import Case, rand, random_blocks
 from quire.tests.kernels.encoder_cases import ENCODER_OPS
+from quire.tests.kernels.lora_cases import LORA_OPS
 from quire.tests.kernels.moe_cases import add_gated, fused_moe
 from torch import Tensor
 
@@ -445,29 +446,33 @@ def copy_blocks(dtype: torch.dtype) -> list[Case]:
     ]
 
 
-MODEL_OPS = {
-    f.__name__: f
-    for f in (
-        embedding,
-        gather_rows,
-        pack_linear,
-        pack_quantized_linear,
-        pack_gguf_linear,
-        rms_norm,
-        fused_add_rms_norm,
-        silu_and_mul,
-        gelu_tanh_and_mul,
-        scale,
-        add,
-        add_gated,
-        fused_moe,
-        rotary_embedding,
-        reshape_and_cache,
-        fused_qk_rope_reshape_and_cache,
-        copy_blocks,
-        paged_attention,
-    )
-} | ENCODER_OPS
+MODEL_OPS = (
+    {
+        f.__name__: f
+        for f in (
+            embedding,
+            gather_rows,
+            pack_linear,
+            pack_quantized_linear,
+            pack_gguf_linear,
+            rms_norm,
+            fused_add_rms_norm,
+            silu_and_mul,
+            gelu_tanh_and_mul,
+            scale,
+            add,
+            add_gated,
+            fused_moe,
+            rotary_embedding,
+            reshape_and_cache,
+            fused_qk_rope_reshape_and_cache,
+            copy_blocks,
+            paged_attention,
+        )
+    }
+    | ENCODER_OPS
+    | LORA_OPS
+)
 SAMPLING_OPS = (
     "apply_grammar_bitmask",
     "apply_penalties",

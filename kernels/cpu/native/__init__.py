@@ -20,6 +20,7 @@ if library is not None:
         experts,
         gguf,
         linear,
+        lora,
         norm,
         quantized,
         rotary,

@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -79,6 +79,8 @@ class Op(IntEnum):
     RELU = 62
     GELU_AND_MUL = 63
     ENCODER_ATTENTION = 64
+    ADD_LORA = 65
+    ADD_LORA_EMBEDDING = 66
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -102,6 +104,7 @@ class Step(Structure):
         slot_mapping_group=c_int64,
         block_table_group=c_int64,
         token_types=c_void_p,
+        adapters=c_void_p,
     )
 
 

@@ -68,9 +68,15 @@ class Recorder:
     own.
     """
 
-    def __init__(self, limits: Limits, num_groups: int = 1, has_token_types: bool = False):
+    def __init__(
+        self,
+        limits: Limits,
+        num_groups: int = 1,
+        has_token_types: bool = False,
+        has_adapters: bool = False,
+    ):
         """`num_groups`: of layers that have block tables of their own; has_token_types: the model
-        takes the type of each token.
+        takes the type of each token; has_adapters: and its LoRA adapter.
         """
         # the number of rows of an operand tells tokens from logits
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
@@ -97,6 +103,7 @@ class Recorder:
             _Unknown(),
             _Unknown(),
             _Unknown(),
+            self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
         )
         # by the name of the step's member; in order of groups where these have their own
         self._inputs = {
@@ -108,6 +115,8 @@ class Recorder:
         }
         if self.token_types is not None:
             self._inputs["token_types"] = [self.token_types]
+        if self.metadata.adapters is not None:
+            self._inputs["adapters"] = [self.metadata.adapters]
         for name in ("block_tables", "slot_mapping"):
             self._inputs[name] = [
                 getattr(group, name) for group in self.metadata.groups or (self.metadata,)

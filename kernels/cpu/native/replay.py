@@ -55,6 +55,7 @@ class Program:
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
         self._has_token_types = recorder.token_types is not None
+        self._has_adapters = recorder.metadata.adapters is not None
         self.timer: CallTimer | None = None  # set while steps are traced
         # [R of limits, ...], valid after a step
         self._hidden, *self.of_logits = self._settle(recorder, results, found)
@@ -153,6 +154,11 @@ class Program:
             if token_types is None or token_types.dtype != torch.int32:
                 raise TypeError("token_types must be a tensor of torch.int32 for this model")
             step.token_types = token_types.data_ptr()
+        if self._has_adapters:
+            adapters = metadata.adapters
+            if adapters is None or adapters.dtype != torch.int32 or len(adapters) != len(token_ids):
+                raise TypeError("metadata.adapters must be a torch.int32 of each token")
+            step.adapters = adapters.data_ptr()
         # kernels would read past the end of these
         if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
             raise TypeError(

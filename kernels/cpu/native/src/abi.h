@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 18
+#define QUIRE_ABI_VERSION 19
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -77,6 +77,8 @@ enum Op : int32_t {
     OP_RELU,
     OP_GELU_AND_MUL,
     OP_ENCODER_ATTENTION,
+    OP_ADD_LORA,
+    OP_ADD_LORA_EMBEDDING,
     NUM_OPS,
 };
 
@@ -94,10 +96,10 @@ struct Step {
     int64_t block_table_row;         // elements from one request's table to the next
     int64_t num_logits;              // R
     const int64_t* logits_indices;   // [R] in [0, T): the tokens whose logits are needed
-    // Groups of layers have slot_mapping and block_tables of their own: elements from one group's
-    // to the next.
+    // elements from the slot_mapping and block_tables of a group of layers to the next group's
     int64_t num_groups, slot_mapping_group, block_table_group;
     const int32_t* token_types;  // [T], or null if the model has none
+    const int32_t* adapters;     // [T], or null: the place of each token's LoRA adapter, or -1
 };
 
 struct Call {
@@ -460,10 +462,9 @@ QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
 // Chooses the instruction set of all later runs. Returns 0, or -1 if it is not supported.
 QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
-// Sets the number of threads of all later runs, the caller's included. cores [num_threads]: the
-// core that each thread is pinned to, -1: none. The caller's thread is never pinned: if it runs on
-// another thread's core, that thread moves to cores[0]. Returns 0, or -1 if the threads cannot be
-// created; the number of threads is then 1.
+// Sets the number of threads of all later runs, the caller's included. cores [num_threads]: what each
+// is pinned to, -1: none. The caller's is never pinned: if it runs on another thread's core, that
+// thread moves to cores[0]. Returns 0, or -1 if the threads cannot be created: then there is one.
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
 // A hint that a run follows within 0.1 ms.
 QUIRE_EXPORT void quire_wake();

@@ -3,6 +3,7 @@
 #pragma once
 #include "../include/quire/plugin.h"
 #include "abi.h"
+#include "abi_lora.h"
 #include "pool.h"
 
 // Runs on every thread of the pool; each takes pieces of the call's work. A barrier follows every

@@ -7,6 +7,7 @@
 #include "linear.inl"
 #include "quantized.inl"
 #include "experts.inl"
+#include "lora.inl"
 #include "kv_cache.inl"
 #include "attention_tile.inl"
 #include "attention.inl"
@@ -21,6 +22,7 @@ struct Kernels {
         by_op[OP_ATTENTION] = attention;
         by_op[OP_ENCODER_ATTENTION] = encoder_attention;
         by_op[OP_EXPERTS_LINEAR] = experts_linear;
+        by_op[OP_ADD_LORA] = add_lora;
 #ifdef QUIRE_AMX
         using quantized::Int8Dot, quantized::Int4Dot;
         by_op[OP_LINEAR_INT8] = quantized::quantized_linear<Int8Dot>;
@@ -102,5 +104,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     relu,
     gelu_and_mul,
     encoder_attention,
+    add_lora,
+    add_lora_embedding,
 };
 #endif

@@ -1,0 +1,75 @@
+"""Gives the layers of a model LoRA adapters. Models do not know of them.
+
+Must not know: architectures, files, requests, which adapters there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ipc.config import LoRAConfig
+from ...ipc.errors import InvalidParameterError
+from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
+from .layers import LayerFactory
+from .linear import Embedding, Linear, TiedHead
+
+# name of a module -> the adapters of its layer, and its index among the merged projections
+Modules = dict[str, tuple[LinearAdapters | EmbeddingAdapters, int]]
+
+
+def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
+    """Makes room for adapters in the layers of `model`, which `make` has made and not yet filled.
+
+    They are `model.adapted_modules`. Experts and routers have none. Raises InvalidParameterError
+    for a model whose layers cannot have any.
+    """
+    if problem := _refusal(model, make):
+        raise InvalidParameterError("enable_lora", problem)
+    rows = AdapterRows()
+    sizes = make.ops, rows, config.max_loras, config.max_lora_rank
+    modules: Modules = {}
+    heads: dict[int, TiedHead] = {}
+    for name, tensor in model.weights():
+        layer, module = make.waiting(tensor), name.removesuffix(".weight")
+        if tensor.dim() != 2 or ".experts." in name:
+            continue
+        if isinstance(layer, TiedHead):
+            heads[id(layer)] = layer
+            layer = layer.tied_to
+        if isinstance(layer, Embedding):
+            layer.adapters = EmbeddingAdapters(*sizes, tuple(tensor.shape), make.dtype)
+            modules[module] = layer.adapters, 0
+        elif isinstance(layer, Linear) and layer.takes_adapters:
+            if layer.adapters is None:
+                slices = list(layer.shards.values())
+                layer.adapters = LinearAdapters(*sizes, tensor.shape[1], slices, make.dtype)
+            index = list(layer.shards).index(module.rpartition(".")[2])
+            modules[module] = layer.adapters, index
+    for layer in heads.values():
+        ((shard, num_rows),) = layer.shards.items()
+        layer.adapters = LinearAdapters(*sizes, layer.weight.shape[1], [num_rows], make.dtype)
+        modules[shard] = layer.adapters, 0
+    model.adapter_rows, model.adapted_modules = rows, modules
+
+
+def _refusal(model: Any, make: LayerFactory) -> str:
+    if getattr(model, "IS_FALLBACK", False):
+        return "models that run through transformers take no LoRA adapters"
+    if not hasattr(model, "layers") or not getattr(model, "has_head", True):
+        return f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
+    if make.device.type != "cpu":
+        return "LoRA adapters need device=cpu"
+    return ""
+
+
+def takes_adapters(model: Any) -> bool:
+    """Whether `adapt_layers` has prepared the model."""
+    return hasattr(model, "adapter_rows")
+
+
+def begin_step(model: Any, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
+    """Tells the layers which adapters the rows of the next step use: see AdapterRows."""
+    if takes_adapters(model):
+        model.adapter_rows.begin(adapters, logits_indices)

@@ -1,0 +1,127 @@
+"""The LoRA adapters of a layer: memory of fixed size, in which each adapter has a place.
+
+Must not know: architectures, files, requests, which adapter is in which place.
+
+Addresses never change, so that a recorded program may hold them. Pages are allocated when an
+adapter is first put into a place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..weights.lora_files import Adapted, AdapterWeights
+
+
+class AdapterRows:
+    """Which adapter each row of the running step uses. All layers of a model share one."""
+
+    def __init__(self) -> None:
+        self.adapters: torch.Tensor | None = None  # [T] i32: see add_lora; None: no row has one
+        # [R] i64: the rows of the step whose logits are computed; None: all of them
+        self.indices: torch.Tensor | None = None
+
+    def begin(self, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
+        """Call it before each step; adapters [T], logits_indices [R]."""
+        self.adapters = adapters
+        is_each = adapters is not None and len(logits_indices) == len(adapters)
+        self.indices = None if is_each else logits_indices
+
+    def use_one(self, place: int, count: int) -> None:
+        """For logits of `count` rows outside of a step, all with the adapter of this place."""
+        self.adapters = torch.full((count,), place, dtype=torch.int32)
+        self.indices = None
+
+
+class LinearAdapters:
+    """Of a linear layer, which may be several merged projections."""
+
+    def __init__(
+        self,
+        ops: Any,
+        rows: AdapterRows,
+        max_loras: int,
+        max_rank: int,
+        in_features: int,
+        slices: list[int],
+        dtype: torch.dtype,
+    ):
+        """slices: the outputs of each projection"""
+        self.add_lora = ops.add_lora
+        self.rows = rows
+        self.slices = slices
+        self.a = torch.zeros(max_loras, len(slices), max_rank, in_features, dtype=dtype)
+        self.b = torch.zeros(max_loras, max_rank, sum(slices), dtype=dtype)
+        self.scales = torch.zeros(max_loras, len(slices))
+        self.ranks = torch.zeros(max_loras, len(slices), dtype=torch.int32)
+
+    def add(self, y: torch.Tensor, x: torch.Tensor, *, is_logits: bool = False) -> None:
+        """In place: y [T, sum of slices] += the adapters' part; x [T, in_features]."""
+        rows = self.rows
+        if rows.adapters is not None:
+            indices = rows.indices if is_logits else None
+            self.add_lora(
+                y,
+                x,
+                self.a,
+                self.b,
+                self.scales,
+                self.ranks,
+                rows.adapters,
+                indices,
+                self.slices,
+            )
+
+    def adapted(self, index: int) -> Adapted:
+        return Adapted(self.a.shape[-1], self.slices[index])
+
+    def put(self, place: int, index: int, weights: AdapterWeights) -> None:
+        """The adapter of projection `index` into a place, which has been cleared."""
+        start = sum(self.slices[:index])
+        self.a[place, index, : weights.rank] = weights.a
+        self.b[place, : weights.rank, start : start + self.slices[index]] = weights.b
+        self.scales[place, index], self.ranks[place, index] = weights.scale, weights.rank
+
+    def clear(self, place: int) -> None:
+        self.ranks[place] = 0
+
+
+class EmbeddingAdapters:
+    """Of an embedding."""
+
+    def __init__(
+        self,
+        ops: Any,
+        rows: AdapterRows,
+        max_loras: int,
+        max_rank: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+    ):
+        """shape: [vocab_size, hidden_size]"""
+        self.add_lora_embedding = ops.add_lora_embedding
+        self.rows = rows
+        self.a = torch.zeros(max_loras, shape[0], max_rank, dtype=dtype)
+        self.b = torch.zeros(max_loras, max_rank, shape[1], dtype=dtype)
+        self.scales = torch.zeros(max_loras, 1)
+        self.ranks = torch.zeros(max_loras, 1, dtype=torch.int32)
+
+    def add(self, y: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """In place: y [T, hidden_size] += the adapters' part; token_ids [T]."""
+        adapters = self.rows.adapters
+        if adapters is not None:
+            self.add_lora_embedding(y, token_ids, self.a, self.b, self.scales, self.ranks, adapters)
+
+    def adapted(self, index: int) -> Adapted:
+        return Adapted(self.a.shape[1], self.b.shape[2], is_embedding=True)
+
+    def put(self, place: int, index: int, weights: AdapterWeights) -> None:
+        """The embedding's adapter into a place, which has been cleared."""
+        self.a[place, :, : weights.rank] = weights.a
+        self.b[place, : weights.rank] = weights.b
+        self.scales[place], self.ranks[place] = weights.scale, weights.rank
+
+    def clear(self, place: int) -> None:
+        self.ranks[place] = 0

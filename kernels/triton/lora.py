@@ -115,7 +115,7 @@ def lora_add_kernel(
             inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             mask, column = inner < size, begin + inner
             sums = tl.zeros((BLOCK,), tl.float32)
-            for k in range(0, rank):
+            for k in range(rank):
                 low = tl.load(low_ptr + (row * SLICES + s) * MAX_RANK + k)
                 b_row = b_ptr + (place * MAX_RANK + k) * COLUMNS
                 sums += low * tl.load(b_row + column, mask=mask, other=0.0).to(tl.float32)

@@ -14,13 +14,12 @@ from quire.executor.loras import Loras
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import LoRAConfig
 from quire.ipc.step_messages import SchedulerOutput
-from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
+from quire.tests.executor.driver import Driver, Row, greedy, start_executor
 from quire.tests.lora_adapters import (
     PROJECTIONS,
     adapted_weights,
     merge,
     random_pairs,
-    write_gguf_adapter,
     write_peft,
 )
 

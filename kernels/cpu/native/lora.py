@@ -35,10 +35,13 @@ def add_lora(
     step = Step(adapters=adapters.data_ptr())
     if indices is not None:
         step.logits_indices = indices.data_ptr()
-    call = _call(Op.ADD_LORA, y, a, b, scales, ranks, slices)
-    call.x, call.x_row, call.in_features = x.data_ptr(), x.stride(0), x.shape[1]
-    call.by_logits = indices is not None
-    submit(call, step)
+    call = AddLora(
+        x=x.data_ptr(),
+        x_row=x.stride(0),
+        in_features=x.shape[1],
+        by_logits=indices is not None,
+    )
+    _submit(Op.ADD_LORA, call, step, y, a, b, scales, ranks, slices)
 
 
 @register("add_lora_embedding", name="native", predicate=is_native, priority=PRIORITY)
@@ -53,33 +56,29 @@ def add_lora_embedding(
 ) -> None:
     if token_ids.dtype != torch.int32:
         token_ids = token_ids.int()
-    call = _call(Op.ADD_LORA_EMBEDDING, y, a, b, scales, ranks, [b.shape[2]])
-    call.in_features = a.shape[1]
-    submit(call, Step(adapters=adapters.data_ptr(), token_ids=token_ids.data_ptr()))
+    step = Step(adapters=adapters.data_ptr(), token_ids=token_ids.data_ptr())
+    call = AddLora(in_features=a.shape[1])
+    _submit(Op.ADD_LORA_EMBEDDING, call, step, y, a, b, scales, ranks, [b.shape[2]])
 
 
-def _call(
-    op: Op, y: Tensor, a: Tensor, b: Tensor, scales: Tensor, ranks: Tensor, slices: list[int]
-) -> AddLora:
-    """All but x."""
-    num_places, max_rank, out_features = b.shape
-    low = empty(len(y), len(slices) * max_rank, dtype=torch.float32)
-    begin = list(accumulate(slices, initial=0))
-    return AddLora(
-        op,
-        DTYPES[b.dtype],
-        num_rows(y),
-        a=a.data_ptr(),
-        b=b.data_ptr(),
-        scales=scales.data_ptr(),
-        ranks=ranks.data_ptr(),
-        y=y.data_ptr(),
-        low=low.data_ptr(),
-        y_row=y.stride(0),
-        out_features=out_features,
-        num_places=num_places,
-        num_slices=len(slices),
-        max_rank=max_rank,
-        y_dtype=DTYPES[y.dtype],
-        begin=Begin(*begin),
-    )
+def _submit(
+    op: Op,
+    call: AddLora,
+    step: Step,
+    y: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scales: Tensor,
+    ranks: Tensor,
+    slices: list[int],
+) -> None:
+    """Fills in what both operations have, and submits the call."""
+    call.num_places, call.max_rank, call.out_features = b.shape
+    # read until the call has run
+    low = empty(len(y), len(slices) * call.max_rank, dtype=torch.float32)
+    call.op, call.dtype, call.rows = op, DTYPES[b.dtype], num_rows(y)
+    call.a, call.b, call.y, call.low = (x.data_ptr() for x in (a, b, y, low))
+    call.scales, call.ranks = scales.data_ptr(), ranks.data_ptr()
+    call.y_row, call.y_dtype, call.num_slices = y.stride(0), DTYPES[y.dtype], len(slices)
+    call.begin = Begin(*accumulate(slices, initial=0))
+    submit(call, step)

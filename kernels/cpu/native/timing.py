@@ -16,6 +16,7 @@ from ...work import Work
 from . import calls as c
 from .calls import ALL_LOGITS, ALL_TOKENS, Call, Op, Step
 from .library import library
+from .lora_calls import AddLora
 
 DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
 ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
@@ -54,6 +55,7 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.COMBINE_EXPERTS: c.CombineExperts,
     Op.ADD_GATED: c.AddGated,
     Op.EXTERNAL: c.External,
+    **dict.fromkeys((Op.ADD_LORA, Op.ADD_LORA_EMBEDDING), AddLora),
 }
 
 
@@ -183,6 +185,12 @@ def work_of(
         return work.rows_of(rows, call.vocab_size, 4, 1)
     if isinstance(call, (c.RouteExperts, c.SortByExpert, c.CountExperts)):
         return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)
+    if isinstance(call, AddLora):  # as if all rows had an adapter, of the highest rank
+        columns = call.in_features if call.x else 1
+        rank = call.num_slices * call.max_rank
+        low = work.linear(rows, columns, rank, item, 4)
+        wide = work.linear(rows, call.max_rank, call.out_features, 4, 2 * ITEM_BYTES[call.y_dtype])
+        return low._replace(num_bytes=low.num_bytes + wide.num_bytes, flops=low.flops + wide.flops)
     if isinstance(call, c.External):
         sizes = [
             (rows if row else 1) * size * ITEM_BYTES[dtype]

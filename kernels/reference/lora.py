@@ -1,4 +1,7 @@
-"""LoRA adapters. Row by row, so that a row's bits do not depend on the others."""
+"""LoRA adapters. Row by row, so that a row's bits do not depend on the others.
+
+Must not know: speed.
+"""
 
 from torch import Tensor
 

@@ -13,7 +13,7 @@ struct AddLora : Call {
     const void* x;
     const void* a;
     const void* b;
-    const float* scales;   // [num_places, num_slices], as ranks
+    const float* scales;  // [num_places, num_slices], as ranks
     const int32_t* ranks;
     void* y;
     float* low;

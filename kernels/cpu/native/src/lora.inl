@@ -189,8 +189,7 @@ struct LoraRows {
 // Calls function<ROWS>(first) for all rows, MAX at a time, then one at a time.
 template <int MAX, typename Function>
 void lora_by_rows(int64_t first, int64_t end, Function function) {
-    for (; first + MAX <= end; first += MAX)
-        function(first, std::integral_constant<int, MAX>());
+    for (; first + MAX <= end; first += MAX) function(first, std::integral_constant<int, MAX>());
     for (; first < end; first++) function(first, std::integral_constant<int, 1>());
 }
 
@@ -275,15 +274,11 @@ void lora_rows(const AddLora& a, const Step& step, const Worker& worker) {
     const int64_t rows = rows_of(a, step);
     const LoraRows all(a, step, rows, worker.scratch(LoraRows::bytes(a, rows)));
     if (all.count() == 0) return;
-    if (a.op == OP_ADD_LORA)
-        lora_low<T>(a, all, worker);
-    else
-        lora_low_of_tokens<T>(a, step, all, worker);
+    if (a.op == OP_ADD_LORA) lora_low<T>(a, all, worker);
+    else lora_low_of_tokens<T>(a, step, all, worker);
     worker.barrier();
-    if (a.y_dtype == F32)
-        lora_add<T, float>(a, all, worker);
-    else
-        lora_add<T, uint16_t>(a, all, worker);
+    if (a.y_dtype == F32) lora_add<T, float>(a, all, worker);
+    else lora_add<T, uint16_t>(a, all, worker);
 }
 
 void add_lora(const Call& call, const Step& step, const Worker& worker) {

@@ -462,9 +462,9 @@ QUIRE_EXPORT int32_t quire_isa_supported(const char* isa);
 QUIRE_EXPORT int32_t quire_abi_version();
 // Chooses the instruction set of all later runs. Returns 0, or -1 if it is not supported.
 QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
-// Sets the number of threads of all later runs, the caller's included. cores [num_threads]: what each
-// is pinned to, -1: none. The caller's is never pinned: if it runs on another thread's core, that
-// thread moves to cores[0]. Returns 0, or -1 if the threads cannot be created: then there is one.
+// Sets the number of threads of all later runs, the caller's included. cores [num_threads]: what a
+// thread is pinned to, -1: none. The caller's is never pinned: if it runs on another one's core,
+// that one moves to cores[0]. Returns 0, or -1 if they cannot be created: then there is one.
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
 // A hint that a run follows within 0.1 ms.
 QUIRE_EXPORT void quire_wake();

@@ -422,13 +422,14 @@ class EngineCore:
         """What a metrics page shows in addition to get_metrics(), in little time.
 
         "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
-        "step_tokens": see StepRecords.step_tokens. "experts": see expert_load.summary. "loras": see
-        Loras.status.
+        "step_tokens": see StepRecords.step_tokens. "accepted_per_pos": see Scheduler. "experts":
+        see expert_load.summary. "loras": see Loras.status.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
             "num_held": len(self.scheduler.held),
             "step_tokens": self._step_records.step_tokens(),
+            "accepted_per_pos": self.scheduler.accepted_per_pos,
             "experts": summary(self.expert_load()),
             "loras": self.loras.status(),
         }

@@ -105,6 +105,7 @@ class Request:
         "_hash_root",
         "adapter",
         "block_hashes",
+        "cache_salt",
         "client_index",
         "eos_token_ids",
         "family",
@@ -190,6 +191,7 @@ class Request:
         # with the output token of this index, the client receives the times again
         self.report_index = self.num_resumed_tokens
         self.block_hashes: list[bytes] = []
+        self.cache_salt = message.cache_salt
         self._hash_root = hash_root(message.cache_salt, adapter)
 
     def _set_ends(self, params: SamplingParams | PoolingParams, max_model_len: int) -> None:

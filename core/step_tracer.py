@@ -53,6 +53,7 @@ class _Processed(NamedTuple):
     finished: list[str]
     num_free_blocks: int
     num_tokens: int
+    num_ahead: list[int]  # of each row
 
 
 class StepTracer:
@@ -183,11 +184,13 @@ class StepTracer:
                 [request.request_id for request in step.requests if request.is_finished],
                 self._core.scheduler.kv_cache_manager.num_free_blocks,
                 sum(output.num_sampled),
+                output.num_ahead,
             )
         )
 
     def _in_words(self, step: _Processed, ranks: dict[int, list[RankTrace]]) -> StepTrace:
         known, output = step.scheduled, step.scheduled.output
+        lookahead = output.num_lookahead_tokens or [0] * len(output.slots)
         rows = [
             Row(
                 request.request_id,
@@ -198,6 +201,7 @@ class StepTracer:
                 slot in known.cached,
                 num_blocks,
                 known.cached.get(slot, 0),
+                num_ahead,
             )
             for (
                 request,
@@ -207,14 +211,16 @@ class StepTracer:
                 num_lookahead,
                 num_known,
                 num_blocks,
+                num_ahead,
             ) in zip(
                 known.requests,
                 output.slots,
                 output.num_scheduled_tokens,
                 output.num_computed_tokens,
-                output.num_lookahead_tokens or [0] * len(output.slots),
+                lookahead,
                 known.num_known,
                 known.num_blocks,
+                step.num_ahead or lookahead,
             )
         ]
         return StepTrace(

@@ -211,14 +211,24 @@ class SpeculativeConfig(Section, frozen=True):
     Outputs are those without speculation, bit by bit on native kernels.
     """
 
-    # ngram: what followed the last tokens where they stood before
-    method: Literal["ngram"] = "ngram"
+    # ngram: what followed the last tokens where they stood before. suffix: what followed most often
+    # in the request and in earlier outputs of requests with its cache_salt. auto: ngram, and suffix
+    # where it finds nothing.
+    method: Literal["ngram", "suffix", "auto"] = "ngram"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row
     # fewer drafts, or none, where they are not expected to be worth what they cost
     adaptive: bool = True
     # the longest and the shortest end of the text that is looked up, in tokens
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=64)] = 8
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=64)] = 2
+    # most tokens before a draft that are compared
+    suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=2, le=64)] = 24
+    # earlier outputs that are remembered, of each salt; 0: none
+    suffix_decoding_max_cached_requests: NonNegativeInt = 10_000
+    # most drafts per token that agrees
+    suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0)] = 1.0
+    # least probability of a draft and all before it, by how often they followed
+    suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
 
 
 class SchedulerConfig(Section, frozen=True):

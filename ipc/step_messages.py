@@ -25,6 +25,7 @@ class NewRequestData(Message, frozen=True):
     # The adapter, which the executor holds (Executor.add_lora). lora_int_id is the number that the
     # core gave this load of it.
     lora_request: LoRARequest | None = None
+    cache_salt: str | None = None  # requests with different salts share nothing
 
     @property
     def sampling_params(self) -> SamplingParams:

@@ -72,6 +72,7 @@ class Row(Record, frozen=True):
     is_new: bool  # it was admitted in this step
     num_blocks: int  # new in its block table, those of the prefix cache included
     num_cached_tokens: int  # of a new request, in the prefix cache
+    num_ahead: int = 0  # lookahead tokens that the step computed; of drafts, the accepted ones
 
 
 class Waiting(Record, frozen=True):

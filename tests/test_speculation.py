@@ -32,7 +32,10 @@ class Knowing:
         # what follows the first tokens
         self._texts = answers
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+    def remember(self, output: np.ndarray, salt: str | None) -> None:
+        pass
+
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
         known = token_ids.tolist()
         for text in self._texts:
             if text[: len(known)] == known and len(text) > len(known):
@@ -92,14 +95,19 @@ def test_speculation_changes_no_bit(jobs, expected, settings):
         assert_same_bits(jobs, run(engine, jobs), expected)
         engine.call_utility("check_integrity")
         metrics = engine.get_metrics()
+        per_pos = engine.call_utility("status")["accepted_per_pos"]
+        assert sum(per_pos) == metrics["num_accepted_tokens"]
+        assert per_pos == sorted(per_pos, reverse=True) and per_pos[0] <= metrics["num_drafts"]
         assert metrics["num_accepted_tokens"] > 100
         assert metrics["num_draft_tokens"] > metrics["num_accepted_tokens"] + 100
         if settings.items() >= FEW.items():
             assert metrics["num_preemptions"] > 5
 
 
-def test_ngrams_change_no_bit_and_are_accepted(jobs, expected):
-    with closing(make_engine(dtype="bfloat16", speculative_config=NGRAM)) as engine:
+@pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
+def test_lookups_change_no_bit_and_are_accepted(jobs, expected, method):
+    config = NGRAM | {"method": method}
+    with closing(make_engine(dtype="bfloat16", speculative_config=config)) as engine:
         assert_same_bits(jobs, run(engine, jobs), expected)
         text = "Once upon a time, there was a little dog. The dog liked to play. " * 3
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
@@ -109,6 +117,25 @@ def test_ngrams_change_no_bit_and_are_accepted(jobs, expected):
         metrics = engine.get_metrics()
         assert metrics["num_accepted_tokens"] > 20
         assert metrics["num_accepted_tokens"] <= metrics["num_draft_tokens"]
+
+
+def test_earlier_outputs_are_drafts_for_requests_of_their_salt_alone():
+    config = NGRAM | {"method": "suffix"}
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
+    with closing(make_engine(dtype="bfloat16", speculative_config=config)) as engine:
+        answers, accepted = [], []
+        for number, salt in enumerate(["a", "a", "b", None]):
+            before = engine.get_metrics()["num_accepted_tokens"]
+            prompt = {"prompt_token_ids": list(range(40, 60)), "cache_salt": salt}
+            engine.add_request(str(number), prompt, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        answers.append(output.outputs[0].token_ids)
+            accepted.append(engine.get_metrics()["num_accepted_tokens"] - before)
+    assert answers == answers[:1] * 4
+    assert accepted[1] > accepted[0] + 20
+    assert accepted[2] == accepted[3] == accepted[0]
 
 
 def test_completions_beams_and_stops():

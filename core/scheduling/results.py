@@ -43,6 +43,9 @@ def update_from_output(
     if result.num_ahead:
         surplus = map(sub, scheduled.num_lookahead_tokens, result.num_ahead)
         scheduler.counters.count_drafts(result.num_drafted, result.num_accepted)
+        for count in result.num_accepted:
+            for position in range(count):
+                scheduler.accepted_per_pos[position] += 1
     for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
         step.requests,
         scheduled.slots,

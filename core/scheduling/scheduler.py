@@ -113,6 +113,8 @@ class Scheduler:
         self._is_holding, self._first_held_arrival = False, 0
         self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
         self.counters = Counters()
+        # of the draft tokens at each position of a draft, those that were accepted
+        self.accepted_per_pos = [0] * (self.num_tokens_per_pass - 1)
         self.num_steps = 0
         self._num_arrivals = 0
         # a heap: the lowest is taken first, which keeps the runner's batch compact

@@ -137,5 +137,6 @@ def admit(
             params=request.params,
             eos_token_ids=request.eos_token_ids,
             lora_request=lora_request,
+            cache_salt=request.cache_salt,
         )
     )

@@ -73,6 +73,9 @@ class InputBatch:
         self.num_added = 0
         # the number of the request that entered the slot last
         self.entries = np.zeros(max_num_seqs, np.int64)
+        # tokens of each slot's request when it entered the slot
+        self.num_entry_tokens = np.zeros(max_num_seqs, np.int64)
+        self.cache_salts: dict[int, str] = {}  # of the slots whose requests have one
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
         self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
@@ -86,7 +89,9 @@ class InputBatch:
         self.entries[slot] = self.num_added
         self._forget_options(slot)
         self.token_ids[slot, :count] = request.token_ids
-        self.num_tokens[slot] = count
+        self.num_tokens[slot] = self.num_entry_tokens[slot] = count
+        if request.cache_salt is not None:
+            self.cache_salts[slot] = request.cache_salt
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
         if request.lora_request is not None:
@@ -148,6 +153,7 @@ class InputBatch:
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
         self.pooling.pop(slot, None)
+        self.cache_salts.pop(slot, None)
 
     def _forget_options(self, slot: int) -> None:
         for slots in (

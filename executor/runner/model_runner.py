@@ -325,6 +325,8 @@ class ModelRunner:
             assert self.block_mover is not None  # there is a cache
             self.block_mover.move(self.model.attention_layers(), scheduler_output)
         for slot in scheduler_output.freed_slots:
+            if self.speculation is not None:
+                self.speculation.remember(slot)
             batch.remove(slot)
         for request in scheduler_output.new_requests:
             batch.add(request)

@@ -13,9 +13,15 @@ NOTHING = np.empty(0, np.int32)
 
 
 class Proposer(Protocol):
-    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
         """token_ids [N] i32, prompt and output of one request -> at most `num_tokens` that may
-        follow; none where there is nothing to go by.
+        follow; none where there is nothing to go by. salt: the request's cache_salt.
+        """
+        ...
+
+    def remember(self, output: np.ndarray, salt: str | None) -> None:
+        """output [N] i32: what a request has been answered since it entered its slot. It has left
+        the slot.
         """
         ...
 
@@ -31,7 +37,10 @@ class NgramProposer:
     def __init__(self, least: int, most: int):
         self.least, self.most = least, most
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int) -> np.ndarray:
+    def remember(self, output: np.ndarray, salt: str | None) -> None:
+        pass
+
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
         length = len(token_ids)
         # where the last token stands, except at the end
         places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
@@ -50,3 +59,20 @@ class NgramProposer:
             return found
         # the place overlaps the end: the text repeats itself with this period
         return np.resize(token_ids[start:], num_tokens)
+
+
+class FirstOf:
+    """The first of `proposers` that finds something."""
+
+    def __init__(self, *proposers: Proposer):
+        self._proposers = proposers
+
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+        for proposer in self._proposers:
+            if len(found := proposer.propose(token_ids, num_tokens, salt)):
+                return found
+        return NOTHING
+
+    def remember(self, output: np.ndarray, salt: str | None) -> None:
+        for proposer in self._proposers:
+            proposer.remember(output, salt)

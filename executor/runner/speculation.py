@@ -20,15 +20,16 @@ import msgspec
 import numpy as np
 import torch
 
-from ...ipc.config import SchedulerConfig, resolved
+from ...ipc.config import SchedulerConfig, SpeculativeConfig, resolved
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..sampling.logprob_arrays import join_logprobs
 from ..sampling.sampler import NOT_FINITE, Sampler
 from .draft_depth import DraftDepth, measure_costs
 from .input_batch import NO_LOGPROBS, InputBatch
-from .proposers import NOTHING, NgramProposer, Proposer
+from .proposers import NOTHING, FirstOf, NgramProposer, Proposer
 from .step_inputs import StepInputs
 from .step_outputs import tokens_by_row
+from .suffix_proposer import SuffixProposer
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def make_speculation(
     if wanted is None:
         return None
     most_rows = max_num_logits(scheduler_config)
-    proposer = NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    proposer = make_proposer(wanted)
     depth = None
     if wanted.adaptive:
         costs = measure_costs(run_pass, [n for n in MEASURED_TOKENS if n <= most_rows])
@@ -69,6 +70,17 @@ def make_speculation(
     max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
     most = wanted.num_speculative_tokens
     return Speculation(proposer, depth, batch, most, max_num_tokens, most_rows)
+
+
+def make_proposer(wanted: SpeculativeConfig) -> Proposer:
+    ngram = NgramProposer(wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    suffix = SuffixProposer(
+        wanted.suffix_decoding_max_tree_depth,
+        wanted.suffix_decoding_max_cached_requests,
+        wanted.suffix_decoding_max_spec_factor,
+        wanted.suffix_decoding_min_token_prob,
+    )
+    return {"ngram": ngram, "suffix": suffix, "auto": FirstOf(ngram, suffix)}[wanted.method]
 
 
 class Speculation:
@@ -115,11 +127,17 @@ class Speculation:
             found = NOTHING
             if count > 0 and slot not in batch.refusals:
                 known = batch.token_ids[slot, : batch.num_tokens[slot]]
-                found = self.proposer.propose(known, count)
+                found = self.proposer.propose(known, count, batch.cache_salts.get(slot))
                 room -= len(found)
             drafts.append(found)
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
+
+    def remember(self, slot: int) -> None:
+        """Takes what the request in this slot was answered. It leaves the slot."""
+        batch = self._batch
+        output = batch.token_ids[slot, batch.num_entry_tokens[slot] : batch.num_tokens[slot]]
+        self.proposer.remember(output, batch.cache_salts.get(slot))
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""

@@ -165,7 +165,10 @@ def _schedule(step: StepTrace, places: dict[str, str]) -> Tree:
 def _row(row: Row) -> str:
     end = row.num_computed_tokens + row.num_tokens
     what = "decodes" if row.num_tokens == 1 and row.num_computed_tokens else "computes its prompt"
-    ahead = f" and {row.num_lookahead_tokens} more" if row.num_lookahead_tokens else ""
+    most, count = row.num_lookahead_tokens, row.num_ahead
+    ahead = f" and {count} more" if most else ""
+    if count < most:
+        ahead = f" and {count} of at most {most} more"
     new = ", admitted" if row.is_new else ""
     return (
         f"request {row.request_id} {what}: token {row.num_computed_tokens} to {end - 1} of "

@@ -152,8 +152,10 @@ function figures(state) {
   put($("hits"), queries ? `${Math.round((100 * hits) / queries)} %` : "–");
   put($("preemptions"), whole(counters.num_preemptions));
   const context = `a context of ${whole(state.max_model_len)} tokens`;
+  const { num_draft_tokens: drafted, num_accepted_tokens: accepted } = counters;
+  const drafts = drafted ? `, ${Math.round((100 * accepted) / drafted)} % of drafts accepted` : "";
   const blocks = `${whole(state.num_blocks)} blocks of ${state.block_size} tokens`;
-  put($("about"), `Up ${upTime(state.uptime_s)}, ${context}, ${blocks}.`);
+  put($("about"), `Up ${upTime(state.uptime_s)}, ${context}, ${blocks}${drafts}.`);
   showRestarts(state);
 }
 

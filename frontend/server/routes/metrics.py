@@ -242,6 +242,15 @@ class Collector:
 
         if loras := status.get("loras"):
             yield _lora_info(prefix, loras, self._state.now())
+        if per_pos := status.get("accepted_per_pos"):
+            by_position = CounterMetricFamily(
+                prefix + "spec_decode_num_accepted_tokens_per_pos",
+                "Draft tokens accepted, by their position in a draft.",
+                labels=(*LABELS, "position"),
+            )
+            for position, count in enumerate(per_pos):
+                by_position.add_metric((*values, str(position)), count)
+            yield by_position
         if (steps := status.get("step_tokens")) is not None:
             histogram = Histogram("Tokens per engine step, prefill and decode.", steps["bounds"])
             histogram.counts, histogram.sum = steps["counts"], steps["sum"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from quire.executor.runner.proposers import NgramProposer
+from quire.executor.runner.proposers import FirstOf, NgramProposer
+from quire.executor.runner.suffix_proposer import SuffixProposer
 
 
 def looked_up(tokens: list[int], least: int, most: int, count: int) -> list[int]:
@@ -26,7 +27,16 @@ def test_random_texts():
         tokens = rng.choices(range(rng.choice([2, 4, 20])), k=rng.randint(1, 40))
         least = rng.randint(1, 4)
         most, count = least + rng.randint(0, 4), rng.randint(1, 8)
-        found = NgramProposer(least, most).propose(np.array(tokens, np.int32), count).tolist()
+        found = NgramProposer(least, most).propose(np.array(tokens, np.int32), count, None)
+        found = found.tolist()
         assert found == looked_up(tokens, least, most, count), (tokens, least, most, count)
         num_found += bool(found)
     assert num_found > 1000
+
+
+def test_the_first_that_finds_something():
+    suffix = SuffixProposer(8, 10, 1.0, 0.0)
+    both = FirstOf(NgramProposer(2, 4), suffix)
+    both.remember(np.array([1, 2, 3, 4], np.int32), None)
+    assert both.propose(np.array([1, 2], np.int32), 4, None).tolist() == [3, 4]
+    assert both.propose(np.array([1, 2, 9, 1, 2], np.int32), 2, None).tolist() == [9, 1]

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from quire.frontend.trace.tree import REASONS, experts_line, sentence
+from quire.frontend.trace.tree import REASONS, _row, experts_line, sentence
+from quire.ipc.trace import Row
 from quire.tests.frontend.trace.made import made
 
 GOLDEN = Path(__file__).with_name("tree.txt")
@@ -46,3 +47,11 @@ def test_rows_of_experts_are_one_line():
         "experts of 3 layers: 0 to 4 rows each, median 1; 1 to 4 of 4 read per layer; imbalance "
         "1.0 to 4.0, median 2.0"
     )
+
+
+def test_a_row_says_how_many_drafts_held():
+    drafted = Row("a", 1, 8, 7, 9, False, 0, 0, num_ahead=3)
+    assert "8 to 8 of 9 known and 3 of at most 7 more;" in _row(drafted)
+    ahead = Row("a", 1, 8, 7, 9, False, 0, 0, num_ahead=7)
+    assert "8 to 8 of 9 known and 7 more;" in _row(ahead)
+    assert "known;" in _row(Row("a", 1, 8, 0, 9, False, 0, 0))

@@ -324,3 +324,16 @@ def test_layers_with_experts_have_two_gauges_each() -> None:
         "quire:expert_load_imbalance": {"0": 1.5, "3": 4.0},
         "quire:expert_unused_ratio": {"0": 0.25, "3": 0.75},
     }
+
+
+def test_accepted_drafts_by_position():
+    collector = metrics.Collector(SimpleNamespace(model_name="m"))  # type: ignore[arg-type]
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+    def samples() -> list[Any]:
+        families = {family.name: family for family in collector._of_the_scheduler("vllm:", 0)}
+        return families[name].samples if name in families else []
+
+    assert samples() == []
+    collector._status = {"accepted_per_pos": [5, 2]}
+    assert [(s.labels["position"], s.value) for s in samples()] == [("0", 5), ("1", 2)]

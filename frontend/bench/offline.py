@@ -1,4 +1,4 @@
-"""`quire bench throughput` and `latency`: the offline engine over the same workloads.
+"""`quire bench throughput`, `latency` and `embed`: the offline engine over the same workloads.
 
 Must not know: HTTP, command lines, the engine's internals.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from ...ipc.errors import InvalidParameterError
+from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.models.checkpoint import find_weight_files, read_header
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_weights import is_gguf
@@ -153,6 +153,22 @@ def run_latency(
         metrics = [output.metrics for output in outputs if output.metrics]
         phases.append(batch_phases(metrics, _num_output_tokens(outputs)))
     return seconds, phases
+
+
+def run_embed(llm: LLM, batches: list[list[str]]) -> tuple[list[float], int]:
+    """The seconds of each batch of texts, and the tokens of all. Raises what LLM.embed raises, and
+    QuireError for a text that fails.
+    """
+    seconds, num_tokens = [], 0
+    for texts in batches:
+        start = perf_counter()
+        outputs = llm.embed(texts, use_tqdm=False)
+        seconds.append(perf_counter() - start)
+        for output in outputs:
+            if output.error is not None:
+                raise QuireError(f"a text could not be embedded: {output.error}")
+            num_tokens += len(output.prompt_token_ids)
+    return seconds, num_tokens
 
 
 def batch_phases(metrics: list[RequestMetrics], num_output_tokens: int) -> Phases:

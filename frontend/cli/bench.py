@@ -1,7 +1,7 @@
-"""`quire bench serve|throughput|latency|cpu`: selects the mode.
+"""`quire bench serve|throughput|latency|embed|cpu`: selects the mode.
 
-Must not know: how anything is measured. bench_serve.py, bench_offline.py and bench_cpu.py are
-imported only when selected.
+Must not know: how anything is measured. bench_serve.py, bench_offline.py, bench_embed.py and
+bench_cpu.py are imported only when selected.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ MODES = {
     "serve": "load a running server of the OpenAI API, Quire or another",
     "throughput": "the offline engine, all requests at once",
     "latency": "the offline engine, one batch repeatedly",
+    "embed": "the offline engine, embeddings of texts in batches",
     "cpu": "a model's steps compared with this CPU's memory and arithmetic limits",
 }
 HELP = "\n".join(
@@ -22,7 +23,8 @@ HELP = "\n".join(
         *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items()),
     ]
 )
-MODULES = {"serve": "bench_serve", "cpu": "bench_cpu"}  # of the other modes: bench_offline
+# of the other modes: bench_offline
+MODULES = {"serve": "bench_serve", "embed": "bench_embed", "cpu": "bench_cpu"}
 
 
 def main(argv: list[str]) -> int:

@@ -53,7 +53,7 @@ def from_text(flag: Flag, text: str) -> Any:
     try:
         if (
             get_origin(plain) is dict
-            or plain is StructuredOutputsParams
+            or (isinstance(plain, type) and issubclass(plain, msgspec.Struct))
             or (get_origin(plain) is list and text.lstrip().startswith("["))
         ):
             value: Any = json.loads(text)

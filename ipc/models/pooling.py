@@ -24,6 +24,8 @@ STORED_POOLING = "gguf_pooling_type"
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a user changes of how a model pools, under vLLM's names. None: as the model says."""
 
+    # of requests that name none, and of scores: those of token_embed are MaxSim
+    task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
     # of a request's only row; pooling_type is another name of it
     seq_pooling_type: Literal["CLS", "LAST", "MEAN"] | None = None
     pooling_type: Literal["CLS", "LAST", "MEAN"] | None = None

@@ -163,6 +163,14 @@ def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
     if config is None:
         return pooling
     changes: dict[str, Any] = {}
+    if config.task is not None:
+        if config.task not in pooling.tasks:
+            raise InvalidParameterError(
+                "pooler_config",
+                f"task must be one of {', '.join(pooling.tasks)} for this model, got {config.task}",
+            )
+        others = tuple(task for task in pooling.tasks if task != config.task)
+        changes["tasks"] = (config.task, *others)
     if (kind := config.seq_pooling_type or config.pooling_type) is not None:
         changes["modes"] = (_MODES[kind],)
         if not pooling.dense:

@@ -25,12 +25,13 @@ def test_modes(capsys: pytest.CaptureFixture) -> None:
     assert call(capsys, "speed") == (
         2,
         "",
-        "quire bench: unknown mode 'speed'; the modes are serve, throughput, latency, cpu\n",
+        "quire bench: unknown mode 'speed'; the modes are serve, throughput, latency, embed, cpu\n",
     )
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "cpu"])  # it makes no requests
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode not in ("embed", "cpu")])
 def test_help_is_short_and_help_all_is_not(mode: str, capsys: pytest.CaptureFixture) -> None:
+    """Of the modes that generate text."""
     _, short, _ = call(capsys, mode, "--help")
     _, full, _ = call(capsys, mode, "--help-all")
     assert "--ignore-eos" in short and "--temperature" not in short and "--temperature" in full

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from quire import StructuredOutputsParams
 from quire.frontend.cli.flags import ENGINE, Flag, engine_flags, sampling_flags, server_flags
 from quire.frontend.cli.values import format_bytes, format_count, from_plain, from_text, parse_bytes
+from quire.ipc.config import SpeculativeConfig
+from quire.ipc.models.pooling import PoolerConfig
 
 FLAGS = {flag.name: flag for flag in (*engine_flags(), *server_flags(), *sampling_flags(), ENGINE)}
 
@@ -38,6 +40,8 @@ FLAGS = {flag.name: flag for flag in (*engine_flags(), *server_flags(), *samplin
         ("api_key", "sk-1", ["sk-1"]),
         ("structured_outputs", '{"regex": "x+"}', StructuredOutputsParams(regex="x+")),
         ("engine", "ipc://x", "ipc://x"),
+        ("pooler_config", '{"task": "token_embed"}', PoolerConfig(task="token_embed")),
+        ("speculative_config", '{"method": "ngram"}', SpeculativeConfig(method="ngram")),
     ],
 )
 def test_text(name: str, text: str, value: Any) -> None:

@@ -1,13 +1,19 @@
-"""A server with a model that only pools: a cross-encoder; and texts whose client leaves."""
+"""Servers with models that only pool, a cross-encoder and one with a row for each token; and texts
+whose client leaves.
+"""
 
 from __future__ import annotations
 
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
+import numpy as np
 import pytest
+from quire import LLM
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.tiny_encoders import save_tiny_encoder
@@ -22,6 +28,35 @@ def classifier(tmp_path_factory) -> Iterator[httpx.Client]:
     flags = ("--served-model-name", "tiny", "--dtype", "float32", "--num-threads", "1")
     with running_server(str(directory), *flags) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def late_interaction(tmp_path_factory) -> Iterator[tuple[Path, httpx.Client]]:
+    directory = tmp_path_factory.mktemp("late-interaction")
+    save_tiny_encoder(directory, "bert", max_position_embeddings=128)
+    flags = ("--pooler-config", '{"task": "token_embed"}', "--dtype", "float32")
+    with running_server(str(directory), *flags, "--num-threads", "1") as client:
+        yield directory, client
+
+
+def test_scores_of_rows_by_token_are_maxsim(late_interaction: tuple[Path, httpx.Client]) -> None:
+    directory, client = late_interaction
+    query, documents = "a cat", ["the cat sat", "a dog", "the cat sat on the mat"]
+    answer = client.post("/pooling", json={"input": [query, *documents]}).json()
+    of_query, *rows = [np.array(entry["data"], np.float32) for entry in answer["data"]]
+    assert len({len(some) for some in rows}) > 1  # one row for each token
+    expected = [(of_query @ some.T).max(axis=1).sum(dtype=np.float64) for some in rows]
+    body = {"text_1": query, "text_2": documents}
+    scores = [entry["score"] for entry in client.post("/score", json=body).json()["data"]]
+    assert scores == pytest.approx(expected, abs=1e-5)
+    ranked = client.post("/rerank", json={"query": query, "documents": documents}).json()
+    assert [result["index"] for result in ranked["results"]] == sorted(
+        range(3), key=lambda i: -scores[i]
+    )
+    settings: dict[str, Any] = dict(dtype="float32", num_threads=1, engine="inproc")
+    with LLM(str(directory), pooler_config={"task": "token_embed"}, **settings) as llm:
+        found = llm.score(query, documents, use_tqdm=False)
+    assert [output.outputs.score for output in found] == scores
 
 
 def test_generation_is_refused_by_name(classifier: httpx.Client) -> None:

@@ -150,6 +150,13 @@ def test_a_user_changes_how_it_pools():
     assert (pooling.modes, pooling.logit_mean, pooling.logit_sigma) == (("lasttoken",), 1.5, 2.0)
 
 
+def test_a_user_chooses_the_task():
+    pooling = resolve("BertModel", config=PoolerConfig(task="token_embed")).pooling
+    assert pooling.tasks == ("token_embed", "embed")
+    with pytest.raises(InvalidParameterError, match="task must be one of embed, token_embed for"):
+        resolve("BertModel", config=PoolerConfig(task="classify"))
+
+
 def test_only_matryoshka_models_have_shorter_embeddings():
     check_dimensions(8, Pooling(is_matryoshka=True))
     check_dimensions(16, Pooling(matryoshka_dimensions=(16, 32)))

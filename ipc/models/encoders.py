@@ -15,6 +15,9 @@ from ..errors import ModelLoadError
 from .decoder_config import SLIDING
 from .encoder_config import EncoderConfig, Keys
 from .forms import CLASSIFY, CLASSIFY_TOKENS, Head, HeadLayer, form_of, label_names
+from .rope_config import parse_rope_parameters
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -197,17 +200,19 @@ def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
         )
     is_local = [kind == SLIDING for kind in kinds[:num_layers]]
     window = keys.size("local_attention", 128) // 2
-    given = keys.get("rope_parameters") or {}
-    thetas = [
-        (given.get(kind) or {}).get("rope_theta") or keys.number(key, default, 1, 1e12)
+    context, given = keys.size("max_position_embeddings", 8192), keys.get("rope_parameters") or {}
+    if keys.get("rope_scaling") or not isinstance(given, dict):
+        raise ModelLoadError(
+            "config.json: rope_scaling is not supported for ModernBERT, rope_parameters is, with "
+            "an object for each kind of layers"
+        )
+    ropes = [
+        _rope(given.get(kind), keys.number(key, default, 1, 1e12), context)
         for kind, key, default in (
             ("full_attention", "global_rope_theta", 160_000.0),
             (SLIDING, "local_rope_theta", 10_000.0),
         )
     ]
-    scaled = [one for one in given.values() if (one or {}).get("rope_type", "default") != "default"]
-    if scaled or keys.get("rope_scaling"):
-        raise ModelLoadError("config.json: rope_scaling is not supported for ModernBERT")
     norm_bias = keys.switch("norm_bias", False)
     act = keys.activation("classifier_activation", "gelu")
     has_bias = keys.switch("classifier_bias", False)
@@ -220,9 +225,9 @@ def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
         head = (*before, *head)
     return EncoderConfig(
         **basic,
-        max_position_embeddings=keys.size("max_position_embeddings", 8192),
+        max_position_embeddings=context,
         activation=_gated(keys.activation("hidden_act", "gelu")),
-        ropes=tuple({"rope_type": "default", "rope_theta": float(thetas[i])} for i in is_local),
+        ropes=tuple(ropes[i] for i in is_local),
         windows=tuple(window if local else 0 for local in is_local),
         norm_bias=norm_bias,
         attention_bias=keys.switch("attention_bias", False),
@@ -254,10 +259,8 @@ def _parse_nomic_bert(hf_config: dict[str, Any]) -> EncoderConfig:
     context = keys.size("max_position_embeddings", 2048)
     if keys.get("rotary_scaling_factor"):  # angles would depend on the length of the text
         context = min(context, keys.size("max_trained_positions", 2048))
-    rope = keys.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ModelLoadError("config.json: scaled rope_parameters are not supported for nomic_bert")
-    theta = rope.get("rope_theta") or keys.number("rotary_emb_base", 1000.0, 1, 1e12)
+    theta = keys.number("rotary_emb_base", 1000.0, 1, 1e12)
+    rope = _rope(keys.get("rope_parameters"), theta, context)
     dense = HeadLayer(f"{NOMIC_NAMES.base}pooler.dense", hidden, hidden, activation="tanh")
     return EncoderConfig(
         **basic,
@@ -265,12 +268,30 @@ def _parse_nomic_bert(hf_config: dict[str, Any]) -> EncoderConfig:
         activation=_gated(keys.activation("hidden_act", "silu")),
         type_vocab_size=(num_types := keys.size("type_vocab_size", 2)),
         has_pair_types=num_types > 1,
-        ropes=({"rope_type": "default", "rope_theta": float(theta)},) * num_layers,
+        ropes=(rope,) * num_layers,
         attention_bias=False,
         mlp_bias=False,
         head=_head(hf_config, hidden, dense, last="classifier"),
         base_prefix=NOMIC_NAMES.base,
     )
+
+
+def _rope(given: Any, theta: float, context: int) -> dict[str, Any]:
+    """The rotary embedding of some layers. given: of config.json, if any; theta: where it has none;
+    context: the model's longest text.
+    """
+    if given is not None and not isinstance(given, dict):
+        raise ModelLoadError(f"config.json: rope_parameters must be objects, got {given!r:.100}")
+    found = {key: value for key, value in (given or {}).items() if value is not None}
+    rope = parse_rope_parameters(
+        {"rope_parameters": {"rope_theta": theta, **found}, "max_position_embeddings": context}
+    )
+    if rope["rope_type"] not in ROPE_TYPES:  # of the others, angles depend on the text's length
+        raise ModelLoadError(
+            f"config.json: rope type {rope['rope_type']} is not supported for text encoders; "
+            f"supported: {', '.join(ROPE_TYPES)}"
+        )
+    return rope | {"rope_theta": float(rope["rope_theta"])}
 
 
 def _gated(activation: str) -> str:

@@ -77,6 +77,25 @@ def test_hidden_states_equal_those_of_transformers(encoder, kind):
     core.shutdown()
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0}
+SCALED = {
+    "nomic_bert": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+    "modernbert": {
+        "full_attention": YARN | {"original_max_position_embeddings": 64},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_scaled_angles(kind, tmp_path):
+    save_tiny_encoder(tmp_path, kind, rope_parameters=SCALED[kind])
+    core = start_core(tmp_path)
+    for own, other in zip(raw_rows(core, TEXTS), expected(tmp_path), strict=True):
+        assert abs(own - other).max() < 1e-5
+    core.shutdown()
+
+
 @needs_native
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert", "nomic_bert", "gemma3_text"])

@@ -78,6 +78,12 @@ def test_the_older_keys_of_modernbert_and_nomic_bert_are_read() -> None:
         ("roberta", {"max_position_embeddings": 2}, "must be more than 2, got 2"),
         ("mpnet", {"relative_attention_num_buckets": 16}, "supported: 32"),
         ("distilbert", {"sinusoidal_pos_embds": True, "dim": None}, "sinusoidal_pos_embds=True"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}},
+            "rope type dynamic is not supported for text encoders; supported: default, linear",
+        ),
+        ("nomic_bert", {"rope_parameters": [1]}, "rope_parameters must be objects, got"),
         ("modernbert", {"norm_bias": 1}, "norm_bias must be true or false"),
         ("modernbert", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling is not supported"),
         ("modernbert", {"hidden_activation": "relu"}, "relu is not supported in a gated MLP"),

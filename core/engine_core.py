@@ -257,6 +257,8 @@ class EngineCore:
     @property
     def next_deadline(self) -> float | None:
         """When a request without its end becomes late, by time.monotonic()."""
+        if not self.gate:
+            return self.scheduler.next_deadline
         deadlines = self.scheduler.next_deadline, self.gate.next_deadline
         return min(filter(None, deadlines), default=None)
 

@@ -90,12 +90,16 @@ class GrammarGate:
     @property
     def next_deadline(self) -> float | None:
         """By time.monotonic(), of the requests that wait here."""
+        if not self._waiting:
+            return None
         return min(
             (gated.request.deadline for gated in self if gated.request.deadline), default=None
         )
 
     def has_checked(self) -> bool:
         """Whether there is a request to take."""
+        if not self._waiting:  # what is left of others is dropped with the next `take`
+            return False
         return bool(self._ready) or not self._checked.empty() or any(g.is_late for g in self)
 
     def take(self) -> list[GatedRequest]:

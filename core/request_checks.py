@@ -209,11 +209,10 @@ def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
 def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Checks `token_ids`, which are not empty."""
     for extreme in (min(token_ids), max(token_ids)):
-        _require(
-            0 <= extreme < vocab_size,
-            name,
-            f"token ids must be between 0 and {vocab_size - 1}, got {extreme}",
-        )
+        if not 0 <= extreme < vocab_size:
+            raise InvalidParameterError(
+                name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}"
+            )
 
 
 def _require(holds: bool, parameter: str, problem: str) -> None:

@@ -80,6 +80,8 @@ def is_finite(value: object) -> bool:
 
 def require_owner(name: Any, weight: Any) -> None:
     """Checks `owner` and `owner_weight` of a request."""
+    if name == "" and weight == 1.0:  # the defaults
+        return
     require_kind(
         isinstance(name, str) and len(name) <= MAX_OWNER_LENGTH,
         "owner",
@@ -101,6 +103,8 @@ def require_text(parameter: str, value: Any) -> None:
     encode.
     """
     require_kind(isinstance(value, str), parameter, "a string", value)
+    if value.isascii():
+        return
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -7,6 +7,8 @@ Must not know: files on disk, torch, or how a value is used. frontend/engine_arg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -427,7 +429,8 @@ INTERNAL_FIELDS = frozenset(
 )  # filled when the tree is resolved; not arguments
 
 
-def config_fields() -> dict[str, tuple[str, msgspec.structs.FieldInfo]]:
+@cache
+def config_fields() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
     """Every user-facing argument: flat name -> (section's name in EngineConfig, msgspec field)."""
     return {
         field.name: (section.name, field)

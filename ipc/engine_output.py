@@ -69,6 +69,7 @@ class Reader:
     backlog: deque[list] = field(default_factory=deque)  # encoded messages
     backlog_bytes: int = 0
     is_dropped: bool = False
+    num_outputs: int = 0  # encoded so far
 
     def keep(self, frames: list) -> None:
         self.backlog.append(frames)
@@ -182,6 +183,9 @@ class EngineOutput:
         elif (
             reader := self._readers.get(order.client_index)
         ) is not None and not reader.is_dropped:
+            if isinstance(order.message, EngineCoreOutputs):
+                msgspec.structs.force_setattr(order.message, "number", reader.num_outputs)
+                reader.num_outputs += 1
             self._send(reader, order.client_index, self._encode(order))
 
     def _connect(self, order: Connect) -> None:

@@ -195,7 +195,7 @@ class TurnedAway(Message, tag="turned_away", frozen=True):
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -347,7 +347,8 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     Row i is request_ids[i]. A row may have no tokens (an abort, an error).
 
     `engine_index` numbers the engines that one client uses at the same time, `epoch` those that
-    replaced each other under one index.
+    replaced each other under one index, and `number` the messages of an engine to one client, from
+    0; it is set when the message is sent.
     """
 
     epoch: int
@@ -369,6 +370,7 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     token_steps: list[int] = []
     engine_index: int = 0
     pooled: list[Pooled] = []
+    number: int = 0
 
     def __post_init__(self) -> None:
         """Refuses columns that do not match, like any other bad frame."""

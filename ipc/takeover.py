@@ -35,7 +35,8 @@ def taken_over(path: Path) -> Iterator[None]:
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while listener_pid(path) == pid:
+        # 0: the kernel tells no pid, because the listener's queue is full
+        while listener_pid(path) in (pid, 0):
             if time.monotonic() > deadline:
                 raise QuireError(f"the engine at {path} (pid {pid}) does not stop listening")
             time.sleep(0.005)

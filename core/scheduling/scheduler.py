@@ -219,6 +219,8 @@ class Scheduler:
 
     def has_late_requests(self) -> bool:
         """Whether the deadline of a request has passed."""
+        if not self._deadlines:
+            return False
         deadline = self.next_deadline
         return deadline is not None and deadline <= time.monotonic()
 

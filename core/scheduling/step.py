@@ -64,7 +64,7 @@ def add_row(
     request.num_computed_tokens = end = end + num_lookahead
     step.num_expected.append(num_expected)
     step.num_computed.append(end)
-    if scheduler.waiting.is_shared:
+    if len(scheduler.waiting.owners) > 1:
         scheduler.waiting.charge(request, num_tokens + num_lookahead)
     if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
         step.prefills.append((request, num_tokens))

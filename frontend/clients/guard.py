@@ -53,7 +53,8 @@ class Guard:
             )
 
     def __enter__(self) -> None:
-        self.check_process()
+        if _num_forks != self._num_forks:  # written out: every call of a client comes here
+            self.check_process()
         if not self._lock.acquire(blocking=self._waits):
             raise self._closed or EngineUsageError(
                 "another thread is in a call of this engine: LLMEngine and its clients serve one "

@@ -98,6 +98,8 @@ class MPClient(EngineClient):
         # pending calls, with a Future for those of asyncio
         self._calls: dict[int, asyncio.Future | None] = {}
         self._num_calls = 0
+        self._num_outputs = 0  # received
+        self._num_rejected_peers = 0  # that the watchdog knows of
         # Whether this client has paused the engine or put it to sleep. Blocking code that then
         # waits for outputs would deadlock. If another client has done it, that client also
         # resumes the engine, so waiting is correct.
@@ -235,6 +237,9 @@ class MPClient(EngineClient):
         ):
             message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
+                if message.number != self._num_outputs:
+                    return self._end("messages of the engine were lost on their way")
+                self._num_outputs += 1
                 self._heard()
                 self._outputs.append(message)
             elif isinstance(message, m.UtilityResult):
@@ -301,6 +306,11 @@ class MPClient(EngineClient):
         assert watchdog is not None and process is not None
         if self._slow_calls:
             return watchdog.heard()
+        if (number := self.num_rejected_peers) != self._num_rejected_peers:
+            # or a message of the engine was changed, and ZMQ reads no more of them
+            self._num_rejected_peers = number
+            watchdog.doubt()
+            self._send_now(m.UtilityCall(CHECK_CALL_ID, m.BEAT))
         match watchdog.check():
             case Step.ASK:
                 self._send_now(m.UtilityCall(CHECK_CALL_ID, "ping"))
@@ -313,12 +323,20 @@ class MPClient(EngineClient):
                 )
                 process.send_signal(STACKS_SIGNAL)
             case Step.END:
-                self.was_hung = True
-                self._last_words = (
-                    f"the engine did not finish a step for {watchdog.timeout_s:g} s "
+                self._end(
+                    "the engine was not heard any more after a peer of its sockets was rejected"
+                    if watchdog.is_in_doubt
+                    else f"the engine did not finish a step for {watchdog.timeout_s:g} s "
                     f"(step_timeout_s)"
                 )
-                process.send_signal(signal.SIGKILL)
+
+    def _end(self, cause: str) -> None:
+        """Ends a child; a daemon is taken for dead."""
+        self.was_hung = True
+        if self._connection.process is None:
+            return self._fail_waiters(cause)
+        self._last_words = cause
+        self._connection.process.send_signal(signal.SIGKILL)
 
     def _check_later(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._watchdog is None or self._check_timer is not None:

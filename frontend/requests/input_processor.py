@@ -234,13 +234,13 @@ class InputProcessor:
         """Requires a list of at least one and at most `most` ids of the vocabulary."""
         is_list = isinstance(token_ids, list) and set(map(type, token_ids)) <= {int}
         require(is_list, "prompt_token_ids", "must be a list of integers")
-        require(len(token_ids) > 0, "prompt", "must not be empty")
-        require(
-            len(token_ids) <= most,
-            "prompt",
-            f"is {len(token_ids)} tokens long; with max_model_len={self._max_model_len} it can "
-            f"have at most {most}",
-        )
+        require(token_ids, "prompt", "must not be empty")
+        if len(token_ids) > most:
+            raise InvalidParameterError(
+                "prompt",
+                f"is {len(token_ids)} tokens long; with max_model_len={self._max_model_len} it can "
+                f"have at most {most}",
+            )
         self._check_range("prompt_token_ids", token_ids)
 
     def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
@@ -248,11 +248,12 @@ class InputProcessor:
         if self._vocab_size is None:
             return
         for extreme in (min(token_ids), max(token_ids)):
-            problem = (
-                f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, "
-                f"got {extreme}"
-            )
-            require(0 <= extreme < self._vocab_size, name, problem)
+            if not 0 <= extreme < self._vocab_size:
+                raise InvalidParameterError(
+                    name,
+                    f"must be ids between 0 and {self._vocab_size - 1}, the model's vocabulary, "
+                    f"got {extreme}",
+                )
 
     # ------------------------------------------------------------ parameters
 
@@ -275,13 +276,12 @@ class InputProcessor:
             "params",
             "must be PoolingParams: this engine runs with runner=pooling and generates no text",
         )
-        is_useful = params.n == 1 or not params.is_greedy  # vLLM raises an error too
-        require(
-            is_useful,
-            "n",
-            f"must be 1 with temperature=0 (greedy), where all completions are the same, got "
-            f"{params.n}",
-        )
+        if params.n > 1 and params.is_greedy:  # vLLM raises an error too
+            raise InvalidParameterError(
+                "n",
+                f"must be 1 with temperature=0 (greedy), where all completions are the same, got "
+                f"{params.n}",
+            )
         for name in ("stop", "bad_words", "structured_outputs"):
             if getattr(params, name) and self._tokenizer is None:
                 raise InvalidParameterError(

@@ -34,28 +34,28 @@ def read_prompt(prompt: Prompt) -> PromptParts:
         return PromptParts(prompt)
     if isinstance(prompt, list):
         return PromptParts(None, prompt)
-    require(
-        isinstance(prompt, dict),
-        "prompt",
-        f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}",
-    )
-    for key in prompt:
-        require(
-            key in PROMPT_KEYS,
+    if not isinstance(prompt, dict):
+        raise InvalidParameterError(
             "prompt",
-            f"has the unknown key {shown(key)}; the keys are {', '.join(PROMPT_KEYS)}",
+            f"must be a string, a list of token ids or a dict, got {type(prompt).__name__}",
         )
-    text, token_ids, salt, pair = (prompt.get(key) for key in PROMPT_KEYS)
+    for key in prompt:
+        if key not in PROMPT_KEYS:
+            raise InvalidParameterError(
+                "prompt",
+                f"has the unknown key {shown(key)}; the keys are {', '.join(PROMPT_KEYS)}",
+            )
+    text, token_ids, salt, pair = map(prompt.get, PROMPT_KEYS)
     for name, value in (("prompt", text), ("text_pair", pair)):
-        require(
-            value is None or isinstance(value, str),
-            name,
-            f"must be a string, got {type(value).__name__}",
+        if value is not None:
+            if not isinstance(value, str):
+                raise InvalidParameterError(name, f"must be a string, got {type(value).__name__}")
+            require_text(name, value)
+    if salt is not None:
+        require_kind(
+            isinstance(salt, str) and salt, "cache_salt", "a string that is not empty", salt
         )
-        require_text(name, value or "")
-    is_salt = salt is None or (isinstance(salt, str) and salt)
-    require_kind(is_salt, "cache_salt", "a string that is not empty", salt)
-    require_text("cache_salt", salt or "")
+        require_text("cache_salt", salt)
     if token_ids is None and text is None:
         raise InvalidParameterError("prompt", "must have `prompt` or `prompt_token_ids`")
     require(

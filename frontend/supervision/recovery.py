@@ -115,31 +115,29 @@ class Successors:
             self.standby = Standby(config, asyncio_mode, command)
         self.is_shared = engine != "process"
         self._attach_timeout_s = min(ATTACH_TIMEOUT_S, config.service_config.startup_timeout_s)
-        self._is_closed = threading.Event()
-
-    @property
-    def is_closed(self) -> bool:
-        return self._is_closed.is_set()
+        self.is_closed = False
+        self._closing = threading.Event()
 
     def close(self) -> None:
         """Ends what waits. `end_standby` follows."""
-        self._is_closed.set()
+        self.is_closed = True
+        self._closing.set()
 
     def end_standby(self) -> None:
         if self.standby is not None:
             self.standby.close()
 
     def raise_if_closed(self) -> None:
-        if self._is_closed.is_set():
+        if self.is_closed:
             raise EngineDeadError(CLOSED)
 
     def perform(self, action: Action) -> Any:
         match action:
             case Sleep(seconds):
-                self._is_closed.wait(seconds)
+                self._closing.wait(seconds)
             case Start(epoch):
                 started = self._take_standby() or Started(self._start(epoch), NO_WEIGHTS)
-                if self._is_closed.is_set():
+                if self.is_closed:
                     started.engine.shutdown()
                     self.raise_if_closed()
                 return started
@@ -161,7 +159,7 @@ class Successors:
             except EngineStartError:
                 if not self.is_shared or time.monotonic() > deadline:
                     raise
-                self._is_closed.wait(ATTACH_INTERVAL_S)
+                self._closing.wait(ATTACH_INTERVAL_S)
 
     async def perform_async(self, action: Action) -> Any:
         import asyncio

@@ -187,7 +187,8 @@ class SupervisedClient(EngineClient):
             await in_thread(self._successors.end_standby)
 
     def _raise_if_over(self) -> None:
-        self._successors.raise_if_closed()
+        if self._successors.is_closed:
+            self._successors.raise_if_closed()
         if self._failure is not None:
             raise EngineDeadError(*self._failure.args) from self._failure
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 CHECK_INTERVAL_S = 0.5  # between two calls of `check`
+DOUBT_TIMEOUT_S = 2.0  # see Watchdog.doubt
 
 
 class Step(enum.Enum):
@@ -29,10 +30,18 @@ class Watchdog:
         self._clock = clock
         self._asked_at: float | None = None  # without an answer since
         self._has_shown_stacks = False
+        self.is_in_doubt = False
 
     def heard(self) -> None:
         self._asked_at = None
-        self._has_shown_stacks = False
+        self._has_shown_stacks = self.is_in_doubt = False
+
+    def doubt(self) -> None:
+        """Messages of the engine may no longer arrive. It is asked for one that it sends at once,
+        also during a step.
+        """
+        if not self.is_in_doubt:
+            self.is_in_doubt, self._asked_at = True, self._clock()
 
     def check(self) -> Step:
         """What to do now."""
@@ -40,7 +49,8 @@ class Watchdog:
         if self._asked_at is None:
             self._asked_at = now
             return Step.ASK
-        if now - self._asked_at < self.timeout_s:
+        timeout_s = min(self.timeout_s, DOUBT_TIMEOUT_S) if self.is_in_doubt else self.timeout_s
+        if now - self._asked_at < timeout_s:
             return Step.WAIT
         if not self._has_shown_stacks:
             self._has_shown_stacks = True

@@ -72,7 +72,8 @@ async def load(server: httpx.Client, seconds: float) -> list[Level]:
                 engine.send_signal(signal.SIGKILL)
             await wait_until_ready(server)
         await traffic.stop()
-        assert not traffic.problems, traffic.problems[:3]
+        problems = traffic.problems
+        assert not problems, f"{len(problems)}: {problems[:3]}\n{server.log()[-6000:]}"
         await asyncio.sleep(2.0)  # connections close
         num_streams += len(traffic.answers)
         levels.append(Level.of(server))

@@ -201,8 +201,8 @@ class Relay:
     ids=["as sent", "replayed", "reordered", "changed"],
 )
 def test_a_message_is_heard_once_and_in_order(context, ends, sent, heard):
-    """The rest is dropped and counted. From then on ZMQ may read nothing of this connection, which
-    the watchdog takes for a hanging engine.
+    """The rest is dropped and counted. From then on ZMQ may read nothing of this connection: see
+    tests/frontend/supervision/test_broken_wire.py.
     """
     relay, rejected = Relay(ends), RejectedPeers(context, ends.pull)
     with connect_push(context, relay.wire) as push:

@@ -72,9 +72,12 @@ def closing(engine: LLMEngine) -> Iterator[LLMEngine]:
 def daemon(directory: Path, **settings) -> Iterator[str]:
     """Run `quire engine` with these settings and its socket in `directory`; end it with SIGTERM."""
     address = f"ipc://{directory / 'engine.sock'}"
-    flags = [
+    values = {**DEFAULTS, **settings}
+    switches = {name for name, value in values.items() if value is True}
+    flags = [f"--{name.replace('_', '-')}" for name in switches] + [
         f"--{name.replace('_', '-')}={item}"
-        for name, value in {**DEFAULTS, **settings}.items()
+        for name, value in values.items()
+        if name not in switches
         for item in (value if isinstance(value, list) else [value])
     ]
     process = subprocess.Popen(

@@ -22,6 +22,8 @@ from quire.tests.feature_effects import (
     shows_swap,
     shows_trace,
 )
+from quire.tests.feature_loras import SETTINGS as OF_LORAS
+from quire.tests.feature_loras import shows_loras
 from quire.tests.feature_requests import (
     relates_as_different,
     relates_as_equal,
@@ -118,6 +120,9 @@ FALLBACK = Feature(
     relates=relates_as_equal,
     changes_model=True,
 )
+LORA = Feature(
+    "LoRA", shows_loras, dict(OF_LORAS), relates=relates_as_different, changes_model=True
+)
 STOP = Feature("stop", shows_stop, change=with_stop, relates=relates_stop)
 
 FEATURES = (
@@ -141,4 +146,5 @@ FEATURES = (
     QUANTIZED,
     GGUF,
     FALLBACK,
+    LORA,
 )

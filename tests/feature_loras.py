@@ -1,0 +1,54 @@
+"""LoRA adapters for the feature tests: each request has one, or none, by a token of its prompt."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from quire import LLMEngine, LoRARequest
+from quire.frontend.model_info.model_files import find_model_directory
+from quire.frontend.requests.input_processor import ProcessedRequest
+from quire.tests.feature_run import JOBS, Run
+from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
+
+NUM_ADAPTERS = 2
+# the first token in which the prompts of JOBS differ; that of a beam search does not change
+DECIDING = 19
+BY_TOKEN = {job.prompt_token_ids[DECIDING]: i % (NUM_ADAPTERS + 1) for i, job in enumerate(JOBS)}
+# All may run together: with fewer places, requests would not preempt each other.
+SETTINGS = dict(enable_lora=True, max_loras=NUM_ADAPTERS, max_cpu_loras=NUM_ADAPTERS)
+
+
+@cache
+def folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder with adapters of the bundled model, for all tests of a process."""
+    found = tempfile.TemporaryDirectory()
+    weights = adapted_weights(Path(find_model_directory("bundled")))
+    for i in range(1, NUM_ADAPTERS + 1):
+        write_peft(Path(found.name) / str(i), random_pairs(weights, seed=i, size=0.1))
+    return found
+
+
+def adapter_of(prompt_token_ids: list[int]) -> LoRARequest | None:
+    if len(prompt_token_ids) <= DECIDING:
+        return None
+    token = prompt_token_ids[DECIDING]
+    number = BY_TOKEN.get(token, 1 + token % NUM_ADAPTERS)
+    return LoRARequest(f"a{number}", number, f"{folder().name}/{number}") if number else None
+
+
+class EngineWithAdapters(LLMEngine):
+    """Gives each request the adapter of its prompt."""
+
+    def process_inputs(self, request_id: str, prompt: Any, *args: Any, **options: Any):
+        ids = prompt if isinstance(prompt, list) else prompt.get("prompt_token_ids")
+        options["lora_request"] = adapter_of(ids)
+        processed: ProcessedRequest = super().process_inputs(request_id, prompt, *args, **options)
+        return processed
+
+
+def shows_loras(seen: Run) -> None:
+    names = {request["lora_name"] for state in seen.states for request in state["requests"]}
+    assert None in names and len(names) == NUM_ADAPTERS + 1, names

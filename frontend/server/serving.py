@@ -319,9 +319,9 @@ class Server(uvicorn.Server):
         engine = None
         try:
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
+            await self.state.loras.load_modules(engine, self.state.server_config.lora_modules)
             # rejects templates and parsers that this model does not have
             self.state.set_engine(engine)
-            await self.state.loras.load_modules(engine, self.state.server_config.lora_modules)
         except QuireError as error:
             self.state.loading.error = str(error)
             self.failure = error

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import select
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -33,6 +34,9 @@ class Served:
         self.refused: Counter[str] = Counter()
         self.disconnected = asyncio.Event()
         self.release = asyncio.Event()  # lets /wait continue
+        # a client whose answer must have left when `send` returns, and whether it had
+        self.client: socket.socket | None = None
+        self.has_left = False
         self.port = 0
         self.server: uvicorn.Server | None = None
 
@@ -45,6 +49,11 @@ class Served:
         elif scope["path"] == "/gone":
             while (await receive())["type"] != "http.disconnect":
                 pass
+            self.disconnected.set()
+        elif scope["path"] == "/left":
+            while (await receive())["more_body"]:
+                pass
+            await scope["state"]["disconnected"]
             self.disconnected.set()
         elif scope["path"] == "/parts":
             await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -60,6 +69,8 @@ class Served:
             }
         )
         await send({"type": "http.response.body", "body": body})
+        if self.client is not None:
+            self.has_left = bool(select.select([self.client], [], [], 5)[0])
 
     async def send_and_read(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
         """Send, and return everything that comes back until the server closes."""
@@ -280,6 +291,30 @@ def test_a_disconnect_reaches_the_running_request(extra: bytes) -> None:
         await asyncio.sleep(0.05)
         writer.transport.abort()
         await asyncio.wait_for(served.disconnected.wait(), 5)
+
+    serving(test)
+
+
+@pytest.mark.parametrize("size", [1, 2**18])  # after a large body uvicorn has paused reading
+def test_a_disconnect_reaches_a_request_that_has_been_read(size: int) -> None:
+    async def test(served: Served) -> None:
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(b"POST /left HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % size + b"x" * size)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        writer.transport.abort()
+        await asyncio.wait_for(served.disconnected.wait(), 5)
+
+    serving(test)
+
+
+def test_a_whole_response_does_not_wait_for_the_next_turn_of_the_loop() -> None:
+    async def test(served: Served) -> None:
+        with socket.create_connection(("127.0.0.1", served.port)) as client:
+            served.client = client
+            client.sendall(OK)
+            while not served.has_left:
+                await asyncio.sleep(0.01)
 
     serving(test)
 

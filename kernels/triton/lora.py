@@ -14,7 +14,7 @@ from torch import Tensor
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
-_SIZE_BLOCK, _COLUMN_BLOCK = 256, 256
+_SIZE_BLOCK, _COLUMN_BLOCK = 256, 512
 
 
 @triton.jit
@@ -212,5 +212,6 @@ def _add(
             MAX_RANK=b.shape[1],
             BLOCK=block,
             BY_INDEX=by_index,
+            num_warps=max(1, block // 256),  # 16 bytes per thread
         )
         begin += size

@@ -4,8 +4,10 @@ models against models whose weights are merged.
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,8 @@ from quire.executor.loras import Loras
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import LoRAConfig
 from quire.ipc.step_messages import SchedulerOutput
-from quire.tests.executor.driver import Driver, Row, greedy, start_executor
+from quire.tests.executor.driver import Driver, Row, greedy, make_config, start_executor
+from quire.tests.gguf_checkpoints import write_gguf
 from quire.tests.lora_adapters import (
     PROJECTIONS,
     adapted_weights,
@@ -31,6 +34,16 @@ LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
 
 def start(model: Path, **arguments) -> SingleProcessExecutor:
     return start_executor(model, **{**LORA, **arguments})
+
+
+def start_gguf(checkpoint: Path, path: Path, **arguments) -> SingleProcessExecutor:
+    """With the weights of a GGUF file that was made of the checkpoint."""
+    config = make_config(checkpoint, dtype="bfloat16", **arguments)
+    model_config = msgspec.structs.replace(config.model_config, model=str(path))
+    executor = SingleProcessExecutor(msgspec.structs.replace(config, model_config=model_config))
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    return executor
 
 
 def add(executor: SingleProcessExecutor, number: int, path: Path) -> LoRARequest:
@@ -152,6 +165,42 @@ def test_a_row_has_the_bits_that_it_has_alone(tiny, tmp_path, dtype, quantizatio
     assert bits([together[i] for i in without]) == bits(expected)
     adapted = [row.output for row, (_, adapter) in zip(together, requests) if adapter is not None]
     assert adapted[0] not in [row.output for row in expected]
+
+
+def test_a_row_over_blocks_of_a_gguf_file_has_the_bits_that_it_has_alone(tiny, tmp_path):
+    model, path = tiny("llama"), tmp_path / "model.gguf"
+    write_gguf(path, model, "Q8_0")
+    executor = start_gguf(model, path, num_threads=2, **LORA)
+    paths = write_adapters(model, tmp_path)
+    requests = mixed([add(executor, n, path) for n, path in enumerate(paths, 1)])
+    together = run(executor, requests)
+    for row, request in zip(together, requests, strict=True):
+        assert bits(run(executor, [request])) == bits([row])
+    expected = run(start_gguf(model, path, num_threads=2), requests[:1])
+    assert bits(together[:1]) == bits(expected)
+
+
+def test_logits_are_those_of_pefts_own_merge(tiny, oracle, tmp_path):
+    """Needs peft, which the tests do not install."""
+    peft = pytest.importorskip("peft")
+    model = tiny("qwen2")
+    modules = (*PROJECTIONS, "lm_head")
+    config = {
+        "use_rslora": True,
+        "alpha_pattern": {"q_proj": 5, r"layers\.1\.mlp\.up_proj": 9},
+        "lora_alpha": 4,
+    }
+    pairs = random_pairs(adapted_weights(model, modules), size=0.1)
+    directory = write_peft(tmp_path, pairs, **config)
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(oracle(model)), directory)
+    merged = theirs.merge_and_unload()
+    executor = start(model)
+    (row,) = run(executor, [(PROMPTS[0], add(executor, 1, directory))], 8)
+    with torch.inference_mode():
+        tokens = torch.tensor([PROMPTS[0] + row.output])
+        expected = merged(tokens).logits[0, len(PROMPTS[0]) - 1 : -1].log_softmax(-1)
+    np.testing.assert_allclose(by_token(row), expected, atol=1e-4)
+    assert row.output == expected.argmax(-1).tolist()
 
 
 def test_op_by_op_gives_the_bits_of_the_recorded_program(tiny, tmp_path):

@@ -14,6 +14,8 @@ constexpr int LORA_ROWS = 4, LORA_RANKS = REGISTERS == 32 ? 4 : 2, LORA_RANKS_OF
 constexpr int LORA_PAIRS = 2, LORA_COLUMNS = 2 * LORA_PAIRS * Vec::LANES;
 constexpr int LORA_ROWS_BESIDE = REGISTERS == 32 ? 4 : 2;
 constexpr int64_t LORA_ROWS_OF_ITEM = 16, LORA_COLUMNS_OF_ITEM = 512;
+// How far ahead rows of B are prefetched: the processor does not follow as many streams as ranks.
+constexpr int64_t LORA_COLUMNS_AHEAD = 256;
 
 // Sums of products of two rows of numbers, lane by lane.
 template <typename T>
@@ -50,7 +52,12 @@ inline void lora_dots(const T* const* x, const T* a, int64_t size, float scale, 
         }
     };
     int64_t k = 0;
-    for (; k + Dot::STEP <= size; k += Dot::STEP) add(x, a, k, size);
+    for (; k + Dot::STEP <= size; k += Dot::STEP) {
+        // of the next ranks; behind the last one lie those of the next slice or adapter
+        for (int rank = 0; rank < RANKS; rank++)
+            __builtin_prefetch(a + (RANKS + rank) * size + k, 0, 2);
+        add(x, a, k, size);
+    }
     if (k < size) {  // the rest, and zeros
         T last_x[ROWS][Dot::STEP] = {}, last_a[RANKS][Dot::STEP] = {};
         const T* rows[ROWS];
@@ -93,6 +100,7 @@ inline void lora_columns(const float* const* low, const T* b, int64_t b_row, int
         Vec weights[2 * LORA_PAIRS];
         for (int i = 0; i < LORA_PAIRS; i++) {
             const T* p = b + i * WIDTH;
+            __builtin_prefetch(p + LORA_COLUMNS_AHEAD, 0, 2);
             if constexpr (IN_PAIRS) {
                 weights[2 * i] = Vec::first_of_pairs(p);
                 weights[2 * i + 1] = Vec::second_of_pairs(p);

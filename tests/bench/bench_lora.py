@@ -30,7 +30,6 @@ from quire.tests.executor.driver import start_executor
 from quire.tests.lora_adapters import random_pairs, write_peft
 
 BUNDLED = Path(bundled_model.__file__).parent
-LOADS = 5
 
 
 def start(threads: int, **arguments: Any) -> SingleProcessExecutor:
@@ -67,8 +66,11 @@ def measure(quantization: str | None, arguments: argparse.Namespace) -> dict[str
     )
     loras, loads = lora.worker.loras, []
     with tempfile.TemporaryDirectory() as directory:
-        for number in range(1, arguments.rows + 1):
-            path = write_adapter(lora, Path(directory) / str(number), arguments.rank, number)
+        paths = {
+            number: write_adapter(lora, Path(directory) / str(number), arguments.rank, number)
+            for number in range(1, arguments.rows + 1)
+        }
+        for number, path in paths.items():
             request = LoRARequest(str(number), number, str(path))
             begin = perf_counter()
             lora.read_lora(request).result()

@@ -112,7 +112,8 @@ def daemon(directory: Path, config: EngineConfig):
     try:
         process.stdin.write(msgspec.json.encode(config))
         process.stdin.close()
-        wait_until(lambda: (directory / "engine.sock").exists() or process.poll() is not None)
+        is_up = (directory / "engine.sock").exists
+        wait_until(lambda: is_up() or process.poll() is not None, timeout_s=60)  # on a busy machine
         yield address, process
     finally:
         process.kill()

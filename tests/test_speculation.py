@@ -112,11 +112,36 @@ def test_lookups_change_no_bit_and_are_accepted(jobs, expected, method):
         text = "Once upon a time, there was a little dog. The dog liked to play. " * 3
         params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
         engine.add_request("r", text, params)
+        num_steps = 0
         while engine.has_unfinished_requests():
             engine.step()
+            num_steps += 1
+        assert num_steps < 12  # each takes several passes, with drafts or without
         metrics = engine.get_metrics()
         assert metrics["num_accepted_tokens"] > 20
         assert metrics["num_accepted_tokens"] <= metrics["num_draft_tokens"]
+
+
+@pytest.mark.slow
+def test_5000_random_requests(count=5000):
+    """Each proposer in turn beside a plain engine, with chunks, preemption and swap; each batch of
+    jobs has its own seed.
+    """
+    plain = dict(dtype="bfloat16", enable_prefix_caching=False, num_threads=1)
+    with closing(make_engine(**plain)) as engine:
+        for seed, start in enumerate(range(0, count, 500)):
+            jobs = make_jobs(min(500, count - start), seed=100 + seed)
+            expected = run(engine, jobs, aborts=False)
+            settings = SETTINGS[1 + seed % (len(SETTINGS) - 1)]
+            config = NGRAM | {
+                "method": ["auto", "suffix", "ngram"][seed % 3],
+                "adaptive": bool(seed % 2),
+            }
+            settings = settings | {"speculative_config": config}
+            with closing(make_engine(dtype="bfloat16", **settings)) as other:
+                assert_same_bits(jobs, run(other, jobs, aborts=False), expected)
+                other.call_utility("check_integrity")
+                assert other.get_metrics()["num_draft_tokens"] > 0
 
 
 def test_earlier_outputs_are_drafts_for_requests_of_their_salt_alone():

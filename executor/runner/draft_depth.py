@@ -18,6 +18,7 @@ from ...ipc.step_messages import SchedulerOutput
 from .input_batch import InputBatch
 
 MEASURING_ROUNDS, MEASURING_BUDGET_S = 3, 0.2
+MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
@@ -30,22 +31,24 @@ LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 
 
 
 def measure_costs(run_pass: Callable[[int], None], counts: Sequence[int]) -> dict[int, float]:
-    """Seconds of a pass by its number of tokens, of the counts that fit in the budget.
+    """Seconds of a pass by its number of tokens: of MEASURED_AT_LEAST counts, and of those that fit
+    in the budget.
 
     The counts take turns, and the fastest run of each counts: what disturbs the machine disturbs
     all of them. CPU time of this thread is measured, because other programs may hold its core.
     """
     costs = dict.fromkeys(counts, math.inf)
-    begin, num_measured = time.perf_counter(), len(counts)
+    begin, num_measured = time.thread_time(), len(counts)
     for run in range(1 + MEASURING_ROUNDS):  # the first run may set things up
         for count in counts[:num_measured]:
             start = time.thread_time()
             run_pass(count)
             costs[count] = min(costs[count], time.thread_time() - start)
-            if run == 0 and count > 1 and time.perf_counter() - begin > MEASURING_BUDGET_S:
+            is_late = time.thread_time() - begin > MEASURING_BUDGET_S
+            if run == 0 and is_late and counts.index(count) + 1 >= MEASURED_AT_LEAST:
                 num_measured = counts.index(count) + 1
                 break
-        if time.perf_counter() - begin > MEASURING_BUDGET_S:
+        if time.thread_time() - begin > MEASURING_BUDGET_S:
             break
     return {count: costs[count] for count in counts[:num_measured]}
 

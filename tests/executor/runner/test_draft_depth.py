@@ -5,7 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from quire.executor.runner.draft_depth import MOST_PASSES_WITHOUT, DraftDepth
+from quire.executor.runner import draft_depth
+from quire.executor.runner.draft_depth import MOST_PASSES_WITHOUT, DraftDepth, measure_costs
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
@@ -58,3 +59,24 @@ def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
     assert sorted(set(chosen)) == [0, 1] and chosen.count(1) <= 2
     depth._batch.entries[0] += 1
     assert depth.choose(step(1)) == make_depth({1: 1.0, 2: 1.5, 8: 4.0}).choose(step(1))
+
+
+def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them(monkeypatch):
+    now, runs = [0.0], []
+    monkeypatch.setattr(draft_depth.time, "thread_time", lambda: now[0])
+
+    def run_pass(num_tokens: int) -> None:
+        runs.append(num_tokens)
+        disturbance = 0.5 if runs == [1] else 0.0
+        now[0] += num_tokens * scale + disturbance
+
+    counts = [1, 2, 4, 8, 16, 32]
+    scale = 1e-4
+    costs = measure_costs(run_pass, counts)
+    assert list(costs) == counts[:4] and runs == counts[:4]  # the first pass used up the budget
+    runs = [0]
+    costs = measure_costs(run_pass, counts)
+    assert runs[1:] == counts * 4
+    assert all(abs(seconds - count * scale) < 1e-9 for count, seconds in costs.items())
+    scale, runs = 1.0, [0]
+    assert list(measure_costs(run_pass, counts)) == counts[:4] and runs[1:] == counts[:4]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ...ipc.step_messages import SchedulerOutput
@@ -76,20 +77,22 @@ class DraftDepth:
         none = [0] * len(slots)
         if self._best_rate(len(slots), num_tokens) <= base:  # also where all drafts are accepted
             return none
-        rows = [
-            (row, self._probability(slot)) for row, slot in enumerate(slots) if allowed[row] > 0
-        ]
-        best, best_rate = none, base
+        rows = [row for row, most in enumerate(allowed) if most > 0]
+        probabilities = [self._probability(slots[row]) for row in rows]
+        counts = Counter(probabilities)  # those of requests without history are equal
+        depth_of, best_rate = dict.fromkeys(counts, 0), base
         for threshold in LOG_THRESHOLDS:
-            depths, gained = none.copy(), len(slots)
-            for row, p in rows:
-                depth = depths[row] = min(self.most, int(threshold / math.log(p)))
-                gained += p * (1 - p**depth) / (1 - p)
-            rate = gained / (HOST_S + self._cost(num_tokens + sum(depths)))
+            depths = {p: min(self.most, int(threshold / math.log(p))) for p in counts}
+            gained, num_drafts = len(slots), 0
+            for p, depth in depths.items():
+                gained += counts[p] * p * (1 - p**depth) / (1 - p)
+                num_drafts += counts[p] * depth
+            rate = gained / (HOST_S + self._cost(num_tokens + num_drafts))
             if rate > best_rate:
-                best, best_rate = depths, rate
-        for row, _ in rows:
-            slot = slots[row]
+                depth_of, best_rate = depths, rate
+        best = none
+        for row, p in zip(rows, probabilities):
+            slot, best[row] = slots[row], depth_of[p]
             self._num_without[slot] = 0 if best[row] else self._num_without[slot] + 1
             if self._num_without[slot] > MOST_PASSES_WITHOUT:
                 self._num_without[slot], best[row] = 0, 1

@@ -218,7 +218,12 @@ class ModelRunner:
                     bursts.run(burst), num_ahead=burst.num_lookahead_tokens
                 )
             else:
-                count, result = 1, self._verify(step, speculation, drafts)
+                count = 1
+                result = (
+                    self._verify(step, speculation, drafts)
+                    if any(map(len, drafts))
+                    else self._without_drafts(step)
+                )
             results.append((rows, result))
             num_left -= count
             for row, more in zip(rows, result.num_sampled):
@@ -240,6 +245,10 @@ class ModelRunner:
                 num_lookahead_tokens=[room[row] - num_sampled[row] for row in rows],
                 num_passes=num_left,
             )
+
+    def _without_drafts(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        result = self._compute(msgspec.structs.replace(step, num_lookahead_tokens=[]))
+        return msgspec.structs.replace(result, num_ahead=[0] * len(step.slots))
 
     def _verify(
         self, step: SchedulerOutput, speculation: Speculation, drafts: list[np.ndarray]

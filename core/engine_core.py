@@ -231,6 +231,15 @@ class EngineCore:
             self.drain()
             self._drop_trace()
 
+    def is_used_by(self, client_index: int) -> bool:
+        """Whether the client has requests, a pause or a trace, which end when it leaves."""
+        return (
+            any(one.client_index == client_index for one in self.scheduler.requests.values())
+            or self.gate.is_used_by(client_index)
+            or self.pausing.is_used_by(client_index)
+            or (self.tracer is not None and self.tracer.client_index == client_index)
+        )
+
     def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
         """See PaceOutputs."""
         self.rows.pace(client_index, rows_per_s)

@@ -21,6 +21,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -60,6 +61,8 @@ from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, begin_import
 
 LINGER_S = 1.0  # see EngineCoreProc.lingers
+# A client of a daemon without requests that sends nothing for so long makes room for another.
+IDLE_S = 60.0
 FLUSH_TIMEOUT_S = 2.0  # how long an exiting engine waits for its clients to read their outputs
 
 logger = logging.getLogger("quire.engine")
@@ -88,6 +91,7 @@ class EngineCoreProc:
         self.epoch = self.engine_index = 0
         self.core: EngineCore | None = None
         self.clients: set[int] = set()
+        self.num_open_calls: Counter[int] = Counter()  # utilities not yet answered, by client
         # the process exits when it has no requests and all rows are delivered
         self.is_draining = False
         self.must_leave = False
@@ -248,15 +252,32 @@ class EngineCoreProc:
                 self.output.send(event.client_index, self.core.ready)
         elif isinstance(event, (events.ClientLeft, events.ClientOverflowed)):
             self.clients.discard(event.client_index)
+            self.num_open_calls.pop(event.client_index, None)
             self.num_overflowed_clients += isinstance(event, events.ClientOverflowed)
             if self.core is not None:
                 self.core.drop_client(event.client_index)
             if isinstance(event, events.ClientLeft):
                 self.output.disconnect(event.client_index)
+        elif isinstance(event, events.Crowded):
+            self._make_room(event)
         elif isinstance(event, events.LeaveSignal):
             self.is_draining, self.lingers = True, not self.is_daemon
         elif isinstance(event, events.Fatal):
             raise EngineDeadError(f"an IO thread failed: {event.error}") from event.error
+
+    def _make_room(self, crowded: events.Crowded) -> None:
+        """Releases the client that has been idle for the longest time, if any is."""
+        found: list[int] = []
+        self.input.call(lambda: found.extend(self.input.idle_clients(IDLE_S)))
+        idle = next((one for one in found if self._is_idle(one)), None)
+        if idle is not None:
+            logger.info("client %d was idle and makes room for another", idle)
+        self.input.call(lambda: self.input.admit(crowded, idle, IDLE_S))
+
+    def _is_idle(self, client_index: int) -> bool:
+        return not self.num_open_calls[client_index] and (
+            self.core is None or not self.core.is_used_by(client_index)
+        )
 
     # ------------------------------------------------------------ messages
 
@@ -290,9 +311,13 @@ class EngineCoreProc:
         if self.core is None:
             failure = pack_exception(QuireError("the engine is not ready"))
             return self.output.send(client_index, UtilityResult(call.call_id, failure=failure))
-        self.core.answer_utility(
-            call, client_index, lambda result: self.output.send(client_index, result)
-        )
+
+        def answer(result: UtilityResult) -> None:
+            self.num_open_calls[client_index] -= 1
+            self.output.send(client_index, result)
+
+        self.num_open_calls[client_index] += 1
+        self.core.answer_utility(call, client_index, answer)
 
     def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
         """Answers a request (its id is a string) or a utility call (an integer) that never

@@ -154,6 +154,9 @@ class GrammarGate:
             del self._waiting[request_id]
         return len(mine)
 
+    def is_used_by(self, client_index: int) -> bool:
+        return any(gated.client_index == client_index for gated in self._waiting.values())
+
     def check_integrity(self, scheduled: Container[str]) -> None:
         """Raises AssertionError if a request is both here and in the scheduler, or waits for
         nothing.

@@ -148,6 +148,10 @@ class PauseControl:
             self.resume()
         self.settle()
 
+    def is_used_by(self, client_index: int) -> bool:
+        """Whether the client has requested the pause."""
+        return client_index in self._owners
+
     # ------------------------------------------------------------ results that are due later
 
     def settle(self) -> None:

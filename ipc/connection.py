@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder
-from .door import TOKEN_VARIABLE, ask, connect_door, peer_of, read_token
+from .door import TOKEN_VARIABLE, ask, connect_door, farewell, peer_of, read_token
 from .errors import EngineStartError
 from .messages import ClientMessage, EngineMessage, Shutdown
 from .process import EngineProcess
@@ -116,6 +116,10 @@ class Connection:
         if self.process is not None:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
+
+    def farewell(self) -> str | None:
+        """Why a daemon has released this client, which was idle; None: the engine has ended."""
+        return None if self._door is None else farewell(self._door)
 
     def reap(self) -> signal.Signals | None:
         """The signal that ended a child which is dead; None: it exited, or is a daemon."""

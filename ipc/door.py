@@ -4,6 +4,7 @@ Must not know: requests, ZMQ, or what serving a program takes.
 
     program   connect ─▶ Attach ─▶ Answer: Served, or a sentence why not
     daemon    accept ─▶ user, token, version ─▶ Answer; the connection stays open while it serves
+              TurnedAway: it releases an idle program to make room for another
 
 Each side learns from the end of the connection that the other is gone.
 """
@@ -36,6 +37,7 @@ LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listene
 _encode = msgspec.msgpack.Encoder().encode
 _decode_attach = msgspec.msgpack.Decoder(Attach).decode
 _decode_answer = msgspec.msgpack.Decoder(Served | TurnedAway).decode
+_decode_farewell = msgspec.msgpack.Decoder(TurnedAway).decode
 
 
 class Peer(NamedTuple):
@@ -134,6 +136,14 @@ def ask(door: socket.socket, wire: Wire, token: bytes) -> Served:
     if isinstance(answer, TurnedAway):
         raise EngineStartError(answer.cause)
     return answer
+
+
+def farewell(door: socket.socket) -> str | None:
+    """Why the daemon has released this program; None: it has ended."""
+    try:
+        return _decode_farewell(door.recv(MAX_ATTACH_BYTES, socket.MSG_DONTWAIT)).cause
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 # ---------------------------------------------------------------- the daemon's side

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import zmq
 
 from .codec import BadFrameError, Decoder, Encoder, in_words, whose
 from .door import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, peer_of, read_attach
+from .errors import EngineDeadError
 from .machine import descriptor_limit, num_open_descriptors
 from .messages import (
     BEAT,
@@ -49,6 +50,8 @@ MAX_READS = 256
 # of a client: a pidfd, the door, and of each of two sockets the connection and what wakes its
 # thread
 DESCRIPTORS_PER_CLIENT = 6
+ENDED = "the input thread has ended"
+RELEASED = "the engine needed the descriptors of a client that was idle"
 # for what a daemon opens for a short time: programs at the door, files, processes
 SPARE_DESCRIPTORS = 32
 MAX_VISITORS = (
@@ -87,6 +90,13 @@ class ClientOverflowed(NamedTuple):
     client_index: int
 
 
+class Crowded(NamedTuple):
+    """A program wants to be served, and there are no descriptors for another. `admit` answers."""
+
+    visitor: socket.socket
+    wire: Wire
+
+
 class LeaveSignal(NamedTuple):
     """SIGTERM: finish the requests, then exit."""
 
@@ -100,7 +110,15 @@ class Fatal(NamedTuple):
 
 
 Event = (
-    FromClient | Refused | ClientJoined | ClientLeft | ClientOverflowed | LeaveSignal | Wake | Fatal
+    FromClient
+    | Refused
+    | ClientJoined
+    | ClientLeft
+    | ClientOverflowed
+    | Crowded
+    | LeaveSignal
+    | Wake
+    | Fatal
 )
 
 
@@ -112,6 +130,7 @@ class Peer:
     door: socket.socket | None = None  # ends when the client leaves or dies
     # A fork of the client keeps its end of the door open.
     pidfd: int | None = None
+    heard_at: float = field(default_factory=time.monotonic)
 
 
 class EngineInput:
@@ -173,6 +192,8 @@ class EngineInput:
         future: Future[None] = Future()
         self._calls.append((function, future))
         self._signals.wake()
+        if not self._thread.is_alive():
+            raise EngineDeadError(ENDED)
         future.result()
 
     def close(self) -> None:
@@ -207,6 +228,8 @@ class EngineInput:
             for client_index in list(self._peers):
                 self._remove_peer(client_index, closes_door=False)
             self._close_listener()
+            while self._calls:
+                self._calls.popleft()[1].set_exception(EngineDeadError(ENDED))
 
     def _watch(self, source: Any, handler: Callable[[], None]) -> None:
         self._handlers[source] = handler
@@ -259,6 +282,7 @@ class EngineInput:
                 or (frames := receive(dealer)) is None
             ):
                 return
+            self._peers[client_index].heard_at = time.monotonic()
             try:
                 self._on_message(client_index, self._decoder.decode(frames))
             except BadFrameError as error:
@@ -310,13 +334,48 @@ class EngineInput:
         attach = read_attach(visitor, self._token)
         if attach is None:
             return False
-        if not self._has_descriptors():
-            raise Refusal(
-                f"the engine has {len(self._peers)} clients, and no descriptors for another (the "
-                f"limit of its process is {descriptor_limit()}; `ulimit -n`, or LimitNOFILE of a "
-                f"systemd unit, raises it)"
-            )
-        wire, pid = Wire(attach.wire_name, attach.key), peer_of(visitor).pid
+        wire = Wire(attach.wire_name, attach.key)
+        if self._has_descriptors():
+            self._serve(visitor, wire)
+        else:
+            self.events.put(Crowded(visitor, wire))
+        return True
+
+    def idle_clients(self, idle_s: float) -> list[int]:
+        """Those of a daemon that have sent nothing for so long, the longest first.
+
+        For `call`, as `admit`.
+        """
+        until = time.monotonic() - idle_s
+        idle = [(peer.heard_at, index) for index, peer in self._peers.items()]
+        return [index for heard_at, index in sorted(idle) if heard_at < until]
+
+    def admit(self, crowded: Crowded, idle: int | None, idle_s: float) -> None:
+        """Releases the client `idle`, if it still is, and serves the visitor in its place."""
+        visitor, num_spare = crowded.visitor, SPARE_DESCRIPTORS
+        try:
+            if idle in self.idle_clients(idle_s):
+                peer = self._peers[idle]
+                if not has_message(peer.dealer) and peer.door is not None:
+                    answer(peer.door, TurnedAway(RELEASED))
+                    self._drop(idle)
+                    num_spare //= 2  # its sockets are not closed yet
+            if not self._has_descriptors(num_spare):
+                raise Refusal(
+                    f"the engine has {len(self._peers)} clients, and no descriptors for another "
+                    f"(the limit of its process is {descriptor_limit()}; `ulimit -n`, or "
+                    f"LimitNOFILE of a systemd unit, raises it), and none has been idle for "
+                    f"{idle_s:g} s"
+                )
+            self._serve(visitor, crowded.wire)
+        except Refusal as refusal:
+            answer(visitor, TurnedAway(str(refusal)))
+            visitor.close()
+        except (OSError, zmq.ZMQError):
+            visitor.close()
+
+    def _serve(self, visitor: socket.socket, wire: Wire) -> None:
+        pid = peer_of(visitor).pid
         pidfd = os.pidfd_open(pid) if pid else None  # 0: of another container
         try:
             answer(visitor, Served(os.getpid()))
@@ -326,7 +385,6 @@ class EngineInput:
                 os.close(pidfd)
             raise
         self.events.put(ClientJoined(client_index, wire))
-        return True
 
     def _dismiss(self, visitor: socket.socket) -> None:
         del self._visitors[visitor]
@@ -343,13 +401,13 @@ class EngineInput:
         for visitor in [visitor for visitor, until in self._visitors.items() if until < now]:
             self._dismiss(visitor)
 
-    def _has_descriptors(self) -> bool:
-        """Whether there are descriptors for one more client.
+    def _has_descriptors(self, num_spare: int = SPARE_DESCRIPTORS) -> bool:
+        """Whether there are descriptors for one more client beside `num_spare`.
 
         Sockets of the last ones may not be connected yet, so that they are not open.
         """
         expected = self._num_own_descriptors + DESCRIPTORS_PER_CLIENT * len(self._peers)
-        num_used = max(num_open_descriptors(), expected) + SPARE_DESCRIPTORS
+        num_used = max(num_open_descriptors(), expected) + num_spare
         return num_used + DESCRIPTORS_PER_CLIENT <= descriptor_limit()
 
     def _close_listener(self) -> None:
@@ -364,6 +422,7 @@ class EngineInput:
     # ------------------------------------------------------------ signals
 
     def _on_signals(self) -> None:
+        numbers = self._signals.read()  # before the calls, so that the byte of a later one stays
         while self._calls:
             function, future = self._calls.popleft()
             try:
@@ -372,7 +431,7 @@ class EngineInput:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-        for number in self._signals.read():
+        for number in numbers:
             if number == signal.SIGINT:
                 self._leave_at_once(128 + number)
             elif number == signal.SIGTERM:

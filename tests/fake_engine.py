@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
+from quire.core import engine_proc
 from quire.core.engine_proc import leave, main
 from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc.config import EngineConfig
@@ -37,6 +38,7 @@ class TroubledExecutor(FakeExecutor):
       it and raises, in the "scheduler" or the "model".
     - "slow_call_s": the duration of collective_rpc, in seconds.
     - "grammar_delay_s": the duration of a grammar check, in seconds.
+    - "idle_s": how long a client of a daemon must have been idle to be released.
     """
 
     def __init__(self, config: EngineConfig):
@@ -44,6 +46,7 @@ class TroubledExecutor(FakeExecutor):
         self.trouble = config.model_config.hf_overrides
         self.delay_s = self.trouble.get("delay_s", 0.0)
         self.raise_at_step = self.trouble.get("raise_at_step")
+        engine_proc.IDLE_S = self.trouble.get("idle_s", engine_proc.IDLE_S)
 
     def load_model(self, report) -> None:
         report("load weights", 0.5)

@@ -20,7 +20,11 @@ from ...kernels.work import Work
 from .instruments import Site, address_of, tensors_of
 
 MODELS = ("/executor/models/", "/transformers/models/")
-LAYERS = "/executor/models/layers.py"  # calls operations for the lines that are looked for
+# they call operations for the lines that are looked for
+LAYERS = tuple(
+    f"/executor/models/{name}.py"
+    for name in ("layers", "linear", "adapted_layers", "packed_layers")
+)
 WRAPPERS = ("/kernels/cpu/native/program.py", "/kernels/cpu/native/recorder.py")
 LOOKED_THROUGH = 12  # frames
 

@@ -108,6 +108,8 @@ class MPClient(EngineClient):
         self._death: str | None = None  # the reason why the engine is gone
         self._last_words: str | None = None  # the text of the engine's EngineDead message
         self.was_hung = False  # the watchdog has ended the engine
+        # A daemon has made room for another client; nothing that this one has sent since is done.
+        self.was_released = False
         self._slow_calls: set[int] = set()  # pending ones that may take longer than a step
         self._check_timer: asyncio.TimerHandle | None = None
         self._watchdog: Watchdog | None = None  # of a child
@@ -237,7 +239,10 @@ class MPClient(EngineClient):
         ):
             message = self._connection.decode(frames)
             if isinstance(message, m.EngineCoreOutputs):
-                if message.number != self._num_outputs:
+                if message.number < self._num_outputs:  # it has been here before
+                    self._connection.num_bad_frames += 1
+                    continue
+                if message.number > self._num_outputs:
                     return self._end("messages of the engine were lost on their way")
                 self._num_outputs += 1
                 self._heard()
@@ -267,6 +272,9 @@ class MPClient(EngineClient):
 
     def _on_death(self) -> None:
         """Called when the engine is gone: reads its last messages, then fails the waiting calls."""
+        if (cause := self._connection.farewell()) is not None:
+            self.was_released = True
+            return self._fail_waiters(cause)
         is_silent = self._connection.reap() is not None  # a signal leaves no time for words
         deadline = time.monotonic() + (ARRIVAL_S if is_silent else LAST_WORDS_S)
         while self._last_words is None and self._connection.pull.poll(

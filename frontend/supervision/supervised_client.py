@@ -96,6 +96,7 @@ class SupervisedClient(EngineClient):
         self._failure: EngineDeadError | None = None
         self._guard = Guard()
         self._recovery: asyncio.Task | None = None
+        self._num_waiting_calls = 0  # of utilities, for the next engine
         first.has_requests = lambda: self.has_requests()
         self._prepare_standby()
 
@@ -243,8 +244,14 @@ class SupervisedClient(EngineClient):
     # ------------------------------------------------------------ recovery
 
     def _recover(self, death: EngineDeadError) -> Recovery:
-        """Replaces the dead engine. Raises EngineDeadError if that is not possible."""
-        dead, started = self._engine, time.monotonic()
+        """Replaces the dead engine. Raises EngineDeadError if that is not possible.
+
+        A daemon that has released this client is attached to again when it is needed.
+        """
+        dead = self._engine
+        if dead.was_released:
+            yield Wait(lambda: self.has_requests() or self._num_waiting_calls > 0)
+        started = time.monotonic()
         self.is_replacing = True
         if self._died_at is None:
             self._died_at = started
@@ -261,7 +268,8 @@ class SupervisedClient(EngineClient):
         if self.is_draining and not self._resubmission.is_active:
             logger.info("%s; it is started again only for a request", death)
             yield Wait(lambda: self._resubmission.is_active)
-        is_free, epoch, cause = self._resubmission.narrows, dead.ready.epoch + 1, death
+        is_free = self._resubmission.narrows or dead.was_released
+        epoch, cause = dead.ready.epoch + 1, death
         while True:
             self._raise_if_over()
             if (delay_s := self._budget.take(is_free=is_free)) is None:
@@ -270,14 +278,18 @@ class SupervisedClient(EngineClient):
                     f"{cause} (it is not started again: engine_restarts={limit} allows "
                     + (f"{limit} in 10 minutes)" if limit else "none)")
                 )
-            logger.error("%s; starting it again in %g s", cause, delay_s)
+            if dead.was_released:
+                logger.info("%s; this one attaches again in %g s", cause, delay_s)
+            else:
+                logger.error("%s; starting it again in %g s", cause, delay_s)
             if delay_s:
                 yield Sleep(delay_s)
             try:
                 engine, loaded = yield Start(epoch)
                 self._next = engine
                 self._check_same_model(engine)
-                for method, argument in self._state.calls(loaded):
+                is_same = dead.was_released and engine.engine_pid == dead.engine_pid
+                for method, argument in () if is_same else self._state.calls(loaded):
                     try:
                         yield Call(engine, method, (argument,))
                     except InvalidParameterError as error:
@@ -296,7 +308,8 @@ class SupervisedClient(EngineClient):
         engine.has_requests = lambda: self.has_requests()
         self.ready = self._engine.ready
         name = "daemon" if self.is_shared else "hang" if dead.was_hung else _name(exit_signal)
-        self.restarts.by_cause[name] += 1
+        if not dead.was_released:
+            self.restarts.by_cause[name] += 1
         self.is_replacing = False
         if culprit is not None:
             self._quarantine(culprit)
@@ -369,8 +382,10 @@ class SupervisedClient(EngineClient):
                 try:
                     result = self._engine.call_utility(method, *args)
                 except EngineDeadError as death:
+                    was_released = self._engine.was_released
                     self._run_recovery(death)
-                    is_repeated = self._check_repeatable(method, is_repeated, death)
+                    if not was_released:
+                        is_repeated = self._check_repeatable(method, is_repeated, death)
                     continue
                 self._on_called(method, args)
                 return result
@@ -414,8 +429,13 @@ class SupervisedClient(EngineClient):
             try:
                 result = await engine.call_utility_async(method, *args)
             except EngineDeadError as death:
-                await self._recovered(engine, death)
-                is_repeated = self._check_repeatable(method, is_repeated, death)
+                self._num_waiting_calls += 1
+                try:
+                    await self._recovered(engine, death)
+                finally:
+                    self._num_waiting_calls -= 1
+                if not engine.was_released:
+                    is_repeated = self._check_repeatable(method, is_repeated, death)
                 continue
             self._on_called(method, args)
             return result

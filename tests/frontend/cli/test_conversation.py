@@ -75,7 +75,7 @@ def test_reasoning_is_shown_and_not_remembered() -> None:
     pieces += ["<|channel|>final<|message|>", "Yes", "."]
     asked, outputs = [], []
 
-    def add_request(request_id: str, prompt: dict, params: object) -> None:
+    def add_request(request_id: str, prompt: dict, params: object, lora_request: None) -> None:
         asked.append((tokenizer.decode(prompt["prompt_token_ids"]), params))
         for i, piece in enumerate(pieces):
             reason = "stop" if i == len(pieces) - 1 else None

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
+import resource
+import select
 import signal
 import threading
 import time
@@ -15,7 +18,7 @@ import pytest
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.supervision.supervised_client import SupervisedClient
-from quire.ipc.errors import EngineDeadError, EngineRestartedError
+from quire.ipc.errors import EngineDeadError, EngineRestartedError, EngineStartError
 from quire.ipc.params import RequestOutputKind, child_seed
 from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config, weights_digest
@@ -397,3 +400,39 @@ def test_a_daemon_that_is_started_again(tmp_path, kind) -> None:
             engine.close()
             done.set()
             thread.join()
+
+
+@pytest.mark.parametrize("kind", [Blocking, Asyncio])
+def test_a_client_that_a_daemon_has_released_attaches_when_it_is_needed(tmp_path, kind) -> None:
+    config = make_config(hf_overrides={"idle_s": 0.1})
+    with daemon(tmp_path, config) as (address, process):
+        engine, others = kind(address), []
+
+        def crowd() -> None:
+            """Others take all descriptors until this client is released."""
+            with contextlib.suppress(EngineStartError):
+                others.append(MPClient(config, address))
+
+        try:
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
+            for use in (
+                lambda: assert_expected(
+                    some_requests(3), engine.generate(some_requests(3)), config
+                ),
+                lambda: engine.call("pause", "keep"),  # not repeated after a death
+            ):
+                use()
+                engine.call("resume")
+                first = engine.client._engine
+                wait_until(lambda: crowd() or select.select([first.pidfd], [], [], 0.01)[0], 30)
+                if kind is Asyncio:  # the loop notices, and does not attach again by itself
+                    engine.runner.run(asyncio.sleep(0.3))
+                    assert first.was_released and engine.client._engine is first
+                use()
+                assert engine.client._engine is not first
+                engine.call("resume")
+            assert engine.client.restarts.by_cause == {}
+        finally:
+            engine.close()
+            for client in others:
+                client.shutdown()

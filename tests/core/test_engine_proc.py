@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import ast
 import collections
-import contextlib
 import gc
 import os
 import queue
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -37,9 +35,9 @@ from quire.ipc.messages import (
     Ready,
     Shutdown,
 )
-from quire.ipc.params import SamplingParams
 from quire.ipc.process import SignalPipe
 from quire.ipc.sockets import ENGINE_IDENTITY, Wire, connect_push, make_context, receive
+from quire.tests.core.engine_clients import collect, make_request
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.frames import CLIENT_MESSAGES, ENGINE_MESSAGES, NUM_FRAMES, mutations
@@ -48,51 +46,10 @@ from quire.tests.wires import ClientEnds
 FRAMES_PER_CHUNK = 500
 
 
-def make_request(request_id: str, max_tokens: int = 5, prompt=(1, 2, 3)) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id, list(prompt), SamplingParams(temperature=0.0, seed=0, max_tokens=max_tokens)
-    )
-
-
 def expected(request: EngineCoreRequest, config) -> list[int]:
     return expected_output(
         request.prompt_token_ids, request.sampling_params, request.eos_token_ids, config
     )[0]
-
-
-def collect(client: MPClient, *request_ids: str) -> dict[str, tuple[list[int], object]]:
-    """Collect until these requests have finished: id -> (tokens, Finished). Rows of other requests
-    are skipped.
-    """
-    tokens, finished = {request_id: [] for request_id in request_ids}, {}
-    while len(finished) < len(request_ids):
-        outputs = client.get_output()
-        start = 0
-        for request_id, count in zip(outputs.request_ids, outputs.num_tokens, strict=True):
-            if request_id in tokens:
-                tokens[request_id] += outputs.token_ids[start : start + count]
-            start += count
-        finished |= {
-            outputs.request_ids[end.row]: end
-            for end in outputs.finished
-            if outputs.request_ids[end.row] in tokens
-        }
-    return {request_id: (tokens[request_id], end) for request_id, end in finished.items()}
-
-
-@pytest.fixture
-def open_client():
-    clients = []
-
-    def open_(engine: str = "process", **arguments) -> MPClient:
-        clients.append(
-            MPClient(make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND)
-        )
-        return clients[-1]
-
-    yield open_
-    for client in clients:
-        client.shutdown()
 
 
 def engine_pid(client: MPClient) -> int:
@@ -385,64 +342,6 @@ def test_two_programs_one_killed(tmp_path, open_client):
         assert ast.literal_eval(printed) == wanted
         assert observer.call_utility("scheduler_state")["running"] == []
         assert observer.call_utility("check_integrity") is True
-
-
-def open_soon(open_client, address: str) -> MPClient:
-    """Open a client of a daemon that is about to have room for one."""
-    for _ in range(1000):
-        with contextlib.suppress(EngineStartError):
-            return open_client(address)
-        time.sleep(0.01)
-    raise AssertionError("there is still no room")
-
-
-def test_a_daemon_without_descriptors_turns_new_clients_away(tmp_path, open_client):
-    with daemon(tmp_path, make_config(hf_overrides={"delay_s": 0.002})) as (address, process):
-        first = open_client(address)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
-        first.add_request(make_request("all the time", max_tokens=240))
-        clients = []
-        with pytest.raises(EngineStartError, match="clients, and no descriptors for another.*128"):
-            for _ in range(40):
-                clients.append(open_client(address))
-        assert len(clients) >= 10
-        for _ in range(20):
-            with pytest.raises(EngineStartError, match="no descriptors"):
-                open_client(address)
-        assert len(collect(first, "all the time")["all the time"][0]) == 240
-        # a client that leaves makes room
-        clients.pop().shutdown()
-        clients.append(open_soon(open_client, address))
-        clients[-1].shutdown()
-        replacement = open_soon(open_client, address)
-        replacement.add_request(make_request("last", max_tokens=3))
-        assert len(collect(replacement, "last")["last"][0]) == 3
-        assert process.poll() is None
-
-
-def test_idle_clients_of_a_daemon_without_descriptors_make_room(tmp_path, open_client):
-    overrides = {"delay_s": 0.005, "idle_s": 0.3}
-    with daemon(tmp_path, make_config(hf_overrides=overrides)) as (address, process):
-        busy, idle = open_client(address), open_client(address)
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
-        busy.add_request(make_request("all the time", max_tokens=240))
-        for _ in range(40):  # there are descriptors for fewer than 20
-            last = open_soon(open_client, address)
-        with pytest.raises(EngineDeadError, match="needed the descriptors of a client that was"):
-            idle.call_utility("ping")
-        assert len(collect(busy, "all the time")["all the time"][0]) == 240
-        last.call_utility("pause", "keep")
-        for _ in range(40):
-            other = open_soon(open_client, address)
-        assert last.call_utility("is_paused") and other.call_utility("is_paused")
-        assert not is_served(busy)
-        assert process.poll() is None
-
-
-def is_served(client: MPClient) -> bool:
-    with contextlib.suppress(EngineDeadError):
-        return client.call_utility("ping") == "pong"
-    return False
 
 
 def test_a_daemon_outlives_its_clients_and_drains(tmp_path, open_client):

@@ -5,6 +5,7 @@ Must not know: torch, the engine, the effect of a resolved value.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -168,7 +169,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
 
 
-def _unknown(name: str, fields: dict) -> str:
+def _unknown(name: str, fields: Iterable[str]) -> str:
     near = closest(name, fields)
     return (
         f"there is no such argument; did you mean {near}?" if near else "there is no such argument"

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import ModelLoadError
 
@@ -124,11 +124,11 @@ def parse_lora_config(config: dict[str, Any], path: Path) -> LoraConfig:
     )
 
 
-def _is_rank(value: Any) -> bool:
+def _is_rank(value: Any) -> TypeGuard[int]:
     return type(value) is int and 1 <= value <= MAX_RANK
 
 
-def _is_alpha(value: Any) -> bool:
+def _is_alpha(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 

@@ -67,6 +67,9 @@ NOT_TIMED = {
     "gelu_and_mul",
     "encoder_attention",
     "write_runs",
+    # adapters are refused on a GPU
+    "add_lora",
+    "add_lora_embedding",
     "gather_sampling_parameters",  # when requests enter
 }
 

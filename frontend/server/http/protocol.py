@@ -73,7 +73,8 @@ class Protocol(HttpToolsProtocol):
     # ------------------------------------------------------------ the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(GatheringTransport(transport, self._batch))
+        self._gathering = GatheringTransport(transport, self._batch)
+        super().connection_made(self._gathering)
         num_over = len(self.connections) - self._limits.max_connections
         if num_over > SPARE_CONNECTIONS:
             transport.abort()
@@ -178,7 +179,7 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         assert self._active is not None
         # what the server still does about the request, such as logging it, does not delay it
-        self.transport.flush()
+        self._gathering.flush()
         is_last, is_early = self._active is self.cycle or not self.pipeline, self._active.more_body
         super().on_response_complete()
         if self.transport.is_closing():

@@ -212,6 +212,7 @@ class SimulatedClient(EngineClient):
     """What SupervisedClient needs of an MPClient."""
 
     was_hung = False
+    was_released = False
 
     def __init__(self, world: World, engine: SimulatedEngine, *, asyncio_mode: bool, shared: bool):
         self.asyncio_mode, self.is_shared = asyncio_mode, shared

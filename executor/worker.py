@@ -14,38 +14,19 @@ from typing import Any
 import torch
 
 from ..ipc.config import EngineConfig, resolved
-from ..ipc.json_files import read_json
-from ..ipc.models.checkpoint import read_stored_weights
-from ..ipc.models.decoder_config import unread_keys
-from ..ipc.models.encoder_config import EncoderConfig
-from ..ipc.models.gguf import read_gguf
-from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
-from ..ipc.models.memory_plan import check_weights_fit, plan_num_blocks, plan_num_host_blocks
-from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
-from ..ipc.models.quantized_tensors import saved_bytes
+from ..ipc.models.memory_plan import plan_num_blocks, plan_num_host_blocks
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
-from ..kernels import registry
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
-from .kernel_choice import (
-    check_encoder,
-    check_kv_cache_dtype,
-    check_quantization,
-    warn_of_slow_heads,
-)
 from .kv_cache_memory import KVCacheMemory, move_caches
 from .loras import Loras
-from .models import find_model_class
-from .models.adapted_layers import adapt_layers
+from .model_builder import ModelBuilder
 from .models.experts import expert_load
-from .models.layers import LayerFactory
-from .models.packed_layers import PackedLayers
 from .models.same_architecture import check_same_architecture
 from .plugins import load_plugins
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
-from .result_checks import check_results
 from .runner.block_mover import BlockMover, shortest_time
 from .runner.bursts import Bursts
 from .runner.cuda_graphs import CudaCapture, GraphedStep
@@ -58,9 +39,6 @@ from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages
 from .tracing.step_tracer import StepTracer
 from .weights.early_memory import take as take_early_memory
-from .weights.gguf import tensors_of_file
-from .weights.loader import fill_with_random_weights, load_weights
-from .weights.packed_cache import PackedCache
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +76,6 @@ class Worker:
         self.loras = Loras(config.lora_config, self.dtype)
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
-        self._weights_bytes = 0
         self.tracer: StepTracer | None = None  # while steps are traced
         self._cache: KVCacheMemory  # set by load_model
         self._num_blocks = 0
@@ -113,41 +90,14 @@ class Worker:
         block_size = self.config.cache_config.block_size
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
-        self._model_class = find_model_class(model_config.hf_config, model_config.model_impl)
-        shape = self._model_class.parse_config(model_config.hf_config)
-        is_fallback = getattr(self._model_class, "IS_FALLBACK", False)
-        unread = unread_keys(model_config.hf_config)
-        if isinstance(shape, EncoderConfig):
-            check_encoder(self.device)
-            unread = []
-        if is_fallback:  # transformers reads all keys but those that only a GGUF file has
-            unread = [key for key in unread if "." in key]
-        if unread:
-            logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
-        sizes = {
-            "head_dim": shape.head_dim,
-            "num_heads": shape.num_attention_heads,
-            "num_kv_heads": shape.num_key_value_heads,
-        }
-        facts = sizes | {
-            "block_size": block_size,
-            "cpu_isa": self.cpu_isa,
-            "kv_cache_dtype": self.kv_cache_dtype,
-        }
-        self._ops = ops = registry.select(
-            self.device, self.dtype, self.config.device_config.kernels, **facts
+        self._builder = builder = ModelBuilder(
+            self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa
         )
-        check_results(ops)
-        check_quantization(model_config.quantization, ops, self.config.device_config.kernels)
-        check_kv_cache_dtype(
-            self.config.cache_config.kv_cache_dtype, ops, self.config.device_config.kernels
-        )
-        if not shape.is_bidirectional:
-            warn_of_slow_heads(shape.head_dim, ops, self.config.device_config.kernels)
+        ops, shape = builder.ops, builder.shape
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
-            self.model = self._build_model(self._directory, report)
+            self.model = builder.build(self._directory, report)
         max_num_seqs = scheduler_config.max_num_seqs
         max_model_len = resolved(model_config.max_model_len)
         self.grammars = Grammars(self.config, ops, shape.vocab_size)
@@ -162,50 +112,6 @@ class Worker:
         if model_config.pooling is not None:
             self.runner.pooler = Pooler(model_config.pooling, self._directory)
             self.runner.pooler.use_model(self.model)
-
-    def _build_model(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
-        """A model with the weights of `directory`, or random ones, without a cache."""
-        model_config = self.config.model_config
-        make = LayerFactory(self._ops, self.dtype, self.device, model_config.quantization)
-        model = self._model_class(
-            self._model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
-        )
-        if self.loras.is_enabled:
-            adapt_layers(model, make, self.config.lora_config)
-        # pages are allocated when they are filled, not yet
-        num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
-        if directory is not None and is_gguf(directory) and make.multiplies_blocks:
-            shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
-            tensors = check_gguf_tensors(read_gguf(directory), shapes)
-            num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
-            kind = "blocks of the file"
-        quantization = None if directory is None else self._quantization_of(directory)
-        if directory is not None and quantization is not None and make.multiplies_blocks:
-            shapes = (
-                read_stored_weights(directory, quantization).kept
-                if hasattr(model, "plan_conversions")
-                else {name: list(tensor.shape) for name, tensor in model.weights()}
-            )
-            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)
-            kind = f"{quantization.method} weights"
-        check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
-        if directory is None:
-            fill_with_random_weights(model, model_config.seed, report, make.fill)
-        else:
-            packed = PackedLayers(model, make, PackedCache.of(self.config, directory))
-            if not packed.restored():
-                load_weights(model, directory, report, make.fill, quantization)
-                packed.keep()
-        self._weights_bytes = make.weights_bytes
-        return model
-
-    def _quantization_of(self, directory: Path) -> CheckpointQuantization | None:
-        """How the weights of `directory` are stored; without a config.json, as the model's own."""
-        hf_config = self.config.model_config.hf_config
-        path = directory / "config.json"
-        if directory != Path(self.config.model_config.model) and path.exists():
-            hf_config = read_json(path)
-        return parse_quantization(hf_config)
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
@@ -283,11 +189,11 @@ class Worker:
         if self.device.type == "cpu":
             self.runner.program = program = record_step(
                 self.model,
-                self._ops,
+                self._builder.ops,
                 Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits),
                 len(self.kv_cache_windows),
             )
-            can_burst = "sample_tokens" in self._ops.native
+            can_burst = "sample_tokens" in self._builder.ops.native
             self.runner.bursts = (
                 Bursts(
                     program,
@@ -303,7 +209,7 @@ class Worker:
             sizes = max_num_seqs, max_model_len, config.cache_config.block_size
             graphs = GraphedStep(
                 self.model,
-                self._ops,
+                self._builder.ops,
                 *sizes,
                 self.device,
                 CudaCapture(),
@@ -361,14 +267,14 @@ class Worker:
     @property
     def burst_weights_bytes(self) -> int:
         """Bytes of weights if a step with lookahead tokens is one call, else 0."""
-        return self._weights_bytes if self.runner.bursts is not None else 0
+        return self._builder.weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
         num_blocks = self._num_host_blocks
         host_caches = (
             self._cache.host_caches(self.model.attention_layers(), num_blocks) if num_blocks else []
         )
-        self.runner.block_mover = mover = BlockMover(host_caches, self._ops)
+        self.runner.block_mover = mover = BlockMover(host_caches, self._builder.ops)
         return mover
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -419,7 +325,7 @@ class Worker:
         process.
         """
         return {
-            "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
+            "weights_bytes": 0 if "weights" in self.asleep else self._builder.weights_bytes,
             "kv_cache_bytes": 0
             if "kv_cache" in self.asleep
             else self._num_blocks * self.block_bytes,
@@ -456,7 +362,7 @@ class Worker:
             if tag not in tags or tag not in self.asleep:
                 continue
             if tag == "weights":
-                self.model = self._build_model(self._directory, _report_nothing)
+                self.model = self._builder.build(self._directory, _report_nothing)
                 self.runner.use_model(self.model)
             else:
                 self.initialize_kv_cache(self._num_blocks)
@@ -471,8 +377,8 @@ class Worker:
         ModelLoadError, NotEnoughMemoryError.
         """
         directory = Path(path)
-        check_same_architecture(self.config, self._model_class, directory)
-        model = self._build_model(directory, _report_nothing)
+        check_same_architecture(self.config, self._builder.model_class, directory)
+        model = self._builder.build(directory, _report_nothing)
         if self.runner.pooler is not None:
             self.runner.pooler.use_dense(directory)
         self._stop_tracer()

@@ -76,7 +76,7 @@ def capture_decodes(worker: Worker) -> FakeCapture:
     )
     worker.runner.program = GraphedStep(
         worker.model,
-        worker._ops,
+        worker._builder.ops,
         *sizes,
         worker.device,
         capture,

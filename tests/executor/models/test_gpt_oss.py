@@ -72,7 +72,7 @@ def test_experts_stay_blocks_and_take_the_bytes_of_the_file(
         tensor.nbytes if name in of_blocks or name.endswith(FP32) else tensor.nbytes // 2
         for name, tensor in stored.items()
     )
-    assert executor.worker._weights_bytes == num_bytes
+    assert executor.worker._builder.weights_bytes == num_bytes
     plan = make_plan(EngineArgs(str(packed), dtype="bfloat16", max_model_len=128))
     assert plan.keeps_blocks and plan.weights_bytes == num_bytes
     held = 0

@@ -244,7 +244,7 @@ class Failing(Qwen2ForCausalLM):
 def test_a_model_that_cannot_be_recorded_runs_op_by_op(
     model_class, reason, tiny, logged, monkeypatch
 ):
-    monkeypatch.setattr("quire.executor.worker.find_model_class", lambda *_: model_class)
+    monkeypatch.setattr("quire.executor.model_builder.find_model_class", lambda *_: model_class)
     executor = start_executor(tiny("qwen2"))
     assert executor.worker.runner.program is None
     assert logged()[-1].endswith(reason)

@@ -155,7 +155,7 @@ def test_blocks_are_kept_and_planned(model_type: str, tmp_path: Path) -> None:
     write_fallback_gguf(tmp_path / "m.gguf", oracle)
     executor = start(tmp_path / "m.gguf", dtype="bfloat16")
     args = EngineArgs(str(tmp_path / "m.gguf"), dtype="bfloat16", max_model_len=128)
-    assert make_plan(args).weights_bytes == executor.worker._weights_bytes
+    assert make_plan(args).weights_bytes == executor.worker._builder.weights_bytes
     findings = {finding.name: finding for finding in check_model(args)}
     assert findings["weights"].status == "pass" and "GGUF" in findings["weights"].detail
     driver = Driver(executor)

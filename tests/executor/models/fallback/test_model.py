@@ -257,7 +257,7 @@ def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
     sizes = measure_model(hf_config, directory)
     # merged projections round up to whole panels once, not once each
     assert sizes.weights_bytes(dtype, quantization) == pytest.approx(
-        worker._weights_bytes, rel=0.02 if quantization else 0
+        worker._builder.weights_bytes, rel=0.02 if quantization else 0
     )
     assert kv_bytes_per_token(sizes.config, dtype) * BLOCK_SIZE == worker.block_bytes
     planned = make_plan(EngineArgs(str(directory), dtype=dtype, quantization=quantization))
@@ -362,7 +362,9 @@ class OddMLP(torch.nn.Module):
 
 
 def test_other_formulas_stay_as_they_are(made):
-    make = LayerFactory(start(made("gpt2")[0]).worker._ops, torch.bfloat16, torch.device("cpu"))
+    make = LayerFactory(
+        start(made("gpt2")[0]).worker._builder.ops, torch.bfloat16, torch.device("cpu")
+    )
     odd = OddRMSNorm(8)
     assert is_norm(odd) and norm_form(odd, make) is None
     assert gated_form(OddMLP(), make) is None

@@ -74,7 +74,7 @@ def test_blocks_are_kept_and_planned(case: str, tmp_path: Path) -> None:
     plan = make_plan(args)
     # the bias of dots1's router is a buffer, which the worker does not count
     assert plan.keeps_blocks
-    assert plan.weights_bytes == pytest.approx(executor.worker._weights_bytes, rel=1e-4)
+    assert plan.weights_bytes == pytest.approx(executor.worker._builder.weights_bytes, rel=1e-4)
     driver = Driver(executor)
     row = driver.add("row", prompt(30, 3))
     driver.run(4)

@@ -1,0 +1,144 @@
+"""Builds a model with its kernels and weights, as a configuration says.
+
+Must not know: caches, requests, steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..ipc.config import EngineConfig
+from ..ipc.json_files import read_json
+from ..ipc.models.checkpoint import read_stored_weights
+from ..ipc.models.decoder_config import unread_keys
+from ..ipc.models.encoder_config import EncoderConfig
+from ..ipc.models.gguf import read_gguf
+from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
+from ..ipc.models.memory_plan import check_weights_fit
+from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
+from ..ipc.models.quantized_tensors import saved_bytes
+from ..kernels import registry
+from . import device as devices
+from .kernel_choice import (
+    check_encoder,
+    check_kv_cache_dtype,
+    check_quantization,
+    warn_of_slow_heads,
+)
+from .models import find_model_class
+from .models.adapted_layers import adapt_layers
+from .models.layers import LayerFactory
+from .models.packed_layers import PackedLayers
+from .result_checks import check_results
+from .weights.gguf import tensors_of_file
+from .weights.loader import fill_with_random_weights, load_weights
+from .weights.packed_cache import PackedCache
+
+logger = logging.getLogger(__name__)
+
+
+class ModelBuilder:
+    """Chooses the class and the operations of the configuration's model.
+
+    Raises ModelLoadError, InvalidParameterError (an unknown kernel).
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        kv_cache_dtype: torch.dtype,
+        device: torch.device,
+        cpu_isa: str,
+    ):
+        self.config, self.dtype, self.device = config, dtype, device
+        self.weights_bytes = 0  # of the model built last
+        model_config, kernels = config.model_config, config.device_config.kernels
+        self.model_class = find_model_class(model_config.hf_config, model_config.model_impl)
+        self.shape = shape = self.model_class.parse_config(model_config.hf_config)
+        is_fallback = getattr(self.model_class, "IS_FALLBACK", False)
+        unread = unread_keys(model_config.hf_config)
+        if isinstance(shape, EncoderConfig):
+            check_encoder(device)
+            unread = []
+        if is_fallback:  # transformers reads all keys but those that only a GGUF file has
+            unread = [key for key in unread if "." in key]
+        if unread:
+            logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
+        sizes = {
+            "head_dim": shape.head_dim,
+            "num_heads": shape.num_attention_heads,
+            "num_kv_heads": shape.num_key_value_heads,
+        }
+        facts = sizes | {
+            "block_size": config.cache_config.block_size,
+            "cpu_isa": cpu_isa,
+            "kv_cache_dtype": kv_cache_dtype,
+        }
+        self.ops = ops = registry.select(device, dtype, kernels, **facts)
+        check_results(ops)
+        check_quantization(model_config.quantization, ops, kernels)
+        check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
+        if not shape.is_bidirectional:
+            warn_of_slow_heads(shape.head_dim, ops, kernels)
+
+    def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
+        """A model with the weights of `directory`, or random ones, without a cache. Raises
+        ModelLoadError, NotEnoughMemoryError.
+        """
+        model_config = self.config.model_config
+        make = LayerFactory(self.ops, self.dtype, self.device, model_config.quantization)
+        model = self.model_class(
+            self.model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
+        )
+        if self.config.lora_config.enable_lora:
+            adapt_layers(model, make, self.config.lora_config)
+        quantization = None if directory is None else self._quantization_of(directory)
+        self._check_size(model, make, directory, quantization)
+        if directory is None:
+            fill_with_random_weights(model, model_config.seed, report, make.fill)
+        else:
+            packed = PackedLayers(model, make, PackedCache.of(self.config, directory))
+            if not packed.restored():
+                load_weights(model, directory, report, make.fill, quantization)
+                packed.keep()
+        self.weights_bytes = make.weights_bytes
+        return model
+
+    def _check_size(
+        self,
+        model: Any,
+        make: LayerFactory,
+        directory: Path | None,
+        quantization: CheckpointQuantization | None,
+    ) -> None:
+        """Its pages are allocated when they are filled, not yet."""
+        model_config = self.config.model_config
+        num_bytes, kind = make.weights_bytes, model_config.quantization or model_config.dtype
+        if directory is not None and is_gguf(directory) and make.multiplies_blocks:
+            shapes = {name: list(tensor.shape) for name, tensor in tensors_of_file(model).items()}
+            tensors = check_gguf_tensors(read_gguf(directory), shapes)
+            num_bytes = weights_in_memory(tensors, model_config.dtype, keeps_blocks=True)
+            kind = "blocks of the file"
+        if directory is not None and quantization is not None and make.multiplies_blocks:
+            shapes = (
+                read_stored_weights(directory, quantization).kept
+                if hasattr(model, "plan_conversions")
+                else {name: list(tensor.shape) for name, tensor in model.weights()}
+            )
+            num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)
+            kind = f"{quantization.method} weights"
+        check_weights_fit(num_bytes, kind, devices.free_bytes(self.device))
+
+    def _quantization_of(self, directory: Path) -> CheckpointQuantization | None:
+        """How the weights of `directory` are stored; without a config.json, as the model's own."""
+        hf_config = self.config.model_config.hf_config
+        path = directory / "config.json"
+        if directory != Path(self.config.model_config.model) and path.exists():
+            hf_config = read_json(path)
+        return parse_quantization(hf_config)

@@ -335,6 +335,8 @@ class DeviceConfig(Section, frozen=True):
     pipeline_parallel_size: Annotated[
         PositiveInt, Meta(description="Ranks that share the stack of layers.")
     ] = 1
+    # which of the engines of one frontend this is, from 0; set when one is started, not a flag
+    data_parallel_rank: int = 0
     enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
     kernels: Annotated[
         dict[str, str],
@@ -425,7 +427,7 @@ class EngineConfig(Section, frozen=True):
 
 
 INTERNAL_FIELDS = frozenset(
-    {"hf_config", "pooling"}
+    {"hf_config", "pooling", "data_parallel_rank"}
 )  # filled when the tree is resolved; not arguments
 
 

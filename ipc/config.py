@@ -214,8 +214,8 @@ class SpeculativeConfig(Section, frozen=True):
     """
 
     # ngram: what followed the last tokens where they stood before. suffix: what followed most often
-    # in the request and in earlier outputs of requests with its cache_salt. auto: ngram, and suffix
-    # where it finds nothing.
+    # in the request and in earlier outputs of requests with its cache_salt and adapter. auto:
+    # ngram, and suffix where it finds nothing.
     method: Literal["ngram", "suffix", "auto"] = "ngram"
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row
     # fewer drafts, or none, where they are not expected to be worth what they cost

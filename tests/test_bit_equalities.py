@@ -1,11 +1,16 @@
 """In bfloat16 on native kernels, the bits of a request's tokens and log-probabilities do not depend
-on the batch or on how the prompt is computed.
+on the batch, on how the prompt is computed, or on speculation.
+
+With speculation, `pytest` runs one proposer and number of threads with each setting, and `pytest -m
+slow tests/test_bit_equalities.py` runs the rest.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
+from itertools import chain, product
 from typing import Any
 
 import msgspec
@@ -23,6 +28,43 @@ pytestmark = pytest.mark.skipif(
 # One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)
 Logprobs = list[list[tuple[int, float]]]
+DRAFTING = [*product(["ngram", "suffix"], [1, 2])]  # proposers and threads
+
+
+def with_drafts(settings: dict[str, Any], method: str | None) -> dict[str, Any]:
+    """The settings with this proposer, whose drafts do not depend on measured times."""
+    if method is None:
+        return settings
+    config = {"method": method, "prompt_lookup_min": 1, "adaptive": False}
+    # a step of an engine that drafts has several tokens of a row by itself
+    num_steps = min(settings.get("num_scheduler_steps", 0), 1)
+    return settings | {"speculative_config": config, "num_scheduler_steps": num_steps}
+
+
+def with_and_without_drafts(settings: list[dict[str, Any]]) -> list[Any]:
+    """Each of `settings`, then with each of DRAFTING; all but one of these are slow tests."""
+    found: list[Any] = []
+    for index, plain in enumerate(settings):
+        found.append(plain)
+        for i, (method, num_threads) in enumerate(DRAFTING):
+            marks = [] if i == index % len(DRAFTING) else [pytest.mark.slow]
+            drafting = with_drafts(plain | {"num_threads": num_threads}, method)
+            found.append(pytest.param(drafting, marks=marks))
+    return found
+
+
+def name_of(settings: dict[str, Any]) -> str:
+    return ",".join(
+        f"{key}={value['method'] if isinstance(value, dict) else value}"
+        for key, value in settings.items()
+    )
+
+
+def assert_drafts(engine: LLMEngine, settings: dict[str, Any]) -> None:
+    """Without drafts, or if none is ever right, the tests with speculation would prove nothing."""
+    metrics = engine.call_utility("get_metrics")
+    is_drafting = "speculative_config" in settings
+    assert (metrics["num_draft_tokens"] > metrics["num_accepted_tokens"] > 0) == is_drafting
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
@@ -100,26 +142,41 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items())
-)
+@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS), ids=name_of)
 def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
         assert_same_bits(jobs, run(engine, jobs), expected)
+        assert_drafts(engine, settings)
         if settings.items() >= FEW.items():
             # otherwise the test would prove nothing
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 5
+            assert engine.client.call_utility("get_metrics")["num_preemptions"] >= 4
 
 
-def test_a_warm_cache_or_another_process_does_not_change_a_bit(jobs, expected):
-    for _ in range(2):  # after a restart
-        with closing(make_engine("process", dtype="bfloat16", num_threads=2)) as engine:
-            assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
-            warm = run(engine, jobs, aborts=False)
-            assert_same_bits(jobs, warm, expected, aborts=False)
-            assert sum(result.num_cached_tokens or 0 for result in warm[0].values()) > 0.4 * sum(
-                len(job.prompt_token_ids) for job in jobs
-            )
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(num_threads=2),
+        with_drafts(dict(num_threads=2), "suffix"),
+        pytest.param(with_drafts(dict(num_threads=1), "suffix"), marks=pytest.mark.slow),
+        pytest.param(with_drafts(dict(num_threads=1), "ngram"), marks=pytest.mark.slow),
+        pytest.param(with_drafts(dict(num_threads=2), "ngram"), marks=pytest.mark.slow),
+    ],
+    ids=name_of,
+)
+def test_a_warm_cache_or_another_process_does_not_change_a_bit(jobs, expected, settings):
+    """All of these processes give what another one gives."""
+    with closing(make_engine("process", dtype="bfloat16", **settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs, aborts=False), expected, aborts=False)
+        cold = engine.get_metrics()
+        warm = run(engine, jobs, aborts=False)
+        assert_same_bits(jobs, warm, expected, aborts=False)
+        assert sum(result.num_cached_tokens or 0 for result in warm[0].values()) > 0.4 * sum(
+            len(job.prompt_token_ids) for job in jobs
+        )
+        assert_drafts(engine, settings)
+        if "suffix" in str(settings):  # it has seen the answers
+            num_accepted = engine.get_metrics()["num_accepted_tokens"] - cold["num_accepted_tokens"]
+            assert num_accepted > 0.3 * sum(len(result.token_ids) for result in warm[0].values())
 
 
 def random_settings(rng: random.Random) -> dict[str, Any]:
@@ -131,6 +188,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         async_scheduling=rng.random() < 0.3,
         num_scheduler_steps=rng.choice([0, 1, 3]),
     )
+    settings = with_drafts(settings, rng.choice([None, None, "ngram", "suffix", "auto"]))
     if rng.random() < 0.5:
         settings |= dict(
             num_gpu_blocks_override=rng.choice([34, 60]),
@@ -168,35 +226,51 @@ def test_random_settings_and_neighbours_do_not_change_a_bit():
                 raise AssertionError(f"with {settings}") from error
 
 
+def resolved(small: dict[str, Any]) -> dict[str, Any]:
+    is_gguf = small.get("model") == GGUF_MODEL
+    return small | {"model": f"{gguf_folder().name}/{GGUF_FILE}"} if is_gguf else small
+
+
+@pytest.fixture(scope="module")
+def few() -> list[Job]:
+    jobs = make_jobs(20, seed=12)
+    return [replace(job, arrives_at_step=job.arrives_at_step // 16) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def few_alone(few):
+    """Return what each of `few` gives alone, with such weights or such a cache."""
+
+    @cache
+    def alone(**small: Any) -> tuple[dict, dict]:
+        with closing(
+            make_engine(
+                dtype="bfloat16", **resolved(small), enable_prefix_caching=False, max_num_seqs=1
+            )
+        ) as engine:
+            return run(engine, few, aborts=False)
+
+    return alone
+
+
+SMALL = [
+    {"quantization": "int8"},
+    {"quantization": "int4"},
+    {"kv_cache_dtype": "int8"},
+    {"model": GGUF_MODEL},
+]
+DISTURBED = dict(**FEW, num_threads=2, max_num_batched_tokens=37, preemption_mode="swap")
+
+
 @pytest.mark.parametrize(
-    "small",
-    [
-        {"quantization": "int8"},
-        {"quantization": "int4"},
-        {"kv_cache_dtype": "int8"},
-        {"model": GGUF_MODEL},
-    ],
-    ids=str,
+    "settings", with_and_without_drafts([s | DISTURBED for s in SMALL]), ids=name_of
 )
-def test_quantized_weights_and_caches(small):
-    if small.get("model") == GGUF_MODEL:
-        small = {"model": f"{gguf_folder().name}/{GGUF_FILE}"}
-    few = [replace(job, arrives_at_step=job.arrives_at_step // 8) for job in make_jobs(14, seed=12)]
-    with closing(
-        make_engine(dtype="bfloat16", **small, enable_prefix_caching=False, max_num_seqs=1)
-    ) as engine:
-        alone = run(engine, few, aborts=False)
-    with closing(
-        make_engine(
-            dtype="bfloat16",
-            **small,
-            **FEW,
-            num_threads=2,
-            max_num_batched_tokens=37,
-            preemption_mode="swap",
-        )
-    ) as engine:
-        assert_same_bits(few, run(engine, few, aborts=False), alone, aborts=False)
+def test_quantized_weights_and_caches(few, few_alone, settings):
+    small = {key: value for key, value in settings.items() if key in [*chain(*SMALL)]}
+    with closing(make_engine(dtype="bfloat16", **resolved(settings))) as engine:
+        got = run(engine, few, aborts=False)
+        assert_same_bits(few, got, few_alone(**small), aborts=False)
+        assert_drafts(engine, settings)
         assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
 
 
@@ -224,31 +298,31 @@ def kept_whole(jobs_with_windows):
         return run(engine, jobs_with_windows, aborts=False)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(num_threads=2),
-        dict(
-            **FEW_OF_GROUPS,
-            num_gpu_blocks_override=97,
-            preemption_mode="recompute",
-            enable_prefix_caching=False,
-        ),
-        dict(
-            **FEW_OF_GROUPS,
-            num_gpu_blocks_override=73,
-            preemption_mode="swap",
-            max_num_batched_tokens=64,
-            async_scheduling=True,
-        ),
-        dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
-    ],
-    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
-)
+SETTINGS_WITH_WINDOWS = [
+    dict(num_threads=2),
+    dict(
+        **FEW_OF_GROUPS,
+        num_gpu_blocks_override=97,
+        preemption_mode="recompute",
+        enable_prefix_caching=False,
+    ),
+    dict(
+        **FEW_OF_GROUPS,
+        num_gpu_blocks_override=80,
+        preemption_mode="swap",
+        max_num_batched_tokens=64,
+        async_scheduling=True,
+    ),
+    dict(num_scheduler_steps=4, max_num_seqs=5, long_prefill_token_threshold=19),
+]
+
+
+@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS_WITH_WINDOWS), ids=name_of)
 def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, settings):
     with closing(make_engine(**WINDOWS, **settings)) as engine:
         assert engine.client._engine.core.executor.kv_cache_windows == (0, 21, 21)
         assert_same_bits(jobs_with_windows, run(engine, jobs_with_windows), kept_whole)
+        assert_drafts(engine, settings)
         if settings.items() >= FEW_OF_GROUPS.items():
             assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
         else:
@@ -258,10 +332,15 @@ def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, sett
 def test_completions_of_one_prompt_share_the_blocks_of_all_groups():
     params = SamplingParams(n=3, temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)
     answers = []
-    for whole in (True, False):
-        with LLM(**WINDOWS, disable_hybrid_kv_cache_manager=whole, max_model_len=256) as llm:
-            outputs = llm.generate([{"prompt_token_ids": list(range(20, 93))}], params)
-            answers.append([completion.token_ids for completion in outputs[0].outputs])
-            num_copied = llm.get_metrics()["num_blocks_copied"]
-            assert num_copied == (2 if whole else 6)  # 72 = 4.5 blocks, for two siblings
-    assert answers[0] == answers[1] and len({*map(tuple, answers[0])}) == 3
+    for whole, method in ((True, None), (False, None), (False, "suffix")):
+        settings = with_drafts(WINDOWS | dict(disable_hybrid_kv_cache_manager=whole), method)
+        with LLM("bundled", engine="inproc", **settings, max_model_len=256) as llm:
+            for _ in range(2):  # the second time, the answers were seen before
+                outputs = llm.generate([{"prompt_token_ids": list(range(20, 93))}], params, False)
+                answers.append([completion.token_ids for completion in outputs[0].outputs])
+            metrics = llm.get_metrics()
+            assert metrics["num_blocks_copied"] == (
+                4 if whole else 12
+            )  # 72 = 4.5 blocks, for two siblings
+            assert (metrics["num_accepted_tokens"] > 40) == (method is not None)
+    assert all(answer == answers[0] for answer in answers) and len({*map(tuple, answers[0])}) == 3

@@ -5,16 +5,18 @@ whatever is drafted.
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from quire import LLM, LLMEngine, SamplingParams
+from quire import LLM, LLMEngine, LoRARequest, SamplingParams
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
-from quire.tests.client_forms import closing, make_engine
+from quire.tests import feature_loras
+from quire.tests.client_forms import closing, engine_args, make_engine
 from quire.tests.test_bit_equalities import FEW, assert_same_bits, make_jobs, run
 from quire.tests.workloads import Job
 
@@ -32,10 +34,10 @@ class Knowing:
         # what follows the first tokens
         self._texts = answers
 
-    def remember(self, output: np.ndarray, salt: str | None) -> None:
+    def remember(self, output: np.ndarray, salt: Hashable) -> None:
         pass
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         known = token_ids.tolist()
         for text in self._texts:
             if text[: len(known)] == known and len(text) > len(known):
@@ -161,6 +163,83 @@ def test_earlier_outputs_are_drafts_for_requests_of_their_salt_alone():
     assert answers == answers[:1] * 4
     assert accepted[1] > accepted[0] + 20
     assert accepted[2] == accepted[3] == accepted[0]
+
+
+class Adapting(LLMEngine):
+    """Two of three jobs have an adapter, each one of two."""
+
+    def process_inputs(self, request_id: str, *args: Any, **options: Any):
+        if number := int(request_id.rpartition("-")[2]) % 3:
+            options["lora_request"] = adapter(number)
+        return super().process_inputs(request_id, *args, **options)
+
+
+def adapter(number: int, **fields: Any) -> LoRARequest:
+    path = f"{feature_loras.folder().name}/{number}"
+    return LoRARequest(f"a{number}", number, path, **fields)
+
+
+@pytest.fixture(scope="module")
+def few_jobs(jobs) -> list[Job]:
+    return jobs[:24]
+
+
+@pytest.fixture(scope="module")
+def expected_with_adapters(few_jobs):
+    """Each request alone with its adapter, without speculation."""
+    settings = dict(enable_prefix_caching=False, max_num_seqs=1, enable_lora=True, max_cpu_loras=2)
+    args = engine_args(dtype="bfloat16", **settings)
+    with closing(Adapting.from_engine_args(args, engine="inproc")) as engine:
+        return run(engine, few_jobs, aborts=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("known", dict(max_loras=2, num_threads=2)),
+        ("known", dict(**FEW, preemption_mode="swap", max_loras=1, max_cpu_loras=2)),
+        ("suffix", dict(max_loras=2, max_num_batched_tokens=37)),
+    ],
+    ids=str,
+)
+def test_drafts_and_adapters_in_one_batch(
+    few_jobs, expected_with_adapters, expected, method, settings
+):
+    config = NGRAM | {"method": "ngram" if method == "known" else method}
+    args = engine_args(dtype="bfloat16", enable_lora=True, speculative_config=config, **settings)
+    with closing(Adapting.from_engine_args(args, engine="inproc")) as engine:
+        if method == "known":
+            let_know(engine, few_jobs, expected_with_adapters)
+        else:  # it sees the answers
+            run(engine, few_jobs, aborts=False)
+        assert_same_bits(few_jobs, run(engine, few_jobs), expected_with_adapters)
+        engine.call_utility("check_integrity")
+        metrics = engine.get_metrics()
+        assert metrics["num_draft_tokens"] > metrics["num_accepted_tokens"] > 200
+    tokens = [
+        {job.request_id: of[0][job.request_id].token_ids for job in few_jobs}
+        for of in (expected, expected_with_adapters)
+    ]
+    num_changed = sum(tokens[0][id] != tokens[1][id] for id in tokens[0])
+    assert len(few_jobs) / 2 < num_changed <= 2 * len(few_jobs) / 3  # those with an adapter
+
+
+def test_what_is_remembered_of_an_adapter_is_drafted_for_no_other():
+    """Not even for the next load of its files."""
+    config = NGRAM | {"method": "suffix"}
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=40, ignore_eos=True)
+    loras = [adapter(1), adapter(1), adapter(2), None, adapter(1, load_inplace=True)]
+    accepted = []
+    settings = dict(enable_lora=True, max_loras=2, dtype="bfloat16")
+    with closing(make_engine(speculative_config=config, **settings)) as engine:
+        for lora in [*loras, None]:
+            before = engine.get_metrics()["num_accepted_tokens"]
+            engine.add_request("r", [*range(40, 60)], params, lora_request=lora)
+            while engine.has_unfinished_requests():
+                engine.step()
+            accepted.append(engine.get_metrics()["num_accepted_tokens"] - before)
+    first, again, other, base, reloaded, base_again = accepted
+    assert max(first, other, base, reloaded) < 10 and min(again, base_again) > 25, accepted
 
 
 def test_completions_beams_and_stops():

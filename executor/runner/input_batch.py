@@ -75,7 +75,9 @@ class InputBatch:
         self.entries = np.zeros(max_num_seqs, np.int64)
         # tokens of each slot's request when it entered the slot
         self.num_entry_tokens = np.zeros(max_num_seqs, np.int64)
-        self.cache_salts: dict[int, str] = {}  # of the slots whose requests have one
+        # the cache_salt and the number of the adapter, of the slots whose requests have any: text
+        # is remembered for requests with the same ones
+        self.salts: dict[int, tuple[str | None, int | None]] = {}
         self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
         self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
@@ -90,8 +92,9 @@ class InputBatch:
         self._forget_options(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = self.num_entry_tokens[slot] = count
-        if request.cache_salt is not None:
-            self.cache_salts[slot] = request.cache_salt
+        lora_int_id = request.lora_request.lora_int_id if request.lora_request else None
+        if request.cache_salt is not None or lora_int_id is not None:
+            self.salts[slot] = request.cache_salt, lora_int_id
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
         self.num_blocks[slot] = 0
         if request.lora_request is not None:
@@ -153,7 +156,7 @@ class InputBatch:
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
         self.pooling.pop(slot, None)
-        self.cache_salts.pop(slot, None)
+        self.salts.pop(slot, None)
 
     def _forget_options(self, slot: int) -> None:
         for slots in (

@@ -5,6 +5,7 @@ Must not know: the model, how a draft is verified, requests beyond their tokens.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 import numpy as np
@@ -13,13 +14,14 @@ NOTHING = np.empty(0, np.int32)
 
 
 class Proposer(Protocol):
-    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         """token_ids [N] i32, prompt and output of one request -> at most `num_tokens` that may
-        follow; none where there is nothing to go by. salt: the request's cache_salt.
+        follow; none where there is nothing to go by. salt: only text of requests with an
+        equal one may be seen; None: of those that have none.
         """
         ...
 
-    def remember(self, output: np.ndarray, salt: str | None) -> None:
+    def remember(self, output: np.ndarray, salt: Hashable) -> None:
         """output [N] i32: what a request has been answered since it entered its slot. It has left
         the slot.
         """
@@ -37,10 +39,10 @@ class NgramProposer:
     def __init__(self, least: int, most: int):
         self.least, self.most = least, most
 
-    def remember(self, output: np.ndarray, salt: str | None) -> None:
+    def remember(self, output: np.ndarray, salt: Hashable) -> None:
         pass
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         length = len(token_ids)
         # where the last token stands, except at the end
         places = np.flatnonzero(token_ids[:-1] == token_ids[-1])
@@ -67,12 +69,12 @@ class FirstOf:
     def __init__(self, *proposers: Proposer):
         self._proposers = proposers
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         for proposer in self._proposers:
             if len(found := proposer.propose(token_ids, num_tokens, salt)):
                 return found
         return NOTHING
 
-    def remember(self, output: np.ndarray, salt: str | None) -> None:
+    def remember(self, output: np.ndarray, salt: Hashable) -> None:
         for proposer in self._proposers:
             proposer.remember(output, salt)

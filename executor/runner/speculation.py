@@ -127,7 +127,7 @@ class Speculation:
             found = NOTHING
             if count > 0 and slot not in batch.refusals:
                 known = batch.token_ids[slot, : batch.num_tokens[slot]]
-                found = self.proposer.propose(known, count, batch.cache_salts.get(slot))
+                found = self.proposer.propose(known, count, batch.salts.get(slot))
                 room -= len(found)
             drafts.append(found)
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
@@ -137,7 +137,7 @@ class Speculation:
         """Takes what the request in this slot was answered. It leaves the slot."""
         batch = self._batch
         output = batch.token_ids[slot, batch.num_entry_tokens[slot] : batch.num_tokens[slot]]
-        self.proposer.remember(output, batch.cache_salts.get(slot))
+        self.proposer.remember(output, batch.salts.get(slot))
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""

@@ -7,6 +7,7 @@ Must not know: the model, how a draft is verified, requests beyond their tokens.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Hashable
 from itertools import pairwise
 
 import numpy as np
@@ -24,8 +25,8 @@ END = -1  # stands behind each output
 class SuffixProposer:
     """Of the places where the longest end of the text stands, it follows the most frequent tokens.
 
-    Outputs are remembered by cache salt, and a request sees those of its own salt alone: how fast
-    it is must not tell what others were answered.
+    Outputs are remembered by salt (InputBatch.salts), and a request sees those of its own salt
+    alone: how fast it is must not tell what others were answered, and adapters answer differently.
     """
 
     def __init__(
@@ -37,9 +38,9 @@ class SuffixProposer:
         """
         self._max_depth, self._max_requests = max_depth, max_requests
         self._spec_factor, self._min_token_prob = spec_factor, min_token_prob
-        self._outputs: OrderedDict[str | None, Outputs] = OrderedDict()  # by salt
+        self._outputs: OrderedDict[Hashable, Outputs] = OrderedDict()  # by salt
 
-    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: str | None) -> np.ndarray:
+    def propose(self, token_ids: np.ndarray, num_tokens: int, salt: Hashable) -> np.ndarray:
         own = np.flatnonzero(token_ids[:-1] == token_ids[-1])
         found = self._longest(token_ids, own, token_ids)
         outputs = self._outputs.get(salt)
@@ -55,7 +56,7 @@ class SuffixProposer:
             return NOTHING
         return self._follow(text, places, count)
 
-    def remember(self, output: np.ndarray, salt: str | None) -> None:
+    def remember(self, output: np.ndarray, salt: Hashable) -> None:
         """output [N] i32, all tokens that a request was answered."""
         if not len(output) or not self._max_requests:
             return

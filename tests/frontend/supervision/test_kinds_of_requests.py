@@ -30,6 +30,9 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+DRAFTS = {"method": "auto", "prompt_lookup_min": 1, "adaptive": False}
+
+
 @pytest.fixture(scope="module")
 def engine(loop: asyncio.Runner) -> Iterator[AsyncLLM]:
     async def start() -> AsyncLLM:
@@ -55,6 +58,11 @@ async def run(llm: AsyncLLM, kind: str, *, is_killed: bool) -> RequestOutput:
     return output
 
 
+@pytest.fixture(scope="module")
+def undisturbed(loop: asyncio.Runner, engine: AsyncLLM) -> dict[str, RequestOutput]:
+    return {kind: loop.run(run(engine, kind, is_killed=False)) for kind in KINDS}
+
+
 def shown(output: RequestOutput) -> list:
     return [output.prompt_logprobs] + [
         (one.token_ids, one.text, one.logprobs, one.cumulative_logprob, one.finish_reason)
@@ -63,13 +71,35 @@ def shown(output: RequestOutput) -> list:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_continues(loop: asyncio.Runner, engine: AsyncLLM, kind: str) -> None:
-    expected = loop.run(run(engine, kind, is_killed=False))
+def test_it_continues(
+    loop: asyncio.Runner, engine: AsyncLLM, undisturbed: dict[str, RequestOutput], kind: str
+) -> None:
     before = engine.client.restarts.by_cause.total()
     output = loop.run(run(engine, kind, is_killed=True))
     assert engine.client.restarts.by_cause.total() == before + 1
     assert engine.client.restarts.num_resumed
-    assert shown(output) == shown(expected)
+    assert shown(output) == shown(undisturbed[kind])
     metrics = output.metrics
     assert metrics.first_token_ts < metrics.last_token_ts - 0.2  # a restart lies between
     assert metrics.prefill_time < metrics.decode_time
+
+
+def test_streams_with_drafts_continue(
+    loop: asyncio.Runner, undisturbed: dict[str, RequestOutput]
+) -> None:
+    """With speculation, all kinds at once give what an engine without it gives undisturbed."""
+
+    async def run_all() -> None:
+        llm = make_async_engine("process async", speculative_config=DRAFTS)
+        try:
+            streams = (run(llm, kind, is_killed=kind == "penalties") for kind in KINDS)
+            for output in await asyncio.gather(*streams):
+                assert shown(output) == shown(undisturbed[output.request_id])
+            assert llm.client.restarts.by_cause.total() == 1
+            assert llm.client.restarts.num_resumed > 1
+            metrics = await llm.get_metrics()  # of the second engine
+            assert metrics["num_accepted_tokens"] > 20
+        finally:
+            await llm.shutdown_async()
+
+    loop.run(run_all())

@@ -18,6 +18,7 @@ import msgspec
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
+from ..ipc.kv_event_publisher import make_publisher
 from ..ipc.messages import (
     BEAT,
     EngineCoreOutputs,
@@ -79,22 +80,9 @@ class EngineCore:
     """
 
     UTILITIES = (
-        frozenset(
-            {
-                "ping",
-                "beat",
-                "observe",
-                "scheduler_state",
-                "get_metrics",
-                "status",
-                "expert_load",
-                "check_integrity",
-                "execute_dummy_batch",
-                "start_trace",
-                "wait_for_trace",
-                "end_trace",
-            }
-        )
+        frozenset({"ping", "beat", "observe", "scheduler_state", "get_metrics", "status"})
+        | {"expert_load", "check_integrity", "execute_dummy_batch"}
+        | {"start_trace", "wait_for_trace", "end_trace"}
         | PauseControl.UTILITIES
         | Loras.UTILITIES
     )
@@ -122,7 +110,7 @@ class EngineCore:
         of import_executor, if it has been called.
         """
         check_config(config)
-        report = report or _report_nothing
+        report = report or (lambda stage, fraction: None)
         give_back: Callable[[], None] | None = None
         if executor is None:
             report("import", 0.0)
@@ -147,6 +135,7 @@ class EngineCore:
             check_num_blocks(config, num_blocks, windows)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
             num_host_blocks, costs = executor.initialize_swap_space()
+            self.kv_events = make_publisher(config, epoch, engine_index)
             if give_back is not None:
                 give_back()
             report("kv cache", 1.0)
@@ -383,12 +372,19 @@ class EngineCore:
         """Runs after each step, when its outputs are on their way."""
         if model_executed and self.check_every_step:
             self.scheduler.check_integrity()
+        if self.kv_events is not None:
+            self.publish_kv_events()
         if self.scheduler.unused_adapters:
             self.loras.free_unused()
         if self.pausing.waits:
             self.pausing.settle()
         if self.tracer is not None:
             self.tracer.settle()
+
+    def publish_kv_events(self) -> None:
+        """Sends what has changed in the prefix cache to those who watch it."""
+        if self.kv_events is not None:
+            self.kv_events.publish(self.scheduler.take_kv_events())
 
     def execute_dummy_batch(self) -> None:
         """Runs the model on no data, so that ranks without work stay in step with the others."""
@@ -494,7 +490,5 @@ class EngineCore:
     def shutdown(self) -> None:
         """Releases the model. May be called twice."""
         self.executor.shutdown()
-
-
-def _report_nothing(stage: str, fraction: float) -> None:
-    pass
+        if self.kv_events is not None:
+            self.kv_events.close()

@@ -239,7 +239,9 @@ class PauseControl:
         if reset_running:
             self._forget_kv()
             return True
-        return self._core.scheduler.reset_prefix_cache()
+        was_reset = self._core.scheduler.reset_prefix_cache()
+        self._core.publish_kv_events()
+        return was_reset
 
     def load_weights(self, path: str) -> None:
         """Replaces the weights by those in the directory `path`.
@@ -274,3 +276,4 @@ class PauseControl:
         self._core.scheduler.preempt_all()
         if not self._core.scheduler.reset_prefix_cache():
             raise AssertionError("a block in use belongs to no request")
+        self._core.publish_kv_events()

@@ -15,6 +15,7 @@ from msgspec import inspect
 from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
+from ..ipc.kv_events import check_kv_events
 from ..ipc.models.pooling import Pooling
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
@@ -397,7 +398,8 @@ def _without_chunks(wanted: Any, model_config: Any) -> Any:
 def _resolve_cache(wanted: Any, model_config: Any) -> Any:
     """A text that its tokens see as a whole has no prefix that could be found again."""
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
-        return replace(wanted, enable_prefix_caching=False)
+        wanted = replace(wanted, enable_prefix_caching=False)
+    check_kv_events(wanted.kv_events_config, has_prefix_cache=wanted.enable_prefix_caching)
     return wanted
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from .kv_events import KVEventsConfig
 from .models.pooling import PoolerConfig, Pooling
 
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -205,6 +206,18 @@ class CacheConfig(Section, frozen=True):
         bool,
         Meta(description="Keep the KV cache of finished requests for prompts that begin alike."),
     ] = True
+    kv_events_config: Annotated[
+        KVEventsConfig | None,
+        Meta(
+            description="Publishes over ZMQ which blocks the prefix cache has, for routers, as "
+            'vLLM does: a JSON object such as {"enable_kv_cache_events": true, "endpoint": '
+            '"tcp://*:5557"}.'
+        ),
+    ] = None
+
+    @property
+    def publishes_kv_events(self) -> bool:
+        return self.kv_events_config is not None and self.kv_events_config.is_enabled
 
 
 class SpeculativeConfig(Section, frozen=True):

@@ -310,7 +310,8 @@ def test_the_scan_finds_forbidden_code() -> None:
 
 
 WALL_CLOCK = re.compile(r"\btime\.time(_ns)?\(|\bdatetime\.(now|utcnow)\(")
-# Files that need a date: `created` of an answer, the server's start, a template's strftime_now.
+# Files that need a date: `created` of an answer, the server's start, a template's strftime_now, a
+# batch of KV events.
 # Durations are differences of time.monotonic() or of an event loop's clock.
 READS_THE_DATE = {
     "frontend/requests/input_processor.py",
@@ -319,6 +320,7 @@ READS_THE_DATE = {
     "frontend/server/apis/responses_answer.py",
     "frontend/server/state.py",
     "frontend/text/template_sandbox.py",
+    "ipc/kv_event_publisher.py",
 }
 
 

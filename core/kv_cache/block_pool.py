@@ -167,8 +167,8 @@ class BlockPool:
         self.free_queue.prepend_n(useless)
         self.free_queue.append_n(findable)
 
-    def cache(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Makes a full, computed block findable by its hash.
+    def cache(self, block: KVCacheBlock, block_hash: bytes) -> bool:
+        """Makes a full, computed block findable by its hash; returns whether it was not before.
 
         A second block with the same content gets no hash: tables are append-only, so it cannot be
         replaced by the first one. It is evicted first.
@@ -176,6 +176,8 @@ class BlockPool:
         if block.block_hash is None and block_hash not in self._cached:
             self._cached[block_hash] = block
             block.block_hash = block_hash
+            return True
+        return False
 
     def uncache(self, block: KVCacheBlock) -> None:
         if block.block_hash is not None:

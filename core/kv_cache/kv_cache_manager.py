@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, KVCacheBlock
+from .events import KVEvents, WatchedBlockPool
 
 NOT_KEPT = -1  # in a table of host blocks
 Blocks = list[list[KVCacheBlock]]  # of each group of layers; equally long lists
@@ -47,14 +48,20 @@ class KVCacheManager:
         enable_caching: bool = True,
         num_host_blocks: int = 0,
         max_spare_tokens: int = 0,
+        events: KVEvents | None = None,
     ):
-        """max_spare_tokens: of a request, for which it may keep room that no step has used."""
+        """max_spare_tokens: of a request, for which it may keep room that no step has used.
+        events: get what the prefix cache learns and forgets.
+        """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
         self.block_size = layout.block_size
         self.num_host_blocks = num_host_blocks
         self.enable_caching = enable_caching
-        self.block_pool = BlockPool(num_blocks)
+        self.events = events
+        self.block_pool = (
+            BlockPool(num_blocks) if events is None else WatchedBlockPool(num_blocks, events)
+        )
         self._tables: dict[str, Blocks] = {}
         # host blocks of swapped requests; NOT_KEPT where the table has the null block
         self._host_tables: dict[str, list[list[int]]] = {}
@@ -341,10 +348,13 @@ class KVCacheManager:
         if not self.enable_caching or num_full_blocks <= num_cached:
             return
         hashes, null = request.extend_block_hashes(self.block_size), self.block_pool.null_block
+        cache, events = self.block_pool.cache, self.events
         for group, table in enumerate(self._tables[request.request_id]):
             for index in range(num_cached, num_full_blocks):
                 if table[index] is not null:
-                    self.block_pool.cache(table[index], key_of(hashes[index], group))
+                    is_new = cache(table[index], key_of(hashes[index], group))
+                    if is_new and events is not None:
+                        events.stored(request, group, index)
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:

@@ -30,11 +30,13 @@ from operator import attrgetter
 from typing import Any
 
 from ...ipc.config import EngineConfig, resolved
+from ...ipc.kv_events import KVCacheEvent
 from ...ipc.messages import EngineCoreRequest, FinishReason, SchedulerStats
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..counters import Counters
 from ..forks import Family
+from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus, split
@@ -101,6 +103,7 @@ class Scheduler:
             max_spare_tokens=lookahead_of(MAX_BURST, self.num_tokens_per_pass)
             if self.drafts
             else 0,
+            events=KVEvents(layout) if config.cache_config.publishes_kv_events else None,
         )
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1
@@ -378,6 +381,11 @@ class Scheduler:
         results.update_from_output(self, step, result, rows)
 
     # ------------------------------------------------------------ for observers
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What the prefix cache has learned and forgotten since the last call."""
+        events = self.kv_cache_manager.events
+        return [] if events is None else events.take()
 
     def reset_prefix_cache(self) -> bool:
         return self.kv_cache_manager.reset_prefix_cache()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypedDict
 
 from ...ipc.config import SpeculativeConfig
+from ...ipc.kv_events import KVEventsConfig
 from ...ipc.models.pooling import PoolerConfig
 
 
@@ -43,6 +44,7 @@ class EngineArguments(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     swap_space: float
     enable_prefix_caching: bool
+    kv_events_config: KVEventsConfig | None
     max_num_seqs: int
     max_num_batched_tokens: int | None
     enable_chunked_prefill: bool

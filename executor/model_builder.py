@@ -57,6 +57,7 @@ class ModelBuilder:
         cpu_isa: str,
     ):
         self.config, self.dtype, self.device = config, dtype, device
+        self.kv_cache_dtype = kv_cache_dtype
         self.weights_bytes = 0  # of the model built last
         model_config, kernels = config.model_config, config.device_config.kernels
         self.model_class = find_model_class(model_config.hf_config, model_config.model_impl)

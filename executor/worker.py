@@ -19,6 +19,7 @@ from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOut
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
 from . import device as devices
+from .draft import Draft, draft_config
 from .kv_cache_memory import KVCacheMemory, move_caches
 from .loras import Loras
 from .model_builder import ModelBuilder
@@ -77,6 +78,7 @@ class Worker:
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
         self._directory: Path | None = None  # source of the current weights; None: random ones
         self.tracer: StepTracer | None = None  # while steps are traced
+        self.draft: Draft | None = None  # set by load_model where the engine has a draft model
         self._cache: KVCacheMemory  # set by load_model
         self._num_blocks = 0
         self._num_host_blocks = 0
@@ -112,6 +114,11 @@ class Worker:
         if model_config.pooling is not None:
             self.runner.pooler = Pooler(model_config.pooling, self._directory)
             self.runner.pooler.use_model(self.model)
+        if (of_draft := draft_config(self.config)) is not None:
+            windows, isa = self.kv_cache_windows, self.cpu_isa
+            self.draft = Draft(self.config, of_draft, builder, batch, windows, isa)
+            self.draft.load(report)
+            self.runner.draft = self.draft
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
@@ -121,7 +128,8 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of the KV cache."""
-        return self._cache.block_bytes(self.model.attention_layers())
+        num_bytes = self._cache.block_bytes(self.model.attention_layers())
+        return num_bytes if self.draft is None else num_bytes + self.draft.block_bytes
 
     def determine_num_blocks(self) -> int:
         """The number of KV-cache blocks to allocate, including the null block.
@@ -158,6 +166,8 @@ class Worker:
         bytes.
         """
         self._cache.bind(self.model.attention_layers(), num_blocks)
+        if self.draft is not None:
+            self.draft.allocate(num_blocks)
         self._num_blocks = self.runner.batch.num_cache_blocks = num_blocks
         self._make_program()
         # the first call of an operation may set things up, which must not delay a request; a broken
@@ -165,7 +175,10 @@ class Worker:
         self.runner.execute_dummy_batch()
         if self.runner.speculation is None:  # else it has slept, and its costs are known
             self.runner.speculation = make_speculation(
-                self.config.scheduler_config, self.runner.batch, self._run_verification
+                self.config.scheduler_config,
+                self.runner.batch,
+                self._run_verification,
+                *(() if self.draft is None else (self.draft.drafter, self.draft.run_pass)),
             )
         num_bytes = num_blocks * self.block_bytes
         logger.info(
@@ -253,7 +266,7 @@ class Worker:
             # more tokens would take longer and not change the result: swapping is much cheaper
             if pass_s > MEASURING_BUDGET_S / 4:
                 break
-        swap_s, swap_s_per_block = mover.measure(self.model.attention_layers())
+        swap_s, swap_s_per_block = mover.measure(self.runner.attention_layers())
         # a token has a part of a block in each group
         swap_s_per_token = swap_s_per_block * len(self.kv_cache_windows) / block_size
         costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_token)
@@ -271,9 +284,10 @@ class Worker:
 
     def _make_block_mover(self) -> BlockMover:
         num_blocks = self._num_host_blocks
-        host_caches = (
-            self._cache.host_caches(self.model.attention_layers(), num_blocks) if num_blocks else []
-        )
+        host_caches = []
+        if num_blocks:
+            host_caches = self._cache.host_caches(self.model.attention_layers(), num_blocks)
+            host_caches += [] if self.draft is None else self.draft.host_caches(num_blocks)
         self.runner.block_mover = mover = BlockMover(host_caches, self._builder.ops)
         return mover
 
@@ -325,12 +339,17 @@ class Worker:
         process.
         """
         return {
-            "weights_bytes": 0 if "weights" in self.asleep else self._builder.weights_bytes,
+            "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
             "kv_cache_bytes": 0
             if "kv_cache" in self.asleep
             else self._num_blocks * self.block_bytes,
             "resident_bytes": devices.resident_bytes(),
         }
+
+    @property
+    def _weights_bytes(self) -> int:
+        num_bytes = self._builder.weights_bytes
+        return num_bytes if self.draft is None else num_bytes + self.draft.weights_bytes
 
     def expert_load(self) -> dict[int, list[int]]:
         """See models.experts.expert_load."""
@@ -346,9 +365,13 @@ class Worker:
             for layer in self.model.attention_layers():
                 layer.key_cache = layer.value_cache = None
             self.runner.block_mover = self.runner.program = self.runner.bursts = None
+            if self.draft is not None:
+                self.draft.release_cache()
         if "weights" in tags:
             self.model = None
             self.runner.use_model(None)
+            if self.draft is not None:
+                self.draft.release_weights()
         self.asleep.update(tags)
         devices.release_memory()
 
@@ -364,6 +387,8 @@ class Worker:
             if tag == "weights":
                 self.model = self._builder.build(self._directory, _report_nothing)
                 self.runner.use_model(self.model)
+                if self.draft is not None:
+                    self.draft.reload(_report_nothing)
             else:
                 self.initialize_kv_cache(self._num_blocks)
                 self._make_block_mover()
@@ -386,6 +411,8 @@ class Worker:
             move_caches(self.model.attention_layers(), model.attention_layers())
         self.model, self._directory = model, directory
         self.runner.use_model(model)
+        if self.draft is not None and "weights" in self.asleep:
+            self.draft.reload(_report_nothing)
         if "kv_cache" not in self.asleep:
             self._make_program()
         self.asleep.discard("weights")
@@ -395,7 +422,7 @@ class Worker:
         """Releases model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
-        self.model = self.grammars = self.tracer = None
+        self.model = self.grammars = self.tracer = self.draft = None
         if hasattr(self, "runner"):
             del self.runner
 

@@ -21,6 +21,7 @@ from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
+from .arguments.speculation import check_speculation, resolve_speculation
 from .model_info.cpu import prefers_bfloat16
 from .model_info.gguf_names import find_file
 from .model_info.model_files import NO_GENERATION_CONFIG, find_model_directory, read_hf_config
@@ -101,7 +102,7 @@ class EngineArgs:
         or unreadable.
         """
         config = self.tree()
-        _check_speculation(config)
+        check_speculation(config)
         device_config = _resolve_device(config.device_config)
         model_config = _resolve_model(config, device_config)
         return replace(
@@ -109,7 +110,9 @@ class EngineArgs:
             model_config=model_config,
             load_config=_resolve_load(config.load_config),
             scheduler_config=_resolve_scheduler(
-                _without_chunks(config.scheduler_config, model_config),
+                resolve_speculation(
+                    _without_chunks(config.scheduler_config, model_config), config, model_config
+                ),
                 model_config.max_model_len,
             ),
             cache_config=_resolve_cache(config.cache_config, model_config),
@@ -366,26 +369,6 @@ def _resolve_max_model_len(
             f"change it)",
         )
     return wanted
-
-
-def _check_speculation(config: EngineConfig) -> None:
-    wanted = config.scheduler_config.speculative_config
-    if wanted is None:
-        return
-    if wanted.prompt_lookup_min > wanted.prompt_lookup_max:
-        raise InvalidParameterError(
-            "speculative_config",
-            f"prompt_lookup_min must be at most prompt_lookup_max={wanted.prompt_lookup_max}, got "
-            f"{wanted.prompt_lookup_min}",
-        )
-    if config.device_config.device == "cuda":
-        raise InvalidParameterError("speculative_config", "needs device=cpu")
-    if (steps := config.scheduler_config.num_scheduler_steps) > 1:
-        raise InvalidParameterError(
-            "num_scheduler_steps",
-            f"must be 0 or 1 with speculative_config, which decodes several tokens in one step, "
-            f"got {steps}",
-        )
 
 
 def _without_chunks(wanted: Any, model_config: Any) -> Any:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from quire import LLM, LLMEngine, LoRARequest, SamplingParams
+from quire.executor.runner.drafters import LookupDrafter
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests import feature_loras
@@ -54,9 +55,8 @@ class Knowing:
 def let_know(engine: LLMEngine, jobs: list[Job], expected: Any) -> None:
     """The engine's proposer knows the answers."""
     runner = engine.client._engine.core.executor.worker.runner
-    runner.speculation.proposer = Knowing(
-        [[*job.prompt_token_ids, *expected[0][job.request_id].token_ids] for job in jobs]
-    )
+    texts = [[*job.prompt_token_ids, *expected[0][job.request_id].token_ids] for job in jobs]
+    runner.speculation.drafter = LookupDrafter(Knowing(texts), runner.batch)
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
+DRAFTING_S = 100e-6  # work of the host for the drafts of a draft model
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
 # A request without drafts gets some again after so many passes: its text may repeat itself by now.
@@ -54,15 +55,37 @@ def measure_costs(run_pass: Callable[[int], None], counts: Sequence[int]) -> dic
     return {count: costs[count] for count in counts[:num_measured]}
 
 
-class DraftDepth:
-    """`most`: drafts of one row. `costs`: seconds of a pass by its number of tokens, ascending."""
+class PassCosts:
+    """`costs`: seconds of a pass by its number of tokens, ascending."""
 
-    def __init__(self, most: int, batch: InputBatch, costs: dict[int, float]):
-        self.most = most
-        self._batch = batch
+    def __init__(self, costs: dict[int, float]):
         self._tokens, seconds = list(costs), list(costs.values())
         # fewer tokens take no longer: what says otherwise was disturbed
         self._seconds = [min(seconds[index:]) for index in range(len(seconds))]
+
+    def __call__(self, num_tokens: int) -> float:
+        """Seconds of a pass with so many tokens: interpolated, beyond the last in proportion."""
+        tokens, seconds = self._tokens, self._seconds
+        after = bisect_left(tokens, num_tokens)
+        if after == len(tokens):
+            return seconds[-1] * num_tokens / tokens[-1]
+        if not after:
+            return seconds[0]
+        share = (num_tokens - tokens[after - 1]) / (tokens[after] - tokens[after - 1])
+        return seconds[after - 1] + share * (seconds[after] - seconds[after - 1])
+
+
+class DraftDepth:
+    """`most`: drafts of one row. `costs`: of a pass of the model; `draft_costs`: of a pass of the
+    draft model, which gives each row one draft; None: drafts take no time.
+    """
+
+    def __init__(
+        self, most: int, batch: InputBatch, costs: PassCosts, draft_costs: PassCosts | None = None
+    ):
+        self.most = most
+        self._batch = batch
+        self._cost, self._draft_costs = costs, draft_costs
         num_slots = len(batch.num_tokens)
         # by slot; numbers of Python, which are read one by one
         self._entries = [0] * num_slots  # the requests that the following is about
@@ -83,11 +106,13 @@ class DraftDepth:
         depth_of, best_rate = dict.fromkeys(counts, 0), base
         for threshold in LOG_THRESHOLDS:
             depths = {p: min(self.most, int(threshold / math.log(p))) for p in counts}
-            gained, num_drafts = len(slots), 0
+            gained, num_drafts, num_drafting = len(slots), 0, 0
             for p, depth in depths.items():
                 gained += counts[p] * p * (1 - p**depth) / (1 - p)
                 num_drafts += counts[p] * depth
-            rate = gained / (HOST_S + self._cost(num_tokens + num_drafts))
+                num_drafting += counts[p] if depth else 0
+            seconds = self._drafting_s(num_drafting, max(depths.values()))
+            rate = gained / (HOST_S + self._cost(num_tokens + num_drafts) + seconds)
             if rate > best_rate:
                 depth_of, best_rate = depths, rate
         best = none
@@ -101,9 +126,22 @@ class DraftDepth:
     def _best_rate(self, num_rows: int, num_tokens: int) -> float:
         """Tokens per second if all drafts were accepted, at the best depth."""
         return max(
-            num_rows * (depth + 1) / (HOST_S + self._cost(num_tokens + num_rows * depth))
+            num_rows
+            * (depth + 1)
+            / (
+                HOST_S
+                + self._cost(num_tokens + num_rows * depth)
+                + self._drafting_s(num_rows, depth)
+            )
             for depth in {1, (self.most + 1) // 2, self.most}
         )
+
+    def _drafting_s(self, num_rows: int, depth: int) -> float:
+        """Seconds of drafting for so many rows, at most `depth` drafts of each."""
+        costs = self._draft_costs
+        if costs is None or not num_rows:
+            return 0.0
+        return DRAFTING_S + depth * costs(num_rows)
 
     def _probability(self, slot: int) -> float:
         """That a draft of the request in this slot is accepted."""
@@ -123,14 +161,3 @@ class DraftDepth:
             if drafted:  # what follows a refused draft says nothing
                 self._tried[slot] = DECAY * self._tried[slot] + min(accepted + 1, drafted)
                 self._accepted[slot] = DECAY * self._accepted[slot] + accepted
-
-    def _cost(self, num_tokens: int) -> float:
-        """Seconds of a pass with so many tokens: interpolated, beyond the last in proportion."""
-        tokens, seconds = self._tokens, self._seconds
-        after = bisect_left(tokens, num_tokens)
-        if after == len(tokens):
-            return seconds[-1] * num_tokens / tokens[-1]
-        if not after:
-            return seconds[0]
-        share = (num_tokens - tokens[after - 1]) / (tokens[after] - tokens[after - 1])
-        return seconds[after - 1] + share * (seconds[after] - seconds[after - 1])

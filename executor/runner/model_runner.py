@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import torch
 
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
-from ...kernels.ops import make_metadata
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
 from ..models.experts import uncounted
@@ -31,12 +30,13 @@ from .device_inputs import DeviceInputMaker, DeviceTables
 from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
 from .speculation import Speculation, first_rows, logits_rows
-from .step_inputs import StepInputMaker, StepInputs
+from .step_inputs import StepInputMaker, StepInputs, dummy_step
 from .step_outputs import insert_forced, merge_outputs
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ..draft import Draft
 
-NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
+logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -57,6 +57,7 @@ class ModelRunner:
         self.program: Callable | None = None
         self.bursts: Bursts | None = None  # set by the worker: runs several steps in one call
         self.speculation: Speculation | None = None  # set by the worker of an engine that drafts
+        self.draft: Draft | None = None  # set by the worker of an engine with a draft model
         self.batch = batch
         self.device = device
         self.block_size = block_size
@@ -101,6 +102,11 @@ class ModelRunner:
             self._use_adapters(model)
         if self.pooler is not None:
             self.pooler.use_model(model)
+
+    def attention_layers(self) -> list[Any]:
+        """All layers that have a part of each block of the KV cache."""
+        layers = self.model.attention_layers()
+        return layers if self.draft is None else [*layers, *self.draft.attention_layers()]
 
     def _use_adapters(self, model: Any) -> None:
         if self.batch.loras is not None:
@@ -332,13 +338,17 @@ class ModelRunner:
             or scheduler_output.blocks_to_copy
         ):
             assert self.block_mover is not None  # there is a cache
-            self.block_mover.move(self.model.attention_layers(), scheduler_output)
+            self.block_mover.move(self.attention_layers(), scheduler_output)
         for slot in scheduler_output.freed_slots:
             if self.speculation is not None:
-                self.speculation.remember(slot)
+                self.speculation.drafter.leave(slot)
             batch.remove(slot)
         for request in scheduler_output.new_requests:
             batch.add(request)
+            if self.speculation is not None:
+                row = scheduler_output.slots.index(request.slot)
+                num_computed = scheduler_output.num_computed_tokens[row]
+                self.speculation.drafter.enter(request.slot, num_computed)
         for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
             if block_ids:
                 batch.append_blocks(slot, block_ids)
@@ -414,35 +424,15 @@ class ModelRunner:
         `is_sampled`.
         """
 
-        def filled(value: float, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.full(shape, value, dtype=dtype, device=self.device)
-
-        num_groups = self.batch.num_groups
-        metadata = make_metadata(
-            torch.arange(num_tokens + 1, dtype=torch.int32, device=self.device),
-            filled(1, torch.int32, num_tokens),
-            filled(NULL_BLOCK, torch.int32, num_groups, num_tokens, 1).unbind(),
-            filled(-1, torch.int64, num_groups, num_tokens).unbind(),
-            num_tokens,
-            [1] * num_tokens,
-            [1] * num_tokens,
-            None if self.batch.loras is None else filled(-1, torch.int32, num_tokens),
-        )
-        token_ids, positions = (
-            filled(0, torch.int32, num_tokens),
-            filled(0, torch.int64, num_tokens),
+        step = dummy_step(
+            num_tokens, num_logits, self.batch.num_groups, self.device, self.batch.loras is not None
         )
         with uncounted(self.model):
-            indices = filled(0, torch.int64, num_logits)
-            types = (token_ids,) if wants_token_types(self.model) else ()
-            _, *results = self._forward(token_ids, positions, metadata, indices, *types)
+            types = (step[0],) if wants_token_types(self.model) else ()
+            _, *results = self._forward(*step, *types)
         if is_sampled and results:
-            logits = results[0]
-            halves, ones, seeds = (
-                filled(0.5, torch.float32, num_logits),
-                filled(1, torch.int32, num_logits),
-                filled(0, torch.int64, num_logits),
-            )
+            logits, seeds = results[0], torch.zeros_like(step[3])
+            halves, ones = torch.full_like(seeds, 0.5, dtype=torch.float32), seeds.int() + 1
             for filters in ((ones, halves, halves), (None, None, None)):
                 self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
 

@@ -24,9 +24,11 @@ from ...ipc.config import SchedulerConfig, SpeculativeConfig, resolved
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..sampling.logprob_arrays import join_logprobs
 from ..sampling.sampler import NOT_FINITE, Sampler
-from .draft_depth import DraftDepth, measure_costs
+from .draft_depth import DraftDepth, PassCosts, measure_costs
+from .draft_model import DraftModel
+from .drafters import Drafter, LookupDrafter
 from .input_batch import NO_LOGPROBS, InputBatch
-from .proposers import NOTHING, FirstOf, NgramProposer, Proposer
+from .proposers import FirstOf, NgramProposer, Proposer
 from .step_inputs import StepInputs
 from .step_outputs import tokens_by_row
 from .suffix_proposer import SuffixProposer
@@ -47,29 +49,50 @@ def max_num_logits(scheduler_config: SchedulerConfig) -> int:
 
 
 def make_speculation(
-    scheduler_config: SchedulerConfig, batch: InputBatch, run_pass: Callable[[int], None]
+    scheduler_config: SchedulerConfig,
+    batch: InputBatch,
+    run_pass: Callable[[int], None],
+    draft_model: DraftModel | None = None,
+    run_draft_pass: Callable[[int], None] | None = None,
 ) -> Speculation | None:
-    """What an engine that drafts needs, else None. `run_pass` takes a number of tokens, each with
-    logits.
+    """What an engine that drafts needs, else None. `run_pass` and `run_draft_pass`, of the model
+    and of the draft model, take a number of tokens, each with logits.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None:
         return None
     most_rows = max_num_logits(scheduler_config)
-    proposer = make_proposer(wanted)
+    drafter: Drafter
+    if draft_model is not None:
+        drafter = draft_model
+    else:
+        drafter = LookupDrafter(make_proposer(wanted), batch)
     depth = None
     if wanted.adaptive:
-        costs = measure_costs(run_pass, [n for n in MEASURED_TOKENS if n <= most_rows])
-        logger.info(
-            "speculation by %s: a pass of %s tokens takes %s ms",
-            wanted.method,
-            ", ".join(map(str, costs)),
-            ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
-        )
-        depth = DraftDepth(wanted.num_speculative_tokens, batch, costs)
+        counts = [count for count in MEASURED_TOKENS if count <= most_rows]
+        costs = _measured("a pass", wanted.method, run_pass, counts)
+        draft_costs = None
+        if run_draft_pass is not None:
+            counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
+            draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts)
+        depth = DraftDepth(wanted.num_speculative_tokens, batch, costs, draft_costs)
     max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
     most = wanted.num_speculative_tokens
-    return Speculation(proposer, depth, batch, most, max_num_tokens, most_rows)
+    return Speculation(drafter, depth, batch, most, max_num_tokens, most_rows)
+
+
+def _measured(
+    what: str, method: str, run_pass: Callable[[int], None], counts: Sequence[int]
+) -> PassCosts:
+    costs = measure_costs(run_pass, counts)
+    logger.info(
+        "speculation by %s: %s of %s tokens takes %s ms",
+        method,
+        what,
+        ", ".join(map(str, costs)),
+        ", ".join(f"{1000 * seconds:.2f}" for seconds in costs.values()),
+    )
+    return PassCosts(costs)
 
 
 def make_proposer(wanted: SpeculativeConfig) -> Proposer:
@@ -90,14 +113,14 @@ class Speculation:
 
     def __init__(
         self,
-        proposer: Proposer,
+        drafter: Drafter,
         depth: DraftDepth | None,
         batch: InputBatch,
         most: int,
         max_num_tokens: int,
         max_num_rows: int,
     ):
-        self.proposer = proposer
+        self.drafter = drafter
         self.most = most
         self.depth = depth
         self._batch = batch
@@ -111,33 +134,20 @@ class Speculation:
         Also returns how many passes to run in one call if no row has any: as many as possible where
         drafts are not worth their cost, else twice as many each time that none is found.
         """
-        batch, drafts = self._batch, []
-        num_rows = len(scheduler_output.slots)
+        slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         room = min(
             self._max_num_tokens - scheduler_output.total_num_scheduled_tokens,
-            self._max_num_rows - num_rows,
+            self._max_num_rows - len(slots),
         )
-        most = scheduler_output.num_lookahead_tokens
-        if self.depth is not None:
-            most = self.depth.choose(scheduler_output)
-        for slot, limit, wanted in zip(
-            scheduler_output.slots, scheduler_output.num_lookahead_tokens, most
-        ):
-            count = min(limit, wanted, room, self.most)
-            found = NOTHING
-            if count > 0 and slot not in batch.refusals:
-                known = batch.token_ids[slot, : batch.num_tokens[slot]]
-                found = self.proposer.propose(known, count, batch.salts.get(slot))
-                room -= len(found)
-            drafts.append(found)
+        most = limits if self.depth is None else self.depth.choose(scheduler_output)
+        refusals = self._batch.refusals
+        counts = [
+            0 if slot in refusals else min(limit, wanted, self.most)
+            for slot, limit, wanted in zip(slots, limits, most)
+        ]
+        drafts = self.drafter.draft(slots, counts, room)
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
-
-    def remember(self, slot: int) -> None:
-        """Takes what the request in this slot was answered. It leaves the slot."""
-        batch = self._batch
-        output = batch.token_ids[slot, batch.num_entry_tokens[slot] : batch.num_tokens[slot]]
-        self.proposer.remember(output, batch.salts.get(slot))
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""

@@ -15,6 +15,8 @@ from ...ipc.step_messages import SchedulerOutput
 from ...kernels.ops import AttentionMetadata, make_metadata
 from .input_batch import InputBatch
 
+NULL_BLOCK = 0  # never allocated; block tables of padding rows point to it
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class StepInputs:
@@ -121,6 +123,10 @@ class StepInputMaker:
         if last is not None and self._is_next(last, scheduler_output):
             return self._advance(last, scheduler_output)
         return self._make(scheduler_output)
+
+    def restart(self) -> None:
+        """The next step continues no earlier one: requests may have entered slots since."""
+        self._last = None
 
     def for_burst(self, scheduler_output: SchedulerOutput, count: int) -> StepInputs:
         """Makes the inputs of the first of `count` steps, whose block tables serve all of them; the
@@ -270,3 +276,31 @@ class StepInputMaker:
         num_blocks = -(-int(seq_lens.max()) // self.block_size)
         tables = self.batch.block_tables[:, slots, :num_blocks]
         return [torch.from_numpy(of_group) for of_group in tables]
+
+
+def dummy_step(
+    num_tokens: int,
+    num_logits: int,
+    num_groups: int,
+    device: torch.device | None = None,
+    has_adapters: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata, torch.Tensor]:
+    """token_ids, positions, metadata and logits_indices of `num_tokens` one-token rows without
+    effect on the cache, with logits of `num_logits` of them.
+    """
+
+    def filled(value: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=dtype, device=device)
+
+    metadata = make_metadata(
+        torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+        filled(1, torch.int32, num_tokens),
+        filled(NULL_BLOCK, torch.int32, num_groups, num_tokens, 1).unbind(),
+        filled(-1, torch.int64, num_groups, num_tokens).unbind(),
+        num_tokens,
+        [1] * num_tokens,
+        [1] * num_tokens,
+        filled(-1, torch.int32, num_tokens) if has_adapters else None,
+    )
+    token_ids, positions = filled(0, torch.int32, num_tokens), filled(0, torch.int64, num_tokens)
+    return token_ids, positions, metadata, filled(0, torch.int64, num_logits)

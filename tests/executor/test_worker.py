@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire import LLM
-from quire.executor.runner.model_runner import NULL_BLOCK
+from quire.executor.runner.step_inputs import NULL_BLOCK
 from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError

@@ -1,0 +1,59 @@
+"""Drafts for the rows of a step.
+
+Must not know: how a draft is verified, how many drafts are worth their cost, the scheduler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from .input_batch import InputBatch
+from .proposers import NOTHING, Proposer
+
+
+class Drafter(Protocol):
+    def enter(self, slot: int, num_computed: int) -> None:
+        """A request entered the slot. The cache has the keys and values of `num_computed` of its
+        tokens.
+        """
+        ...
+
+    def leave(self, slot: int) -> None:
+        """The request in this slot leaves it. Its tokens are still there."""
+        ...
+
+    def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
+        """At most `counts` [B] tokens that may follow those of `slots` [B], `room` of all rows
+        together. Each slot's blocks have places for its drafts.
+        """
+        ...
+
+
+class LookupDrafter:
+    """Drafts that a proposer finds in texts, row by row."""
+
+    def __init__(self, proposer: Proposer, batch: InputBatch):
+        self.proposer = proposer
+        self._batch = batch
+
+    def enter(self, slot: int, num_computed: int) -> None:
+        pass
+
+    def leave(self, slot: int) -> None:
+        batch = self._batch
+        output = batch.token_ids[slot, batch.num_entry_tokens[slot] : batch.num_tokens[slot]]
+        self.proposer.remember(output, batch.salts.get(slot))
+
+    def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
+        batch, drafts = self._batch, []
+        for slot, wanted in zip(slots, counts):
+            count, found = min(wanted, room), NOTHING
+            if count > 0:
+                known = batch.token_ids[slot, : batch.num_tokens[slot]]
+                found = self.proposer.propose(known, count, batch.salts.get(slot))
+                room -= len(found)
+            drafts.append(found)
+        return drafts

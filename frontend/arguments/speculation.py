@@ -1,0 +1,106 @@
+"""What speculative_config asks for: conflicts are refused, and the draft model's files are found.
+
+Must not know: how drafts are made, torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...ipc.config import EngineConfig, ModelConfig, SpeculativeConfig, resolved
+from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ...ipc.models.rope_config import model_context
+from ..model_info.model_files import find_model_directory, read_hf_config
+
+OPTION = "speculative_config"
+
+
+def check_speculation(config: EngineConfig) -> None:
+    """Raises InvalidParameterError for what does not go together, whatever the model is."""
+    wanted = config.scheduler_config.speculative_config
+    if wanted is None:
+        return
+    if wanted.prompt_lookup_min > wanted.prompt_lookup_max:
+        raise InvalidParameterError(
+            OPTION,
+            f"prompt_lookup_min must be at most prompt_lookup_max={wanted.prompt_lookup_max}, got "
+            f"{wanted.prompt_lookup_min}",
+        )
+    has_model = wanted.method == "draft_model"
+    if has_model and wanted.model is None:
+        raise InvalidParameterError(OPTION, "method draft_model needs a model")
+    if not has_model:
+        for name in ("model", "revision", "quantization"):
+            if (value := getattr(wanted, name)) is not None:
+                raise InvalidParameterError(
+                    OPTION, f"{name} needs method draft_model, got {value!r} with {wanted.method}"
+                )
+    if wanted.draft_model_config is not None:
+        raise InvalidParameterError(OPTION, "draft_model_config follows from model; leave it out")
+    if config.device_config.device == "cuda":
+        raise InvalidParameterError(OPTION, "needs device=cpu")
+    if (steps := config.scheduler_config.num_scheduler_steps) > 1:
+        raise InvalidParameterError(
+            "num_scheduler_steps",
+            f"must be 0 or 1 with speculative_config, which decodes several tokens in one step, "
+            f"got {steps}",
+        )
+
+
+def resolve_speculation(scheduler_config: Any, config: EngineConfig, target: ModelConfig) -> Any:
+    """scheduler_config with the configuration of the draft model, if there is one. `target`: the
+    resolved configuration of the model that verifies. Raises InvalidParameterError.
+    """
+    wanted = scheduler_config.speculative_config
+    if wanted is None or wanted.method != "draft_model":
+        return scheduler_config
+    draft = _draft_model_config(wanted, config, target)
+    return msgspec.structs.replace(
+        scheduler_config,
+        speculative_config=msgspec.structs.replace(wanted, draft_model_config=draft),
+    )
+
+
+def _draft_model_config(
+    wanted: SpeculativeConfig, config: EngineConfig, target: ModelConfig
+) -> ModelConfig:
+    if target.runner != "generate":
+        raise InvalidParameterError(OPTION, "needs a model that generates text")
+    name = resolved(wanted.model)
+    try:
+        directory = find_model_directory(
+            name,
+            revision=wanted.revision,
+            weights=config.load_config.load_format != "dummy",
+            download_dir=config.load_config.download_dir,
+        )
+        hf_config = read_hf_config(directory, {})
+    except ModelLoadError as error:
+        raise InvalidParameterError(OPTION, f"model: {error}") from error
+    sizes = {
+        kind: (of.get("text_config") or of).get("vocab_size")
+        for kind, of in (("draft", hf_config), ("target", target.hf_config))
+    }
+    if sizes["draft"] != sizes["target"]:
+        raise InvalidParameterError(
+            OPTION,
+            f"the draft model must have the vocabulary of the model, {sizes['target']} tokens; "
+            f"that of {name} has {sizes['draft']}",
+        )
+    longest = resolved(target.max_model_len)
+    return msgspec.structs.replace(
+        target,
+        model=str(directory),
+        tokenizer=str(directory),
+        served_model_name=name,
+        quantization=wanted.quantization or target.quantization,
+        max_model_len=min(longest, model_context(hf_config) or longest),
+        hf_config=hf_config,
+        hf_overrides={},
+        model_impl="auto",
+        logits_processors=[],
+        pooler_config=None,
+        pooling=None,
+    )

@@ -5,8 +5,10 @@ whatever is drafted.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Hashable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,12 +16,17 @@ import numpy as np
 import pytest
 from quire import LLM, LLMEngine, LoRARequest, SamplingParams
 from quire.executor.runner.drafters import LookupDrafter
+from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError
+from quire.ipc.json_files import read_json
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests import feature_loras
 from quire.tests.client_forms import closing, engine_args, make_engine
 from quire.tests.test_bit_equalities import FEW, assert_same_bits, make_jobs, run
 from quire.tests.workloads import Job
+from transformers import AutoConfig, AutoModelForCausalLM
+
+BUNDLED = Path(bundled_model.__file__).parent
 
 # adaptive drafting depends on measured times
 NGRAM = {"num_speculative_tokens": 7, "prompt_lookup_min": 1, "adaptive": False}
@@ -122,6 +129,71 @@ def test_lookups_change_no_bit_and_are_accepted(jobs, expected, method):
         metrics = engine.get_metrics()
         assert metrics["num_accepted_tokens"] > 20
         assert metrics["num_accepted_tokens"] <= metrics["num_draft_tokens"]
+
+
+def draft_model(directory: Path, **changes: Any) -> Path:
+    """A model of random weights with the vocabulary of the bundled one."""
+    config = read_json(BUNDLED / "config.json") | changes
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_bytes(msgspec.json.encode(config))
+    shutil.copy(BUNDLED / "tokenizer.json", directory)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    model.save_pretrained(directory)
+    return directory
+
+
+DRAFT_SETTINGS = [
+    dict(num_threads=1),
+    dict(num_threads=2, max_num_batched_tokens=37, kernels={"sample_tokens": "reference"}),
+    dict(**FEW, preemption_mode="recompute", enable_prefix_caching=False),
+    dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64, num_threads=2),
+]
+
+
+@pytest.mark.parametrize("settings", DRAFT_SETTINGS, ids=lambda s: ",".join(map(str, s)))
+def test_a_draft_model_changes_no_bit(jobs, expected, settings):
+    """The model itself as its draft model: all drafts of rows without stages are right, also after
+    preemption and swap, at every temperature.
+    """
+    config = {"method": "draft_model", "model": "bundled", "num_speculative_tokens": 5}
+    settings = settings | {"speculative_config": config | {"adaptive": False}}
+    with closing(make_engine(dtype="bfloat16", **settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        engine.call_utility("check_integrity")
+        metrics = engine.get_metrics()
+        assert metrics["num_draft_tokens"] > 200
+        # some jobs have penalties, biases or grammars, which the draft model does not know
+        assert metrics["num_accepted_tokens"] > 0.3 * metrics["num_draft_tokens"]
+        if settings.items() >= FEW.items():
+            assert metrics["num_preemptions"] > 5
+
+
+def test_a_bad_draft_model_changes_no_bit(jobs, expected, tmp_path):
+    """It also has windows and a shorter context than the texts have."""
+    changes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, intermediate_size=96)
+    windows = dict(use_sliding_window=True, sliding_window=16, max_window_layers=0)
+    directory = draft_model(tmp_path / "m", **changes, **windows, max_position_embeddings=128)
+    config = {"method": "draft_model", "model": str(directory), "num_speculative_tokens": 3}
+    config["adaptive"] = False
+    with closing(make_engine(dtype="bfloat16", speculative_config=config)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        assert engine.get_metrics()["num_draft_tokens"] > 100
+
+
+def test_a_draft_model_sleeps_and_wakes():
+    config = {"method": "draft_model", "model": "bundled", "adaptive": False}
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with LLM(engine="inproc", dtype="bfloat16", speculative_config=config) as llm:
+
+        def accepted() -> tuple[list[int], int]:
+            before = llm.get_metrics()["num_accepted_tokens"]
+            output = llm.generate(["One day, a cat"], params, use_tqdm=False)[0]
+            return output.outputs[0].token_ids, llm.get_metrics()["num_accepted_tokens"] - before
+
+        first = accepted()
+        llm.sleep(level=1)
+        llm.wake_up()
+        assert accepted() == first and first[1] >= 18
 
 
 @pytest.mark.slow
@@ -274,6 +346,9 @@ def test_completions_beams_and_stops():
         ),
         ({"speculative_config": {}, "num_scheduler_steps": 4}, "num_scheduler_steps: "),
         ({"speculative_config": {}, "device": "cuda"}, "speculative_config: "),
+        ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
+        ({"speculative_config": {"model": "bundled"}}, "model needs method draft_model"),
+        ({"speculative_config": {"method": "draft_model", "model": "/none"}}, "model: "),
     ],
 )
 def test_what_does_not_go_together_is_refused(arguments, words):

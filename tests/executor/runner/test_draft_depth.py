@@ -6,7 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 from quire.executor.runner import draft_depth
-from quire.executor.runner.draft_depth import MOST_PASSES_WITHOUT, DraftDepth, measure_costs
+from quire.executor.runner.draft_depth import (
+    MOST_PASSES_WITHOUT,
+    DraftDepth,
+    PassCosts,
+    measure_costs,
+)
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
@@ -20,9 +25,12 @@ def step(num_rows: int, lookahead: int = 7) -> SchedulerOutput:
     )
 
 
-def make_depth(costs: dict[int, float], most: int = 7) -> DraftDepth:
+def make_depth(
+    costs: dict[int, float], most: int = 7, draft_costs: dict[int, float] | None = None
+) -> DraftDepth:
     batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64))
-    return DraftDepth(most, batch, costs)  # type: ignore[arg-type]
+    drafting = None if draft_costs is None else PassCosts(draft_costs)
+    return DraftDepth(most, batch, PassCosts(costs), drafting)  # type: ignore[arg-type]
 
 
 def test_depth_follows_acceptance():
@@ -80,3 +88,14 @@ def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them(monkeypatch):
     assert all(abs(seconds - count * scale) < 1e-9 for count, seconds in costs.items())
     scale, runs = 1.0, [0]
     assert list(measure_costs(run_pass, counts)) == counts[:4] and runs[1:] == counts[:4]
+
+
+def test_drafts_that_cost_as_much_as_tokens_are_not_drafted():
+    for seconds, is_worth in ((0.05, True), (1.0, False)):
+        depth = make_depth(FLAT, draft_costs={1: seconds, 8: seconds})
+        assert bool(depth.choose(step(1))[0]) is is_worth
+    free, cheap = make_depth(FLAT), make_depth(FLAT, draft_costs={1: 0.1, 8: 0.1})
+    for depth in (free, cheap):
+        for _ in range(10):
+            depth.learn([0], [4], [2])
+    assert free.choose(step(1))[0] >= cheap.choose(step(1))[0] > 0

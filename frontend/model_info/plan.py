@@ -158,6 +158,8 @@ def make_plan(
     layout = make_layout(config, groups.windows)
     block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
+    draft_bytes, draft_block_bytes = _bytes_of_draft(config)
+    weights_bytes, block_bytes = weights_bytes + draft_bytes, block_bytes + draft_block_bytes
     # A standby is a second process with weights of its own; it touches its cache when the first is
     # gone.
     standby_bytes = RUNTIME_BYTES + weights_bytes if config.service_config.standby else 0
@@ -229,6 +231,18 @@ def make_plan(
         flags=flags,
         fits_as=fits_as,
     )
+
+
+def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:
+    """Bytes of the draft model's weights, and of its part of a KV-cache block; 0 without one."""
+    drafting = config.scheduler_config.speculative_config
+    if drafting is None or (draft := drafting.draft_model_config) is None:
+        return 0, 0
+    sizes = measure_model(draft.hf_config, draft.model, draft.model_impl)
+    weights_bytes, _ = weights_in_engine(msgspec.structs.replace(config, model_config=draft), sizes)
+    cache_config = config.cache_config
+    per_token = kv_bytes_per_token(sizes.config, draft.dtype, cache_config.kv_cache_dtype)
+    return weights_bytes, per_token * cache_config.block_size
 
 
 def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, bool]:

@@ -72,6 +72,7 @@ SLOW = {"pack_quantized_linear": "reference"}  # present even without the native
         ("mistral", {}, {"max_num_seqs": 3, "max_num_batched_tokens": 64}),
         ("gemma3_text", {}, {"max_num_seqs": 3, "max_num_batched_tokens": 64}),
         ("gemma3_text", {}, {"max_num_seqs": 3, "disable_hybrid_kv_cache_manager": True}),
+        ("bundled", {}, {"speculative_config": {"method": "draft_model", "model": "bundled"}}),
         # a type for which the plan and the loader once disagreed
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, {}),
     ],

@@ -416,9 +416,10 @@ class EngineCore:
         return describe_state(self)
 
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """See observation.observe, and "counters": get_metrics()."""
+        """See observation.observe; "counters": get_metrics(), "adapters": Loras.status()."""
         return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
-            "counters": self.get_metrics()
+            "counters": self.get_metrics(),
+            "adapters": self.loras.status(),
         }
 
     def get_metrics(self) -> dict[str, int]:

@@ -206,6 +206,7 @@ def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:
             "num_cached_tokens": request.num_cached_tokens or 0,
             "num_preemptions": request.num_preemptions,
             "priority": request.key[0],
+            "lora_name": None if request.adapter is None else request.adapter.name,
             "queued_time": request.queued_time,
         }
         for request_id, request in scheduler.requests.items()
@@ -234,6 +235,7 @@ def _describe_gated(gated: GatedRequest) -> dict[str, Any]:
         "num_cached_tokens": 0,
         "num_preemptions": 0,
         "priority": request.priority,
+        "lora_name": request.lora_request.lora_name if request.lora_request else None,
         "queued_time": gated.queued_time,
     }
 

@@ -44,6 +44,7 @@ class Job:
     state: str = "waiting"
     num_preemptions: int = 0
     ends_at: int = 10**9  # output tokens
+    lora_name: str | None = None
 
 
 class Mock:
@@ -56,6 +57,8 @@ class Mock:
         self.percent = 42.0
         self.has_chat_template = True
         self.num_queued = 0
+        self.loras: list[str] = []
+        self.adapters: dict = {}
         self.restarts: dict = {}  # further fields of /v1/engine/state
         self.num_blocks = NUM_BLOCKS
         self.num_finished = 0
@@ -218,6 +221,7 @@ class Mock:
                     "num_cached_tokens": job.num_cached,
                     "num_preemptions": job.num_preemptions,
                     "priority": 0,
+                    "lora_name": job.lora_name,
                     "queued_time": self.last,
                 }
                 for job in self.jobs
@@ -234,6 +238,8 @@ class Mock:
             "num_queued": self.num_queued,
             "num_finished": self.num_finished,
             "has_chat_template": self.has_chat_template,
+            "loras": self.loras,
+            "adapters": self.adapters,
             **self.restarts,
         }
 

@@ -58,6 +58,24 @@ def test_restarts_and_the_standby_are_shown(page, mock) -> None:
     page.wait_for_selector(f"#restarts:text('{words}')")
 
 
+def test_adapters_are_shown(page, mock) -> None:
+    page.wait_for_selector("#no-rows:text('No requests.')")
+    assert "adapters" not in page.inner_text("#about")
+    mock.loras = ["sql", "law", "poems"]
+    mock.adapters = {
+        "max_loras": 1,
+        "max_cpu_loras": 8,
+        "num_in_memory": 2,
+        "running": ["sql"],
+        "waiting": ["law"],
+    }
+    words = "2 of 8 adapters in memory; served: sql, law, poems; running: sql; waiting: law."
+    page.wait_for_selector(f"#about:text('{words}')")
+    mock.advance()
+    mock.add(700, 0, 300).lora_name = "sql"
+    page.wait_for_selector(".request .state:text('sql, ')")
+
+
 # ---------------------------------------------------------------- lists
 
 

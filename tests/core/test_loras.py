@@ -170,7 +170,7 @@ def test_an_engine_without_lora_refuses_by_name() -> None:
     with pytest.raises(InvalidParameterError, match="started with enable_lora"):
         core.call_utility("add_lora", [lora("a")])
     assert core.call_utility("list_loras", []) == []
-    assert core.status()["loras"] == {}
+    assert core.observe()["adapters"] == core.status()["loras"] == {}
 
 
 def test_an_id_is_that_of_one_adapter() -> None:
@@ -367,6 +367,7 @@ def test_status_names_what_runs_and_what_waits() -> None:
     answers: dict = {}
     for _ in range(3):
         step_into(core, answers)
+    seen = core.observe()
     assert core.status()["loras"] == {
         "max_loras": 1,
         "max_cpu_loras": 2,
@@ -375,6 +376,8 @@ def test_status_names_what_runs_and_what_waits() -> None:
         "waiting": ["b"],
     }
     assert [r["lora_name"] for r in core.scheduler_state()["requests"]] == ["a", "b"]
+    assert [r["lora_name"] for r in seen["requests"]] == ["a", "b"]
+    assert seen["adapters"] == core.status()["loras"]
     finish(core, answers)
     assert core.status()["loras"]["running"] == core.status()["loras"]["waiting"] == []
 

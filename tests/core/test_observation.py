@@ -272,6 +272,7 @@ def test_requests_in_every_state():
         "num_cached_tokens": 0,
         "num_preemptions": 0,
         "priority": 0,
+        "lora_name": None,
     }
     assert rows["first"].keys() == rows["third"].keys() and rows["third"]["max_tokens"] == 7
     check_.set_result(None)

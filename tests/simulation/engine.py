@@ -29,6 +29,7 @@ from quire.ipc import messages as m
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineDeadError, EngineStartError
+from quire.ipc.lora import LoRARequest
 from quire.ipc.params import StructuredOutputsParams
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.fakes import FakeExecutor
@@ -43,10 +44,13 @@ class ProcessEnds(Exception):
 
 
 class SimulatedExecutor(FakeExecutor):
-    """The fake executor without a thread; grammars take time, and POISON ends the process."""
+    """The fake executor without a thread; grammars and reading adapters take time, and POISON ends
+    the process.
+    """
 
     def __init__(self, config: EngineConfig, world: World):
         super().__init__(config)
+        self.holds_reads = True
         self.world = world
         self.poison_after = config.model_config.hf_overrides.get("poison_after", 0)
 
@@ -62,6 +66,11 @@ class SimulatedExecutor(FakeExecutor):
             if is_poison and slot.num_output_tokens >= self.poison_after:
                 raise ProcessEnds
         return output
+
+    def read_lora(self, request: LoRARequest) -> Future[str]:
+        future = super().read_lora(request)
+        self.world.later(self.world.rng.choice([0.0001, 0.003, 0.1]), self.finish_reads)
+        return future
 
     def check_grammar(
         self, params: StructuredOutputsParams, *, is_known: bool = False

@@ -12,7 +12,8 @@ import secrets
 import signal
 import sys
 import time
-from contextlib import aclosing, suppress
+from collections.abc import Iterator
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -22,10 +23,12 @@ from quire.frontend.requests import input_processor
 from quire.frontend.supervision.resubmission import NUM_ALONE_IF_KILLED, NUM_DEATHS
 from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.config import EngineConfig
-from quire.ipc.errors import EngineRestartedError
+from quire.ipc.errors import EngineRestartedError, InvalidParameterError
+from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import RequestOutputKind, child_seed
 from quire.tests.core.engine_loop import assert_nothing_left
+from quire.tests.fake_loras import adapter_digest
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.simulation.engine import (
     POISON,
@@ -37,6 +40,9 @@ from quire.tests.simulation.engine import (
 from quire.tests.simulation.world import World
 
 CALLS = ("ping", "scheduler_state", "get_metrics", "reset_prefix_cache", "pace")
+CALLS_OF_LORAS = ("add_lora", "remove_lora", "list_loras")
+NUM_LORAS = 5
+MISSING = LoRARequest("missing", 99, "/missing")
 
 
 @dataclass
@@ -49,10 +55,27 @@ class Job:
     core_request: EngineCoreRequest | None = None
     num_ends: int = 0
     error: str | None = None
+    lora: LoRARequest | None = None
 
     @property
     def is_poison(self) -> bool:
         return POISON in self.prompt
+
+
+def random_lora(rng: random.Random, **fields: Any) -> LoRARequest:
+    number = rng.randint(1, NUM_LORAS)
+    return LoRARequest(f"lora-{number}", number, f"/adapters/{number}", **fields)
+
+
+def random_call(rng: random.Random, config: EngineConfig) -> tuple[Any, ...]:
+    """A utility of CALLS or CALLS_OF_LORAS, and its arguments."""
+    if not config.lora_config.enable_lora or rng.random() < 0.3:
+        return (rng.choice(CALLS[:-1]),)
+    method = rng.choice(CALLS_OF_LORAS)
+    if method == "add_lora":
+        is_bad = rng.random() < 0.1
+        return method, MISSING if is_bad else random_lora(rng, load_inplace=rng.random() < 0.3)
+    return (method, rng.randint(1, NUM_LORAS)) if method == "remove_lora" else (method,)
 
 
 def random_jobs(rng: random.Random, prefix: str, has_poison: bool) -> list[Job]:
@@ -123,7 +146,8 @@ class Result:
                 min_tokens=params.min_tokens,
                 stop_token_ids=params.stop_token_ids,
             )
-            tokens, reason, _ = expected_output(job.prompt, own, [], config)
+            weights = adapter_digest(job.lora.lora_path) if job.lora else 0
+            tokens, reason, _ = expected_output(job.prompt, own, [], config, weights)
             if self.reasons[i] in ("abort", "error"):
                 assert self.tokens[i] == tokens[: len(self.tokens[i])], (job.name, i)
             else:
@@ -140,6 +164,11 @@ class Program:
         self.is_blocking = daemon is None and self.rng.random() < 0.4
         has_poison = bool(config.model_config.hf_overrides) and name == "a"
         self.jobs = random_jobs(self.rng, name, has_poison)
+        if config.lora_config.enable_lora:
+            for job in self.jobs:
+                job.lora = self.rng.choice([None, *(random_lora(self.rng) for _ in range(9))])
+            if self.rng.random() < 0.1:
+                self.jobs[0].lora = MISSING
         engine = SimulatedEngine(world, config, 0) if daemon is None else daemon.engine
         is_shared, is_asyncio = daemon is not None, not self.is_blocking
         first = SimulatedClient(world, engine, asyncio_mode=is_asyncio, shared=is_shared)
@@ -183,7 +212,8 @@ class Program:
         await asyncio.sleep(job.starts_s)
         self.world.log(f"{job.name} begins")
         result = self.results[job.name]
-        async with aclosing(llm.generate(job.prompt, job.params, job.name)) as outputs:
+        stream = llm.generate(job.prompt, job.params, job.name, lora_request=job.lora)
+        async with aclosing(stream) as outputs:
             async for output in outputs:
                 result.take(output)
                 is_over = job.aborts_after is not None and len(result.tokens[0]) > job.aborts_after
@@ -196,7 +226,9 @@ class Program:
     async def _call(self, llm: AsyncLLM) -> None:
         await asyncio.sleep(self.rng.uniform(0, 3))
         method = self.rng.choice([*CALLS, "pause"])
-        if method == "pace":
+        if self.config.lora_config.enable_lora and self.rng.random() < 0.7:
+            await self._insist(llm, *random_call(self.rng, self.config))
+        elif method == "pace":
             llm.max_outputs_per_s = self.rng.choice([0, 10, 1000])
         elif method == "pause":
             await self._insist(llm, "pause", "keep")
@@ -208,8 +240,10 @@ class Program:
     async def _insist(self, llm: AsyncLLM, method: str, *args: Any) -> Any:
         """Calls it again where two engines died during the call, which then raises an error."""
         while True:
-            with suppress(EngineRestartedError):
+            with suppress(EngineRestartedError), suppress_missing():
                 return await llm.call_utility(method, *args)
+            if MISSING in args:
+                return None
 
     # ------------------------------------------------------------ blocking
 
@@ -220,10 +254,10 @@ class Program:
         while waiting or llm.has_unfinished_requests():
             if waiting and (self.rng.random() < 0.2 or not llm.has_unfinished_requests()):
                 job = waiting.pop(0)
-                llm.add_request(job.name, job.prompt, job.params)
+                llm.add_request(job.name, job.prompt, job.params, lora_request=job.lora)
             if self.rng.random() < 0.02:
-                with suppress(EngineRestartedError):
-                    llm.call_utility(self.rng.choice(CALLS[:-1]))
+                with suppress(EngineRestartedError), suppress_missing():
+                    llm.call_utility(*random_call(self.rng, self.config))
             self._take(llm.step())
             for job in self.jobs:
                 num_tokens = len(self.results[job.name].tokens[0])
@@ -249,6 +283,10 @@ class Program:
         for job in self.jobs:
             assert job.num_ends == 1, f"{job.name} ended {job.num_ends} times"
             self.results[job.name].check(self.config)
+            if job.lora is MISSING:
+                is_ended = job.error or self.results[job.name].reasons[0] == "abort"
+                assert is_ended, f"{job.name} has no adapter"
+                continue
             if job.error is not None:
                 assert "the engine died" in job.error, job.error
                 assert job.is_poison or self._may_be_cause(job), f"{job.name} did nothing"
@@ -277,6 +315,24 @@ class Outcome:
     num_innocent: int
 
 
+def random_limits(rng: random.Random, seed: int) -> dict[str, Any]:
+    """Every third seed has adapters; others draw as if there were none."""
+    if seed % 3 != 2:
+        return {}
+    max_loras = rng.choice([1, 2, 3])
+    max_cpu_loras = max_loras + rng.choice([0, 0, 1, NUM_LORAS])
+    return dict(enable_lora=True, max_loras=max_loras, max_cpu_loras=max_cpu_loras)
+
+
+@contextmanager
+def suppress_missing() -> Iterator[None]:
+    """Of add_lora for MISSING."""
+    try:
+        yield
+    except InvalidParameterError as error:
+        assert "/missing is not there" in str(error)
+
+
 def simulate(seed: int, *, is_printing: bool = False) -> Outcome:
     world = World(seed, is_printing=is_printing)
     rng = world.rng
@@ -294,6 +350,7 @@ def simulate(seed: int, *, is_printing: bool = False) -> Outcome:
         preemption_mode=rng.choice(["recompute", "swap"]),
         swap_space=0.2,
         disable_log_stats=True,
+        **random_limits(rng, seed),
     )
     ids = mock.Mock(secrets, token_hex=lambda size: f"{rng.getrandbits(64):016x}")
     with (

@@ -155,8 +155,18 @@ function figures(state) {
   const { num_draft_tokens: drafted, num_accepted_tokens: accepted } = counters;
   const drafts = drafted ? `, ${Math.round((100 * accepted) / drafted)} % of drafts accepted` : "";
   const blocks = `${whole(state.num_blocks)} blocks of ${state.block_size} tokens`;
-  put($("about"), `Up ${upTime(state.uptime_s)}, ${context}, ${blocks}${drafts}.`);
+  const sizes = `${context}, ${blocks}${drafts}`;
+  put($("about"), `Up ${upTime(state.uptime_s)}, ${sizes}.${adaptersOf(state)}`);
   showRestarts(state);
+}
+
+/* Adapters: served, in use. */
+function adaptersOf({ loras, adapters }) {
+  if (!adapters?.max_loras) return "";
+  const { num_in_memory: n, max_cpu_loras: room, running, waiting } = adapters;
+  const list = (word, names) => (names.length ? `; ${word}: ${names.join(", ")}` : "");
+  const uses = list("running", running) + list("waiting", waiting);
+  return ` ${whole(n)} of ${whole(room)} adapters in memory${list("served", loras)}${uses}.`;
 }
 
 /* The engines that have died, the gap that a stream saw at last, and the standby. */

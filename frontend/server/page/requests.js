@@ -53,7 +53,8 @@ function fillRow(row, request) {
   const cached = Math.min(request.num_cached_tokens || 0, prefilled);
   const limit = Math.max(1, request.max_tokens ?? engine.state.max_model_len - prompt);
   const phase = prefilled < prompt ? "prefill" : "decode";
-  const doing = request.state === "running" ? phase : STATES[request.state] || request.state;
+  const state = request.state === "running" ? phase : STATES[request.state] || request.state;
+  const doing = request.lora_name ? `${request.lora_name}, ${state}` : state;
   const { num_preemptions: preemptions } = request;
   put(row.state, doing + (preemptions ? `, preempted ${times(preemptions)}` : ""));
   put(row.prompt, `${whole(prefilled)} of ${whole(prompt)}`);

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+import quire
 from quire.frontend.server.served_loras import ServedLoras, make_request, parse_modules
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.lora import LoRARequest
@@ -91,39 +93,81 @@ def test_load_and_unload(server: httpx.Client) -> None:
     assert complete(server, model="new").status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param", "piece"),
-    [
-        (LOAD, {"lora_name": "a"}, 400, "lora_path", "lora_path"),
-        (LOAD, {"lora_path": "/a"}, 400, "lora_name", "lora_name"),
-        (LOAD, {"lora_name": "", "lora_path": "/a"}, 400, "lora_name", "1 to 256 characters"),
-        (LOAD, {"lora_name": "a", "lora_path": ""}, 400, "lora_path", "1 to 4096 characters"),
-        (LOAD, {"lora_name": 1, "lora_path": "/a"}, 400, "lora_name", "lora_name"),
-        (
-            LOAD,
-            {"lora_name": "a", "lora_path": "/a", "load_inplace": "x"},
-            400,
-            "load_inplace",
-            "load_inplace",
-        ),
-        (
-            LOAD,
-            {"lora_name": "a", "lora_path": "/missing/a"},
-            400,
-            "lora_path",
-            "/missing/a is not there",
-        ),
-        (UNLOAD, {"lora_name": "a"}, 404, "lora_name", "'a' cannot be found"),
-        (UNLOAD, {"lora_name": "sql", "lora_int_id": 1}, 404, "lora_int_id", "cannot be found"),
-        (UNLOAD, {}, 400, "lora_name", "lora_name"),
-    ],
-)
-def test_bad_requests(server: httpx.Client, path, body, status, param, piece) -> None:
+MISSING_FIELD, BAD, GONE = "missing_required_parameter", "invalid_value", "lora_not_found"
+ERRORS = [
+    (LOAD, {"lora_name": "a"}, 400, "lora_path", MISSING_FIELD, "lora_path"),
+    (LOAD, {"lora_path": "/a"}, 400, "lora_name", MISSING_FIELD, "lora_name"),
+    (LOAD, {"lora_name": "", "lora_path": "/a"}, 400, "lora_name", BAD, "1 to 256 characters"),
+    (LOAD, {"lora_name": "a", "lora_path": ""}, 400, "lora_path", BAD, "1 to 4096 characters"),
+    (LOAD, {"lora_name": 1, "lora_path": "/a"}, 400, "lora_name", "invalid_type", "lora_name"),
+    (
+        LOAD,
+        {"lora_name": "a", "lora_path": "/a", "load_inplace": "x"},
+        400,
+        "load_inplace",
+        "invalid_type",
+        "load_inplace",
+    ),
+    (
+        LOAD,
+        {"lora_name": "a", "lora_path": "/missing/a"},
+        400,
+        "lora_path",
+        BAD,
+        "/missing/a is not there",
+    ),
+    (
+        LOAD,
+        {"lora_name": "sql", "lora_path": "/missing/a", "load_inplace": True},
+        400,
+        "lora_path",
+        BAD,
+        "/missing/a is not there",
+    ),
+    (
+        LOAD,
+        {"lora_name": "sql", "lora_path": "/a"},
+        400,
+        "lora_name",
+        "lora_already_loaded",
+        "'load_inplace' loads it again",
+    ),
+    (UNLOAD, {"lora_name": "a"}, 404, "lora_name", GONE, "'a' cannot be found"),
+    (UNLOAD, {"lora_name": "sql", "lora_int_id": 1}, 404, "lora_int_id", GONE, "cannot be found"),
+    (UNLOAD, {}, 400, "lora_name", MISSING_FIELD, "lora_name"),
+    (
+        "/v1/completions",
+        BODY | {"model": "gone"},
+        404,
+        "model",
+        "model_not_found",
+        "This server has 'bundled', 'sql', 'law'",
+    ),
+    (
+        "/v1/embeddings",
+        {"input": "x", "model": "sql"},
+        400,
+        "model",
+        "unsupported_value",
+        "'sql' is a LoRA adapter, which only generates text",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "code", "piece"), ERRORS)
+def test_bad_requests(server: httpx.Client, path, body, status, param, code, piece) -> None:
     answer = server.post(path, json=body)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
-    assert error["param"] == param and piece in error["message"]
+    assert (error["param"], error["code"]) == (param, code) and piece in error["message"]
     assert tokens(server, model="sql") == expected("/adapters/sql")
+
+
+def test_the_documentation_lists_these_errors() -> None:
+    text = (Path(quire.__file__).parent / "docs" / "lora.md").read_text()
+    listed = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", text, re.MULTILINE)
+    without_admin = ("403", "admin_disabled")  # tests/frontend/server/error_rows
+    assert sorted(listed) == sorted({(str(row[2]), row[4]) for row in ERRORS} | {without_admin})
 
 
 def test_the_models_own_name_is_taken(server: httpx.Client) -> None:
@@ -144,6 +188,9 @@ def test_more_adapters_than_memory_holds(server: httpx.Client) -> None:
 
 def test_metrics_name_running_and_waiting_adapters(server: httpx.Client) -> None:
     tokens(server, model="sql")
+    adapters = server.get("/v1/engine/state").json()["adapters"]
+    assert 0 < adapters.pop("num_in_memory") <= 3
+    assert adapters == {"max_loras": 2, "max_cpu_loras": 3, "running": [], "waiting": []}
     text = server.get("/metrics").text
     for prefix in ("quire", "vllm"):
         found = re.search(rf"^{prefix}:lora_requests_info{{(.*)}} (\S+)$", text, re.MULTILINE)

@@ -108,10 +108,13 @@ PROBE = record(
     timeoutSeconds=COUNT,
     failureThreshold=COUNT,
 )
+FROM_FIELD = record(
+    {"fieldRef": record({"fieldPath": {"enum": ["status.podIP", "metadata.name"]}})}
+)
 CONTAINER = record(
     {"name": NAME, "image": TEXT},
     args=several(TEXT),
-    env=several(record({"name": TEXT, "value": TEXT})),
+    env=several(record({"name": TEXT}, value=TEXT, valueFrom=FROM_FIELD)),
     ports=several(record({"containerPort": PORT}, name={**NAME, "maxLength": 15})),
     startupProbe=PROBE,
     readinessProbe=PROBE,

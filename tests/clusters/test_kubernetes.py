@@ -46,10 +46,13 @@ def config(container: dict[str, Any]) -> ServerConfig:
     """The arguments as `quire serve` reads them. It refuses unknown ones."""
     command, *words = container["args"]
     args = make_parser([]).parse(words)
-    assert command == "serve" and given(args, engine_flags()) == {
-        "model": "/models/model",
-        "served_model_name": "model",
-    }
+    assert command == "serve"
+    of_engine = given(args, engine_flags())
+    events = of_engine.pop("kv_events_config")
+    assert of_engine == {"model": "/models/model", "served_model_name": "model"}
+    # llm-d: kv@POD@MODEL, where a Pod is known by its address and port
+    assert events.topic == f"kv@$(POD_IP):{args.port}@model" and events.endpoint == "tcp://*:5557"
+    assert events.enable_kv_cache_events
     return ServerConfig(**given(args, server_flags()))
 
 
@@ -122,7 +125,8 @@ def test_every_selector_finds_the_pods(by_kind: dict[str, Any], pod: dict[str, A
 def test_ports_are_the_servers(
     by_kind: dict[str, Any], container: dict[str, Any], config: ServerConfig
 ) -> None:
-    [port] = container["ports"]
+    port, of_events = container["ports"]
+    assert of_events["containerPort"] == 5557
     assert port["containerPort"] == config.port and config.host == "0.0.0.0"
     assert by_kind["InferencePool"]["spec"]["targetPorts"] == [{"number": config.port}]
     [of_service] = by_kind["Service"]["spec"]["ports"]
@@ -162,7 +166,7 @@ def test_the_container_writes_only_into_volumes(
 ) -> None:
     mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
     assert set(mounts) == {volume["name"] for volume in pod["spec"]["volumes"]}
-    variables = {one["name"]: one["value"] for one in container["env"]}
+    variables = {one["name"]: one.get("value") for one in container["env"]}
     assert variables["XDG_CACHE_HOME"] == mounts["cache"]["mountPath"]
     assert container["securityContext"]["readOnlyRootFilesystem"] and mounts["tmp"]
     assert container["args"][1].startswith(mounts["models"]["mountPath"] + "/")

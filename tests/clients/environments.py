@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +33,7 @@ class Client:
     requirement: str
     script: Path
     flags: tuple[str, ...] = ()
+    uses_quire: bool = False  # the script imports it
 
     @property
     def python(self) -> Path:
@@ -51,6 +53,16 @@ class Client:
             ],
             check=True,
         )
+        if self.uses_quire:
+            self.add_packages_of_this_python()
+
+    def add_packages_of_this_python(self) -> None:
+        """Quire and what it needs can be imported in the environment, whose own packages win."""
+        show = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        done = subprocess.run([self.python, "-c", show], capture_output=True, text=True, check=True)
+        checkouts = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        of_this = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})"
+        (Path(done.stdout.strip()) / "quire.pth").write_text("\n".join([of_this, *checkouts, ""]))
 
     def run(self, address: str, model_directory: Path) -> dict:
         """Return {"version", "passed": [...], "failed": {...}}, as printed by the script."""
@@ -85,7 +97,7 @@ def environments() -> Path:
 
 def clients() -> list[Client]:
     """Return the clients of every file client_*.py. REQUIREMENTS lists the environments in which it
-    runs; FLAGS, if present, are flags of the server.
+    runs; FLAGS, if present, are flags of the server; USES_QUIRE = True makes Quire importable.
     """
     found = []
     for script in sorted(HERE.glob("client_*.py")):
@@ -96,7 +108,7 @@ def clients() -> list[Client]:
         }
         flags = tuple(ast.literal_eval(stated["FLAGS"])) if "FLAGS" in stated else ()
         found += [
-            Client(name, requirement, script, flags)
+            Client(name, requirement, script, flags, uses_quire="USES_QUIRE" in stated)
             for name, requirement in ast.literal_eval(stated["REQUIREMENTS"]).items()
         ]
     return sorted(found, key=lambda client: (client.flags, client.name))

@@ -31,7 +31,7 @@ from .kernel_choice import (
     warn_of_slow_heads,
 )
 from .models import find_model_class
-from .models.adapted_layers import adapt_layers
+from .models.adapted_layers import adapt_layers, explore_layers, takes_adapters
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
 from .result_checks import check_results
@@ -109,6 +109,8 @@ class ModelBuilder:
                 load_weights(model, directory, report, make.fill, quantization)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
+        if takes_adapters(model) and hasattr(model, "explore"):
+            explore_layers(model)
         return model
 
     def _check_size(

@@ -60,12 +60,10 @@ from quire.tests.features import (
 from quire.tests.workloads import Job
 
 # EngineArgs refuses multi-step with speculation. Steps of requests with drafts do not overlap, so
-# that overlap has nothing to show; tests/test_speculation.py runs the two together. Models in
-# transformers' code take no adapters.
+# that overlap has nothing to show; tests/test_speculation.py runs the two together.
 APART = (
     {MULTI_STEP.name, SPECULATION.name},
     {OVERLAP.name, SPECULATION.name},
-    {FALLBACK.name, LORA.name},
 )
 PAIRS = [(a, a) for a in FEATURES] + [
     pair for pair in itertools.combinations(FEATURES, 2) if {f.name for f in pair} not in APART

@@ -45,7 +45,9 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
             if layer.adapters is None:
                 slices = list(layer.shards.values())
                 layer.adapters = LinearAdapters(*sizes, tensor.shape[1], slices, make.dtype)
-            index = list(layer.shards).index(module.rpartition(".")[2])
+            # of a model in transformers' code the shards have their full names
+            shards = list(layer.shards)
+            index = shards.index(module if module in shards else module.rpartition(".")[2])
             modules[module] = layer.adapters, index
     for layer in heads.values():
         ((shard, num_rows),) = layer.shards.items()
@@ -54,10 +56,27 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
     model.adapter_rows, model.adapted_modules = rows, modules
 
 
+def explore_layers(model: Any) -> None:
+    """Removes from `model.adapted_modules` those that may not see one row for each token of a step:
+    nobody but transformers knows what the modules of its models are called with.
+
+    Call it for a model in transformers' code whose weights are there.
+    """
+    rows: AdapterRows = model.adapter_rows
+    rows.seen = {}
+    try:
+        num_tokens = model.explore()
+        seen = rows.seen
+    finally:
+        rows.seen = None
+    for name, (adapters, _) in list(model.adapted_modules.items()):
+        if name != model.head_name and {*seen.get(id(adapters), ())} != {num_tokens}:
+            del model.adapted_modules[name]
+
+
 def _refusal(model: Any, make: LayerFactory) -> str:
-    if getattr(model, "IS_FALLBACK", False):
-        return "models that run through transformers take no LoRA adapters"
-    if not hasattr(model, "layers") or not getattr(model, "has_head", True):
+    is_decoder = hasattr(model, "layers") or hasattr(model, "explore")
+    if not is_decoder or not getattr(model, "has_head", True):
         return f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
     if make.device.type != "cpu":
         return "LoRA adapters need device=cpu"

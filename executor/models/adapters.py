@@ -22,6 +22,8 @@ class AdapterRows:
         self.adapters: torch.Tensor | None = None  # [T] i32: see add_lora; None: no row has one
         # [R] i64: the rows of the step whose logits are computed; None: all of them
         self.indices: torch.Tensor | None = None
+        # while a model is explored: the rows of each call, by id of the layer's adapters
+        self.seen: dict[int, list[int]] | None = None
 
     def begin(self, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
         """Call it before each step; adapters [T], logits_indices [R]."""
@@ -60,7 +62,9 @@ class LinearAdapters:
     def add(self, y: torch.Tensor, x: torch.Tensor, *, is_logits: bool = False) -> None:
         """In place: y [T, sum of slices] += the adapters' part; x [T, in_features]."""
         rows = self.rows
-        if rows.adapters is not None:
+        if rows.seen is not None:
+            rows.seen.setdefault(id(self), []).append(len(x))
+        elif rows.adapters is not None:
             indices = rows.indices if is_logits else None
             self.add_lora(
                 y,
@@ -110,8 +114,10 @@ class EmbeddingAdapters:
 
     def add(self, y: torch.Tensor, token_ids: torch.Tensor) -> None:
         """In place: y [T, hidden_size] += the adapters' part; token_ids [T]."""
-        adapters = self.rows.adapters
-        if adapters is not None:
+        rows, adapters = self.rows, self.rows.adapters
+        if rows.seen is not None:
+            rows.seen.setdefault(id(self), []).append(len(token_ids))
+        elif adapters is not None:
             self.add_lora_embedding(y, token_ids, self.a, self.b, self.scales, self.ranks, adapters)
 
     def adapted(self, index: int) -> Adapted:

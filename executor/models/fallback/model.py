@@ -28,6 +28,8 @@ from .names import Conversion, plan_conversions
 
 logger = logging.getLogger(__name__)
 
+EXPLORED = 7  # tokens; a number that sizes of models do not have
+
 
 class _WithoutData(TorchFunctionMode):
     """Tensors of torch.empty have no memory: parameters get theirs from the factory. Buffers are
@@ -95,6 +97,7 @@ class TransformersModel:
             for name, original in model.all_tied_weights_keys.items()
             if name == f"{head_name}.weight"
         }
+        self.head_name = head_name
         self._table = replace_modules(model, make, self._tied, head_name)
         self.torch_products = [
             name for name, parameter in model.named_parameters() if parameter.dim() > 1
@@ -155,15 +158,22 @@ class TransformersModel:
         Call it when all weights are there: the first call runs the model to find them.
         """
         if self._layers is None:
-            for module in self._replaced:
-                module.prepare()
-            with exploring(self.ops) as found:
-                self._hidden(torch.zeros(2, dtype=torch.int32), torch.arange(2))
-            self._check([layer for _, layer in found])
-            for module, layer in found:
-                module.__dict__["quire_attention"] = layer
-            self._layers = [layer for _, layer in found]
+            self.explore()
+        assert self._layers is not None
         return self._layers
+
+    @torch.inference_mode()
+    def explore(self) -> int:
+        """Finds the attention layers by a pass without a cache. Returns its number of tokens."""
+        for module in self._replaced:
+            module.prepare()
+        with exploring(self.ops) as found:
+            self._hidden(torch.arange(EXPLORED, dtype=torch.int32), torch.arange(EXPLORED))
+        self._check([layer for _, layer in found])
+        for module, layer in found:
+            module.__dict__["quire_attention"] = layer
+        self._layers = [layer for _, layer in found]
+        return EXPLORED
 
     def _check(self, layers: list[PagedAttention]) -> None:
         """Checks the layers against what config.json says, from which memory is planned."""

@@ -59,6 +59,7 @@ from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_co
 from ..ipc.systemd import Notifier
 from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, begin_import
+from .machine_share import take_share
 
 LINGER_S = 1.0  # see EngineCoreProc.lingers
 # A client of a daemon without requests that sends nothing for so long makes room for another.
@@ -300,8 +301,8 @@ class EngineCoreProc:
             self.is_draining, self.lingers = True, False
             self.must_leave = not message.drain
         elif isinstance(message, Config) and self.config is None:
-            self.config = message.config
-            self.epoch, self.engine_index = message.epoch, message.engine_index
+            take_share(message.config.device_config)
+            self.config, self.epoch, self.engine_index = msgspec.structs.astuple(message)
 
     def _call_utility(self, call: UtilityCall, client_index: int) -> None:
         """Sends the answer when it is available, now or after a later step.

@@ -94,3 +94,14 @@ class AsyncCalls(SessionFace, ABC):
 
     async def collective_rpc(self, method: str, args: list[Any] | None = None) -> list[Any]:
         return await self.call_utility("collective_rpc", method, args or [])
+
+    async def restart_engines(self, drain_timeout_s: float = 30.0) -> None:
+        """Replaces the engine by a new process, or with data_parallel_size each in turn while the
+        others take requests. No request fails.
+
+        An engine gets no new requests, and has `drain_timeout_s` seconds for those that it has;
+        then they continue elsewhere. A single engine's requests continue on its next process.
+        Raises EngineUsageError if this is in progress, or if the engine is not a child process that
+        is replaced when it dies (on_engine_death).
+        """
+        await self.session.client.restart_engines_async(drain_timeout_s)

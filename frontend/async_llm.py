@@ -275,7 +275,7 @@ class AsyncLLM(AsyncCalls):
         """
         self.check_health()
         batch, unfinished, num_submitted = BatchStream(), set(), 0
-        window = 2 * self.config.scheduler_config.max_num_seqs
+        window = 2 * self.config.num_seqs_at_once
         try:
             while len(batch.outputs) < len(requests):
                 while num_submitted < len(requests) and len(unfinished) < window:

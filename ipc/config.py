@@ -353,8 +353,23 @@ class DeviceConfig(Section, frozen=True):
     pipeline_parallel_size: Annotated[
         PositiveInt, Meta(description="Ranks that share the stack of layers.")
     ] = 1
-    # which of the engines of one frontend this is, from 0; set when one is started, not a flag
+    data_parallel_size: Annotated[
+        PositiveInt,
+        Meta(
+            description="Engine processes, each with the whole model, among which requests are "
+            "divided."
+        ),
+    ] = 1
+    data_parallel_cores: Annotated[
+        list[str],
+        Meta(
+            description="Cores of each of these engines, such as 0-3,8 for one. Default: all that "
+            "the process may use, divided by NUMA node."
+        ),
+    ] = []
+    # set when an engine is started, not flags: which of these it is, from 0, and its cores
     data_parallel_rank: int = 0
+    cores: list[int] = []
     enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
     kernels: Annotated[
         dict[str, str],
@@ -443,9 +458,14 @@ class EngineConfig(Section, frozen=True):
     device_config: DeviceConfig = DeviceConfig()
     service_config: ServiceConfig = ServiceConfig()
 
+    @property
+    def num_seqs_at_once(self) -> int:
+        """Most requests in one step of all engines of a frontend."""
+        return self.scheduler_config.max_num_seqs * self.device_config.data_parallel_size
+
 
 INTERNAL_FIELDS = frozenset(
-    {"hf_config", "pooling", "data_parallel_rank"}
+    {"hf_config", "pooling", "data_parallel_rank", "cores"}
 )  # filled when the tree is resolved; not arguments
 
 

@@ -25,6 +25,72 @@ def available_cores() -> int:
     return max(1, min(cores, math.ceil(quota))) if quota is not None else cores
 
 
+def read_cores(text: str) -> list[int]:
+    """The numbers in a list such as "0-3,8", in ascending order. Raises ValueError."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, is_range, last = part.partition("-")
+        if not (first.isdecimal() and (last.isdecimal() or not is_range)):
+            raise ValueError(f"must be a list of cores such as 0-3,8, got {text!r}")
+        cores.update(range(int(first), int(last or first) + 1))
+    return sorted(cores)
+
+
+def numa_cores(root: Path = Path("/")) -> list[list[int]]:
+    """The cores that this process may use, by NUMA node. Threads of one core are neighbours."""
+    allowed = os.sched_getaffinity(0)
+    nodes = []
+    for path in sorted((root / "sys/devices/system/node").glob("node[0-9]*/cpulist")):
+        cores = [core for core in read_cores(_read(path) or "") if core in allowed]
+        if cores:
+            nodes.append(sorted(cores, key=lambda core: (_siblings(core, root)[:1], core)))
+    if sum(map(len, nodes)) != len(allowed):  # the system does not tell
+        return [sorted(allowed)]
+    return nodes
+
+
+def _siblings(core: int, root: Path) -> list[int]:
+    path = root / f"sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+    return read_cores(_read(path) or str(core))
+
+
+def divide_cores(nodes: list[list[int]], num_parts: int) -> list[list[int]]:
+    """Equally many cores for each part, of as few nodes as possible; empty lists if there are fewer
+    cores than parts.
+    """
+    if num_parts % len(nodes) == 0:
+        per_node = num_parts // len(nodes)
+        size = min(map(len, nodes)) // per_node
+        return [node[i * size : (i + 1) * size] for node in nodes for i in range(per_node)]
+    every = [core for node in nodes for core in node]
+    if len(nodes) % num_parts == 0:
+        per_part = len(nodes) // num_parts
+        parts = [nodes[i * per_part : (i + 1) * per_part] for i in range(num_parts)]
+        return [[core for node in part for core in node] for part in parts]
+    size = len(every) // num_parts
+    return [every[i * size : (i + 1) * size] for i in range(num_parts)]
+
+
+def use_cores(cores: list[int]) -> None:
+    """Binds all threads of this process, and those that they start, to these cores."""
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task), cores)
+
+
+def visible_gpus(rank: int, number: int, visible: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of the process that has the `rank`-th share of `number` GPUs.
+
+    visible: the variable's present value. Raises ValueError if it names too few.
+    """
+    if visible is None:
+        return ",".join(map(str, range(rank * number, (rank + 1) * number)))
+    own = visible.split(",")[rank * number : (rank + 1) * number]
+    if len(own) < number:
+        raise ValueError(f"CUDA_VISIBLE_DEVICES={visible} has no GPUs for engine {rank}")
+    return ",".join(own)
+
+
 def cgroup_cpu_quota(root: Path = Path("/")) -> float | None:
     """CPU quota of this process's cgroups in cores (v2 cpu.max, v1 cpu.cfs_*), the smallest;
     None: no

@@ -78,9 +78,14 @@ MIRRORS = {
             "turns/pooling_run",
         )
     },
+    "frontend/server/routes/metric_tables.py": "tests/frontend/server/routes/test_metrics.py",
     # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",
+    **{
+        f"frontend/clients/replicas/{name}.py": "tests/frontend/clients/replicas/test_client.py"
+        for name in ("own_loop", "replica", "utilities")
+    },
     "frontend/requests/several.py": "tests/frontend/test_llm.py",
     "core/arrivals.py": "tests/core/test_engine_core.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",

@@ -65,6 +65,8 @@ class EngineArguments(TypedDict, total=False):
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
+    data_parallel_cores: list[str]
     enforce_eager: bool
     kernels: dict[str, str]
     startup_timeout_s: float

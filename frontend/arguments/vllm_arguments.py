@@ -39,12 +39,12 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
 OPTIONS = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
+    "data_parallel_size": ("-dp",),
     "quantization": ("-q",),
     "chat_template_kwargs": ("--default-chat-template-kwargs",),
     "default_model": ("--default",),
 }
 SHORT_OPTIONS = {
-    "data_parallel_size": "-dp",
     "decode_context_parallel_size": "-dcp",
     "prefill_context_parallel_size": "-pcp",
     "enable_expert_parallel": "-ep",
@@ -105,7 +105,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "api_server_count": (1,),
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0,),
-    "data_parallel_size": (1,),
     "decode_context_parallel_size": (1,),
     "distributed_executor_backend": ("uni", "mp"),
     "logprobs_mode": ("raw_logprobs",),

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from typing import Any
 
-from ...ipc.errors import QuireError
+from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.process import exec_daemon
 from ..engine_args import EngineArgs
 from .flags import LISTEN, REPLACE, engine_flags, given
@@ -50,6 +50,10 @@ def main(argv: list[str]) -> int:
     with naming_sources(args.settings):
         engine_args = EngineArgs(**given(args, engine_flags()))
         config = engine_args.create_engine_config()
+        if (number := config.device_config.data_parallel_size) > 1:
+            raise InvalidParameterError(
+                "data_parallel_size", f"must be 1 for a daemon, which is one engine, got {number}"
+            )
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
     warn_if_too_large(engine_args, given(args, engine_flags()))
     exec_daemon(listen, config, replaces=getattr(args, "replace", False))

@@ -29,7 +29,14 @@ DESCRIPTION = (
     "Reads MODEL's config.json and prints the size of its weights, the longest context and the "
     "number of concurrent requests. Nothing is loaded."
 )
-COMMON = ("dtype", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "block_size")
+COMMON = (
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "kv_cache_memory_bytes",
+    "block_size",
+    "data_parallel_size",
+)
 
 
 def make_parser(argv: list[str]) -> Parser:
@@ -110,7 +117,7 @@ def render(plan: Plan) -> str:
             f"{format_bytes(plan.least_memory_bytes)} in total"
         )
     lines += [
-        f"{f'requests of {length:,} tokens at once':<44} {number:>10,}"
+        f"{f'requests of {length:,} tokens at once':<44} {number * plan.num_engines:>10,}"
         for length, number in plan.concurrency.items()
     ]
     return "\n".join([*lines, "", command(plan), ""])
@@ -143,6 +150,11 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
         memory, free = "memory", " that is free here"
         left = "  left for activations, swap space and others"
         uses = [weights, ("  engine and frontend", plan.runtime_bytes, "")]
+        if (others := plan.num_engines - 1) > 0:
+            note = f"{others} more engine{'s' * (others > 1)} with weights of their own"
+            uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
+            per_token = f"{format_bytes(room)} for each engine, {per_token}"
+            room *= plan.num_engines
     rest = plan.free_bytes - room
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...ipc.errors import EngineUsageError
 from ...ipc.failures import unpack_exception
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready, UtilityResult
 from ...ipc.threads import in_thread
@@ -112,6 +113,28 @@ class EngineClient(ABC):
 
     @abstractmethod
     async def call_utility_async(self, method: str, *args: Any) -> Any: ...
+
+    @property
+    def num_engines(self) -> int:
+        """The engines behind this client, with engine_index 0, 1, …"""
+        return 1
+
+    def engines_up(self) -> list[bool]:
+        """Which of them can compute now."""
+        return [not self.is_replacing]
+
+    async def call_each_async(self, method: str, *args: Any) -> dict[int, Any]:
+        """The results of a utility that only reports, by engine_index, of the engines that can
+        answer.
+        """
+        return {0: await self.call_utility_async(method, *args)}
+
+    async def restart_engines_async(self, drain_timeout_s: float) -> None:
+        """See AsyncCalls.restart_engines."""
+        raise EngineUsageError(
+            "restart_engines needs an engine in a child process that is replaced when it dies "
+            "(on_engine_death='restart')"
+        )
 
     @abstractmethod
     def shutdown(self) -> None:

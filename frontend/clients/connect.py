@@ -76,13 +76,17 @@ def make_client(
     `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's
     configuration. The client of another process replaces an engine that dies (SupervisedClient),
     unless the configuration says otherwise. `on_progress` is called while an engine in another
-    process starts.
+    process starts. With data_parallel_size there are several children (replicas/client.py).
     """
-    _check_standby(config, engine)
+    _check(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
         return InprocClient(config)
+    if config.device_config.data_parallel_size > 1:
+        from .replicas.start import open_replicas
+
+        return open_replicas(config, on_progress, asyncio_mode=asyncio_mode)
     from .mp_client import MPClient
 
     client = MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
@@ -114,8 +118,18 @@ def _replaces_engines(config: EngineConfig) -> bool:
     return service.on_engine_death == "restart" and service.engine_restarts > 0
 
 
-def _check_standby(config: EngineConfig, engine: str) -> None:
-    """Raises InvalidParameterError for a standby that there cannot be."""
+def _check(config: EngineConfig, engine: str) -> None:
+    """Raises InvalidParameterError for replicas and a standby that there cannot be."""
+    number = config.device_config.data_parallel_size
+    if number > 1 and engine != "process":
+        raise InvalidParameterError(
+            "data_parallel_size",
+            f"is for engines in child processes (engine='process'), got {number}",
+        )
+    if number > 1 and config.service_config.standby:
+        raise InvalidParameterError(
+            "standby", "is for one engine: with data_parallel_size the others take its requests"
+        )
     if not config.service_config.standby:
         return
     if engine != "process":
@@ -128,11 +142,15 @@ def _check_standby(config: EngineConfig, engine: str) -> None:
 
 async def _start_client(config: EngineConfig, engine: str, on_progress: Report) -> EngineClient:
     """As make_client in asyncio_mode, without blocking the running loop."""
-    _check_standby(config, engine)
+    _check(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
         return await InprocClient.start(config, on_progress)
+    if config.device_config.data_parallel_size > 1:
+        from .replicas.start import start_replicas
+
+        return await start_replicas(config, on_progress)
     from .mp_client import MPClient
 
     client = await MPClient.start(config, engine, on_progress)

@@ -178,11 +178,12 @@ def check_plan(args: EngineArgs) -> Finding:
         f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in "
         f"{plan.memory_bytes / GIB:.1f} GiB of free memory"
     )
+    if plan.num_engines > 1:
+        detail = f"{plan.num_engines} engines, each with {detail} for all"
     if plan.fits:
         longest = max(plan.concurrency)
-        return passed(
-            "fits", f"{detail}; {plan.concurrency[longest]} requests of {longest} tokens at once"
-        )
+        number = plan.concurrency[longest] * plan.num_engines
+        return passed("fits", f"{detail}; {number} requests of {longest} tokens at once")
     if plan.longest_context:
         detail += (
             f"; a sequence of at most {plan.longest_context} tokens fits, "

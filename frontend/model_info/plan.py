@@ -70,13 +70,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model_context: int | None
     max_model_len: int  # requested; default: the model's context length
     device: str
+    # Engines (data_parallel_size), which on a CPU share the memory. Figures of weights and of the
+    # KV cache are those of one.
+    num_engines: int = 1
     memory_bytes: int  # on a GPU: its total memory
     memory_is_named: bool  # False: the free memory of this machine or its GPU
     memory_share: float  # gpu_memory_utilization
     # On a GPU: the share that gpu_memory_utilization leaves to other processes, and what they use
     # beyond it.
     withheld_bytes: int
-    runtime_bytes: int  # of the processes, a standby with its weights included
+    runtime_bytes: int  # of the processes, those beside the first with their weights
     step_bytes: int  # on a GPU: activations, graphs and request tables, estimated
     num_blocks: int  # KV-cache blocks of the engine; 0: the engine would not start
     kv_cache_bytes: int
@@ -115,7 +118,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return (
             self.weights_bytes
             + self.runtime_bytes
-            + ceil(self.least_kv_cache_bytes / CPU_MEMORY_FRACTION)
+            + ceil(self.least_kv_cache_bytes * self.num_engines / CPU_MEMORY_FRACTION)
         )
 
     @property
@@ -162,8 +165,9 @@ def make_plan(
     weights_bytes, block_bytes = weights_bytes + draft_bytes, block_bytes + draft_block_bytes
     # A standby is a second process with weights of its own; it touches its cache when the first is
     # gone.
-    standby_bytes = RUNTIME_BYTES + weights_bytes if config.service_config.standby else 0
-    runtime_bytes = memory.runtime_bytes + standby_bytes
+    num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
+    num_others = num_engines - 1 + config.service_config.standby
+    runtime_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
     context = positions_of(config.model_config.hf_config) or model_context(
@@ -217,6 +221,7 @@ def make_plan(
         model_context=context,
         max_model_len=resolved(config.model_config.max_model_len),
         device=config.device_config.device,
+        num_engines=num_engines,
         memory_share=config.cache_config.gpu_memory_utilization,
         memory_bytes=memory.total_bytes,
         memory_is_named=memory_bytes is not None,

@@ -36,7 +36,7 @@ def run_in_windows(
     index; prompts before it may have been computed. The caller aborts what is unfinished after an
     exception.
     """
-    window = 2 * max(engine.config.scheduler_config.max_num_seqs, CHUNK)
+    window = 2 * max(engine.config.num_seqs_at_once, CHUNK)
     more, num_submitted, num_taken, is_at_end = iter(prompts), 0, 0, False
     while not is_at_end or num_taken < num_submitted:
         while not is_at_end and num_submitted - num_taken <= window - CHUNK:

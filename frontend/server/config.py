@@ -160,7 +160,7 @@ class ServerConfig(Section, frozen=True):
         PositiveInt | None,
         Meta(
             description="Maximum completions in the engine at once; more wait here. Default: "
-            "twice max_num_seqs."
+            "twice max_num_seqs, times data_parallel_size."
         ),
     ] = None
     max_queued_requests: Annotated[

@@ -66,7 +66,9 @@ class ModelSlot:
         self.state = state
         self.config = config  # as far as it is known without the engine
         self.plan = plan
-        self.needs = Needs(plan.weights_bytes, plan.kv_cache_bytes, plan.runtime_bytes)
+        self.needs = Needs(
+            plan.weights_bytes, plan.kv_cache_bytes * plan.num_engines, plan.runtime_bytes
+        )
         self.phase: Phase = "unloaded"
         self.is_asleep = False  # the engine's process is there, its weights and cache are not
         self.has_loaded = False  # once

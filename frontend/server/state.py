@@ -123,12 +123,12 @@ class ServerState:
         self.answer_format = detect(
             self.template_text, config.tool_call_parser, config.reasoning_parser, engine.tokenizer
         )
-        max_num_seqs = engine.config.scheduler_config.max_num_seqs
+        num_seqs = engine.config.num_seqs_at_once
         self.admission = Admission(
-            config.max_concurrent_requests or 2 * max_num_seqs,
+            config.max_concurrent_requests or 2 * num_seqs,
             config.max_queued_requests,
             config.max_queued_tokens,
-            max_computing=max_num_seqs,
+            max_computing=num_seqs,
             max_waiting_tokens_per_key=config.max_queued_tokens_per_key,
             reserves_shares=True,
         )

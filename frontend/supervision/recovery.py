@@ -105,11 +105,13 @@ class Successors:
         command: Sequence[str] | None,
         *,
         asyncio_mode: bool = False,
+        engine_index: int = 0,
     ):
         # As in early_engine: half of a start is imports, which need no configuration.
         is_own = config.device_config.device == "cpu" and not config.model_config.logits_processors
         command = command or engine_command(imports_early=is_own)
         self.config, self.address, self.command = config, engine, command
+        self.engine_index = engine_index
         self.standby: Standby | None = None
         if config.service_config.standby:
             self.standby = Standby(config, asyncio_mode, command)
@@ -155,7 +157,13 @@ class Successors:
         while True:
             self.raise_if_closed()
             try:
-                return MPClient(self.config, self.address, epoch=epoch, command=self.command)
+                return MPClient(
+                    self.config,
+                    self.address,
+                    epoch=epoch,
+                    engine_index=self.engine_index,
+                    command=self.command,
+                )
             except EngineStartError:
                 if not self.is_shared or time.monotonic() > deadline:
                     raise
@@ -191,7 +199,11 @@ class Successors:
         while True:
             try:
                 return await MPClient.start(
-                    self.config, self.address, epoch=epoch, command=self.command
+                    self.config,
+                    self.address,
+                    epoch=epoch,
+                    engine_index=self.engine_index,
+                    command=self.command,
                 )
             except EngineStartError:
                 if not self.is_shared or time.monotonic() > deadline:

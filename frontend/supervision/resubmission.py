@@ -73,6 +73,12 @@ class Resubmission:
         """Whether a request waits here."""
         return bool(self._groups)
 
+    def on_restart(self, entries: list[Entry]) -> None:
+        """The engine with these requests was ended on purpose, so none of them is suspected."""
+        self._suspects, self.narrows = {}, False
+        self._not_computed.clear()
+        self._plan([], [], entries, is_together=True)
+
     def on_death(self, entries: list[Entry], *, is_killed: bool = False) -> Entry | None:
         """The engine has died with these requests unfinished. Plans their resubmission. Returns
         the request that is the cause, if that is clear, and leaves it out.
@@ -134,7 +140,7 @@ class Resubmission:
 
     def add(self, request: EngineCoreRequest) -> None:
         """A new request while others wait: it waits behind them."""
-        self._groups.append(Group([(request, [])], 0))
+        self._groups.append(Group([(request, request.resume_tokens)], 0))
 
     def note_unsent(self, request_id: str) -> None:
         """A new request came after the engine's death."""

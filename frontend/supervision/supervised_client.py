@@ -18,7 +18,7 @@ import signal
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -82,7 +82,16 @@ class SupervisedClient(EngineClient):
                 config.cache_config, num_gpu_blocks_override=first.ready.num_blocks
             ),
         )
-        self._successors = Successors(config, engine, command, asyncio_mode=first.asyncio_mode)
+        self._successors = Successors(
+            config,
+            engine,
+            command,
+            asyncio_mode=first.asyncio_mode,
+            engine_index=first.ready.engine_index,
+        )
+        # Takes the requests of an engine that is gone, and returns those to continue on the next.
+        self.hand_over: Callable[[list[Entry]], list[Entry]] = lambda entries: entries
+        self._unwanted: MPClient | None = None  # an engine that restart_async ends
         self._is_exposed = True  # no standby, and none has been asked for
         weakref.finalize(self, self._successors.end_standby)  # also runs at exit
         self._budget = RestartBudget(service.engine_restarts)
@@ -249,6 +258,7 @@ class SupervisedClient(EngineClient):
         A daemon that has released this client is attached to again when it is needed.
         """
         dead = self._engine
+        is_unwanted = dead is self._unwanted
         if dead.was_released:
             yield Wait(lambda: self.has_requests() or self._num_waiting_calls > 0)
         started = time.monotonic()
@@ -260,7 +270,11 @@ class SupervisedClient(EngineClient):
         # a request that ended here stays in the journal until the session takes its output
         ended = {one for outputs in self._own_outputs for one in outputs.request_ids}
         entries = [entry for entry in self.journal() if entry[0].request_id not in ended]
-        culprit = self._resubmission.on_death(entries, is_killed=is_killed)
+        entries, culprit = self.hand_over(entries), None
+        if is_unwanted:
+            self._resubmission.on_restart(entries)
+        else:
+            culprit = self._resubmission.on_death(entries, is_killed=is_killed)
         if culprit is not None:
             entries = [entry for entry in entries if entry is not culprit]
         self._awaiting_output = {request.request_id for request, _ in entries}
@@ -268,7 +282,7 @@ class SupervisedClient(EngineClient):
         if self.is_draining and not self._resubmission.is_active:
             logger.info("%s; it is started again only for a request", death)
             yield Wait(lambda: self._resubmission.is_active)
-        is_free = self._resubmission.narrows or dead.was_released
+        is_free = self._resubmission.narrows or dead.was_released or is_unwanted
         epoch, cause = dead.ready.epoch + 1, death
         while True:
             self._raise_if_over()
@@ -280,6 +294,8 @@ class SupervisedClient(EngineClient):
                 )
             if dead.was_released:
                 logger.info("%s; this one attaches again in %g s", cause, delay_s)
+            elif is_unwanted:
+                logger.info("%s", cause)
             else:
                 logger.error("%s; starting it again in %g s", cause, delay_s)
             if delay_s:
@@ -308,6 +324,7 @@ class SupervisedClient(EngineClient):
         engine.has_requests = lambda: self.has_requests()
         self.ready = self._engine.ready
         name = "daemon" if self.is_shared else "hang" if dead.was_hung else _name(exit_signal)
+        name = "request" if is_unwanted else name
         if not dead.was_released:
             self.restarts.by_cause[name] += 1
         self.is_replacing = False
@@ -415,9 +432,12 @@ class SupervisedClient(EngineClient):
             self._raise_if_over()
             engine = self._engine
             try:
-                return self._note(await engine.get_output_async())
+                outputs = await engine.get_output_async()
             except EngineDeadError as death:
                 await self._recovered(engine, death)
+            else:
+                if engine is self._engine and not self.is_replacing:  # else it is computed again
+                    return self._note(outputs)
         return self._own_outputs.popleft()
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
@@ -439,6 +459,14 @@ class SupervisedClient(EngineClient):
                 continue
             self._on_called(method, args)
             return result
+
+    async def restart_engines_async(self, drain_timeout_s: float = 0.0) -> None:
+        self._raise_if_over()
+        if self.is_shared:
+            return await super().restart_engines_async(drain_timeout_s)
+        if self._recovery is None:
+            self._unwanted = self._engine
+        await self._recovered(self._engine, EngineDeadError("the engine is started again"))
 
     async def _recovered(self, dead: MPClient, death: EngineDeadError) -> None:
         """Returns when another engine has taken the place of `dead`."""

@@ -4,7 +4,7 @@ Must not know: text, sockets, how a request is processed.
 
 get_metrics() returns the same names with every client. Counters count since
 the engine's start and for all clients together, except those of the last group, which count for
-this client only.
+this client only. With data_parallel_size they are the sums of all engines'.
 
     name                     kind      counts
     num_running              gauge     requests that take part in steps
@@ -56,6 +56,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.config import EngineConfig
@@ -84,10 +85,10 @@ class StatsLogger:
         self._is_idle = True
         self._begin = 0.0  # start of the present interval
         self._last_line = float("-inf")
-        # at the interval's start; None: the next statistics
-        self._base: SchedulerStats | None = None
-        self._latest = SchedulerStats()
-        self._epoch = 0
+        # By engine_index: at the interval's start, where none is the next statistics; and the last.
+        self._base: dict[int, SchedulerStats] = {}
+        self._latest: dict[int, SchedulerStats] = {}
+        self._epochs: dict[int, int] = {}
 
     def begin(self) -> None:
         """Called before a request is sent.
@@ -96,23 +97,38 @@ class StatsLogger:
         """
         if self._is_idle:
             self._is_idle = False
-            self._begin, self._base = time.monotonic(), None if self.shares_engine else self._latest
+            self._begin = time.monotonic()
+            self._base = {} if self.shares_engine else dict(self._latest)
 
-    def record(self, stats: SchedulerStats, epoch: int = 0) -> None:
-        """Processes the engine's statistics, which arrive with its outputs."""
+    def record(self, stats: SchedulerStats, epoch: int = 0, engine_index: int = 0) -> None:
+        """Processes an engine's statistics, which arrive with its outputs."""
         now = time.monotonic()
-        if epoch != self._epoch:  # an engine that replaced another counts from 0
-            self._epoch, self._base = epoch, SchedulerStats()
-        elif self._base is None:
-            self._begin, self._base = now, stats
-        self._latest = stats
+        if epoch != self._epochs.get(engine_index, 0):
+            # an engine that replaced another counts from 0
+            self._epochs[engine_index], self._base[engine_index] = epoch, SchedulerStats()
+        elif engine_index not in self._base:
+            if self.shares_engine:
+                self._begin, self._base[engine_index] = now, stats
+            else:
+                self._base[engine_index] = SchedulerStats()
+        self._latest[engine_index] = stats
+        stats = total(self._latest.values())
         self._is_idle = not (stats.num_running or stats.num_waiting or stats.num_swapped)
         if now - self._begin >= self.interval_s or (
             self._is_idle and now - self._last_line >= self.interval_s
         ):
             if now > self._begin:
-                logger.info("%s", format_line(self._base, stats, now - self._begin))
-            self._begin, self._base, self._last_line = now, stats, now
+                base = total(self._base.values())
+                logger.info("%s", format_line(base, stats, now - self._begin))
+            self._begin, self._base, self._last_line = now, dict(self._latest), now
+
+
+def total(stats: Collection[SchedulerStats]) -> SchedulerStats:
+    """The statistics of several engines together."""
+    if len(stats) == 1:
+        return next(iter(stats))
+    names = SchedulerStats.__struct_fields__
+    return SchedulerStats(*(sum(getattr(one, name) for one in stats) for name in names))
 
 
 def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) -> str:
@@ -142,7 +158,9 @@ class Telemetry:
     def __init__(
         self, config: EngineConfig, client: EngineClient, output_processor: OutputProcessor
     ):
-        self.stats: SchedulerStats | None = None  # the engine's, after its last step
+        # of the engine after its last step, or the sum of several engines'
+        self.stats: SchedulerStats | None = None
+        self._stats: dict[int, SchedulerStats] = {}  # by engine_index
         self.num_inputs_refused = 0
         self._config = config
         self._client = client
@@ -187,9 +205,10 @@ class Telemetry:
     def take(self, outputs: EngineCoreOutputs) -> None:
         """Processes outputs of the engine."""
         if outputs.stats is not None:
-            self.stats = outputs.stats
+            self._stats[outputs.engine_index] = outputs.stats
+            self.stats = total(self._stats.values())
             if self._log is not None:
-                self._log.record(outputs.stats, outputs.epoch)
+                self._log.record(outputs.stats, outputs.epoch, outputs.engine_index)
 
     def fail(self, error: Exception) -> None:
         """Called when the engine is gone: no request will finish."""

@@ -72,7 +72,10 @@ def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -
         return _most_blocks(config, (0,))
     if cache_config.kv_cache_memory_bytes is not None:
         return cache_config.kv_cache_memory_bytes // block_bytes
-    share = 1.0 if config.device_config.device == "cuda" else CPU_MEMORY_FRACTION
+    device_config = config.device_config
+    share = CPU_MEMORY_FRACTION / device_config.data_parallel_size
+    if device_config.device == "cuda":  # engines have GPUs of their own
+        share = 1.0
     return max(0, int(free_bytes * share)) // block_bytes
 
 
@@ -143,7 +146,8 @@ def plan_num_host_blocks(
     if not block_bytes:  # recomputing a text is all there is
         return 0
     wanted_bytes = int(config.cache_config.swap_space * 2**30)
-    num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION))
+    number = config.device_config.data_parallel_size  # of engines that share this memory
+    num_bytes = min(wanted_bytes, int(free_bytes * SWAP_MEMORY_FRACTION / number))
     if num_bytes < wanted_bytes:
         sizes = wanted_bytes / 2**30, num_bytes / 2**30, 100 * SWAP_MEMORY_FRACTION
         logger.info("swap_space: %.1f GiB wanted, %.1f GiB taken, %d %% of the free memory", *sizes)

@@ -101,3 +101,64 @@ def test_descriptors_are_counted_and_the_limit_is_raised():
         "assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_lists_of_cores() -> None:
+    assert machine.read_cores("0-3,8,2\n") == [0, 1, 2, 3, 8]
+    assert machine.read_cores("") == []
+    for text in ("a", "1-", "-1", "1-b"):
+        with pytest.raises(ValueError, match="a list of cores"):
+            machine.read_cores(text)
+
+
+def test_cores_of_numa_nodes(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 4, 5, 6, 7})
+    assert machine.numa_cores(tmp_path) == [[0, 1, 2, 4, 5, 6, 7]]  # the system does not tell
+    siblings = {
+        f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": f"{i % 4},{i % 4 + 4}"
+        for i in range(8)
+    }
+    nodes = {
+        "sys/devices/system/node/node0/cpulist": "0-1,4-5",
+        "sys/devices/system/node/node1/cpulist": "2-3,6-7",
+    }
+    write(tmp_path, nodes | siblings)
+    assert machine.numa_cores(tmp_path) == [[0, 4, 1, 5], [2, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "number", "parts"),
+    [
+        ([[0, 1]], 2, [[0], [1]]),
+        ([[0, 1, 2]], 2, [[0], [1]]),
+        ([[0]], 2, [[], []]),
+        ([[0, 1], [2, 3]], 2, [[0, 1], [2, 3]]),
+        ([[0, 1], [2, 3, 4]], 2, [[0, 1], [2, 3]]),
+        ([[0, 1], [2, 3], [4, 5], [6, 7]], 2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ([[0, 1], [2, 3]], 3, [[0], [1], [2]]),
+        ([[0, 1], [2, 3]], 4, [[0], [1], [2], [3]]),
+    ],
+)
+def test_cores_are_divided_by_node(nodes, number, parts) -> None:
+    assert machine.divide_cores(nodes, number) == parts
+
+
+def test_a_process_keeps_to_its_cores() -> None:
+    code = (
+        "import os, threading; from quire.ipc.machine import use_cores\n"
+        "waiting = threading.Event(); thread = threading.Thread(target=waiting.wait)\n"
+        "thread.start(); core = min(os.sched_getaffinity(0)); use_cores([core])\n"
+        "tasks = {frozenset(os.sched_getaffinity(int(t))) for t in os.listdir('/proc/self/task')}\n"
+        "waiting.set(); print(tasks == {frozenset([core])})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "number", "visible", "own"),
+    [(0, 1, None, "0"), (1, 2, None, "2,3"), (1, 1, "5,7", "7"), (1, 2, "1,3,5,7", "5,7")],
+)
+def test_gpus_of_an_engine(rank, number, visible, own) -> None:
+    assert machine.visible_gpus(rank, number, visible) == own
+    with pytest.raises(ValueError, match="no GPUs for engine 2"):
+        machine.visible_gpus(2, 1, "0,1")

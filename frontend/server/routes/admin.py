@@ -1,12 +1,13 @@
-"""Routes that change the engine for all clients: pause, resume, sleep, wake up, reset the prefix
-cache, LoRA. They return 403 without --admin. All query parameters are checked before the engine is
-called.
+"""Routes that change the engine for all clients: pause, resume, sleep, wake up, restart, reset the
+prefix cache, LoRA. They return 403 without --admin. All query parameters are checked before the
+engine is called.
 
 Must not know: how the engine does it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from ....ipc.errors import EnginePausedError
+from ....ipc.errors import EnginePausedError, EngineUsageError
 from ...async_llm import AsyncLLM
 from ..http.call import read_body
 from ..http.errors import ApiError, invalid
@@ -82,6 +83,12 @@ async def is_sleeping(engine: AsyncLLM) -> dict[str, Any]:
     return {"is_sleeping": await engine.is_sleeping()}
 
 
+async def restart_engines(engine: AsyncLLM, drain_timeout: float = 30.0) -> dict[str, Any]:
+    """Each engine process in turn; `drain_timeout`: seconds for the requests that it has."""
+    await engine.restart_engines(drain_timeout)
+    return {"status": "restarted"}
+
+
 async def reset_prefix_cache(
     engine: AsyncLLM, reset_running_requests: bool = False
 ) -> dict[str, Any]:
@@ -99,6 +106,12 @@ def _flag(name: str, values: list[str]) -> bool:
     if value not in ("true", "false", "1", "0"):
         raise invalid(name, f"'{name}' must be true or false, got {values[-1]!r:.40}.")
     return value in ("true", "1")
+
+
+def _seconds(name: str, values: list[str]) -> float:
+    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", values[-1]):
+        raise invalid(name, f"'{name}' must be a number of seconds, got {values[-1]!r:.40}.")
+    return float(values[-1])
 
 
 def _one_of(*choices: str) -> Reader:
@@ -134,6 +147,7 @@ ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
     "/sleep": ("POST", sleep, {"level": _one_of("1", "2")}),
     "/wake_up": ("POST", wake_up, {"tags": _some_of("weights", "kv_cache")}),
     "/is_sleeping": ("GET", is_sleeping, {}),
+    "/restart_engines": ("POST", restart_engines, {"drain_timeout": _seconds}),
     "/reset_prefix_cache": ("POST", reset_prefix_cache, {"reset_running_requests": _flag}),
 }
 
@@ -175,6 +189,8 @@ def routes(state: ServerState) -> list[Route]:
                 return Json(await action(state.ready_engine(), **parameters))
             except EnginePausedError as error:
                 raise ApiError(409, f"{error}.", code="engine_paused") from None
+            except EngineUsageError as error:
+                raise ApiError(409, f"{error}.", code="engine_busy") from None
 
         return run
 

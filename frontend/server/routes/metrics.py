@@ -35,45 +35,12 @@ from ....ipc.errors import EngineDeadError
 from ...async_llm import AsyncLLM
 from ..meters import Histogram
 from ..state import ServerState
+from .metric_tables import COUNTERS, LOAD, OWN_COUNTERS, PROMPTS, Table
 
 ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
 # Routes that probes and scrapers poll; http_requests_total excludes them, as in vLLM.
 PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
-
-# vLLM's name -> (Quire's name in get_metrics, description)
-COUNTERS = {
-    "generation_tokens": ("num_generation_tokens", "Tokens generated."),
-    "prefix_cache_queries": (
-        "prefix_cache_queries",
-        "Prompt tokens looked up in the prefix cache.",
-    ),
-    "prefix_cache_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "num_preemptions": ("num_preemptions", "Preemptions of running requests."),
-    "spec_decode_num_drafts": ("num_drafts", "Rows of steps that verified draft tokens."),
-    "spec_decode_num_draft_tokens": ("num_draft_tokens", "Draft tokens that were verified."),
-    "spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted."),
-}
-# Engine counters that vLLM does not have, under their own names.
-OWN_COUNTERS = (
-    "num_recomputed_tokens",
-    "num_blocks_swapped_out",
-    "num_blocks_swapped_in",
-    "num_blocks_copied",
-    "num_requests_refused",
-    "num_requests_orphaned",
-    "num_grammar_refusals",
-    "num_failed_utilities",
-    "num_bad_frames",
-    "num_lost_outputs",
-    "num_overflowed_clients",
-    "num_inputs_refused",
-    "num_bad_engine_frames",
-    "num_rejected_peers",
-    "num_dropped_rows",
-    "num_requests_resumed",
-    "num_requests_quarantined",
-)
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -104,23 +71,38 @@ class Collector:
 
     def __init__(self, state: ServerState):
         self._state = state
-        self._of_engine: dict[str, int] = {}
+        self._of_engines: dict[int, dict[str, int]] = {0: {}}
+        self._statuses: dict[int, dict[str, Any]] = {0: {}}
+        # of all engines, and the counters of this server
+        self._own: dict[str, int] = {}
         self._status: dict[str, Any] = {}
-        self._is_engine_up = False
+        self._engines_up: list[bool] = []
 
     async def ask_engines(self) -> None:
-        """If the engine does not answer, its metrics stay as they were, and engine_up is 0."""
+        """If an engine does not answer, its metrics stay as they were, and engine_up is 0."""
         engine = self._state.engine
-        self._is_engine_up = False
-        if engine is not None:
-            try:
-                async with asyncio.timeout(ENGINE_TIMEOUT_S):
-                    self._of_engine, self._status = await asyncio.gather(
-                        engine.get_metrics(), engine.call_utility("status")
+        self._engines_up = [False]
+        if engine is None:
+            return
+        number = engine.config.device_config.data_parallel_size
+        self._engines_up = [False] * number
+        try:
+            async with asyncio.timeout(ENGINE_TIMEOUT_S):
+                self._own, self._status = await asyncio.gather(
+                    engine.get_metrics(), engine.call_utility("status")
+                )
+                counts, statuses = {0: self._own}, {0: self._status}
+                if number > 1:
+                    counts, statuses = await asyncio.gather(
+                        engine.client.call_each_async("get_metrics"),
+                        engine.client.call_each_async("status"),
                     )
-                self._is_engine_up = True
-            except (EngineDeadError, TimeoutError):
-                pass
+        except (EngineDeadError, TimeoutError):
+            return
+        self._of_engines |= counts
+        self._statuses |= statuses
+        for index in counts:
+            self._engines_up[index] = True
 
     def describe(self) -> list[Metric]:
         """Returns nothing: prometheus-client would otherwise collect once just to learn the
@@ -151,30 +133,12 @@ class Collector:
         yield from self._of_the_server()
 
     def _as_vllm(self, prefix: str) -> Iterator[Metric]:
-        state, counts, values = self._state, self._of_engine, (self._state.model_name, "0")
-        num_blocks = counts.get("num_blocks", 0)
-        num_queued = state.admission.num_waiting if state.admission is not None else 0
-        gauges = {
-            "num_requests_running": (
-                counts.get("num_running", 0),
-                "Requests that the engine computes.",
-            ),
-            "num_requests_waiting": (
-                counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + num_queued,
-                "Waiting requests, in the server's queue and in the engine's.",
-            ),
-            "kv_cache_usage_perc": (
-                1 - counts["num_free_blocks"] / (num_blocks - 1) if num_blocks > 1 else 0.0,
-                "Share of the KV cache in use, 0 to 1.",
-            ),
-        }
-        for name, (value, about) in gauges.items():
-            yield _with(GaugeMetricFamily(prefix + name, about, labels=LABELS), values, value)
-        yield from self._of_the_scheduler(prefix, num_queued)
-        for name, (key, about) in COUNTERS.items():
-            yield _with(
-                CounterMetricFamily(prefix + name, about, labels=LABELS), values, counts.get(key, 0)
-            )
+        state = self._state
+        yield from self._of_each(prefix, LOAD, GaugeMetricFamily)
+        yield from self._of_the_schedulers(prefix)
+        yield from self._of_each(prefix, COUNTERS, CounterMetricFamily)
+        # Requests are counted by the server, for all of its engines.
+        values = (state.model_name, "0" if len(self._of_engines) == 1 else "all")
         by_reason = CounterMetricFamily(
             prefix + "request_success",
             "Finished requests, by finish reason.",
@@ -186,77 +150,95 @@ class Collector:
         for name, histogram in state.meters.histograms.items():
             yield _histogram(prefix + name, histogram.about, LABELS, {values: histogram})
         if state.engine is not None:
-            yield self._cache_config(state.engine, prefix, num_blocks)
+            yield self._cache_config(state.engine, prefix)
 
-    def _cache_config(self, engine: AsyncLLM, prefix: str, num_blocks: int) -> Metric:
+    def _of_each(self, prefix: str, table: Table, kind: Any) -> Iterator[Metric]:
+        """A metric of each engine; in the server's queue, requests wait for the first one."""
+        for name, (value_of, about) in table.items():
+            family = kind(prefix + name, about, labels=LABELS)
+            for index, counts in self._of_engines.items():
+                num_queued = self._num_queued if index == 0 else 0
+                value = value_of(counts | {"num_queued": num_queued})
+                family.add_metric((self._state.model_name, str(index)), value)
+            yield family
+
+    @property
+    def _num_queued(self) -> int:
+        admission = self._state.admission
+        return admission.num_waiting if admission is not None else 0
+
+    def _cache_config(self, engine: AsyncLLM, prefix: str) -> Metric:
         """The cache settings as labels of a metric with value 1, the usual form of text in
         Prometheus.
         """
-        settings = msgspec.structs.asdict(engine.config.cache_config) | {
-            "num_gpu_blocks": num_blocks,
-            "engine": "0",
-        }
+        settings = msgspec.structs.asdict(engine.config.cache_config)
+        names = (*settings, "num_gpu_blocks", "engine")
         family = GaugeMetricFamily(
-            prefix + "cache_config_info", "The KV cache's settings.", labels=tuple(settings)
+            prefix + "cache_config_info", "The KV cache's settings.", labels=names
         )
-        return _with(family, tuple(map(str, settings.values())), 1)
+        for index, counts in self._of_engines.items():
+            values = (*settings.values(), counts.get("num_blocks", 0), index)
+            family.add_metric(tuple(map(str, values)), 1)
+        return family
 
-    def _of_the_scheduler(self, prefix: str, num_queued: int) -> Iterator[Metric]:
+    def _of_the_schedulers(self, prefix: str) -> Iterator[Metric]:
         """Sources of prompt tokens, reasons why requests wait, sleep states, and step sizes."""
-        counts, status = self._of_engine, self._status
-        values = (self._state.model_name, "0")
-        computed, cached = counts.get("num_prompt_tokens", 0), counts.get("prefix_cache_hits", 0)
-        for name, about, count in (
-            ("prompt_tokens", "Prompt tokens, cached ones included.", computed + cached),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", cached),
-        ):
-            yield _with(CounterMetricFamily(prefix + name, about, labels=LABELS), values, count)
-        by_source = CounterMetricFamily(
-            prefix + "prompt_tokens_by_source", "Prompt tokens.", labels=(*LABELS, "source")
+        yield from self._of_each(prefix, PROMPTS, CounterMetricFamily)
+        families = [
+            CounterMetricFamily(
+                prefix + "prompt_tokens_by_source", "Prompt tokens.", labels=(*LABELS, "source")
+            ),
+            GaugeMetricFamily(
+                prefix + "num_requests_waiting_by_reason",
+                "Requests that wait for capacity, or because the engine is paused (deferred).",
+                labels=(*LABELS, "reason"),
+            ),
+            GaugeMetricFamily(
+                prefix + "engine_sleep_state",
+                "1 for the engine's current state. weights_offloaded: level 1; discard_all: 2.",
+                labels=(*LABELS, "sleep_state"),
+            ),
+        ]
+        for index, counts in self._of_engines.items():
+            self._add_scheduler(families, index, counts)
+        yield from families
+        if loras := self._status.get("loras"):
+            yield _lora_info(prefix, loras, self._state.now())
+        name = self._state.model_name
+        by_position = CounterMetricFamily(
+            prefix + "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their position in a draft.",
+            labels=(*LABELS, "position"),
         )
-        by_source.add_metric((*values, "local_compute"), computed)
-        by_source.add_metric((*values, "local_cache_hit"), cached)
-        yield by_source
+        steps: dict[tuple[str, ...], Histogram] = {}
+        for index, status in self._statuses.items():
+            for position, count in enumerate(status.get("accepted_per_pos", ())):
+                by_position.add_metric((name, str(index), str(position)), count)
+            if (tokens := status.get("step_tokens")) is not None:
+                histogram = Histogram("Tokens per engine step.", tokens["bounds"])
+                histogram.counts, histogram.sum = tokens["counts"], tokens["sum"]
+                steps[name, str(index)] = histogram
+        if by_position.samples:
+            yield by_position
+        if steps:
+            about = "Tokens per engine step, prefill and decode."
+            yield _histogram(prefix + "iteration_tokens_total", about, LABELS, steps)
 
+    def _add_scheduler(self, families: list[Any], index: int, counts: dict[str, int]) -> None:
+        by_source, by_reason, sleep_state = families
+        values, status = (self._state.model_name, str(index)), self._statuses.get(index, {})
+        by_source.add_metric((*values, "local_compute"), counts.get("num_prompt_tokens", 0))
+        by_source.add_metric((*values, "local_cache_hit"), counts.get("prefix_cache_hits", 0))
         num_held, asleep = status.get("num_held", 0), status.get("asleep", ())
+        num_queued = self._num_queued if index == 0 else 0
         num_waiting = counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + num_queued
-        by_reason = GaugeMetricFamily(
-            prefix + "num_requests_waiting_by_reason",
-            "Requests that wait for capacity, or because the engine is paused (deferred).",
-            labels=(*LABELS, "reason"),
-        )
         by_reason.add_metric((*values, "capacity"), num_waiting - num_held)
         by_reason.add_metric((*values, "deferred"), num_held)
-        yield by_reason
-        sleep_state = GaugeMetricFamily(
-            prefix + "engine_sleep_state",
-            "1 for the engine's current state. weights_offloaded: level 1; discard_all: 2.",
-            labels=(*LABELS, "sleep_state"),
-        )
         now = (
             "awake" if not asleep else "discard_all" if "weights" in asleep else "weights_offloaded"
         )
         for name in ("awake", "weights_offloaded", "discard_all"):
             sleep_state.add_metric((*values, name), int(name == now))
-        yield sleep_state
-
-        if loras := status.get("loras"):
-            yield _lora_info(prefix, loras, self._state.now())
-        if per_pos := status.get("accepted_per_pos"):
-            by_position = CounterMetricFamily(
-                prefix + "spec_decode_num_accepted_tokens_per_pos",
-                "Draft tokens accepted, by their position in a draft.",
-                labels=(*LABELS, "position"),
-            )
-            for position, count in enumerate(per_pos):
-                by_position.add_metric((*values, str(position)), count)
-            yield by_position
-        if (steps := status.get("step_tokens")) is not None:
-            histogram = Histogram("Tokens per engine step, prefill and decode.", steps["bounds"])
-            histogram.counts, histogram.sum = steps["counts"], steps["sum"]
-            yield _histogram(
-                prefix + "iteration_tokens_total", histogram.about, LABELS, {values: histogram}
-            )
 
     def _http(self) -> Iterator[Metric]:
         """The names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
@@ -288,24 +270,32 @@ class Collector:
         yield GaugeMetricFamily(
             "quire:engine_up",
             "Whether the engine answered this scrape.",
-            value=int(self._is_engine_up),
+            value=int(bool(self._engines_up) and all(self._engines_up)),
         )
+        if len(self._engines_up) > 1:
+            yield _by(
+                "quire:replica_up",
+                "Whether each engine answered this scrape.",
+                ("engine",),
+                dict(enumerate(map(int, self._engines_up))),
+                GaugeMetricFamily,
+            )
         for name in OWN_COUNTERS:
             yield CounterMetricFamily(
                 f"quire:{name}",
                 "See frontend/telemetry/stats.py.",
-                value=self._of_engine.get(name, 0),
+                value=self._own.get(name, 0),
             )
         yield from self._of_restarts()
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",
             "Requests whose KV cache is in host memory.",
-            value=self._of_engine.get("num_swapped", 0),
+            value=self._own.get("num_swapped", 0),
         )
         yield GaugeMetricFamily(
             "quire:num_requests_queued",
             "Requests in the server's queue.",
-            value=admission.num_waiting if admission else 0,
+            value=self._num_queued,
         )
         yield GaugeMetricFamily(
             "quire:num_queued_tokens",
@@ -447,8 +437,14 @@ def _histogram(
     return family
 
 
-def _by(name: str, about: str, labels: tuple[str, ...], counts: dict[Any, int]) -> Metric:
-    family = CounterMetricFamily(name, about, labels=labels)
+def _by(
+    name: str,
+    about: str,
+    labels: tuple[str, ...],
+    counts: dict[Any, int],
+    kind: Any = CounterMetricFamily,
+) -> Metric:
+    family = kind(name, about, labels=labels)
     for key, count in counts.items():
         family.add_metric(tuple(map(str, key if isinstance(key, tuple) else (key,))), count)
     return family

@@ -10,6 +10,8 @@ import random
 from quire.frontend.clients.client import EngineClient
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
+from quire.frontend.clients.replicas.client import ReplicasClient
+from quire.frontend.clients.replicas.own_loop import OwnLoop
 from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.messages import (
     EngineCoreOutputs,
@@ -32,20 +34,33 @@ FORMS = [
     "daemon async",
     "supervised",
     "supervised async",
+    "replicas",
+    "replicas async",
 ]
+NUM_REPLICAS = 2
 
 
 class Driver:
     """One client, used in the way that its form is meant to be used."""
 
     def __init__(self, form: str, directory, **arguments):
-        self.config = make_config(startup_timeout_s=30.0, **arguments)
+        self.num_engines = NUM_REPLICAS if form.startswith("replicas") else 1
+        arguments = {"startup_timeout_s": 30.0, "data_parallel_size": self.num_engines} | arguments
+        self.config = make_config(**arguments)
         self.runner = asyncio.Runner() if form.endswith("async") else None
         self.daemon = None
         if form.startswith("inproc"):
             self.client: EngineClient = InprocClient(
                 self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form
             )
+        elif form.startswith("replicas"):
+            # engines in this process start at once; tests of replicas/ have processes
+            engines = [
+                InprocClient(self.config, executor=TroubledExecutor(self.config))
+                for _ in range(NUM_REPLICAS)
+            ]
+            loop = None if self.runner is not None else OwnLoop()
+            self.client = ReplicasClient(engines, self.config, loop)
         elif form.startswith(("process", "supervised")):
             self.client = MPClient(
                 self.config, asyncio_mode=self.runner is not None, command=COMMAND

@@ -21,7 +21,7 @@ class Engine:
 
     def __init__(self, processor: InputProcessor):
         self.session = SimpleNamespace(input_processor=processor)
-        self.config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+        self.config = SimpleNamespace(num_seqs_at_once=8)
         self.process_batch = processor.process_batch
         self.requests = []
         self.num_submitted = self.most = 0

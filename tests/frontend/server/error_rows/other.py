@@ -167,6 +167,15 @@ ROWS: Table = {
             "This route changes the engine for all clients and is disabled",
         ),
     ],
+    ("POST", "/restart_engines"): [
+        (
+            {},
+            403,
+            None,
+            "admin_disabled",
+            "This route changes the engine for all clients and is disabled",
+        ),
+    ],
     ("POST", "/reset_prefix_cache"): [
         (
             {},

@@ -101,6 +101,11 @@ def test_the_prefix_cache(admin: httpx.Client) -> None:
     assert admin.post("/reset_prefix_cache").json() == {"reset": True} and num_cached() == 0
 
 
+def test_a_daemon_is_restarted_by_its_own_means(admin: httpx.Client) -> None:
+    answer = admin.post("/restart_engines")
+    assert answer.status_code == 409 and "child process" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "param"),
     [
@@ -114,6 +119,7 @@ def test_the_prefix_cache(admin: httpx.Client) -> None:
         ("/wake_up?tags=all", "tags"),
         ("/wake_up?tags=weights&tags=all", "tags"),
         ("/reset_prefix_cache?reset_running_requests=maybe", "reset_running_requests"),
+        ("/restart_engines?drain_timeout=soon", "drain_timeout"),
     ],
 )
 def test_a_refused_call_changes_nothing(admin: httpx.Client, path: str, param: str) -> None:

@@ -327,13 +327,56 @@ def test_layers_with_experts_have_two_gauges_each() -> None:
 
 
 def test_accepted_drafts_by_position():
-    collector = metrics.Collector(SimpleNamespace(model_name="m"))  # type: ignore[arg-type]
+    state = SimpleNamespace(model_name="m", admission=None)
+    collector = metrics.Collector(state)  # type: ignore[arg-type]
     name = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
     def samples() -> list[Any]:
-        families = {family.name: family for family in collector._of_the_scheduler("vllm:", 0)}
+        families = {family.name: family for family in collector._of_the_schedulers("vllm:")}
         return families[name].samples if name in families else []
 
     assert samples() == []
-    collector._status = {"accepted_per_pos": [5, 2]}
+    collector._statuses[0] = {"accepted_per_pos": [5, 2]}
     assert [(s.labels["position"], s.value) for s in samples()] == [("0", 5), ("1", 2)]
+
+
+def test_each_of_several_engines_has_its_label() -> None:
+    counts = {0: {"num_running": 2, "num_prompt_tokens": 5}, 1: {"num_running": 3}}
+
+    async def get_metrics() -> dict[str, int]:
+        return {"num_running": 5, "num_bad_frames": 7}
+
+    async def call_utility(name: str) -> dict[str, Any]:
+        return {}
+
+    async def call_each_async(name: str) -> dict[int, dict[str, Any]]:
+        return dict(counts) if name == "get_metrics" else {0: {"num_held": 1}, 1: {}}
+
+    state = ServerState(ServerConfig(), "m")
+    state.engine = SimpleNamespace(
+        get_metrics=get_metrics,
+        call_utility=call_utility,
+        config=make_config(data_parallel_size=2),
+        client=SimpleNamespace(
+            restarts=Restarts(), standby_is_ready=None, call_each_async=call_each_async
+        ),
+    )
+    collector = metrics.Collector(state)
+
+    def samples() -> dict[str, dict[str, float]]:
+        asyncio.run(collector.ask_engines())
+        return {
+            family.name: {one.labels.get("engine", ""): one.value for one in family.samples}
+            for family in collector.collect()
+        }
+
+    found = samples()
+    assert found["quire:num_requests_running"] == {"0": 2, "1": 3}
+    assert found["quire:prompt_tokens"] == {"0": 5, "1": 0}
+    assert found["quire:cache_config_info"].keys() == {"0", "1"}
+    assert found["quire:num_bad_frames"] == {"": 7}
+    assert found["quire:replica_up"] == {"0": 1, "1": 1} and found["quire:engine_up"] == {"": 1}
+    del counts[0]  # it is being replaced: what it counted stays
+    found = samples()
+    assert found["quire:num_requests_running"] == {"0": 2, "1": 3}
+    assert found["quire:replica_up"] == {"0": 0, "1": 1} and found["quire:engine_up"] == {"": 0}

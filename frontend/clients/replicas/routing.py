@@ -1,0 +1,255 @@
+"""Which replica a request goes to, from numbers of tokens and from what each has computed before.
+
+Must not know: clients, engines, requests.
+
+A request costs a replica what it must compute before the request's first token: the prompts that
+wait there, and the part of the request's own prompt that is not in its prefix cache. Requests that
+run there take part of each step. The cheapest replica is chosen; a cached prefix counts only on a
+replica that is not far above the mean load.
+
+Sources: the choice between cached and balanced is that of Preble (arXiv 2407.00023); the bound is
+that of consistent hashing with bounded loads (arXiv 1608.01350).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import inf
+
+# Tokens of a prompt for each of its first keys, and for each one after them.
+FINE_TOKENS, NUM_FINE, COARSE_TOKENS = 16, 32, 64
+MAX_CANDIDATES = 8  # replicas with the longest cached prefix that are compared
+# A token of the context of a running request, in tokens of a prompt that waits.
+RUNNING_WEIGHT = 1 / 16
+# A cached prefix attracts requests up to this multiple of the mean load, and the slack above it.
+MAX_IMBALANCE, SLACK_TOKENS = 1.5, 4096
+# Added to the load of a replica that has no room in its steps, that is being replaced, or is lost.
+FULL, REPLACED, LOST = 1e12, 1e15, inf
+
+
+def num_tokens_of(num_keys: int) -> int:
+    """The tokens that so many keys of a prompt stand for."""
+    return FINE_TOKENS * min(num_keys, NUM_FINE) + COARSE_TOKENS * max(0, num_keys - NUM_FINE)
+
+
+def prefix_keys(token_ids: Sequence[int], salt: object = None) -> list[int]:
+    """A key for the end of each piece of a prompt, which stands for all tokens up to there.
+
+    Prompts share keys only with an equal `salt` (hashable).
+    """
+    key, keys, start = hash(salt), [], 0
+    for size, most in ((FINE_TOKENS, NUM_FINE), (COARSE_TOKENS, len(token_ids))):
+        for end in range(start + size, min(len(token_ids), start + size * most) + 1, size):
+            key = hash((key, *token_ids[end - size : end]))
+            keys.append(key)
+        start += size * most
+    return keys
+
+
+def fair_wait(queued: float, own: float, num_others: int, num_tokens: float) -> float:
+    """The tokens that are computed before those of a new request, where owners take turns.
+
+    queued: tokens that wait; own: those of the request's owner; num_others: owners of the rest;
+    num_tokens: the request's own. Other owners get at most as much as this one meanwhile.
+    """
+    return own + min(queued - own, num_others * (own + num_tokens))
+
+
+def cost(wait: float, num_uncached: float, running: float) -> float:
+    """What precedes the first token of a request, in tokens."""
+    return wait + num_uncached + RUNNING_WEIGHT * running
+
+
+def most_load(mean_load: float) -> float:
+    """The load up to which a replica is chosen for its cached prefix."""
+    return MAX_IMBALANCE * mean_load + SLACK_TOKENS
+
+
+class PrefixTable:
+    """Which replica has computed which prefixes: an estimate of their prefix caches.
+
+    capacity: the tokens that a replica holds; the least recently used are dropped. A replica that
+    holds a key holds all keys before it in a prompt, because those are never older.
+    """
+
+    def __init__(self, num_replicas: int, capacity: int):
+        self._capacity = capacity
+        # key -> tokens between it and the one before it
+        self._keys: list[OrderedDict[int, int]] = [OrderedDict() for _ in range(num_replicas)]
+        self._num_tokens = [0] * num_replicas
+        self._holders: dict[int, dict[int, None]] = {}  # key -> replicas
+
+    def note(self, replica: int, keys: Sequence[int]) -> None:
+        """The replica computes a prompt with these keys."""
+        own, num_new = self._keys[replica], 0
+        for index in range(len(keys) - 1, -1, -1):
+            key = keys[index]
+            if key in own:
+                own.move_to_end(key)
+            else:
+                own[key] = size = FINE_TOKENS if index < NUM_FINE else COARSE_TOKENS
+                num_new += size
+                self._holders.setdefault(key, {})[replica] = None
+        self._num_tokens[replica] += num_new
+        while self._num_tokens[replica] > self._capacity:
+            key, size = own.popitem(last=False)
+            self._num_tokens[replica] -= size
+            self._drop(replica, key)
+
+    def forget(self, replica: int) -> None:
+        """The replica has lost its prefix cache."""
+        for key in self._keys[replica]:
+            self._drop(replica, key)
+        self._keys[replica].clear()
+        self._num_tokens[replica] = 0
+
+    def _drop(self, replica: int, key: int) -> None:
+        holders = self._holders[key]
+        del holders[replica]
+        if not holders:
+            del self._holders[key]
+
+    def num_held(self, replica: int, keys: Sequence[int]) -> int:
+        """How many of a prompt's keys the replica holds."""
+        own = self._keys[replica]
+        return bisect_left(keys, True, key=lambda key: key not in own)
+
+    def longest(self, keys: Sequence[int]) -> dict[int, int]:
+        """The replicas that hold most of a prompt's keys, at most MAX_CANDIDATES, with how many."""
+        found: dict[int, int] = {}
+        depth = bisect_left(keys, True, key=lambda key: key not in self._holders)
+        while depth and len(found) < MAX_CANDIDATES:
+            holders = self._holders[keys[depth - 1]]
+            for replica in islice(holders, MAX_CANDIDATES):
+                found.setdefault(replica, depth)
+            # the next depth at which others hold the prefix, too
+            num_known = len(holders)
+            depth = bisect_left(
+                keys, True, 0, depth, key=lambda key: len(self._holders[key]) <= num_known
+            )
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """What a request adds to its replica."""
+
+    replica: int
+    owner: str
+    num_tokens: float  # of its prompt
+    num_uncached: float  # of these, to compute
+    is_running: bool = False  # it has its first token
+
+
+class Router:
+    """The loads of `num_replicas` replicas, and the choice between them.
+
+    capacity_tokens: of a replica's prefix cache. max_num_seqs: requests in a step of a replica.
+    """
+
+    def __init__(self, num_replicas: int, capacity_tokens: int, max_num_seqs: int):
+        self.prefixes = PrefixTable(num_replicas, capacity_tokens)
+        self._max_num_seqs = max_num_seqs
+        self._queued = [0.0] * num_replicas  # tokens of prompts without a first token
+        self._running = [0.0] * num_replicas  # tokens of the context of running requests
+        self._num_requests = [0] * num_replicas
+        self._bases = [0.0] * num_replicas  # loads from these tokens
+        self._total = 0.0  # of the bases
+        self._states = [0.0] * num_replicas  # 0.0, REPLACED or LOST
+        self._loads = [0.0] * num_replicas  # what `min` compares
+        self._queued_of: list[dict[str, float]] = [defaultdict(float) for _ in range(num_replicas)]
+
+    def set_state(self, replica: int, state: float) -> None:
+        """0.0: it takes requests; REPLACED: if no other one does; LOST: never."""
+        self._states[replica] = state
+        self._change(replica)
+
+    def place(
+        self,
+        keys: Sequence[int],
+        num_tokens: int,
+        owner: str = "",
+        num_requests: int = 1,
+        replica: int | None = None,
+    ) -> Load:
+        """Chooses the replica of a prompt of `num_tokens` tokens with these keys, unless it is
+        given, and adds the prompt there.
+
+        num_requests: the completions that it will have.
+        """
+        if replica is None:
+            replica, num_held = self.choose(keys, num_tokens, owner)
+        else:
+            num_held = self.prefixes.num_held(replica, keys)
+        num_uncached = max(1, num_tokens - num_tokens_of(num_held))
+        load = Load(replica, owner, num_tokens, num_uncached)
+        self.prefixes.note(replica, keys)
+        self._add_queued(load, 1)
+        self._num_requests[replica] += num_requests
+        self._change(replica)
+        return load
+
+    def choose(self, keys: Sequence[int], num_tokens: int, owner: str) -> tuple[int, int]:
+        """The replica, and how many of the keys it holds."""
+        loads = self._loads
+        least = loads.index(min(loads))
+        candidates = self.prefixes.longest(keys)
+        if not candidates:
+            return least, 0
+        best, best_held = least, self.prefixes.num_held(least, keys)
+        lowest = self._cost(best, best_held, num_tokens, owner)
+        most = most_load(self._total / len(loads))
+        for replica, num_held in candidates.items():
+            if loads[replica] <= most:
+                value = self._cost(replica, num_held, num_tokens, owner)
+                if value < lowest:
+                    best, best_held, lowest = replica, num_held, value
+        return best, best_held
+
+    def _cost(self, replica: int, num_held: int, num_tokens: int, owner: str) -> float:
+        num_uncached = num_tokens - num_tokens_of(num_held)
+        queued_of = self._queued_of[replica]
+        own = queued_of.get(owner, 0.0)
+        num_others = len(queued_of) - (owner in queued_of)
+        wait = fair_wait(self._queued[replica], own, num_others, num_uncached)
+        return cost(wait, num_uncached, self._running[replica])
+
+    def begin(self, load: Load) -> None:
+        """The request has its first token."""
+        if not load.is_running:
+            self._add_queued(load, -1)
+            load.is_running = True
+            self._running[load.replica] += load.num_tokens
+            self._change(load.replica)
+
+    def end(self, load: Load, num_requests: int = 1, *, is_last: bool = True) -> None:
+        """So many of the request's completions have ended; `is_last`: none is left."""
+        if is_last:
+            if load.is_running:
+                self._running[load.replica] -= load.num_tokens
+            else:
+                self._add_queued(load, -1)
+        self._num_requests[load.replica] -= num_requests
+        self._change(load.replica)
+
+    def _add_queued(self, load: Load, sign: int) -> None:
+        self._queued[load.replica] += sign * load.num_uncached
+        of_owner = self._queued_of[load.replica]
+        of_owner[load.owner] += sign * load.num_uncached
+        if of_owner[load.owner] <= 0:
+            del of_owner[load.owner]
+
+    def _change(self, replica: int) -> None:
+        base = self._queued[replica] + RUNNING_WEIGHT * self._running[replica]
+        self._total += base - self._bases[replica]
+        self._bases[replica] = base
+        is_full = self._num_requests[replica] >= self._max_num_seqs
+        self._loads[replica] = base + self._states[replica] + (FULL if is_full else 0.0)
+
+    def num_requests(self, replica: int) -> int:
+        """Its unfinished completions."""
+        return self._num_requests[replica]

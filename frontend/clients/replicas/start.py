@@ -1,0 +1,138 @@
+"""Starts the engines of a ReplicasClient, each with its part of the machine.
+
+Must not know: requests, how replicas are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from ....ipc.config import DeviceConfig, EngineConfig
+from ....ipc.errors import InvalidParameterError
+from ....ipc.handshake import Report, report_nothing
+from ....ipc.machine import available_cores, divide_cores, numa_cores, read_cores
+from ...supervision.supervised_client import SupervisedClient
+from ..client import EngineClient
+from ..mp_client import MPClient
+from .client import ReplicasClient
+from .own_loop import OwnLoop
+
+
+def replica_configs(config: EngineConfig) -> list[EngineConfig]:
+    """The configuration of each engine: its number, its cores, and as many threads.
+
+    Raises InvalidParameterError for data_parallel_cores.
+    """
+    device = config.device_config
+    cores = _divided(device)
+    num_threads = device.num_threads
+    if num_threads is None and device.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        most = max(1, available_cores() // device.data_parallel_size)
+        num_threads = min([most, *(len(of_one) for of_one in cores if of_one)])
+    return [
+        msgspec.structs.replace(
+            config,
+            device_config=msgspec.structs.replace(
+                device, data_parallel_rank=rank, cores=cores[rank], num_threads=num_threads
+            ),
+        )
+        for rank in range(device.data_parallel_size)
+    ]
+
+
+def _divided(device: DeviceConfig) -> list[list[int]]:
+    """The cores of each replica; an empty list: any."""
+    number, nodes = device.data_parallel_size, numa_cores()
+    if not device.data_parallel_cores:
+        # more threads than cores: the system divides its time between them
+        usable = len(nodes) and min(map(len, nodes)) * len(nodes)
+        if (device.num_threads or 1) * number > usable:
+            return [[] for _ in range(number)]
+        return divide_cores(nodes, number)
+    if len(device.data_parallel_cores) != number:
+        raise InvalidParameterError(
+            "data_parallel_cores",
+            f"must have an entry for each of data_parallel_size={number} engines, got "
+            f"{len(device.data_parallel_cores)}",
+        )
+    allowed = {core for node in nodes for core in node}
+    divided = []
+    for text in device.data_parallel_cores:
+        try:
+            cores = read_cores(text)
+        except ValueError as error:
+            raise InvalidParameterError("data_parallel_cores", str(error)) from None
+        if not cores or not allowed.issuperset(cores):
+            raise InvalidParameterError(
+                "data_parallel_cores",
+                f"must name cores that this process may use ({min(allowed)} to {max(allowed)}), "
+                f"got {text!r}",
+            )
+        divided.append(cores)
+    return divided
+
+
+async def start_replicas(
+    config: EngineConfig,
+    on_progress: Report = report_nothing,
+    *,
+    command: Sequence[str] | None = None,
+    loop: OwnLoop | None = None,
+) -> ReplicasClient:
+    """Starts all engines at once. Returns when they are ready; `on_progress` is told of the first.
+
+    config: resolved, with data_parallel_size. command: as in MPClient. loop: as in ReplicasClient.
+    Raises what prevented an engine from starting, after the others were ended.
+    """
+    configs = replica_configs(config)
+    starts = [
+        asyncio.ensure_future(
+            MPClient.start(
+                own,
+                on_progress=report_nothing if rank else on_progress,
+                engine_index=rank,
+                command=command,
+            )
+        )
+        for rank, own in enumerate(configs)
+    ]
+    try:
+        engines = await asyncio.gather(*starts)
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        for started in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(started, MPClient):
+                await started.shutdown_async()
+        raise
+    service, clients = config.service_config, list[EngineClient](engines)
+    if service.on_engine_death == "restart" and service.engine_restarts:
+        clients = [
+            SupervisedClient(engine, own, command=command)
+            for engine, own in zip(engines, configs, strict=True)
+        ]
+    return ReplicasClient(clients, config, loop)
+
+
+def open_replicas(
+    config: EngineConfig,
+    on_progress: Report = report_nothing,
+    *,
+    asyncio_mode: bool = False,
+    command: Sequence[str] | None = None,
+) -> ReplicasClient:
+    """As start_replicas, but blocks, for blocking code unless asyncio_mode."""
+    loop = OwnLoop()
+    is_used = False
+    try:
+        own = None if asyncio_mode else loop
+        client = loop.run(start_replicas(config, on_progress, command=command, loop=own))
+        is_used = not asyncio_mode
+        return client
+    finally:
+        if not is_used:
+            loop.close()

@@ -1,0 +1,191 @@
+"""data_parallel_size=2 with a real model: the tokens, the prefix hits and the streams of one
+engine, also when a replica is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
+from quire.ipc.params import StructuredOutputsParams
+from quire.tests.client_forms import closing, engine_args, make_engine
+
+NUM_CONVERSATIONS, NUM_TURNS, NUM_ANSWER = 10, 4, 8
+SETTINGS = dict(max_model_len=512, num_gpu_blocks_override=1200)
+
+
+@pytest.fixture(scope="module")
+def one_engine() -> Iterator[LLMEngine]:
+    with closing(make_engine(**SETTINGS)) as engine:
+        yield engine
+
+
+class Replicas:
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        args = engine_args(data_parallel_size=2, engine_restarts=100, **SETTINGS)
+        self.llm = self.runner.run(AsyncLLM.start(args))
+
+    def run(self, coroutine):
+        return self.runner.run(asyncio.wait_for(coroutine, 120))
+
+    def close(self) -> None:
+        self.runner.run(self.llm.shutdown_async())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[Replicas]:
+    replicas = Replicas()
+    yield replicas
+    replicas.close()
+
+
+def opening(number: int) -> list[int]:
+    """A system prompt that all conversations share, and a message."""
+    return [5 + i % 90 for i in range(48)] + message(number, 0)
+
+
+def message(number: int, turn: int) -> list[int]:
+    rng = random.Random(number * 100 + turn)
+    return [rng.randrange(5, 400) for _ in range(rng.randint(20, 60))]
+
+
+def params(number: int, **settings) -> SamplingParams:
+    temperature = number % 3 / 2 if settings.get("n", 1) == 1 else 1.0
+    return SamplingParams(temperature=temperature, seed=number, **{"ignore_eos": True, **settings})
+
+
+def hit_rate(before: dict[str, int], after: dict[str, int]) -> float:
+    names = ("prefix_cache_hits", "prefix_cache_queries")
+    hits, queries = (after[name] - before[name] for name in names)
+    return hits / queries
+
+
+def converse_with_one(engine: LLMEngine) -> list[list[int]]:
+    """The tokens of each conversation. All have the same turn at a time."""
+    prompts = [opening(number) for number in range(NUM_CONVERSATIONS)]
+    for turn in range(1, NUM_TURNS + 1):
+        for number, prompt in enumerate(prompts):
+            own = params(number, max_tokens=NUM_ANSWER)
+            engine.add_request(f"{turn}-{number}", {"prompt_token_ids": prompt}, own)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    number = int(output.request_id.partition("-")[2])
+                    answer = output.outputs[0].token_ids
+                    prompts[number] = prompts[number] + list(answer) + message(number, turn)
+    return prompts
+
+
+async def converse(llm: AsyncLLM) -> list[list[int]]:
+    """The same; each conversation proceeds by itself."""
+
+    async def one(number: int) -> list[int]:
+        prompt = opening(number)
+        for turn in range(1, NUM_TURNS + 1):
+            own = params(number, max_tokens=NUM_ANSWER)
+            stream = llm.generate({"prompt_token_ids": prompt}, own, f"{turn}-{number}")
+            outputs = [output async for output in stream]
+            prompt = prompt + list(outputs[-1].outputs[0].token_ids) + message(number, turn)
+        return prompt
+
+    return await asyncio.gather(*map(one, range(NUM_CONVERSATIONS)))
+
+
+def test_conversations_hit_the_prefix_cache_as_with_one_engine(one_engine, replicas) -> None:
+    before = one_engine.get_metrics()
+    expected = converse_with_one(one_engine)
+    rate_of_one = hit_rate(before, one_engine.get_metrics())
+    assert replicas.run(converse(replicas.llm)) == expected
+    each = replicas.run(replicas.llm.client.call_each_async("get_metrics"))
+    assert all(one["num_generation_tokens"] > 50 for one in each.values())  # both have worked
+    none = dict.fromkeys(before, 0)
+    rate = hit_rate(none, replicas.run(replicas.llm.get_metrics()))
+    assert rate >= 0.95 * rate_of_one > 0.4, (rate, rate_of_one)
+
+
+def requests(number: int, max_tokens: int) -> dict[str, tuple[list[int], SamplingParams]]:
+    """Greedy and sampled, with log-probabilities, a penalty, completions, a grammar."""
+    grammar = StructuredOutputsParams(regex="[ab]{20,60}")
+    kinds = (
+        {"logprobs": 2},
+        {"stop": ["zz"], "frequency_penalty": 0.5},
+        {"n": 2},
+        {"structured_outputs": grammar, "ignore_eos": False},
+    )
+    return {
+        f"r{i}": (opening(i), params(i, max_tokens=max_tokens, **kinds[i % 4]))
+        for i in range(number)
+    }
+
+
+def said(output: RequestOutput) -> list:
+    """All that a client sees, log-probabilities by their bits."""
+    return [
+        (
+            one.text,
+            list(one.token_ids),
+            one.finish_reason,
+            one.logprobs and [{k: v.logprob for k, v in at.items()} for at in one.logprobs],
+        )
+        for one in output.outputs
+    ]
+
+
+def expected_of(engine: LLMEngine, wanted: dict) -> dict[str, list]:
+    for request_id, (prompt, own) in wanted.items():
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, own)
+    said_by: dict[str, list] = {}
+    while engine.has_unfinished_requests():
+        said_by |= {one.request_id: said(one) for one in engine.step() if one.finished}
+    return said_by
+
+
+async def stream_and_kill(llm: AsyncLLM, wanted: dict, victims: list[int]) -> dict[str, list]:
+    """Streams all, and kills these replicas, each when the one before is back."""
+    client, num_outputs = llm.client, 0
+
+    async def one(request_id: str) -> tuple[str, list]:
+        nonlocal num_outputs
+        prompt, own = wanted[request_id]
+        async for output in llm.generate({"prompt_token_ids": prompt}, own, request_id):
+            num_outputs += 1
+        assert output.error is None, output.error
+        return request_id, said(output)
+
+    async def kill() -> None:
+        for number, victim in enumerate(victims):
+            while num_outputs < len(wanted) * 5 * (number + 1) or not all(client.engines_up()):
+                await asyncio.sleep(0.001)
+            os.kill(client._replicas[victim].client.engine_pid, signal.SIGKILL)
+            while all(client.engines_up()):
+                await asyncio.sleep(0.001)
+
+    killing = asyncio.create_task(kill())
+    said_by = dict(await asyncio.gather(*map(one, wanted)))
+    await killing
+    return said_by
+
+
+def test_no_stream_fails_or_differs_when_a_replica_is_killed(one_engine, replicas) -> None:
+    wanted = requests(12, max_tokens=100)
+    expected = expected_of(one_engine, wanted)
+    assert replicas.run(stream_and_kill(replicas.llm, wanted, [1])) == expected
+    restarts = replicas.llm.client.restarts
+    assert restarts.num_resumed >= 3 and restarts.num_quarantined == 0
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_under_many_streams(one_engine, replicas, seed: int) -> None:
+    rng = random.Random(seed)
+    wanted = {f"{seed}-{key}": value for key, value in requests(32, max_tokens=150).items()}
+    expected = expected_of(one_engine, wanted)
+    victims = [rng.randrange(2) for _ in range(3)]
+    assert replicas.run(stream_and_kill(replicas.llm, wanted, victims)) == expected

@@ -1,4 +1,5 @@
-"""The draft model of a rank: its weights, its part of each block of the KV cache, its program.
+"""What a rank has to draft with a model: its weights, its part of each block of the KV cache, its
+program.
 
 Must not know: requests, how drafts are verified.
 """
@@ -6,8 +7,9 @@ Must not know: requests, how drafts are verified.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -15,24 +17,47 @@ import torch
 from ..ipc.config import EngineConfig, LoRAConfig, ModelConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..kernels.cpu.native.recorder import Limits
+from ..kernels.registry import OpTable
+from .head_builder import HeadBuilder
 from .kv_cache_memory import KVCacheMemory
 from .model_builder import ModelBuilder
+from .models.draft_heads import DraftHead as Head
 from .program.step_program import record_step
 from .runner.bursts import Bursts
+from .runner.draft_head import DraftHead
 from .runner.draft_model import DraftModel
+from .runner.draft_passes import DraftPasses
 from .runner.input_batch import InputBatch
 from .runner.step_inputs import dummy_step
 
+Report = Callable[[str, float], None]
+
+
+class Builder(Protocol):
+    weights_bytes: int
+    ops: OpTable
+
+    def build(self, report: Report) -> Any: ...
+
+
+class _DraftModelBuilder(ModelBuilder):
+    """Builds a draft model from the files of its configuration, or random ones."""
+
+    def build(self, report: Report) -> Any:  # type: ignore[override]
+        is_random = self.config.load_config.load_format == "dummy"
+        directory = None if is_random else Path(self.config.model_config.model)
+        return super().build(directory, report)
+
 
 def draft_config(config: EngineConfig) -> ModelConfig | None:
-    """The configuration of the engine's draft model, if it has one."""
+    """The configuration of the model or head that drafts, if there is one."""
     wanted = config.scheduler_config.speculative_config
     return None if wanted is None else wanted.draft_model_config
 
 
 class Draft:
-    """`kv_cache_windows`: of the model that verifies (see Executor). The draft model's layers keep
-    the whole context, in the blocks of the first group.
+    """`builder` has built `model()`, which verifies and whose layers have the kv_cache_windows (see
+    Executor). What drafts keeps the whole context, in the blocks of the first group.
     """
 
     def __init__(
@@ -40,49 +65,60 @@ class Draft:
         config: EngineConfig,
         model_config: ModelConfig,
         builder: ModelBuilder,
+        model: Callable[[], Any],
         batch: InputBatch,
         kv_cache_windows: tuple[int, ...],
-        cpu_isa: str,
     ):
+        scheduler_config = config.scheduler_config
+        method = resolved(scheduler_config.speculative_config).method
         if kv_cache_windows[0]:
             raise InvalidParameterError(
                 "speculative_config",
-                "method draft_model needs a model with a layer that sees the whole context; all "
+                f"method {method} needs a model with a layer that sees the whole context; all "
                 f"layers of this one have a window of {kv_cache_windows[0]}",
             )
-        self._config = msgspec.structs.replace(
+        self._config = config = msgspec.structs.replace(
             config,
             model_config=model_config,
             lora_config=LoRAConfig(),
             scheduler_config=msgspec.structs.replace(
-                config.scheduler_config, disable_hybrid_kv_cache_manager=True
+                scheduler_config, disable_hybrid_kv_cache_manager=True
             ),
         )
-        self._builder = ModelBuilder(
-            self._config, builder.dtype, builder.kv_cache_dtype, builder.device, cpu_isa
-        )
-        if self._builder.shape.is_bidirectional:
-            raise InvalidParameterError("speculative_config", "model: must generate text")
+        self._model = model
         self._num_groups = len(kv_cache_windows)
-        self._max_num_tokens = resolved(config.scheduler_config.max_num_batched_tokens)
         self._batch = batch
-        self._cache: KVCacheMemory  # set by load, as the next
-        self.drafter: DraftModel
+        max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
+        # a head computes what the model does, and one held position of each request
+        self._rows = max_num_tokens + scheduler_config.max_num_seqs
+        self._kv_cache = builder.kv_cache_dtype, builder.device
+        isa = builder.cpu_isa
+        self._builder: Builder
+        max_model_len = resolved(model_config.max_model_len)
+        self.drafter: DraftModel | DraftHead  # set by load, as the next
+        self._cache: KVCacheMemory
+        if method == "draft_model":
+            self._builder = own = _DraftModelBuilder(config, builder.dtype, *self._kv_cache, isa)
+            if own.shape.is_bidirectional:
+                raise InvalidParameterError("speculative_config", "model: must generate text")
+            self._make_drafter = partial(
+                DraftModel, max_num_tokens=max_num_tokens, max_model_len=max_model_len
+            )
+        else:
+            self._builder = HeadBuilder(config, method, builder, model, self._rows)
+            self._make_drafter = partial(DraftHead, max_model_len=max_model_len)
 
-    def load(self, report: Callable[[str, float], None]) -> None:
+    def load(self, report: Report) -> None:
         """Raises ModelLoadError, NotEnoughMemoryError."""
-        model = self._build(report)
-        layers = model.attention_layers()
-        builder = self._builder
-        self._cache = KVCacheMemory(layers, self._config, builder.kv_cache_dtype, builder.device)
-        max_model_len = resolved(self._config.model_config.max_model_len)
-        sizes = self._max_num_tokens, max_model_len
-        self.drafter = DraftModel(model, builder.ops, self._batch, *sizes)
+        built = self._builder.build(report)
+        self._cache = KVCacheMemory(built.attention_layers(), self._config, *self._kv_cache)
+        ahead = int(isinstance(built, Head))
+        passes = DraftPasses(built, self._builder.ops, self._batch, ahead)
+        self.drafter = self._make_drafter(passes, self._batch)
 
-    def _build(self, report: Callable[[str, float], None]) -> Any:
-        is_random = self._config.load_config.load_format == "dummy"
-        directory = None if is_random else Path(self._config.model_config.model)
-        return self._builder.build(directory, report)
+    @property
+    def _passes(self) -> DraftPasses:
+        return self.drafter.passes
 
     @property
     def weights_bytes(self) -> int:
@@ -90,42 +126,51 @@ class Draft:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the draft model's part of one block."""
+        """Bytes of its part of one block."""
         return self._cache.block_bytes(self.attention_layers())
 
     def attention_layers(self) -> list[Any]:
-        return self.drafter.model.attention_layers()
+        return self._passes.model.attention_layers()
 
     def host_caches(self, num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._cache.host_caches(self.attention_layers(), num_blocks)
 
     def allocate(self, num_blocks: int) -> None:
-        """Allocates the cache and records the program, which holds its addresses."""
+        """Allocates the cache, and records the program."""
         self._cache.bind(self.attention_layers(), num_blocks)
-        drafter, scheduler_config = self.drafter, self._config.scheduler_config
-        limits = Limits(
-            max(self._max_num_tokens, scheduler_config.max_num_seqs),
-            scheduler_config.max_num_seqs,
-            scheduler_config.max_num_seqs,
-        )
-        program = record_step(drafter.model, drafter.ops, limits, self._num_groups)
-        drafter.program, drafter.bursts = program, None
-        if program is not None and "sample_tokens" in drafter.ops.native:
+        self._record()
+
+    def use_model(self) -> None:
+        """Takes another model that verifies, before it runs: a head shares its weights. The model
+        has to be recorded afterwards.
+        """
+        if isinstance(head := self._passes.model, Head):
+            head.share(self._model())
+            if head.self_attn.key_cache is not None:
+                self._record()
+
+    def _record(self) -> None:
+        """A program holds addresses of weights and cache."""
+        passes, max_num_seqs = self._passes, self._config.scheduler_config.max_num_seqs
+        limits = Limits(self._rows, max_num_seqs, max_num_seqs)
+        program = record_step(passes.model, passes.ops, limits, self._num_groups)
+        passes.program, passes.bursts = program, None
+        if program is not None and "sample_tokens" in passes.ops.native:
             batch = self._batch
-            drafter.bursts = Bursts(program, batch, batch.block_size, drafter.make_inputs)
+            passes.bursts = Bursts(program, batch, batch.block_size, passes.make_inputs)
 
     def run_pass(self, num_tokens: int) -> None:
         """A pass of one-token rows without effect on the cache."""
-        self.drafter.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
+        self._passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
 
     def release_cache(self) -> None:
         for layer in self.attention_layers():
             layer.key_cache = layer.value_cache = None
-        self.drafter.program = self.drafter.bursts = None
+        self._passes.program = self._passes.bursts = None
 
     def release_weights(self) -> None:
-        self.drafter.model = self.drafter.program = self.drafter.bursts = None
+        self._passes.model = self._passes.program = self._passes.bursts = None
 
-    def reload(self, report: Callable[[str, float], None]) -> None:
+    def reload(self, report: Report) -> None:
         """Takes the weights again; the cache is allocated afterwards."""
-        self.drafter.model = self._build(report)
+        self._passes.model = self._builder.build(report)

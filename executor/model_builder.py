@@ -15,7 +15,7 @@ import torch
 from ..ipc.config import EngineConfig
 from ..ipc.json_files import read_json
 from ..ipc.models.checkpoint import read_stored_weights
-from ..ipc.models.decoder_config import unread_keys
+from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
 from ..ipc.models.gguf import read_gguf
 from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
@@ -23,6 +23,7 @@ from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ..ipc.models.quantized_tensors import saved_bytes
 from ..kernels import registry
+from ..kernels.registry import OpTable
 from . import device as devices
 from .kernel_choice import (
     check_encoder,
@@ -42,6 +43,35 @@ from .weights.packed_cache import PackedCache
 logger = logging.getLogger(__name__)
 
 
+def select_operations(
+    config: EngineConfig,
+    shape: DecoderConfig | EncoderConfig,
+    dtype: torch.dtype,
+    kv_cache_dtype: torch.dtype,
+    device: torch.device,
+    cpu_isa: str,
+) -> OpTable:
+    """The operations for a model of this shape. Raises InvalidParameterError for an unknown kernel,
+    and for what the chosen ones do not offer.
+    """
+    kernels = config.device_config.kernels
+    facts = {
+        "head_dim": shape.head_dim,
+        "num_heads": shape.num_attention_heads,
+        "num_kv_heads": shape.num_key_value_heads,
+        "block_size": config.cache_config.block_size,
+        "cpu_isa": cpu_isa,
+        "kv_cache_dtype": kv_cache_dtype,
+    }
+    ops = registry.select(device, dtype, kernels, **facts)
+    check_results(ops)
+    check_quantization(config.model_config.quantization, ops, kernels)
+    check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
+    if not shape.is_bidirectional:
+        warn_of_slow_heads(shape.head_dim, ops, kernels)
+    return ops
+
+
 class ModelBuilder:
     """Chooses the class and the operations of the configuration's model.
 
@@ -57,9 +87,9 @@ class ModelBuilder:
         cpu_isa: str,
     ):
         self.config, self.dtype, self.device = config, dtype, device
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.cpu_isa = kv_cache_dtype, cpu_isa
         self.weights_bytes = 0  # of the model built last
-        model_config, kernels = config.model_config, config.device_config.kernels
+        model_config = config.model_config
         self.model_class = find_model_class(model_config.hf_config, model_config.model_impl)
         self.shape = shape = self.model_class.parse_config(model_config.hf_config)
         is_fallback = getattr(self.model_class, "IS_FALLBACK", False)
@@ -71,22 +101,7 @@ class ModelBuilder:
             unread = [key for key in unread if "." in key]
         if unread:
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
-        sizes = {
-            "head_dim": shape.head_dim,
-            "num_heads": shape.num_attention_heads,
-            "num_kv_heads": shape.num_key_value_heads,
-        }
-        facts = sizes | {
-            "block_size": config.cache_config.block_size,
-            "cpu_isa": cpu_isa,
-            "kv_cache_dtype": kv_cache_dtype,
-        }
-        self.ops = ops = registry.select(device, dtype, kernels, **facts)
-        check_results(ops)
-        check_quantization(model_config.quantization, ops, kernels)
-        check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
-        if not shape.is_bidirectional:
-            warn_of_slow_heads(shape.head_dim, ops, kernels)
+        self.ops = select_operations(config, shape, dtype, kv_cache_dtype, device, cpu_isa)
 
     def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or random ones, without a cache. Raises

@@ -115,8 +115,8 @@ class Worker:
             self.runner.pooler = Pooler(model_config.pooling, self._directory)
             self.runner.pooler.use_model(self.model)
         if (of_draft := draft_config(self.config)) is not None:
-            windows, isa = self.kv_cache_windows, self.cpu_isa
-            self.draft = Draft(self.config, of_draft, builder, batch, windows, isa)
+            tables = batch, self.kv_cache_windows
+            self.draft = Draft(self.config, of_draft, builder, lambda: self.model, *tables)
             self.draft.load(report)
             self.runner.draft = self.draft
 
@@ -411,8 +411,10 @@ class Worker:
             move_caches(self.model.attention_layers(), model.attention_layers())
         self.model, self._directory = model, directory
         self.runner.use_model(model)
-        if self.draft is not None and "weights" in self.asleep:
-            self.draft.reload(_report_nothing)
+        if self.draft is not None:
+            if "weights" in self.asleep:
+                self.draft.reload(_report_nothing)
+            self.draft.use_model()
         if "kv_cache" not in self.asleep:
             self._make_program()
         self.asleep.discard("weights")

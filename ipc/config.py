@@ -228,10 +228,13 @@ class SpeculativeConfig(Section, frozen=True):
 
     # ngram: what followed the last tokens where they stood before. suffix: what followed most often
     # in the request and in earlier outputs of requests with its cache_salt and adapter. auto:
-    # ngram, and suffix where it finds nothing. draft_model: what `model` draws.
-    method: Literal["ngram", "suffix", "auto", "draft_model"] = "ngram"
-    model: str | None = None  # a directory, a GGUF file or a name, of the method draft_model
-    revision: str | None = None  # of the model on the hub
+    # ngram, and suffix where it finds nothing. draft_model: what `model` draws. eagle3 and mtp: a
+    # head that reads hidden states of the model that verifies.
+    method: Literal["ngram", "suffix", "auto", "draft_model", "eagle3", "mtp"] = "ngram"
+    # the draft model or the head: a directory, a GGUF file (no head) or a name. Default of mtp: the
+    # files of the model itself.
+    model: str | None = None
+    revision: str | None = None  # of `model` on the hub
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 7  # most drafts of a row
     # fewer drafts, or none, where they are not expected to be worth what they cost
     adaptive: bool = True
@@ -246,7 +249,7 @@ class SpeculativeConfig(Section, frozen=True):
     suffix_decoding_max_spec_factor: Annotated[float, Meta(gt=0.0)] = 1.0
     # least probability of a draft and all before it, by how often they followed
     suffix_decoding_min_token_prob: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.1
-    # how the draft model's weights are made smaller; None: as the model's own
+    # how the weights of `model` are made smaller; None: as the model's own
     quantization: Literal["int8", "int4"] | None = None
     draft_model_config: ModelConfig | None = None  # filled when resolved
 

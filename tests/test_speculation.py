@@ -21,9 +21,11 @@ from quire.ipc.errors import InvalidParameterError
 from quire.ipc.json_files import read_json
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests import feature_loras
+from quire.tests.bundled_model import heads
 from quire.tests.client_forms import closing, engine_args, make_engine
 from quire.tests.test_bit_equalities import FEW, assert_same_bits, make_jobs, run
 from quire.tests.workloads import Job
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 BUNDLED = Path(bundled_model.__file__).parent
@@ -177,6 +179,32 @@ def test_a_bad_draft_model_changes_no_bit(jobs, expected, tmp_path):
     config["adaptive"] = False
     with closing(make_engine(dtype="bfloat16", speculative_config=config)) as engine:
         assert_same_bits(jobs, run(engine, jobs), expected)
+        assert engine.get_metrics()["num_draft_tokens"] > 100
+
+
+HEAD_SETTINGS = [
+    ("mtp", dict(num_threads=2, max_num_batched_tokens=37)),
+    ("eagle3", dict(num_threads=1, kernels={"sample_tokens": "reference"})),
+    ("eagle3", dict(**FEW, preemption_mode="swap", max_num_batched_tokens=64)),
+    ("mtp", dict(**FEW, preemption_mode="recompute", quantization="int8")),
+]
+
+
+@pytest.mark.parametrize(("method", "settings"), HEAD_SETTINGS)
+def test_a_head_changes_no_bit(method, settings, jobs, expected, tmp_path):
+    """Random heads, whose drafts are accepted by chance only."""
+    embedding = load_file(BUNDLED / "model.safetensors")["model.embed_tokens.weight"].float()
+    config = read_json(BUNDLED / "config.json")
+    heads.save(heads.random_head(method, config, embedding, [1, 2, 4]), tmp_path)
+    drafting = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3}
+    kind = {"quantization": settings["quantization"]} if "quantization" in settings else {}
+    if kind:
+        with closing(make_engine(dtype="bfloat16", **kind)) as engine:
+            expected = run(engine, jobs, aborts=False)
+    settings = settings | {"speculative_config": drafting | {"adaptive": False}}
+    with closing(make_engine(dtype="bfloat16", **settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        engine.call_utility("check_integrity")
         assert engine.get_metrics()["num_draft_tokens"] > 100
 
 
@@ -347,7 +375,7 @@ def test_completions_beams_and_stops():
         ({"speculative_config": {}, "num_scheduler_steps": 4}, "num_scheduler_steps: "),
         ({"speculative_config": {}, "device": "cuda"}, "speculative_config: "),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
-        ({"speculative_config": {"model": "bundled"}}, "model needs method draft_model"),
+        ({"speculative_config": {"model": "bundled"}}, "model needs one of the methods"),
         ({"speculative_config": {"method": "draft_model", "model": "/none"}}, "model: "),
     ],
 )

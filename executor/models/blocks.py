@@ -82,10 +82,14 @@ class Attention:
 
         Writes the keys and values of the T tokens to the cache.
         """
-        ops = self.ops
-        query, key, value = (
-            self.qkv_proj(x).view(len(x), -1, self.head_dim).split(self._heads, dim=1)
-        )
+        return self.attend(self.qkv_proj(x), positions, metadata)
+
+    def attend(
+        self, qkv: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """The same from the product qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        ops, num_tokens = self.ops, len(qkv)
+        query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
         if metadata.groups:
             metadata = metadata.groups[self.kv_cache_group]
         slots = metadata.slot_mapping
@@ -114,7 +118,7 @@ class Attention:
             self.sliding_window,
             sinks=self.sinks,
         )
-        return self.o_proj(attended.view(len(x), self._q_rows))
+        return self.o_proj(attended.view(num_tokens, self._q_rows))
 
     def _normed(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """query [T, heads, head_dim] and key [T, kv_heads, head_dim] after their norms, if any"""

@@ -83,6 +83,8 @@ class Decoder:
         self.has_head = config.has_lm_head
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | None = None
+        # takes the input of each layer, for a head that drafts
+        self.taps: Callable[[int, torch.Tensor], None] | None = None
         if config.score_tokens:
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
@@ -103,6 +105,8 @@ class Decoder:
         norm = self.layers[0].before_attention
         x = residual if norm is None else norm(residual)
         for i, layer in enumerate(self.layers):
+            if self.taps is not None:
+                self.taps(i, residual)
             x = layer.self_attn(x, positions, metadata)
             check_block(layer.self_attn, x, residual)
             x = self._add(x, residual, layer.after_attention, layer.before_mlp)

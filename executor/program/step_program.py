@@ -196,7 +196,11 @@ def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
     token_types = torch.zeros_like(token_ids) if wants_token_types(model) else None
     step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1, token_types
+    state = getattr(model, "state", torch.empty(0))  # of a head that drafts: it changes it
+    state[:num_tokens] = torch.arange(state[:num_tokens].numel()).view_as(state[:num_tokens]) % 7
+    before = state[:num_tokens].clone()
     recorded = [result.clone() for result in program(*step)]
+    state[:num_tokens] = before
     for name, mine, own in zip(
         ("hidden states", "logits", "argmax", "finite rows"),
         recorded,

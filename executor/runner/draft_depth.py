@@ -123,6 +123,10 @@ class DraftDepth:
                 self._num_without[slot], best[row] = 0, 1
         return best
 
+    def can_gain(self, num_rows: int) -> bool:
+        """Whether drafts are worth their cost in a step of so many decodes if all are accepted."""
+        return self._best_rate(num_rows, num_rows) > num_rows / self._cost(num_rows)
+
     def _best_rate(self, num_rows: int, num_tokens: int) -> float:
         """Tokens per second if all drafts were accepted, at the best depth."""
         return max(

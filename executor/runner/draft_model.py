@@ -16,21 +16,16 @@ It computes a request's tokens only once drafts of it are wanted, then from wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
-from ...kernels.registry import OpTable
-from ..program.step_program import run_op_by_op
-from ..sampling.sampler import draw_parameters, draws
-from .bursts import Bursts
+from .draft_passes import DraftPasses, within
 from .input_batch import InputBatch
 from .proposers import NOTHING
-from .step_inputs import StepInputMaker
+from .step_inputs import StepInputs
 
 
 class DraftModel:
@@ -38,19 +33,12 @@ class DraftModel:
     drafts nothing beyond it.
     """
 
+    sees_every_pass = False
+
     def __init__(
-        self,
-        model: Any,
-        ops: OpTable,
-        batch: InputBatch,
-        max_num_tokens: int,
-        max_model_len: int,
+        self, passes: DraftPasses, batch: InputBatch, max_num_tokens: int, max_model_len: int
     ):
-        self.model = model
-        self.ops = ops
-        self.program: Callable | None = None  # set by the worker, as the next
-        self.bursts: Bursts | None = None
-        self.make_inputs = StepInputMaker(batch, batch.block_size)
+        self.passes = passes
         self._batch = batch
         self._max_num_tokens, self._max_model_len = max_num_tokens, max_model_len
         num_slots = len(batch.num_tokens)
@@ -66,24 +54,20 @@ class DraftModel:
     def leave(self, slot: int) -> None:
         pass
 
+    def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        pass
+
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         batch, drafts = self._batch, [NOTHING] * len(slots)
-        num_tokens = batch.num_tokens[list(slots)]
-        rows, left = [], []
-        for row, (count, known) in enumerate(zip(counts, num_tokens.tolist())):
-            count = min(count, room, self._max_model_len - known)
-            if count > 0:
-                rows.append(row)
-                left.append(count)
-                room -= count
+        known = batch.num_tokens[list(slots)]
+        rows, left = within(list(slots), list(counts), room, known, self._max_model_len)
         if not rows:
             return drafts
-        drafting = np.array([slots[row] for row in rows])
-        before = batch.num_tokens[drafting]
-        self.make_inputs.restart()
+        drafting, before = np.array([slots[row] for row in rows]), known[rows]
+        self.passes.make_inputs.restart()
         self._catch_up(drafting)
-        self._decode(drafting, np.array(left))
+        self.passes.decode(drafting, left)
         ends = batch.num_tokens[drafting]
         batch.num_tokens[drafting] = before
         for row, slot, start, end in zip(rows, drafting, before.tolist(), ends.tolist()):
@@ -109,54 +93,6 @@ class DraftModel:
                     step.append((slot, count, int(computed[slot])))
                     room -= count
             chosen, lengths, starts = (list(column) for column in zip(*step))
-            self._forward(SchedulerOutput(0, chosen, lengths, starts, []))
+            inputs = self.passes.make_inputs(SchedulerOutput(0, chosen, lengths, starts, []))
+            self.passes.forward(inputs)
             computed[chosen] += lengths
-
-    def _decode(self, slots: np.ndarray, left: np.ndarray) -> None:
-        """Appends `left` [B] drafts to each of `slots` [B]. Rows whose logits are not finite get
-        fewer.
-        """
-        batch = self._batch
-        while len(slots):
-            count = int(left.min())
-            starts = batch.num_tokens[slots]
-            step = SchedulerOutput(0, slots.tolist(), [1] * len(slots), (starts - 1).tolist(), [])
-            if self.bursts is not None:
-                ahead = [count - 1] * len(slots)
-                self.bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
-            else:
-                count = 1
-                self._append(slots, *self._forward(step))
-            left = left - count
-            goes_on = (left > 0) & (batch.num_tokens[slots] == starts + count)
-            slots, left = slots[goes_on], left[goes_on]
-
-    def _append(
-        self,
-        slots: np.ndarray,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        largest: torch.Tensor,
-        is_finite: torch.Tensor,
-    ) -> None:
-        """Draws a token for each of `slots` [B]."""
-        batch, drawn, good = self._batch, largest, is_finite.numpy()
-        if not good.all():
-            logits[~is_finite] = 0.0  # safe to draw from
-        if draws(batch, slots):
-            positions = torch.from_numpy(batch.num_tokens[slots])
-            parameters = draw_parameters(batch, slots, logits.device)
-            drawn = self.ops.sample_tokens(logits, *parameters, positions)
-        batch.append_tokens(slots[good], drawn.numpy()[good])
-
-    def _forward(self, step: SchedulerOutput) -> tuple[torch.Tensor, ...]:
-        inputs = self.make_inputs(step)
-        return self.run(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices)
-
-    def run(self, *step: Any) -> tuple[torch.Tensor, ...]:
-        """The arguments and results of run_op_by_op."""
-        return (
-            run_op_by_op(self.model, self.ops, *step)
-            if self.program is None
-            else self.program(*step)
-        )

@@ -9,12 +9,17 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from .input_batch import InputBatch
 from .proposers import NOTHING, Proposer
+from .step_inputs import StepInputs
 
 
 class Drafter(Protocol):
+    # Whether it has to see every pass of the model; one that does not is never shown any.
+    sees_every_pass: bool
+
     def enter(self, slot: int, num_computed: int) -> None:
         """A request entered the slot. The cache has the keys and values of `num_computed` of its
         tokens.
@@ -23,6 +28,12 @@ class Drafter(Protocol):
 
     def leave(self, slot: int) -> None:
         """The request in this slot leaves it. Its tokens are still there."""
+        ...
+
+    def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """Takes the inputs of a pass of the model, and hidden [T, hidden_size] for the drafter;
+        the tokens that the pass gave are in the tables.
+        """
         ...
 
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
@@ -35,6 +46,8 @@ class Drafter(Protocol):
 class LookupDrafter:
     """Drafts that a proposer finds in texts, row by row."""
 
+    sees_every_pass = False
+
     def __init__(self, proposer: Proposer, batch: InputBatch):
         self.proposer = proposer
         self._batch = batch
@@ -46,6 +59,9 @@ class LookupDrafter:
         batch = self._batch
         output = batch.token_ids[slot, batch.num_entry_tokens[slot] : batch.num_tokens[slot]]
         self.proposer.remember(output, batch.salts.get(slot))
+
+    def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        pass
 
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         batch, drafts = self._batch, []

@@ -194,7 +194,7 @@ class ModelRunner:
     def _end(
         self, scheduler_output: SchedulerOutput, inputs: StepInputs, *results: torch.Tensor
     ) -> ModelRunnerOutput:
-        result = self._sample(inputs, *results)
+        result = self._sampled(inputs, *results)
         return (
             self._look_ahead(scheduler_output, result)
             if any(scheduler_output.num_lookahead_tokens)
@@ -269,12 +269,16 @@ class ModelRunner:
         )
         is_plain = not (batch.prompt_logprobs_slots or batch.pooling or batch.refusals)
         if is_plain and len(inputs.sampled_slots) and not batch.stages.are_wanted_by(step.slots):
-            return speculation.verify_at_once(drafts, inputs, of_logits, self.sampler)
+            result = speculation.verify_at_once(drafts, inputs, of_logits, self.sampler)
+            self._observe(inputs, hidden)
+            return result
         lengths = np.array([len(drafts[i]) for i in inputs.order[inputs.sampled_rows]], np.int64)
         first = torch.from_numpy(first_rows(lengths))
         drafted = frozenset(inputs.sampled_slots[lengths > 0].tolist())
         result = self._sample(inputs, hidden, *(of[first] for of in of_logits), drafted=drafted)
-        return speculation.verify(drafts, inputs, of_logits, result, self.sampler)
+        result = speculation.verify(drafts, inputs, of_logits, result, self.sampler)
+        self._observe(inputs, hidden)
+        return result
 
     def _look_ahead(
         self, scheduler_output: SchedulerOutput, first: ModelRunnerOutput
@@ -304,7 +308,18 @@ class ModelRunner:
         return merge_outputs(slots, results)
 
     def _compute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        return self._sample(*self._begin(scheduler_output))
+        return self._sampled(*self._begin(scheduler_output))
+
+    def _sampled(self, inputs: StepInputs, *results: torch.Tensor) -> ModelRunnerOutput:
+        result = self._sample(inputs, *results)
+        self._observe(inputs, results[0])
+        return result
+
+    def _observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """Shows a pass whose tokens are drawn to the drafter."""
+        if self.speculation is not None:
+            taps = getattr(self.model, "taps", None)
+            self.speculation.observe(inputs, hidden if taps is None else taps.state[: len(hidden)])
 
     def _begin(self, scheduler_output: SchedulerOutput) -> tuple[Any, ...]:
         """Runs the model; returns the StepInputs and its results."""
@@ -324,6 +339,8 @@ class ModelRunner:
         """The StepInputs' token_ids, positions, metadata, logits_indices and token_types, if any
         -> the results of run_op_by_op, valid until the next step.
         """
+        if (taps := getattr(self.model, "taps", None)) is not None:
+            taps.state[: len(step[0])].zero_()
         return (
             run_op_by_op(self.model, self.ops, *step)
             if self.program is None

@@ -25,7 +25,6 @@ from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..sampling.logprob_arrays import join_logprobs
 from ..sampling.sampler import NOT_FINITE, Sampler
 from .draft_depth import DraftDepth, PassCosts, measure_costs
-from .draft_model import DraftModel
 from .drafters import Drafter, LookupDrafter
 from .input_batch import NO_LOGPROBS, InputBatch
 from .proposers import FirstOf, NgramProposer, Proposer
@@ -52,21 +51,17 @@ def make_speculation(
     scheduler_config: SchedulerConfig,
     batch: InputBatch,
     run_pass: Callable[[int], None],
-    draft_model: DraftModel | None = None,
+    model_drafter: Drafter | None = None,
     run_draft_pass: Callable[[int], None] | None = None,
 ) -> Speculation | None:
     """What an engine that drafts needs, else None. `run_pass` and `run_draft_pass`, of the model
-    and of the draft model, take a number of tokens, each with logits.
+    and of the one that drafts, take a number of tokens, each with logits.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None:
         return None
     most_rows = max_num_logits(scheduler_config)
-    drafter: Drafter
-    if draft_model is not None:
-        drafter = draft_model
-    else:
-        drafter = LookupDrafter(make_proposer(wanted), batch)
+    drafter = model_drafter or LookupDrafter(make_proposer(wanted), batch)
     depth = None
     if wanted.adaptive:
         counts = [count for count in MEASURED_TOKENS if count <= most_rows]
@@ -146,8 +141,21 @@ class Speculation:
             for slot, limit, wanted in zip(slots, limits, most)
         ]
         drafts = self.drafter.draft(slots, counts, room)
+        if self.drafter.sees_every_pass and self.is_worth(len(slots)):
+            return drafts, 1
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
+
+    def is_worth(self, num_rows: int) -> bool:
+        """Whether drafts can gain anything in a step of so many rows."""
+        return self.depth is None or self.depth.can_gain(num_rows)
+
+    def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
+        """Shows a pass of the model to a drafter that has to see it, unless no drafts are worth
+        their cost in a batch of this size.
+        """
+        if self.drafter.sees_every_pass and self.is_worth(len(inputs.slots)):
+            self.drafter.observe(inputs, hidden)
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:
         """Writes the drafts behind the known tokens; returns the step that computes them too."""

@@ -110,8 +110,13 @@ class StepInputMaker:
     Vectorised over rows and tokens: no Python per token or request.
     """
 
-    def __init__(self, batch: InputBatch, block_size: int, num_token_types: int = 0):
-        """num_token_types: that a model distinguishes; 0: it takes none."""
+    def __init__(
+        self, batch: InputBatch, block_size: int, num_token_types: int = 0, tokens_ahead: int = 0
+    ):
+        """num_token_types: that a model distinguishes; 0: it takes none. tokens_ahead: a position
+        gets the token so many positions later, and the last ones are not computed.
+        """
+        self._tokens_ahead = tokens_ahead
         self._num_token_types = num_token_types
         self.batch = batch
         self.block_size = block_size
@@ -136,7 +141,8 @@ class StepInputMaker:
 
     def _make(self, scheduler_output: SchedulerOutput, num_ahead: int = 0) -> StepInputs:
         batch = self.batch
-        layout = lay_out(scheduler_output, batch.num_tokens)
+        ahead = self._tokens_ahead
+        layout = lay_out(scheduler_output, batch.num_tokens - ahead)
         (
             order,
             slots,
@@ -156,7 +162,7 @@ class StepInputMaker:
             )
             token_slots = np.repeat(slots, query_lens)
         token_ids, slot_mapping = (
-            batch.token_ids[token_slots, positions],
+            batch.token_ids[token_slots, positions + ahead],
             self._slot_mapping(token_slots, positions),
         )
         block_tables = self._block_tables(slots, seq_lens + num_ahead)
@@ -183,7 +189,7 @@ class StepInputMaker:
         )
         self._last = None
         if layout.is_all_sampled_decodes() and not num_ahead:
-            token_index = slots * batch.token_ids.shape[1] + positions
+            token_index = slots * batch.token_ids.shape[1] + positions + ahead
             self._last = _Decodes(
                 scheduler_output,
                 inputs,
@@ -205,7 +211,12 @@ class StepInputMaker:
             and not now.new_requests
             and now.num_computed_tokens == before.seq_lens_list
             and now.num_scheduled_tokens == before.query_lens
-            and bool((self.batch.num_tokens[last.inputs.slots] == last.seq_lens + 1).all())
+            and bool(
+                (
+                    self.batch.num_tokens[last.inputs.slots]
+                    == last.seq_lens + 1 + self._tokens_ahead
+                ).all()
+            )
         )
 
     def _advance(self, last: _Decodes, now: SchedulerOutput) -> StepInputs:

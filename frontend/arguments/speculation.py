@@ -11,10 +11,13 @@ import msgspec
 
 from ...ipc.config import EngineConfig, ModelConfig, SpeculativeConfig, resolved
 from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.rope_config import model_context
 from ..model_info.model_files import find_model_directory, read_hf_config
 
 OPTION = "speculative_config"
+HEADS = ("eagle3", "mtp")
+MODEL_METHODS = ("draft_model", *HEADS)
 
 
 def check_speculation(config: EngineConfig) -> None:
@@ -28,15 +31,18 @@ def check_speculation(config: EngineConfig) -> None:
             f"prompt_lookup_min must be at most prompt_lookup_max={wanted.prompt_lookup_max}, got "
             f"{wanted.prompt_lookup_min}",
         )
-    has_model = wanted.method == "draft_model"
-    if has_model and wanted.model is None:
-        raise InvalidParameterError(OPTION, "method draft_model needs a model")
-    if not has_model:
+    if wanted.method in ("draft_model", "eagle3") and wanted.model is None:
+        raise InvalidParameterError(OPTION, f"method {wanted.method} needs a model")
+    if wanted.method not in MODEL_METHODS:
         for name in ("model", "revision", "quantization"):
             if (value := getattr(wanted, name)) is not None:
                 raise InvalidParameterError(
-                    OPTION, f"{name} needs method draft_model, got {value!r} with {wanted.method}"
+                    OPTION,
+                    f"{name} needs one of the methods {', '.join(MODEL_METHODS)}, got {value!r} "
+                    f"with {wanted.method}",
                 )
+    if wanted.method in HEADS and config.lora_config.enable_lora:
+        raise InvalidParameterError(OPTION, f"method {wanted.method} needs enable_lora=False")
     if wanted.draft_model_config is not None:
         raise InvalidParameterError(OPTION, "draft_model_config follows from model; leave it out")
     if config.device_config.device == "cuda":
@@ -50,11 +56,11 @@ def check_speculation(config: EngineConfig) -> None:
 
 
 def resolve_speculation(scheduler_config: Any, config: EngineConfig, target: ModelConfig) -> Any:
-    """scheduler_config with the configuration of the draft model, if there is one. `target`: the
-    resolved configuration of the model that verifies. Raises InvalidParameterError.
+    """scheduler_config with the configuration of the model or head that drafts, if there is one.
+    `target`: the resolved configuration of the model that verifies. Raises InvalidParameterError.
     """
     wanted = scheduler_config.speculative_config
-    if wanted is None or wanted.method != "draft_model":
+    if wanted is None or wanted.method not in MODEL_METHODS:
         return scheduler_config
     draft = _draft_model_config(wanted, config, target)
     return msgspec.structs.replace(
@@ -68,12 +74,12 @@ def _draft_model_config(
 ) -> ModelConfig:
     if target.runner != "generate":
         raise InvalidParameterError(OPTION, "needs a model that generates text")
-    name = resolved(wanted.model)
+    name = wanted.model or target.model
     try:
         directory = find_model_directory(
             name,
             revision=wanted.revision,
-            weights=config.load_config.load_format != "dummy",
+            weights=config.load_config.load_format != "dummy" or wanted.method in HEADS,
             download_dir=config.load_config.download_dir,
         )
         hf_config = read_hf_config(directory, {})
@@ -86,9 +92,11 @@ def _draft_model_config(
     if sizes["draft"] != sizes["target"]:
         raise InvalidParameterError(
             OPTION,
-            f"the draft model must have the vocabulary of the model, {sizes['target']} tokens; "
-            f"that of {name} has {sizes['draft']}",
+            f"model: must have the vocabulary of the model that verifies, {sizes['target']} "
+            f"tokens; that of {name} has {sizes['draft']}",
         )
+    if wanted.method in HEADS and is_gguf(directory):
+        raise InvalidParameterError(OPTION, f"model: a head is in safetensors files, got {name}")
     longest = resolved(target.max_model_len)
     return msgspec.structs.replace(
         target,

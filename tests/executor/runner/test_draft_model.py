@@ -78,7 +78,7 @@ def test_rows_that_are_not_finite_end_their_drafts():
     for arguments in ({}, {"kernels": REFERENCE}):
         executor = start(**arguments)
         drafter, batch = enter(executor)
-        for layer in drafter.model.attention_layers():
+        for layer in drafter.passes.model.attention_layers():
             layer.value_cache[3].fill_(float("nan"))
         drafter.enter(1, 3)  # it takes what the cache holds for computed
         drafts = drafter.draft([0, 1, 2], [3, 3, 3], 60)

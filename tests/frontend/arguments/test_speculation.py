@@ -31,15 +31,17 @@ def test_what_a_draft_model_inherits():
 
 def test_other_vocabularies_are_refused(tmp_path):
     save_tiny_model(tmp_path)
-    with pytest.raises(InvalidParameterError, match="the vocabulary of the model, 2144 tokens"):
+    with pytest.raises(
+        InvalidParameterError, match="must have the vocabulary of the model that verifies, 2144"
+    ):
         resolve(speculative_config=DRAFTING | {"model": str(tmp_path)})
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"method": "ngram"}, "model needs method draft_model"),
-        ({"method": "ngram", "model": None, "quantization": "int8"}, "quantization needs method"),
+        ({"method": "ngram"}, "model needs one of the methods"),
+        ({"method": "ngram", "model": None, "quantization": "int8"}, "quantization needs one of"),
         ({"model": None}, "needs a model"),
         ({"model": "/nowhere"}, "model: "),
         ({"draft_model_config": {"model": "x"}}, "draft_model_config"),

@@ -1,0 +1,116 @@
+"""Builds a head that drafts, for a model that is built.
+
+Must not know: caches, requests, steps, the names in checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..ipc.config import EngineConfig, resolved
+from ..ipc.errors import InvalidParameterError, ModelLoadError
+from ..ipc.models.decoder_config import DecoderConfig, parse_decoder_config
+from .model_builder import ModelBuilder, select_operations
+from .models.decoder import Decoder
+from .models.draft_heads import DraftHead, Eagle3Head, MTPHead
+from .models.layers import LayerFactory
+from .weights.draft_heads import HeadWeights, fill_eagle3, fill_mtp
+
+OPTION = "speculative_config"
+
+
+class HeadBuilder:
+    """config: the engine's, with the model_config of the head. `builder` has built `model()`, which
+    verifies. rows: the most tokens of a pass.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        method: str,
+        builder: ModelBuilder,
+        model: Callable[[], Any],
+        rows: int,
+    ):
+        self._config, self._method, self._builder = config, method, builder
+        self._model, self._rows = model, rows
+        self.weights_bytes = 0
+        target, hf_config = builder.shape, dict(config.model_config.hf_config)
+        if not isinstance(model(), Decoder) or getattr(model(), "IS_FALLBACK", False):
+            raise InvalidParameterError(
+                OPTION, f"method {method} needs an architecture that Quire has a page for"
+            )
+        if target.embedding_scale != 1.0 or target.logits_scale != 1.0:
+            raise InvalidParameterError(
+                OPTION, f"method {method} is not offered for models that scale embeddings or logits"
+            )
+        for key in ("layer_types", "use_sliding_window", "sliding_window", "max_window_layers"):
+            hf_config.pop(key, None)  # a head sees the whole context
+        hf_config["num_hidden_layers"] = 1
+        self.shape: DecoderConfig = (
+            parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias", "is_causal"))
+            if method == "eagle3"
+            else builder.model_class.parse_config(hf_config)
+        )
+        if self.shape.hidden_size != target.hidden_size:
+            raise InvalidParameterError(
+                OPTION,
+                f"the head's hidden_size must be the model's, {target.hidden_size}, got "
+                f"{self.shape.hidden_size}",
+            )
+        self.ops = select_operations(
+            config,
+            self.shape,
+            builder.dtype,
+            builder.kv_cache_dtype,
+            builder.device,
+            builder.cpu_isa,
+        )
+
+    def build(self, report: Callable[[str, float], None]) -> DraftHead:
+        """Raises ModelLoadError, InvalidParameterError."""
+        model_config, builder = self._config.model_config, self._builder
+        weights = HeadWeights(Path(model_config.model))
+        make = LayerFactory(self.ops, builder.dtype, builder.device, model_config.quantization)
+        sizes = self._rows, resolved(model_config.max_model_len)
+        head: DraftHead
+        if self._method == "eagle3":
+            bias = "midlayer.self_attn.q_proj.bias" in weights
+            head = Eagle3Head(make, self.shape, self._tap_layers(), *sizes, bias)
+            fill_eagle3(head, weights, make.fill)
+        else:
+            names = weights.find_mtp_names(builder.shape.num_hidden_layers)
+            bias, norm = (
+                f"{names.layer}.self_attn.{name}" in weights
+                for name in ("q_proj.bias", "q_norm.weight")
+            )
+            head = MTPHead(make, self.shape, *sizes, bias, norm)
+            fill_mtp(head, weights, names, make.fill)
+        report("load the head", 1.0)
+        self.weights_bytes = make.weights_bytes
+        head.share(self._model())
+        return head
+
+    def _tap_layers(self) -> list[int]:
+        """The layers of the model whose inputs EAGLE-3 reads: those of its config.json, else the
+        ones that its authors chose.
+        """
+        hf_config, count = (
+            self._config.model_config.hf_config,
+            self._builder.shape.num_hidden_layers,
+        )
+        key = "eagle_aux_hidden_state_layer_ids"
+        of_eagle = hf_config.get("eagle_config") or {}
+        layers = hf_config.get(key) or of_eagle.get(key) or [2, count // 2, count - 3]
+        if (
+            len(layers) != 3
+            or len(set(layers)) != 3
+            or not all(isinstance(layer, int) and 0 <= layer < count for layer in layers)
+        ):
+            raise ModelLoadError(
+                f"config.json: {key} must be three different layers of the model's {count}, got "
+                f"{layers}"
+            )
+        return layers

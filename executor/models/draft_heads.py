@@ -1,0 +1,211 @@
+"""Heads that draft: one decoder layer each, which reads hidden states of the model that verifies.
+
+Must not know: files, requests, how drafts are verified.
+
+Position i of a head has the token after position i and the hidden state of position i; it gives the
+logits of the token after that. The state of a next pass is the head's own, so a head writes it over
+the one that it has read.
+
+EAGLE-3 (Li et al. 2025) reads three layers of the model, Eagle3Taps, and its own residual stream in
+further passes. Multi-token prediction (DeepSeek-V3, 2024) reads the last hidden states.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ipc.models.architectures import PRE_NORMS
+from ...ipc.models.decoder_config import DecoderConfig
+from ...kernels.ops import AttentionMetadata
+from .blocks import Attention, GatedMLP
+from .decoder import Decoder, DecoderLayer
+from .layers import LayerFactory, Weights
+
+NEVER = -1e30  # the logit of a token that a head does not know
+
+
+class Eagle3Taps:
+    """Adds up what EAGLE-3's fc makes of the inputs of three layers: fc(concat(a, b, c)) is the sum
+    of its three parts. `state` [tokens, hidden_size] must be zeroed before a pass of the model.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, layers: list[int], rows: int):
+        self.ops, size = make.ops, config.hidden_size
+        self.parts = {layer: make.linear(size, {f"fc.{layer}": size}) for layer in layers}
+        self.state = make.parameter(rows, size)
+        self.state.zero_()
+
+    def __call__(self, layer: int, residual: torch.Tensor) -> None:
+        """residual [T, hidden_size]: the input of a layer of the model."""
+        if (part := self.parts.get(layer)) is not None:
+            self.ops.add(part(residual), self.state[: len(residual)])
+
+    def weights(self) -> Weights:
+        for part in self.parts.values():
+            yield from part.weights("")
+
+
+class DraftHead:
+    """What both kinds have. `state` [tokens, hidden_size]: what a pass reads, and then what the
+    next one reads; embedding and output head may be the model's.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, rows: int):
+        self.config, self.ops = config, make.ops
+        self.state = make.parameter(rows, config.hidden_size)
+        self.state.zero_()
+        self.embed_tokens: Any = None
+        self.lm_head: Any = None
+        self.taps: Eagle3Taps | None = None
+        self.self_attn: Attention
+
+    def share(self, model: Decoder) -> None:
+        """Uses the model's embedding, and its output head unless the head has one."""
+        self.embed_tokens = model.embed_tokens
+        self.lm_head = model.lm_head
+        model.taps = self.taps
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] f32"""
+        return self.lm_head.logits(hidden)
+
+    def attention_layers(self) -> list[Attention]:
+        return [self.self_attn]
+
+
+class Eagle3Attention(Attention):
+    """Its input is the concatenation of a token's embedding and a hidden state, both normed: the
+    sum of two products.
+    """
+
+    def __init__(self, make: LayerFactory, config: DecoderConfig, *args: Any):
+        super().__init__(make, config, 0, *args)
+        self.hidden_qkv_proj = make.linear(config.hidden_size, dict(self.qkv_proj.shards))
+
+    def attend_to(
+        self,
+        token: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """token and hidden [T, hidden_size] -> [T, hidden_size]"""
+        qkv = self.qkv_proj(token)
+        self.ops.add(self.hidden_qkv_proj(hidden), qkv)
+        return self.attend(qkv, positions, metadata)
+
+
+class Eagle3Head(DraftHead):
+    """`tap_layers`: of the model. Its output head has a row for each token of the model; those that
+    it does not know have a bias of NEVER.
+    """
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        tap_layers: list[int],
+        rows: int,
+        max_model_len: int,
+        qkv_bias: bool,
+    ):
+        super().__init__(make, config, rows)
+        size, ropes = config.hidden_size, make.ropes(config, max_model_len)
+        self.taps = Eagle3Taps(make, config, tap_layers, rows)
+        self.self_attn: Eagle3Attention = Eagle3Attention(
+            make, config, ropes, qkv_bias, False, False
+        )
+        self.mlp = GatedMLP(make, config, 0, bias=False)
+        self.token_norm = make.norm("input_layernorm", size, config)
+        self.hidden_norm = make.norm("hidden_norm", size, config)
+        self.before_mlp = make.norm("post_attention_layernorm", size, config)
+        self.norm = make.norm("norm", size, config)
+        self.own_head = make.linear(size, {"lm_head": config.vocab_size}, bias=True)
+
+    def share(self, model: Decoder) -> None:
+        super().share(model)
+        self.lm_head = self.own_head
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids [T], positions [T] -> [T, hidden_size], normed"""
+        residual = self.state[: len(token_ids)]
+        token = self.token_norm(self.embed_tokens(token_ids))
+        hidden = self.hidden_norm(residual)
+        x = self.self_attn.attend_to(token, hidden, positions, metadata)
+        self.before_mlp.add(x, residual)
+        x = self.mlp(x)
+        self.norm.add(x, residual)
+        return x
+
+    def weights(self) -> Weights:
+        """`#token` and `#hidden`: the columns of a weight that multiply these."""
+        assert self.taps is not None
+        yield from self.taps.weights()
+        for part, linear in (
+            ("token", self.self_attn.qkv_proj),
+            ("hidden", self.self_attn.hidden_qkv_proj),
+        ):
+            for name, tensor in linear.weights("midlayer.self_attn."):
+                yield name if name.endswith(".bias") else f"{name}#{part}", tensor
+        yield from self.self_attn.o_proj.weights("midlayer.self_attn.")
+        yield from self.mlp.weights("midlayer.mlp.")
+        for norm in (self.token_norm, self.hidden_norm, self.before_mlp):
+            yield from norm.weights("midlayer.")
+        yield from self.norm.weights("")
+        yield from self.own_head.weights("")
+
+
+class MTPHead(DraftHead):
+    """Multi-token prediction: a layer of the model's kind over the sum of two projections, of a
+    token's embedding and of a hidden state.
+    """
+
+    def __init__(
+        self,
+        make: LayerFactory,
+        config: DecoderConfig,
+        rows: int,
+        max_model_len: int,
+        qkv_bias: bool,
+        qk_norm: bool,
+    ):
+        super().__init__(make, config, rows)
+        size, ropes = config.hidden_size, make.ropes(config, max_model_len)
+        self.token_proj = make.linear(size, {"fc": size})
+        self.hidden_proj = make.linear(size, {"fc": size})
+        self.token_norm = make.norm("token_norm", size, config)
+        self.hidden_norm = make.norm("hidden_norm", size, config)
+        self.self_attn = Attention(make, config, 0, ropes, qkv_bias, False, qk_norm)
+        mlp = GatedMLP(make, config, 0, bias=False)
+        self.layer = DecoderLayer(make, config, self.self_attn, mlp, PRE_NORMS)
+        self.norm = make.norm("norm", size, config)
+
+    def __call__(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """token_ids [T], positions [T] -> [T, hidden_size], normed"""
+        state, layer = self.state[: len(token_ids)], self.layer
+        residual = self.hidden_proj(self.hidden_norm(state))
+        token = self.token_norm(self.embed_tokens(token_ids))
+        self.ops.add(self.token_proj(token), residual)
+        assert layer.before_attention is not None and layer.before_mlp is not None
+        x = self.self_attn(layer.before_attention(residual), positions, metadata)
+        layer.before_mlp.add(x, residual)
+        x = layer.mlp(x)
+        self.norm.add(x, residual)
+        self.ops.scale(state, 0.0)
+        self.ops.add(x, state)
+        return x
+
+    def weights(self) -> Weights:
+        """`#token` and `#hidden`: the columns of a weight that multiply these."""
+        for part, linear in (("token", self.token_proj), ("hidden", self.hidden_proj)):
+            for name, tensor in linear.weights(""):
+                yield f"{name}#{part}", tensor
+        for norm in (self.token_norm, self.hidden_norm, self.norm):
+            yield from norm.weights("")
+        yield from self.layer.weights("layer.")

@@ -1,0 +1,109 @@
+"""Passes of a model that drafts: tokens are drawn as the model that verifies would draw them.
+
+Must not know: whose drafts they are, how a draft is verified, files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from ...ipc.step_messages import SchedulerOutput
+from ...kernels.registry import OpTable
+from ..program.step_program import run_op_by_op
+from ..sampling.sampler import draw_parameters, draws
+from .bursts import Bursts
+from .input_batch import InputBatch
+from .step_inputs import StepInputMaker, StepInputs
+
+
+class DraftPasses:
+    """`ahead`: how many positions a pass's tokens are ahead of the pass's positions: 0 of a model,
+    1 of a head, which reads the next token.
+    """
+
+    def __init__(self, model: Any, ops: OpTable, batch: InputBatch, ahead: int = 0):
+        self.model = model
+        self.ops = ops
+        self.program: Callable | None = None  # set by the rank, as the next
+        self.bursts: Bursts | None = None
+        self.make_inputs = StepInputMaker(batch, batch.block_size, tokens_ahead=ahead)
+        self._batch = batch
+        self._ahead = ahead
+
+    def run(self, *step: Any) -> tuple[torch.Tensor, ...]:
+        """The arguments and results of run_op_by_op."""
+        return (
+            run_op_by_op(self.model, self.ops, *step)
+            if self.program is None
+            else self.program(*step)
+        )
+
+    def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+        return self.run(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices)
+
+    def decode(
+        self,
+        slots: np.ndarray,
+        left: np.ndarray,
+        keep_rows: Callable[[np.ndarray], None] | None = None,
+    ) -> None:
+        """Appends `left` [B] drafts to each of `slots` [B], whose other tokens but the last are
+        computed. Rows whose logits are not finite get fewer.
+
+        keep_rows takes the rows [B] bool that go on when others do not.
+        """
+        batch = self._batch
+        while len(slots):
+            count, known = int(left.min()), batch.num_tokens[slots]
+            starts = (known - 1 - self._ahead).tolist()
+            step = SchedulerOutput(0, slots.tolist(), [1] * len(slots), starts, [])
+            if self.bursts is not None:
+                ahead = [count - 1] * len(slots)
+                self.bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
+            else:
+                count = 1
+                self._append(slots, *self.forward(self.make_inputs(step)))
+            left = left - count
+            goes_on = (left > 0) & (batch.num_tokens[slots] == known + count)
+            if keep_rows is not None and goes_on.any() and not goes_on.all():
+                keep_rows(goes_on)
+            slots, left = slots[goes_on], left[goes_on]
+
+    def _append(
+        self,
+        slots: np.ndarray,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        largest: torch.Tensor,
+        is_finite: torch.Tensor,
+    ) -> None:
+        """Draws a token for each of `slots` [B]."""
+        batch, drawn, good = self._batch, largest, is_finite.numpy()
+        if not good.all():
+            logits[~is_finite] = 0.0  # safe to draw from
+        if draws(batch, slots):
+            positions = torch.from_numpy(batch.num_tokens[slots])
+            parameters = draw_parameters(batch, slots, logits.device)
+            drawn = self.ops.sample_tokens(logits, *parameters, positions)
+        batch.append_tokens(slots[good], drawn.numpy()[good])
+
+
+def within(
+    slots: list[int], counts: list[int], room: int, num_tokens: np.ndarray, max_model_len: int
+) -> tuple[list[int], np.ndarray]:
+    """The rows that get drafts, and how many each, of at most `counts` [B]: `room` together, and
+    within `max_model_len` tokens. num_tokens [B]: known ones.
+    """
+    rows, left = [], []
+    for row, (count, known) in enumerate(zip(counts, num_tokens.tolist())):
+        count = min(count, room, max_model_len - known)
+        if count > 0:
+            rows.append(row)
+            left.append(count)
+            room -= count
+    return rows, np.array(left, np.int64)

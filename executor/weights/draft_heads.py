@@ -1,0 +1,174 @@
+"""Reads the weights of a head that drafts (models/draft_heads.py) from safetensors files.
+
+Must not know: how a head computes, requests.
+
+EAGLE-3 as its authors and SpecForge write it: fc, midlayer, norm, lm_head, and d2t, which maps the
+head's tokens to the model's. Multi-token prediction under the names of MiMo, of DeepSeek and GLM,
+and of Qwen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...ipc.errors import ModelLoadError
+from ..models.draft_heads import NEVER, Eagle3Head, MTPHead
+
+Fill = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class MTPNames(NamedTuple):
+    """Names in a checkpoint; `is_hidden_first`: in the concatenation that fc reads."""
+
+    fc: str
+    token_norm: str
+    hidden_norm: str
+    norm: str
+    layer: str
+    is_hidden_first: bool = False
+
+
+def mtp_names(num_layers: int) -> list[MTPNames]:
+    """num_layers: of the model, behind whose layers DeepSeek and GLM number the head's."""
+    mimo, glm = "model.mtp_layers.0", f"model.layers.{num_layers}"
+    return [
+        MTPNames(
+            f"{mimo}.input_proj",
+            f"{mimo}.token_layernorm",
+            f"{mimo}.hidden_layernorm",
+            f"{mimo}.final_layernorm",
+            mimo,
+            is_hidden_first=True,
+        ),
+        MTPNames(f"{glm}.eh_proj", f"{glm}.enorm", f"{glm}.hnorm", f"{glm}.shared_head.norm", glm),
+        MTPNames(
+            "mtp.fc",
+            "mtp.pre_fc_norm_embedding",
+            "mtp.pre_fc_norm_hidden",
+            "mtp.norm",
+            "mtp.layers.0",
+        ),
+    ]
+
+
+class HeadWeights:
+    """The tensors of a directory's safetensors files, read one by one."""
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, Path] = {}  # by the names of tensors
+        try:
+            for path in sorted(directory.glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    self._files |= dict.fromkeys(file.keys(), path)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{directory}: {error}") from error
+        if not self._files:
+            raise ModelLoadError(f"{directory}: there is no safetensors file")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._files:
+            raise ModelLoadError(f"{self.directory}: lacks the tensor {name}")
+        with safe_open(self._files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def find_mtp_names(self, num_layers: int) -> MTPNames:
+        """Raises ModelLoadError where there is no head."""
+        known = mtp_names(num_layers)
+        for names in known:
+            if f"{names.fc}.weight" in self:
+                return names
+        tried = ", ".join(f"{names.fc}.weight" for names in known)
+        raise ModelLoadError(f"{self.directory}: has no head for multi-token prediction ({tried})")
+
+
+def fill_eagle3(head: Eagle3Head, weights: HeadWeights, fill: Fill) -> None:
+    """Raises ModelLoadError for what is missing or has another shape."""
+    vocab_size, size = head.config.vocab_size, head.config.hidden_size
+    target_of = None
+    if "d2t" in weights:
+        offsets = weights["d2t"].long()
+        target_of = torch.arange(len(offsets)) + offsets
+        if int(target_of.min()) < 0 or int(target_of.max()) >= vocab_size:
+            raise ModelLoadError(f"{weights.directory}: d2t names tokens that the model lacks")
+    assert head.taps is not None
+    layers = list(head.taps.parts)
+
+    def values_of(name: str) -> torch.Tensor:
+        if name.startswith("fc."):
+            part = layers.index(int(name.split(".")[1]))
+            return weights["fc.weight"][:, part * size : (part + 1) * size]
+        if name == "lm_head.weight":
+            return _spread(weights[name], target_of, vocab_size, 0.0)
+        if name == "lm_head.bias":
+            known = torch.zeros(vocab_size if target_of is None else len(target_of))
+            return _spread(known, target_of, vocab_size, NEVER)
+        return _columns(weights, *_part(name), size, is_hidden_first=False)
+
+    _fill(head.weights(), values_of, fill, weights.directory)
+
+
+def fill_mtp(head: MTPHead, weights: HeadWeights, names: MTPNames, fill: Fill) -> None:
+    """Raises ModelLoadError for what is missing or has another shape."""
+
+    def values_of(name: str) -> torch.Tensor:
+        own, part = _part(name)
+        first, _, rest = own.partition(".")
+        stored = f"{getattr(names, first)}.{rest}"
+        return _columns(weights, stored, part, head.config.hidden_size, names.is_hidden_first)
+
+    _fill(head.weights(), values_of, fill, weights.directory)
+
+
+def _part(name: str) -> tuple[str, str]:
+    own, _, part = name.partition("#")
+    return own, part
+
+
+def _columns(
+    weights: HeadWeights, name: str, part: str, size: int, is_hidden_first: bool
+) -> torch.Tensor:
+    """The tensor, or of a weight over a concatenation the columns for "token" or "hidden"."""
+    values = weights[name]
+    if not part:
+        return values
+    if values.shape[1] != 2 * size:
+        raise ModelLoadError(
+            f"{weights.directory}: {name} must have {2 * size} columns, got {values.shape[1]}"
+        )
+    return values[:, size:] if (part == "hidden") != is_hidden_first else values[:, :size]
+
+
+def _spread(
+    rows: torch.Tensor, target_of: torch.Tensor | None, vocab_size: int, absent: float
+) -> torch.Tensor:
+    """Rows of the head's tokens -> rows of all tokens."""
+    if target_of is None:
+        return rows
+    spread = torch.full((vocab_size, *rows.shape[1:]), absent, dtype=rows.dtype)
+    spread[target_of] = rows
+    return spread
+
+
+def _fill(
+    table: Iterator[tuple[str, torch.Tensor]],
+    values_of: Callable[[str], torch.Tensor],
+    fill: Fill,
+    directory: Path,
+) -> None:
+    for name, tensor in list(table):
+        values: Any = values_of(name)
+        if values.shape != tensor.shape:
+            raise ModelLoadError(
+                f"{directory}: {name.partition('#')[0]} must have the shape {list(tensor.shape)}, "
+                f"got {list(values.shape)}"
+            )
+        fill(tensor, values.contiguous())

@@ -1,0 +1,132 @@
+"""Heads that draft against the same in plain torch, through their files and the whole engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quire import LLM, SamplingParams
+from quire.executor.models.draft_heads import NEVER
+from quire.frontend import bundled_model
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.bundled_model import heads
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+BUNDLED = Path(bundled_model.__file__).parent
+CONFIG = json.loads((BUNDLED / "config.json").read_text())
+LAYERS = [0, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+
+
+def make_head(kind: str, target: Any) -> heads.MTPHead | heads.Eagle3Head:
+    embedding = target.get_input_embeddings().weight.detach()
+    return heads.random_head(kind, CONFIG, embedding, LAYERS)
+
+
+@torch.no_grad()
+def greedy_drafts(head: Any, target: Any, token_ids: list[int], count: int) -> list[int]:
+    """What the head drafts behind token_ids, computed from nothing."""
+    result = target(torch.tensor([token_ids]), output_hidden_states=True)
+    *layer_inputs, hidden = result.hidden_states
+    state = head.first_state(layer_inputs, hidden)[:, :-1]
+    tokens, drafts = token_ids[1:], []
+    for _ in range(count):
+        logits, states = head(torch.tensor([tokens]), state, torch.arange(len(tokens)))
+        drafts.append(int(logits[0, -1].argmax()))
+        # the next position reads the head's own state
+        tokens, state = [*tokens, drafts[-1]], torch.cat([state, states[:, -1:]], 1)
+    return drafts
+
+
+def make_llm(kind: str, directory: Path, **settings: Any) -> LLM:
+    config = {"method": kind, "model": str(directory), "num_speculative_tokens": 4}
+    return LLM(
+        engine="inproc",
+        speculative_config=config | {"adaptive": False},
+        **{"dtype": "float32", "num_threads": 1, "max_model_len": 512} | settings,
+    )
+
+
+@pytest.mark.parametrize("kernels", [{}, {"sample_tokens": "reference", "rms_norm": "reference"}])
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_drafts_are_those_of_the_same_head_in_torch(kind, kernels, target, tmp_path, monkeypatch):
+    head = make_head(kind, target)
+    heads.save(head, tmp_path, torch.float32)
+    text = "Once upon a time there was a little dog who liked to play with a red ball."
+    with make_llm(kind, tmp_path, kernels=kernels, max_num_batched_tokens=13) as llm:
+        runner = llm.llm_engine.client._engine.core.executor.worker.runner
+        drafter, seen = runner.speculation.drafter, []
+
+        def watch(slots: Any, counts: Any, room: int) -> Any:
+            drafts = draft(slots, counts, room)
+            known = [
+                runner.batch.token_ids[s, : runner.batch.num_tokens[s]].tolist() for s in slots
+            ]
+            seen.extend((k, d.tolist()) for k, d in zip(known, drafts) if len(d))
+            return drafts
+
+        draft = drafter.draft
+        monkeypatch.setattr(drafter, "draft", watch)
+        params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+        llm.generate([text, text[:30]], params, use_tqdm=False)
+    assert len(seen) > 8 and sum(len(drafts) for _, drafts in seen) > 24
+    for known, drafts in seen:
+        assert drafts == greedy_drafts(head, target, known, len(drafts))
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_tokens_outside_the_head_are_never_drafted(kind, target, tmp_path):
+    head = make_head(kind, target)
+    heads.save(head, tmp_path, torch.float32)
+    with make_llm(kind, tmp_path) as llm:
+        model = llm.llm_engine.client._engine.core.executor.worker.draft.drafter.passes.model
+        logits = model.compute_logits(torch.randn(3, 256))
+    is_never = logits[0] <= NEVER / 2
+    assert int(is_never.sum()) == (0 if kind == "mtp" else len(is_never) - 900)
+
+
+def mutilate(directory: Path, change: Any) -> Path:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        ("mtp", lambda t: t.pop(heads.MIMO + "input_proj.weight"), "has no head for multi-token"),
+        ("mtp", lambda t: t.pop(heads.MIMO + "mlp.up_proj.weight"), "lacks the tensor"),
+        ("eagle3", lambda t: t.pop("norm.weight"), "lacks the tensor norm.weight"),
+        ("eagle3", lambda t: t.update(d2t=t["d2t"] + 5000), "tokens that the model lacks"),
+        ("eagle3", lambda t: t.update({"norm.weight": torch.ones(3)}), "must have the shape"),
+    ],
+)
+def test_bad_files_are_refused_by_name(kind, change, words, target, tmp_path):
+    heads.save(make_head(kind, target), tmp_path)
+    with pytest.raises(ModelLoadError, match=words):
+        make_llm(kind, mutilate(tmp_path, change))
+
+
+def test_what_heads_do_not_go_with(target, tmp_path):
+    heads.save(make_head("eagle3", target), tmp_path)
+    with pytest.raises(InvalidParameterError, match="enable_lora=False"):
+        make_llm("eagle3", tmp_path, enable_lora=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    shutil.copy(tmp_path / "config.json", tmp_path / "kept.json")
+    for change, words in (
+        ({"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "three different layers"),
+        ({"hidden_size": 128, "head_dim": 64}, "hidden_size must be the model's"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises((InvalidParameterError, ModelLoadError), match=words):
+            make_llm("eagle3", tmp_path)

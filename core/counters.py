@@ -36,6 +36,11 @@ class Counters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_blocks_offloaded: int = 0
+    num_blocks_reloaded: int = 0
+    num_blocks_corrupt: int = 0
+    external_prefix_cache_queries: int = 0
+    external_prefix_cache_hits: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Counts the end of an accepted request; refused ones count in num_requests_refused

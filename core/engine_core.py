@@ -134,7 +134,8 @@ class EngineCore:
             windows = executor.kv_cache_windows
             check_num_blocks(config, num_blocks, windows)
             kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
-            num_host_blocks, costs = executor.initialize_swap_space()
+            swap_space = executor.initialize_swap_space()
+            offload = executor.initialize_offload()
             self.kv_events = make_publisher(config, epoch, engine_index)
             if give_back is not None:
                 give_back()
@@ -144,7 +145,7 @@ class EngineCore:
                 executor.shutdown()
             raise
         self.scheduler = Scheduler(
-            config, num_blocks, num_host_blocks, costs, executor.burst_weights_bytes, windows
+            config, num_blocks, *swap_space, executor.burst_weights_bytes, windows, offload
         )
         self.step_fn = (
             self._step_overlapped if config.scheduler_config.async_scheduling else self._step
@@ -490,6 +491,9 @@ class EngineCore:
 
     def shutdown(self) -> None:
         """Releases the model. May be called twice."""
-        self.executor.shutdown()
+        try:
+            self.pausing.keep_for_next_start()
+        finally:
+            self.executor.shutdown()
         if self.kv_events is not None:
             self.kv_events.close()

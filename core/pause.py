@@ -23,6 +23,7 @@ from typing import Any
 
 from ..ipc.errors import EnginePausedError, InvalidParameterError
 
+KEPT_BYTES = 2**30  # of the cache, most that an engine stores when it ends, which takes seconds
 MODES = ("abort", "wait", "keep")
 TAGS = ("weights", "kv_cache")  # what can sleep, in the order in which it must wake up
 SLEEPS = {1: ("kv_cache",), 2: TAGS}  # level -> what it frees
@@ -194,7 +195,7 @@ class PauseControl:
         tags = [tag for tag in SLEEPS[level] if tag not in self.asleep]
         if not tags:
             return
-        self._forget_kv()
+        self._forget_kv(keeps=True)
         self.asleep.update(tags)
         self._update()
         self._core.executor.collective_rpc("sleep", tags)
@@ -227,7 +228,8 @@ class PauseControl:
     # ------------------------------------------------------------ cache, weights, workers
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Drops all cached blocks if no request holds one; returns whether it did.
+        """Drops all cached blocks, and those that were offloaded, if no request holds one; returns
+        whether it did.
 
         `reset_running`: requests that hold blocks are preempted, and recompute theirs.
         """
@@ -238,10 +240,18 @@ class PauseControl:
         self._core.drain()
         if reset_running:
             self._forget_kv()
-            return True
         was_reset = self._core.scheduler.reset_prefix_cache()
+        if was_reset and (offload := self._core.scheduler.kv_cache_manager.offload) is not None:
+            offload.clear()
         self._core.publish_kv_events()
         return was_reset
+
+    def keep_for_next_start(self) -> None:
+        """Stores what the cache has in the file of blocks outside it, if there is one."""
+        core = self._core
+        if core.config.cache_config.kv_offloading_path is not None:
+            block_bytes = core.ready.kv_cache_bytes // core.ready.num_blocks
+            core.scheduler.keep_cached_blocks(KEPT_BYTES // max(1, block_bytes))
 
     def load_weights(self, path: str) -> None:
         """Replaces the weights by those in the directory `path`.
@@ -270,10 +280,14 @@ class PauseControl:
         self._core.drain()
         return self._core.executor.collective_rpc(method, *args)
 
-    def _forget_kv(self) -> None:
-        """Preempts all requests and drops the prefix cache."""
+    def _forget_kv(self, *, keeps: bool = False) -> None:
+        """Preempts all requests and drops the prefix cache. keeps: outside it, if there is a
+        place.
+        """
         self._core.drain()
         self._core.scheduler.preempt_all()
+        if keeps:
+            self._core.scheduler.keep_cached_blocks()
         if not self._core.scheduler.reset_prefix_cache():
             raise AssertionError("a block in use belongs to no request")
         self._core.publish_kv_events()

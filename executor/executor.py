@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from ..ipc.block_offload import BlockOffload
 from ..ipc.config import EngineConfig
 from ..ipc.lora import LoRARequest
 from ..ipc.params import StructuredOutputsParams
@@ -27,7 +28,8 @@ class PendingOutput(Protocol):
 class Executor(Protocol):
     """Runs a model on all its ranks, in one process or in several.
 
-    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space, then steps,
+    Life: load_model, determine_num_blocks, initialize_kv_cache, initialize_swap_space,
+    initialize_offload, then steps,
     then shutdown. One thread calls all methods. An exception of a step is a failure of the engine;
     a failure of one request is an entry in ModelRunnerOutput.errors.
     """
@@ -58,6 +60,13 @@ class Executor(Protocol):
         """Sets host memory aside for preempted requests.
 
         Returns how many KV-cache blocks it holds, and what bringing a request back costs.
+        """
+        ...
+
+    def initialize_offload(self) -> BlockOffload | None:
+        """What keeps blocks that the cache has no room for, if the configuration asks for it.
+
+        Raises InvalidParameterError, NotEnoughMemoryError.
         """
         ...
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from ..ipc.block_offload import BlockOffload
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
@@ -71,6 +72,10 @@ class SingleProcessExecutor:
         Returns how many KV-cache blocks it holds, and the cost of bringing a request back.
         """
         return self.worker.initialize_swap_space()
+
+    def initialize_offload(self) -> BlockOffload | None:
+        """See Executor."""
+        return self.worker.initialize_offload()
 
     @property
     def burst_weights_bytes(self) -> int:

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from .. import __version__
 from ..ipc.config import EngineConfig, resolved
+from ..ipc.errors import InvalidParameterError
 from ..ipc.models.memory_plan import plan_num_blocks, plan_num_host_blocks
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels.cpu.native.recorder import Limits
@@ -25,10 +27,12 @@ from .loras import Loras
 from .model_builder import ModelBuilder
 from .models.experts import expert_load
 from .models.same_architecture import check_same_architecture
+from .offload.block_store import BlockStore
+from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
-from .runner.block_mover import BlockMover, shortest_time
+from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.bursts import Bursts
 from .runner.cuda_graphs import CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
@@ -82,6 +86,7 @@ class Worker:
         self._cache: KVCacheMemory  # set by load_model
         self._num_blocks = 0
         self._num_host_blocks = 0
+        self.offload: KVOffload | None = None  # set by initialize_offload
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """Builds the model and fills its weights.
@@ -291,6 +296,32 @@ class Worker:
         self.runner.block_mover = mover = BlockMover(host_caches, self._builder.ops)
         return mover
 
+    def initialize_offload(self) -> KVOffload | None:
+        """Opens the store of blocks that the cache has no room for, if the configuration asks for
+        one. Raises InvalidParameterError, NotEnoughMemoryError.
+        """
+        if self.config.cache_config.kv_offloading_size:
+            if self.kv_cache_windows != (0,):
+                raise InvalidParameterError(
+                    "kv_offloading_size",
+                    "layers with sliding windows keep no whole context; "
+                    "disable_hybrid_kv_cache_manager=True lets them",
+                )
+            self.offload = KVOffload(
+                self._open_store(), lambda: caches_of(self.runner.attention_layers())
+            )
+        return self.offload
+
+    def _open_store(self) -> BlockStore:
+        layers = self.runner.attention_layers()  # of a drafting model, too
+        shapes = [
+            [layer.num_kv_heads, layer.head_dim, str(self.kv_cache_dtype)] for layer in layers
+        ]
+        identity = identity_of(self.config, self._directory, str(self.cpu_isa), shapes, __version__)
+        return open_store(
+            self.config, self.block_bytes, identity, devices.free_bytes(torch.device("cpu"))
+        )
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         if self.tracer is not None:
             return self.tracer.run(scheduler_output)
@@ -418,12 +449,16 @@ class Worker:
         if "kv_cache" not in self.asleep:
             self._make_program()
         self.asleep.discard("weights")
+        if self.offload is not None:
+            self.offload.use_store(self._open_store())
         devices.release_memory()
 
     def shutdown(self) -> None:
         """Releases model and cache. May be called twice."""
         if self.grammars is not None:
             self.grammars.shutdown()
+        if self.offload is not None:
+            self.offload.close()
         self.model = self.grammars = self.tracer = self.draft = None
         if hasattr(self, "runner"):
             del self.runner

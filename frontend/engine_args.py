@@ -115,7 +115,7 @@ class EngineArgs:
                 ),
                 model_config.max_model_len,
             ),
-            cache_config=_resolve_cache(config.cache_config, model_config),
+            cache_config=_resolve_cache(config, device_config, model_config),
             lora_config=_resolve_lora(config.lora_config, model_config),
             device_config=device_config,
         )
@@ -378,12 +378,29 @@ def _without_chunks(wanted: Any, model_config: Any) -> Any:
     return wanted
 
 
-def _resolve_cache(wanted: Any, model_config: Any) -> Any:
+def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) -> Any:
     """A text that its tokens see as a whole has no prefix that could be found again."""
+    wanted = config.cache_config
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         wanted = replace(wanted, enable_prefix_caching=False)
     check_kv_events(wanted.kv_events_config, has_prefix_cache=wanted.enable_prefix_caching)
-    return wanted
+    path = wanted.kv_offloading_path
+    if wanted.kv_offloading_size:
+        refusals = {
+            "needs enable_prefix_caching": not wanted.enable_prefix_caching,
+            "needs device=cpu": device_config.device != "cpu",
+            "needs async_scheduling=False": config.scheduler_config.async_scheduling,
+            "needs tensor_parallel_size=1": device_config.tensor_parallel_size > 1,
+            "needs pipeline_parallel_size=1": device_config.pipeline_parallel_size > 1,
+        }
+        for reason, is_refused in refusals.items():
+            if is_refused:
+                raise InvalidParameterError("kv_offloading_size", reason)
+    elif path is not None:
+        raise InvalidParameterError("kv_offloading_path", "needs kv_offloading_size, of its file")
+    if path is not None:
+        path = str(Path(path).expanduser().resolve())
+    return replace(wanted, kv_offloading_path=path)
 
 
 def _resolve_lora(wanted: Any, model_config: Any) -> Any:

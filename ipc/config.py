@@ -19,6 +19,7 @@ from .models.pooling import PoolerConfig, Pooling
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
 
 T = TypeVar("T")
@@ -206,6 +207,20 @@ class CacheConfig(Section, frozen=True):
         bool,
         Meta(description="Keep the KV cache of finished requests for prompts that begin alike."),
     ] = True
+    kv_offloading_size: Annotated[
+        NonNegativeFloat | None,
+        Meta(
+            description="Host memory, or a file with kv_offloading_path, for cached blocks that "
+            "the KV cache has no room for, in GiB (CPU only). Default: none.",
+        ),
+    ] = None
+    kv_offloading_path: Annotated[
+        str | None,
+        Meta(
+            description="Directory of a file that keeps these blocks for the next start, and for "
+            "all engines of this machine with the same model and settings."
+        ),
+    ] = None
     kv_events_config: Annotated[
         KVEventsConfig | None,
         Meta(

@@ -261,6 +261,11 @@ class SchedulerStats(Message, frozen=True):
     num_drafts: int = 0  # counter: rows with draft tokens
     num_draft_tokens: int = 0  # counter
     num_accepted_tokens: int = 0  # counter: of the draft tokens
+    num_blocks_offloaded: int = 0  # counter: evicted blocks that were stored
+    num_blocks_reloaded: int = 0  # counter
+    num_blocks_corrupt: int = 0  # counter: stored blocks that were found to be damaged
+    external_prefix_cache_queries: int = 0  # counter, in tokens: not found in the cache itself
+    external_prefix_cache_hits: int = 0  # counter, in tokens: of these, loaded
 
 
 class TransportStats(Message, frozen=True):

@@ -29,6 +29,7 @@ from quire.ipc.step_messages import (
 )
 from quire.ipc.trace import RanksTrace
 from quire.tests.fake_loras import FakeLoras, extend_digest
+from quire.tests.fake_offload import FakeOffload
 
 
 def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
@@ -156,6 +157,7 @@ class FakeExecutor(FakeLoras):
         self.grammar_checks: dict[str, Future[None]] = {}  # by regex
         self.host_cache: dict[int, list[int | None]] = {}  # host block id -> digests
         self.num_host_blocks = 0
+        self.offload: FakeOffload | None = None
         self.thread = ThreadPoolExecutor(1)  # of overlapped steps
         self.num_dummy_batches = 0
         self.weights = 0  # see weights_digest
@@ -181,6 +183,12 @@ class FakeExecutor(FakeLoras):
         """Allocate as many host blocks as `swap_space` has MiB."""
         self.num_host_blocks = int(self.config.cache_config.swap_space * 1024)
         return self.num_host_blocks, self.costs
+
+    def initialize_offload(self) -> FakeOffload | None:
+        """Make a place for as many blocks as `kv_offloading_size` has MiB."""
+        if size := self.config.cache_config.kv_offloading_size:
+            self.offload = FakeOffload(int(size * 1024), lambda: self.kv_cache)
+        return self.offload
 
     def submit_model(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self.thread.submit(self.execute_model, step)
@@ -275,6 +283,8 @@ class FakeExecutor(FakeLoras):
         if "missing" in path:
             raise ModelLoadError(f"{path}: no weights are there")
         self.weights = weights_digest(path)
+        if self.offload is not None:
+            self.offload.clear()
         self.asleep.discard("weights")
 
     def start_trace(self, num_steps: int) -> None:

@@ -88,6 +88,7 @@ MIRRORS = {
     },
     "frontend/requests/several.py": "tests/frontend/test_llm.py",
     "core/arrivals.py": "tests/core/test_engine_core.py",
+    "ipc/block_offload.py": "tests/core/kv_cache/test_offload.py",
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "ipc/step_messages.py": "tests/ipc/test_codec.py",

@@ -17,7 +17,6 @@ from ...ipc.kv_events import (
 )
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
-from .block_pool import BlockPool, KVCacheBlock
 
 HASH_BYTES, KEY_BYTES = 32, 34  # of a block's name in the first group, and in the others
 
@@ -57,6 +56,15 @@ class KVEvents:
         """No block can be found."""
         self._stored_request, self._removed = None, []
         self._events.append(AllBlocksCleared())
+
+    def changed(self, medium: str, added: list[bytes], removed: list[bytes]) -> None:
+        """Blocks of another medium, by name. Nothing is told of their tokens."""
+        self._flush()
+        if removed:
+            self._events.append(BlockRemoved(list(map(hash_for_routers, removed)), medium))
+        if added:
+            hashes, size = list(map(hash_for_routers, added)), self._layout.block_size
+            self._events.append(BlockStored(hashes, None, [], size, None, medium, None))
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call."""
@@ -100,25 +108,3 @@ class KVEvents:
             kv_cache_spec_kind="sliding_window" if window else "full_attention",
             kv_cache_spec_sliding_window=window or None,
         )
-
-
-class WatchedBlockPool(BlockPool):
-    """A pool that reports what it forgets. What it caches is reported by KVCacheManager, which
-    knows the tokens.
-    """
-
-    def __init__(self, num_blocks: int, events: KVEvents):
-        super().__init__(num_blocks)
-        self._events = events
-
-    def uncache(self, block: KVCacheBlock) -> None:
-        name = block.block_hash
-        super().uncache(block)
-        if name is not None:
-            self._events.removed(name)
-
-    def reset_prefix_cache(self) -> bool:
-        was_reset = super().reset_prefix_cache()
-        if was_reset:
-            self._events.cleared()
-        return was_reset

@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
 from .block_pool import BlockPool, KVCacheBlock
-from .events import KVEvents, WatchedBlockPool
+from .events import KEY_BYTES, KVEvents
+from .offload import OffloadedBlocks
+from .watched_pool import WatchedBlockPool
 
 NOT_KEPT = -1  # in a table of host blocks
 Blocks = list[list[KVCacheBlock]]  # of each group of layers; equally long lists
@@ -49,19 +51,21 @@ class KVCacheManager:
         num_host_blocks: int = 0,
         max_spare_tokens: int = 0,
         events: KVEvents | None = None,
+        offload: OffloadedBlocks | None = None,
     ):
         """max_spare_tokens: of a request, for which it may keep room that no step has used.
-        events: get what the prefix cache learns and forgets.
+        events: get what the prefix cache learns and forgets. offload: takes evicted blocks; only
+        with one group of layers without a window.
         """
         self.max_spare_tokens = max_spare_tokens
         self.layout = layout
         self.block_size = layout.block_size
         self.num_host_blocks = num_host_blocks
         self.enable_caching = enable_caching
-        self.events = events
-        self.block_pool = (
-            BlockPool(num_blocks) if events is None else WatchedBlockPool(num_blocks, events)
-        )
+        self.events, self.offload = events, offload
+        self.block_pool = BlockPool(num_blocks)
+        if events is not None or offload is not None:
+            self.block_pool = WatchedBlockPool(num_blocks, events, offload)
         self._tables: dict[str, Blocks] = {}
         # host blocks of swapped requests; NOT_KEPT where the table has the null block
         self._host_tables: dict[str, list[list[int]]] = {}
@@ -119,6 +123,24 @@ class KVCacheManager:
             blocks.append([null] * first + [block for block in row if block is not None])
         return blocks
 
+    def count_offloaded(self, request: Request, blocks: Blocks) -> int:
+        """How many blocks after these, which the cache has, can be loaded for a waiting request."""
+        if self.offload is None or not request.reads_prefix_cache:
+            return 0
+        end = (request.num_tokens - 1) // self.block_size
+        return self.offload.count(request, request.block_hashes[len(blocks[0]) : end])
+
+    def load(self, request: Request, first: int, count: int) -> bool:
+        """Loads so many blocks of a request that has begun, from its block `first` on. False: not
+        all of them; the request has not begun then.
+        """
+        assert self.offload is not None
+        blocks = self._tables[request.request_id][0][first : first + count]
+        if self.offload.load(blocks, request.block_hashes[first : first + count]):
+            return True
+        self.free(request)
+        return False
+
     def _longest_hit(self, hashes: list[bytes], most: int, group: int, window: int) -> int:
         """The most blocks, up to `most`, of which a group's cache has those that the next token
         sees.
@@ -164,13 +186,26 @@ class KVCacheManager:
         if self.num_free_after(sum(num_missing), tables) < 0:
             return None
         self.block_pool.touch(self._kept(tables))
+        if num_computed < num_given * self.block_size:
+            self._take_over(request, tables, num_given - 1)
         new = iter(self.block_pool.get_new_blocks(sum(num_missing)))
         for table, count in zip(tables, num_missing):
             table.extend(islice(new, count))
         self._tables[request.request_id] = tables
         if num_given:
-            self._num_cached[request.request_id] = num_given
+            self._num_cached[request.request_id] = min(num_given, num_computed // self.block_size)
         return [block.block_id for table in tables for block in table]
+
+    def _take_over(self, request: Request, tables: Blocks, index: int) -> None:
+        """The request writes into these blocks, and no other one holds them. What they held after
+        its own tokens cannot be found any more; names of parked blocks mean its tokens alone.
+        """
+        own = request.extend_block_hashes(self.block_size)[index : index + 1]
+        for group, table in enumerate(tables):
+            name = table[index].block_hash
+            if name is None or len(name) > KEY_BYTES or (own and name == key_of(own[0], group)):
+                continue
+            self.block_pool.uncache(table[index])
 
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Makes room for `num_new_tokens` after the computed ones of a running request; returns the
@@ -348,13 +383,15 @@ class KVCacheManager:
         if not self.enable_caching or num_full_blocks <= num_cached:
             return
         hashes, null = request.extend_block_hashes(self.block_size), self.block_pool.null_block
-        cache, events = self.block_pool.cache, self.events
+        cache, events, offload = self.block_pool.cache, self.events, self.offload
         for group, table in enumerate(self._tables[request.request_id]):
             for index in range(num_cached, num_full_blocks):
                 if table[index] is not null:
                     is_new = cache(table[index], key_of(hashes[index], group))
                     if is_new and events is not None:
                         events.stored(request, group, index)
+                    if is_new and offload is not None:
+                        offload.note_cached(request, hashes[index])
         self._num_cached[request.request_id] = num_full_blocks
 
     def free(self, request: Request) -> None:
@@ -373,6 +410,8 @@ class KVCacheManager:
         """
         for block in self._kept(self._tables.get(request.request_id, ())):
             self.block_pool.uncache(block)
+        if self.offload is not None:
+            self.offload.forget(request.block_hashes)
         self.free(request)
 
     def reset_prefix_cache(self) -> bool:

@@ -22,6 +22,7 @@ class Start(NamedTuple):
     # of each group, the block that holds the rest for another request, and is to be copied
     source: list[KVCacheBlock] | None = None
     is_fork: bool = False  # they belong to a sibling, whatever the prefix cache holds
+    num_loaded: int = 0  # blocks after `blocks` that are to be loaded
 
 
 def find_start(manager: KVCacheManager, request: Request) -> Start | None:
@@ -39,7 +40,11 @@ def find_start(manager: KVCacheManager, request: Request) -> Start | None:
         if family.first is not request and family.find_source() is None:
             return None
     blocks = manager.get_computed_blocks(request)
-    return Start(max(len(blocks[0]) * manager.block_size, request.num_swapped_tokens), blocks)
+    if request.num_swapped_tokens:
+        return Start(max(len(blocks[0]) * manager.block_size, request.num_swapped_tokens), blocks)
+    num_loaded = 0 if manager.offload is None else manager.count_offloaded(request, blocks)
+    num_tokens = (len(blocks[0]) + num_loaded) * manager.block_size
+    return Start(num_tokens, blocks, num_loaded=num_loaded)
 
 
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> Start | None:

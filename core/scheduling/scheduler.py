@@ -23,14 +23,16 @@ sample is ignored (`update_from_output`).
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from ...ipc.block_offload import BlockOffload
 from ...ipc.config import EngineConfig, resolved
-from ...ipc.kv_events import KVCacheEvent
+from ...ipc.kv_events import CPU, DISK, KVCacheEvent
 from ...ipc.messages import EngineCoreRequest, FinishReason, SchedulerStats
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -38,6 +40,7 @@ from ..counters import Counters
 from ..forks import Family
 from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..kv_cache.offload import OffloadedBlocks
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus, split
 from . import integrity, results
@@ -66,11 +69,13 @@ class Scheduler:
         costs: PreemptionCosts = PreemptionCosts(),
         burst_weights_bytes: int = 0,
         kv_cache_windows: Sequence[int] = (0,),
+        offload: BlockOffload | None = None,
     ):
         """`num_host_blocks`: blocks of host memory for preempted requests; `costs`: of bringing one
-        back, see PreemptionPolicy; `burst_weights_bytes` and `kv_cache_windows`: see Executor.
+        back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows` and `offload`: see
+        Executor.
         """
-        scheduling = config.scheduler_config
+        scheduling, self.counters = config.scheduler_config, Counters()
         self.max_model_len = resolved(config.model_config.max_model_len)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = resolved(scheduling.max_num_batched_tokens)
@@ -104,7 +109,9 @@ class Scheduler:
             if self.drafts
             else 0,
             events=KVEvents(layout) if config.cache_config.publishes_kv_events else None,
+            offload=None if offload is None else OffloadedBlocks(offload, self.counters),
         )
+        self._offload_medium = DISK if config.cache_config.kv_offloading_path else CPU
         self.requests: dict[str, Request] = {}
         # by the id of a message with n > 1
         self.families: dict[str, Family] = {}
@@ -115,7 +122,6 @@ class Scheduler:
         self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
         self._is_holding, self._first_held_arrival = False, 0
         self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
-        self.counters = Counters()
         # of the draft tokens at each position of a draft, those that were accepted
         self.accepted_per_pos = [0] * (self.num_tokens_per_pass - 1)
         self.num_steps = 0
@@ -330,13 +336,17 @@ class Scheduler:
             [],
             [],
         )
-        step = ScheduledStep(output)
+        step, offload = ScheduledStep(output), self.kv_cache_manager.offload
         made_room = preempt_for_others(self)
         budget, preempted = schedule_running(self, step, divide_budget(self))
+        if offload is not None and self._blocks_to_swap_out:
+            offload.suspend()
         # a preempted request must not take back the room at once
         step.stopped_by = (
             "preemption" if preempted else schedule_waiting(self, step, budget, made_room)
         )
+        if offload is not None:
+            offload.flush()
         if not step.requests:
             return None
         self._freed_slots, self._blocks_to_swap_out = [], []
@@ -384,8 +394,23 @@ class Scheduler:
 
     def take_kv_events(self) -> list[KVCacheEvent]:
         """What the prefix cache has learned and forgotten since the last call."""
-        events = self.kv_cache_manager.events
-        return [] if events is None else events.take()
+        events, offload = self.kv_cache_manager.events, self.kv_cache_manager.offload
+        if events is None:
+            return []
+        if offload is not None:
+            events.changed(self._offload_medium, *offload.take_changes())
+        return events.take()
+
+    def keep_cached_blocks(self, most: int = sys.maxsize) -> None:
+        """Stores what the cache has and no request holds, before it is lost: the `most` blocks that
+        were used last, if there is a place for them.
+        """
+        manager = self.kv_cache_manager
+        if manager.offload is not None:
+            free = [
+                block for block in manager.block_pool.free_queue if block.block_hash is not None
+            ]
+            manager.offload.store_all(free[-most:])
 
     def reset_prefix_cache(self) -> bool:
         return self.kv_cache_manager.reset_prefix_cache()

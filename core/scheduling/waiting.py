@@ -83,6 +83,10 @@ def _admit_in_order(
         )
         if block_ids is None:
             return "blocks"
+        if start.num_loaded and not scheduler.kv_cache_manager.load(
+            request, len(start.blocks[0]), start.num_loaded
+        ):
+            continue  # it starts without them
         scheduler.waiting.start(request)
         admit(scheduler, step, request, start, block_ids)
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
@@ -127,7 +131,11 @@ def admit(
             and request.reads_prefix_cache
             and not start.is_fork
         ):
-            scheduler.kv_cache_manager.record_prefix_query(request.num_tokens, start.num_tokens)
+            num_loaded = start.num_loaded * scheduler.kv_cache_manager.block_size
+            num_hit = start.num_tokens - num_loaded
+            scheduler.kv_cache_manager.record_prefix_query(request.num_tokens, num_hit)
+            if (offload := scheduler.kv_cache_manager.offload) is not None:
+                offload.record_query(request.num_tokens - num_hit, num_loaded)
     step.output.new_requests.append(
         NewRequestData(
             slot=request.slot,

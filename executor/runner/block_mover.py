@@ -28,7 +28,7 @@ class BlockMover:
     """
 
     def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
-        # in the order of _caches
+        # in the order of caches_of
         self._host_caches = [cache for layer in host_caches for cache in layer]
         self._copy_blocks = ops.copy_blocks
 
@@ -42,16 +42,16 @@ class BlockMover:
         if step.blocks_to_swap_in:
             self.swap_in(layers, step.blocks_to_swap_in)
         if step.blocks_to_copy:
-            caches = _caches(layers)
+            caches = caches_of(layers)
             self._copy_blocks(caches, caches, torch.tensor(step.blocks_to_copy))
 
     def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (device block, host block)"""
-        self._copy_blocks(_caches(layers), self._host_caches, torch.tensor(pairs))
+        self._copy_blocks(caches_of(layers), self._host_caches, torch.tensor(pairs))
 
     def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
         """pairs: (host block, device block)"""
-        self._copy_blocks(self._host_caches, _caches(layers), torch.tensor(pairs))
+        self._copy_blocks(self._host_caches, caches_of(layers), torch.tensor(pairs))
 
     def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
         """Seconds for a swap out and in of any size, and per block.
@@ -72,7 +72,7 @@ class BlockMover:
         return shortest_time(both_ways)
 
 
-def _caches(layers: Sequence[Any]) -> list[torch.Tensor]:
+def caches_of(layers: Sequence[Any]) -> list[torch.Tensor]:
     """Of each page of a block: layers of different groups have the same memory."""
     caches = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
     return [*{cache.data_ptr(): cache for cache in caches}.values()]

@@ -101,6 +101,8 @@ class DraftDepth:
         if self._best_rate(len(slots), num_tokens) <= base:  # also where all drafts are accepted
             return none
         rows = [row for row, most in enumerate(allowed) if most > 0]
+        if not rows:
+            return none
         probabilities = [self._probability(slots[row]) for row in rows]
         counts = Counter(probabilities)  # those of requests without history are equal
         depth_of, best_rate = dict.fromkeys(counts, 0), base

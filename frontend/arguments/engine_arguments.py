@@ -44,6 +44,8 @@ class EngineArguments(TypedDict, total=False):
     num_gpu_blocks_override: int | None
     swap_space: float
     enable_prefix_caching: bool
+    kv_offloading_size: float | None
+    kv_offloading_path: str | None
     kv_events_config: KVEventsConfig | None
     max_num_seqs: int
     max_num_batched_tokens: int | None

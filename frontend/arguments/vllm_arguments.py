@@ -80,7 +80,7 @@ WITHOUT_EFFECT = _names(
     fault_tolerance_config fully_sharded_loras gdn_prefill_backend ignore_patterns
     interleave_mm_strings io_processor_plugin ir_op_priority jit_monitor_mode jit_monitor_verbose
     kda_prefill_backend kernel_config kv_cache_metrics kv_cache_metrics_sample
-    kv_offloading_backend language_model_only limit_mm_per_prompt linear_backend lora_dtype
+    language_model_only limit_mm_per_prompt linear_backend lora_dtype
     lora_target_modules mamba_backend mamba_block_size mamba_cache_dtype mamba_cache_mode
     mamba_cache_philox_rounds mamba_config mamba_ssm_cache_dtype mamba_ssu_algorithm master_addr
     master_port max_cudagraph_capture_size max_parallel_loading_workers max_seq_len_to_capture
@@ -106,6 +106,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "config_format": ("auto", "hf"),
     "cpu_offload_gb": (0,),
     "decode_context_parallel_size": (1,),
+    "kv_offloading_backend": ("native",),
     "distributed_executor_backend": ("uni", "mp"),
     "logprobs_mode": ("raw_logprobs",),
     "max_num_partial_prefills": (1,),
@@ -143,7 +144,6 @@ REFUSED = _by_name(
         "models accept text only": "enable_mm_embeds mm_encoder_only",
         "prompts are text or token ids": "enable_prompt_embeds",
         "hf_overrides changes keys of config.json": "hf_config_path",
-        "swap_space is the host memory for preempted requests": "kv_offloading_size",
         "quire serve has max_queued_requests": "max_num_queued_reqs",
         "quire serve has max_queued_tokens": "max_num_queued_tokens",
         "max_num_batched_tokens limits a step": "max_num_scheduled_tokens",

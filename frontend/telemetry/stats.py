@@ -20,6 +20,11 @@ this client only. With data_parallel_size they are the sums of all engines'.
     num_recomputed_tokens    counter   tokens recomputed after a preemption
     num_blocks_swapped_out   counter   blocks moved to host memory
     num_blocks_swapped_in    counter   blocks moved back
+    num_blocks_offloaded     counter   evicted blocks that were stored (kv_offloading_size)
+    num_blocks_reloaded      counter   blocks that came back from there
+    num_blocks_corrupt       counter   stored blocks that were found to be damaged
+    external_prefix_cache_queries counter  prompt tokens looked up there
+    external_prefix_cache_hits counter prompt tokens found there
     num_blocks_copied        counter   blocks copied on write, for completions that diverge
     num_drafts               counter   rows of steps that verified draft tokens
     num_draft_tokens         counter   draft tokens that were verified

@@ -278,3 +278,16 @@ def test_a_child_computes_a_prompt_that_a_window_has_left():
     loop.run()
     assert_answers(loop, expected)
     assert loop.scheduler.stats().num_prompt_tokens == 80
+
+
+def test_a_block_that_a_child_takes_over_is_not_found_with_what_it_held():
+    """The first child has filled the block and ends; the second one writes its own tokens there."""
+    loop = Loop(max_num_seqs=1)
+    expected = family(loop, 3, 2, max_tokens=30)
+    loop.run()
+    assert_answers(loop, expected)
+    for number, child in enumerate(expected):
+        prompt = distinct(0, 3) + loop.tokens[child]
+        loop.add(f"again-{number}", prompt)  # the executor checks what cached blocks hold
+        loop.run()
+        assert loop.cached[f"again-{number}"] == (0, 32)[number]

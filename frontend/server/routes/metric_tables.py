@@ -24,7 +24,8 @@ def _usage(counts: Counts) -> float:
 
 
 def _prompt_tokens(counts: Counts) -> int:
-    return counts.get("num_prompt_tokens", 0) + counts.get("prefix_cache_hits", 0)
+    names = "num_prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits"
+    return sum(counts.get(name, 0) for name in names)
 
 
 # vLLM's name -> (value for an engine, description)
@@ -54,6 +55,14 @@ COUNTERS: Table = {
         _named("prefix_cache_hits"),
         "Prompt tokens found in the prefix cache.",
     ),
+    "external_prefix_cache_queries": (
+        _named("external_prefix_cache_queries"),
+        "Prompt tokens looked up among offloaded blocks.",
+    ),
+    "external_prefix_cache_hits": (
+        _named("external_prefix_cache_hits"),
+        "Prompt tokens found among offloaded blocks.",
+    ),
     "num_preemptions": (_named("num_preemptions"), "Preemptions of running requests."),
     "spec_decode_num_drafts": (_named("num_drafts"), "Rows of steps that verified draft tokens."),
     "spec_decode_num_draft_tokens": (
@@ -68,6 +77,9 @@ OWN_COUNTERS = (
     "num_blocks_swapped_out",
     "num_blocks_swapped_in",
     "num_blocks_copied",
+    "num_blocks_offloaded",
+    "num_blocks_reloaded",
+    "num_blocks_corrupt",
     "num_requests_refused",
     "num_requests_orphaned",
     "num_grammar_refusals",

@@ -56,6 +56,7 @@ def test_a_large_batch_switches_it_off_and_a_row_without_lookahead_gets_none():
     output = step(3)
     output.num_lookahead_tokens[1] = 0
     assert depth.choose(output)[1] == 0
+    assert depth.choose(step(3, lookahead=0)) == [0, 0, 0]
 
 
 def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():

@@ -27,6 +27,8 @@ OF_VLLM = {
     "prefix_cache_queries": "counter",
     "prefix_cache_hits": "counter",
     "num_preemptions": "counter",
+    "external_prefix_cache_queries": "counter",
+    "external_prefix_cache_hits": "counter",
     "spec_decode_num_drafts": "counter",
     "spec_decode_num_draft_tokens": "counter",
     "spec_decode_num_accepted_tokens": "counter",
@@ -166,7 +168,6 @@ DASHBOARDS = {
 }
 # Queried by a panel that stays empty, since this engine lacks the feature.
 ABSENT = (
-    "vllm:external_prefix_cache_queries_total",  # KV connectors
     "vllm:mm_cache_queries_total",  # images
     "vllm:lora_requests_info",  # only with enable_lora: test_served_loras
 )

@@ -1,0 +1,100 @@
+"""Blocks that the cache evicts go to a place outside it, and come back for a prompt that needs
+them.
+
+Must not know: where that place is, files, torch, which request runs when.
+
+Blocks move between two steps, so that what has come back is known before a step is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ...ipc.block_offload import BlockOffload
+from ..counters import Counters
+from ..request import Request
+from .block_pool import KVCacheBlock
+
+NAME_BYTES = 32  # of a content hash; names of parked blocks are longer
+
+
+class OffloadedBlocks:
+    """Which blocks go and come. Blocks of LoRA adapters stay: their hashes mean something in this
+    engine alone.
+    """
+
+    def __init__(self, place: BlockOffload, counters: Counters):
+        self._place, self._counters = place, counters
+        self._evicted: list[tuple[int, bytes]] = []  # not stored yet; their content is still there
+        self._of_adapters: set[bytes] = set()
+        self._is_suspended = False
+
+    def note_cached(self, request: Request, name: bytes) -> None:
+        """The cache has a new block, computed by this request."""
+        if request.adapter is not None:
+            self._of_adapters.add(name)
+
+    def note_forgotten(self, name: bytes) -> None:
+        """The cache does not have a block any more."""
+        self._of_adapters.discard(name)
+
+    def evict(self, block: KVCacheBlock) -> None:
+        """The cache is about to use the block for something else."""
+        name = block.block_hash
+        if name is not None and len(name) == NAME_BYTES and name not in self._of_adapters:
+            self._evicted.append((block.block_id, name))
+
+    def flush(self) -> None:
+        """Stores what was evicted. Call it before anything is written to the cache."""
+        self._is_suspended = False
+        if self._evicted:
+            self._counters.num_blocks_offloaded += self._place.store(self._evicted)
+            self._evicted = []
+
+    def suspend(self) -> None:
+        """Nothing comes back until the next flush: a block that is to be filled may have content
+        that has to be moved first, or a block could not be had.
+        """
+        self._is_suspended = True
+
+    def count(self, request: Request, names: Sequence[bytes]) -> int:
+        """How many blocks of a waiting request, from these names on, can come back."""
+        may_ask = names and request.adapter is None and not self._is_suspended
+        return self._place.count_present(names) if may_ask else 0
+
+    def load(self, blocks: Sequence[KVCacheBlock], names: Sequence[bytes]) -> bool:
+        """Fills the blocks. False: not all of them; then nothing comes back until the next
+        flush.
+        """
+        self.flush()  # these blocks may be among the evicted ones
+        pairs = [(block.block_id, name) for block, name in zip(blocks, names, strict=True)]
+        if self._place.load(pairs) < len(pairs):
+            self._counters.num_blocks_corrupt = self._place.num_corrupt
+            self.suspend()
+            return False
+        self._counters.num_blocks_reloaded += len(pairs)
+        return True
+
+    def record_query(self, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Counts a lookup of tokens that the cache does not have."""
+        self._counters.external_prefix_cache_queries += num_queried_tokens
+        self._counters.external_prefix_cache_hits += num_hit_tokens
+
+    def store_all(self, blocks: Iterable[KVCacheBlock]) -> None:
+        """Stores cached blocks before the cache is lost; of these the first one leaves first."""
+        for block in blocks:
+            self.evict(block)
+        self.flush()
+
+    def take_changes(self) -> tuple[list[bytes], list[bytes]]:
+        """See BlockOffload."""
+        return self._place.take_changes()
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        """These blocks are not trusted."""
+        self._evicted = [pair for pair in self._evicted if pair[1] not in set(names)]
+        self._place.remove(names)
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        self._place.clear()

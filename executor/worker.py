@@ -232,6 +232,7 @@ class Worker:
                 self.device,
                 CudaCapture(),
                 len(self.kv_cache_windows),
+                self.loras.is_enabled,
             )
             self.runner.program = graphs
             graphs.prepare()

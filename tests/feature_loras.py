@@ -36,7 +36,7 @@ def adapter_of(prompt_token_ids: list[int]) -> LoRARequest | None:
         return None
     token = prompt_token_ids[DECIDING]
     number = BY_TOKEN.get(token, 1 + token % NUM_ADAPTERS)
-    return LoRARequest(f"a{number}", number, f"{folder().name}/{number}") if number else None
+    return adapter(number) if number else None
 
 
 class EngineWithAdapters(LLMEngine):
@@ -47,6 +47,19 @@ class EngineWithAdapters(LLMEngine):
         options["lora_request"] = adapter_of(ids)
         processed: ProcessedRequest = super().process_inputs(request_id, prompt, *args, **options)
         return processed
+
+
+def adapter(number: int, **fields: Any) -> LoRARequest:
+    return LoRARequest(f"a{number}", number, f"{folder().name}/{number}", **fields)
+
+
+class EngineByNumber(LLMEngine):
+    """Two of three requests have an adapter, by the number at the end of their ids."""
+
+    def process_inputs(self, request_id: str, *args: Any, **options: Any) -> ProcessedRequest:
+        if number := int(request_id.rpartition("-")[2]) % (NUM_ADAPTERS + 1):
+            options["lora_request"] = adapter(number)
+        return super().process_inputs(request_id, *args, **options)
 
 
 def shows_loras(seen: Run) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +18,9 @@ from quire.executor.worker import Worker
 from quire.tests import test_feature_mixes as mixes
 from quire.tests.answers import answer_alone
 from quire.tests.answers import assert_same as assert_same_answers
-from quire.tests.client_forms import MANY_BLOCKS, closing, make_engine
+from quire.tests.client_forms import MANY_BLOCKS, closing, engine_args, make_engine
 from quire.tests.executor.on_device import LateCopies, keep_on_device
+from quire.tests.feature_loras import EngineByNumber
 from quire.tests.feature_run import PLAIN, learn_grammars, run
 from quire.tests.workloads import Job, assert_same, drive, random_jobs
 
@@ -106,6 +108,24 @@ def test_outputs_equal_those_of_the_plain_engine(expected, settings, monkeypatch
     assert copies.num_copies > 20 and (num_ahead > 20) == settings.get("async_scheduling", False)
 
 
+@pytest.mark.parametrize(
+    ("settings", "with_graphs"),
+    [(dict(), True), (dict(async_scheduling=True, num_scheduler_steps=3), False)],
+    ids=["graphs", "overlap"],
+)
+def test_adapters(settings, with_graphs, monkeypatch):
+    """One place for two adapters, so that they change places while steps are in flight."""
+
+    def results(**more: Any) -> dict:
+        args = engine_args(enable_lora=True, max_cpu_loras=2, **more)
+        with closing(EngineByNumber.from_engine_args(args, engine="inproc")) as engine:
+            return drive(engine, JOBS[:16], aborts=False, check=bool(more))
+
+    expected = results()
+    keep_on_device(monkeypatch, LateCopies(), with_graphs)
+    assert_same(JOBS[:16], results(**settings, max_num_batched_tokens=64), expected, aborts=False)
+
+
 @pytest.fixture(scope="module")
 def plain() -> Iterator[LLMEngine]:
     with closing(make_engine(**PLAIN)) as engine:
@@ -166,10 +186,10 @@ def test_each_group_of_layers_has_its_tables_on_the_device(with_graphs: bool) ->
     window = dict(use_sliding_window=True, sliding_window=21, layer_types=layer_types)
     plain = dict(disable_hybrid_kv_cache_manager=True, enable_prefix_caching=False)
     with closing(make_engine(hf_overrides=window, **plain)) as engine:
-        expected = drive(engine, JOBS[:24], aborts=False)
+        expected = drive(engine, JOBS[:16], aborts=False)
     with pytest.MonkeyPatch.context() as patch:
         keep_on_device(patch, LateCopies(), with_graphs)
         settings = dict(async_scheduling=True, max_num_batched_tokens=64)
         with closing(make_engine(hf_overrides=window, **settings)) as engine:
             assert engine.client._engine.core.executor.kv_cache_windows == (0, 21, 21)
-            assert_same(JOBS[:24], drive(engine, JOBS[:24], aborts=False), expected, aborts=False)
+            assert_same(JOBS[:16], drive(engine, JOBS[:16], aborts=False), expected, aborts=False)

@@ -14,15 +14,15 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from quire import LLM, LLMEngine, LoRARequest, SamplingParams
+from quire import LLM, LLMEngine, SamplingParams
 from quire.executor.runner.drafters import LookupDrafter
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.json_files import read_json
 from quire.ipc.params import StructuredOutputsParams
-from quire.tests import feature_loras
 from quire.tests.bundled_model import heads
 from quire.tests.client_forms import closing, engine_args, make_engine
+from quire.tests.feature_loras import EngineByNumber, adapter
 from quire.tests.test_bit_equalities import FEW, assert_same_bits, make_jobs, run
 from quire.tests.workloads import Job
 from safetensors.torch import load_file
@@ -265,20 +265,6 @@ def test_earlier_outputs_are_drafts_for_requests_of_their_salt_alone():
     assert accepted[2] == accepted[3] == accepted[0]
 
 
-class Adapting(LLMEngine):
-    """Two of three jobs have an adapter, each one of two."""
-
-    def process_inputs(self, request_id: str, *args: Any, **options: Any):
-        if number := int(request_id.rpartition("-")[2]) % 3:
-            options["lora_request"] = adapter(number)
-        return super().process_inputs(request_id, *args, **options)
-
-
-def adapter(number: int, **fields: Any) -> LoRARequest:
-    path = f"{feature_loras.folder().name}/{number}"
-    return LoRARequest(f"a{number}", number, path, **fields)
-
-
 @pytest.fixture(scope="module")
 def few_jobs(jobs) -> list[Job]:
     return jobs[:24]
@@ -289,7 +275,7 @@ def expected_with_adapters(few_jobs):
     """Each request alone with its adapter, without speculation."""
     settings = dict(enable_prefix_caching=False, max_num_seqs=1, enable_lora=True, max_cpu_loras=2)
     args = engine_args(dtype="bfloat16", **settings)
-    with closing(Adapting.from_engine_args(args, engine="inproc")) as engine:
+    with closing(EngineByNumber.from_engine_args(args, engine="inproc")) as engine:
         return run(engine, few_jobs, aborts=False)
 
 
@@ -307,7 +293,7 @@ def test_drafts_and_adapters_in_one_batch(
 ):
     config = NGRAM | {"method": "ngram" if method == "known" else method}
     args = engine_args(dtype="bfloat16", enable_lora=True, speculative_config=config, **settings)
-    with closing(Adapting.from_engine_args(args, engine="inproc")) as engine:
+    with closing(EngineByNumber.from_engine_args(args, engine="inproc")) as engine:
         if method == "known":
             let_know(engine, few_jobs, expected_with_adapters)
         else:  # it sees the answers

@@ -25,9 +25,9 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
     They are `model.adapted_modules`. Experts and routers have none. Raises InvalidParameterError
     for a model whose layers cannot have any.
     """
-    if problem := _refusal(model, make):
+    if problem := _refusal(model):
         raise InvalidParameterError("enable_lora", problem)
-    rows = AdapterRows()
+    rows = AdapterRows(make.device)
     sizes = make.ops, rows, config.max_loras, config.max_lora_rank
     modules: Modules = {}
     heads: dict[int, TiedHead] = {}
@@ -74,12 +74,10 @@ def explore_layers(model: Any) -> None:
             del model.adapted_modules[name]
 
 
-def _refusal(model: Any, make: LayerFactory) -> str:
+def _refusal(model: Any) -> str:
     is_decoder = hasattr(model, "layers") or hasattr(model, "explore")
     if not is_decoder or not getattr(model, "has_head", True):
         return f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
-    if make.device.type != "cpu":
-        return "LoRA adapters need device=cpu"
     return ""
 
 

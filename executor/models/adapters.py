@@ -18,7 +18,8 @@ from ..weights.lora_files import Adapted, AdapterWeights
 class AdapterRows:
     """Which adapter each row of the running step uses. All layers of a model share one."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.adapters: torch.Tensor | None = None  # [T] i32: see add_lora; None: no row has one
         # [R] i64: the rows of the step whose logits are computed; None: all of them
         self.indices: torch.Tensor | None = None
@@ -33,7 +34,7 @@ class AdapterRows:
 
     def use_one(self, place: int, count: int) -> None:
         """For logits of `count` rows outside of a step, all with the adapter of this place."""
-        self.adapters = torch.full((count,), place, dtype=torch.int32)
+        self.adapters = torch.full((count,), place, dtype=torch.int32, device=self.device)
         self.indices = None
 
 
@@ -54,10 +55,12 @@ class LinearAdapters:
         self.add_lora = ops.add_lora
         self.rows = rows
         self.slices = slices
-        self.a = torch.zeros(max_loras, len(slices), max_rank, in_features, dtype=dtype)
-        self.b = torch.zeros(max_loras, max_rank, sum(slices), dtype=dtype)
-        self.scales = torch.zeros(max_loras, len(slices))
-        self.ranks = torch.zeros(max_loras, len(slices), dtype=torch.int32)
+        device = rows.device
+        shape = max_loras, len(slices)
+        self.a = torch.zeros(*shape, max_rank, in_features, dtype=dtype, device=device)
+        self.b = torch.zeros(max_loras, max_rank, sum(slices), dtype=dtype, device=device)
+        self.scales = torch.zeros(shape, device=device)
+        self.ranks = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def add(self, y: torch.Tensor, x: torch.Tensor, *, is_logits: bool = False) -> None:
         """In place: y [T, sum of slices] += the adapters' part; x [T, in_features]."""
@@ -107,10 +110,11 @@ class EmbeddingAdapters:
         """shape: [vocab_size, hidden_size]"""
         self.add_lora_embedding = ops.add_lora_embedding
         self.rows = rows
-        self.a = torch.zeros(max_loras, shape[0], max_rank, dtype=dtype)
-        self.b = torch.zeros(max_loras, max_rank, shape[1], dtype=dtype)
-        self.scales = torch.zeros(max_loras, 1)
-        self.ranks = torch.zeros(max_loras, 1, dtype=torch.int32)
+        device = rows.device
+        self.a = torch.zeros(max_loras, shape[0], max_rank, dtype=dtype, device=device)
+        self.b = torch.zeros(max_loras, max_rank, shape[1], dtype=dtype, device=device)
+        self.scales = torch.zeros(max_loras, 1, device=device)
+        self.ranks = torch.zeros(max_loras, 1, dtype=torch.int32, device=device)
 
     def add(self, y: torch.Tensor, token_ids: torch.Tensor) -> None:
         """In place: y [T, hidden_size] += the adapters' part; token_ids [T]."""

@@ -33,6 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 # overwrites)
 Capture = Callable[[Callable[[], Tensors]], tuple[Callable[[], None], Tensors]]
 NOT_STORED = -1  # in a slot_mapping
+NO_ADAPTER = -1
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -61,8 +62,11 @@ class GraphedStep:
         device: torch.device,
         capture: Capture,
         num_groups: int = 1,
+        has_adapters: bool = False,
     ):
-        """num_groups: of layers that have block tables of their own."""
+        """num_groups: of layers that have block tables of their own. has_adapters: whether the
+        model's layers take LoRA adapters.
+        """
         self._run = partial(run_op_by_op, model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
@@ -82,6 +86,11 @@ class GraphedStep:
             dtype=torch.int32,
             device=device,
         )
+        self._adapters = (
+            torch.full((max_num_seqs,), NO_ADAPTER, dtype=torch.int32, device=device)
+            if has_adapters
+            else None
+        )
         self._counts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._rows = torch.arange(max_num_seqs, dtype=torch.int64, device=device)
 
@@ -97,9 +106,9 @@ class GraphedStep:
         """The input buffers of a step of `count` sampled decodes, including the padding rows of its
         graph.
 
-        They are token_ids, positions, slot_mapping [groups, rows], seq_lens and block_tables
-        [groups, rows, max_blocks]. Inputs written there are not copied. None: there is no graph for
-        this many.
+        They are token_ids, positions, slot_mapping [groups, rows], seq_lens, block_tables
+        [groups, rows, max_blocks], and adapters if there are any. Inputs written there are not
+        copied. None: there is no graph for this many.
         """
         if not 0 < count <= self._sizes[-1]:
             return None
@@ -110,6 +119,7 @@ class GraphedStep:
             self._slot_mapping[:, :size],
             self._seq_lens[:size],
             self._block_tables[:, :size],
+            *(() if self._adapters is None else (self._adapters[:size],)),
         )
 
     def __call__(
@@ -146,6 +156,9 @@ class GraphedStep:
         ):
             slot_mapping[:count].copy_(group.slot_mapping)
             block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
+        if self._adapters is not None:
+            self._adapters[:count].copy_(metadata.adapters)
+            self._adapters[count:size] = NO_ADAPTER
         self._seq_lens[count:size] = 1
         self._slot_mapping[:, count:size] = NOT_STORED
 
@@ -161,6 +174,7 @@ class GraphedStep:
                 size,
                 [1] * size,
                 [self._max_model_len] * size,
+                None if self._adapters is None else self._adapters[:size],
             )
 
             def step() -> Tensors:

@@ -25,7 +25,8 @@ from ..device import packed
 from .input_batch import InputBatch
 from .step_inputs import StepInputs, StepLayout, lay_out
 
-NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters
+NUM_PARAMETERS = 8  # words of a slot, see gather_sampling_parameters, which reads the first six
+ADAPTER = 6  # the word with the place of the slot's LoRA adapter, or -1
 WORDS_ALIGNED = 4  # table rows are aligned to 16 bytes
 Tensors = tuple[torch.Tensor, ...]
 
@@ -129,6 +130,7 @@ def parameter_words(batch: InputBatch, slot: int) -> np.ndarray:
         batch.min_p[slot],
     )
     words[1], words.view(np.int64)[2] = batch.top_k[slot], batch.seeds[slot]
+    words[ADAPTER] = batch.adapters[slot]
     return words
 
 
@@ -234,7 +236,7 @@ class DeviceInputMaker:
                 for size, dtype in zip(sizes, dtypes, strict=True)
             )
         rows = columns["slots"], columns["num_computed"], columns["query_start_loc"]
-        token_ids, positions, slot_mapping, seq_lens, block_tables = outputs
+        token_ids, positions, slot_mapping, seq_lens, block_tables, *adapters = outputs
         for group, table in enumerate(tables.group_tables):
             self._prepare(
                 *rows,
@@ -260,8 +262,27 @@ class DeviceInputMaker:
                 layout.num_decodes,
                 layout.query_lens.tolist(),
                 layout.seq_lens.tolist(),
+                self._adapters(num_tokens, columns, *adapters),
             ),
             sampled_rows=layout.sampled_rows,
             sampled_slots=layout.slots[layout.sampled_rows],
             logits_indices=columns["logits_indices"],
         )
+
+    def _adapters(
+        self, num_tokens: int, columns: dict[str, torch.Tensor], buffer: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """[T] i32: see AttentionMetadata. buffer: of a graph, whose padding rows have none."""
+        tables = self.tables
+        if tables.batch.loras is None:
+            return None
+        adapters = tables.parameters[:, ADAPTER].index_select(0, columns["slots"])
+        if num_tokens != len(adapters):
+            tokens = torch.arange(num_tokens, dtype=torch.int32, device=tables.device)
+            rows = torch.searchsorted(columns["query_start_loc"][1:], tokens, right=True)
+            adapters = adapters.index_select(0, rows)
+        if buffer is None:
+            return adapters
+        buffer[:num_tokens].copy_(adapters)
+        buffer[num_tokens:].fill_(-1)
+        return buffer[:num_tokens]

@@ -81,6 +81,7 @@ def capture_decodes(worker: Worker) -> FakeCapture:
         worker.device,
         capture,
         len(worker.kv_cache_windows),
+        worker.loras.is_enabled,
     )
     return capture
 

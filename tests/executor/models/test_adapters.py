@@ -59,7 +59,7 @@ def test_experts_and_routers_take_none(tiny, kind):
 
 def test_a_place_keeps_nothing_of_the_adapter_before():
     ops = registry.select("cpu", torch.float32)
-    rows = AdapterRows()
+    rows = AdapterRows(torch.device("cpu"))
     adapters = LinearAdapters(ops, rows, 2, 8, 6, [4, 2], torch.float32)
     x = torch.randn(3, 6)
 

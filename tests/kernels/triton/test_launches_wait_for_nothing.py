@@ -9,6 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from quire.executor.loras import Loras
+from quire.executor.models.adapted_layers import adapt_layers
 from quire.executor.models.layers import LayerFactory
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.runner import device_inputs
@@ -17,6 +19,7 @@ from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.loader import fill_with_random_weights
+from quire.ipc.config import LoRAConfig
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.kernels import registry
@@ -51,19 +54,25 @@ AROUND = {
 }
 
 
-def make_runner(copies: LateCopies, with_graphs: bool) -> ModelRunner:
+def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> ModelRunner:
     ops = registry.select("cuda", torch.float32, head_dim=16)
     make = LayerFactory(ops, torch.float32, CPU)
     model = Qwen3ForCausalLM(Qwen3ForCausalLM.parse_config(SHAPE), make, MAX_LEN)
+    if config.enable_lora:
+        adapt_layers(model, make, config)
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.empty(2, 17, BLOCK_SIZE, 2, 16)
     batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
+    batch.loras = Loras(config, torch.float32) if config.enable_lora else None
     runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
     runner.keep_state_on_device(copies)
     copies.forget()
     if with_graphs:
-        runner.program = GraphedStep(model, ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture())
+        runner.program = GraphedStep(
+            *(model, ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()),
+            has_adapters=config.enable_lora,
+        )
     return runner
 
 
@@ -100,12 +109,16 @@ class Launches:
 
 @pytest.mark.parametrize("with_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8], ids=["greedy", "drawn"])
-def test_steps_are_launched_without_reading_a_tensor(temperature, with_graphs, monkeypatch):
+@pytest.mark.parametrize("with_adapters", [False, True], ids=["plain", "adapters"])
+def test_steps_are_launched_without_reading_a_tensor(
+    temperature, with_graphs, with_adapters, monkeypatch
+):
     """One copy per step, and one launch per task, for steps that begin requests and steps that look
     ahead; the third step begins a block.
     """
     copies, launches = LateCopies(), Launches(monkeypatch)
-    runner = make_runner(copies, with_graphs)
+    config = LoRAConfig(enable_lora=with_adapters, max_loras=2, max_lora_rank=4)
+    runner = make_runner(copies, with_graphs, config)
     assert launches.take() == (dict.fromkeys(AROUND - {"draw_kernel"}, 1), 1)  # warmed up
     params = SamplingParams(temperature=temperature, seed=1)
     prompts = {slot: list(range(slot + 13)) for slot in (0, 2, 3)}
@@ -143,7 +156,7 @@ def test_steps_are_launched_without_reading_a_tensor(temperature, with_graphs, m
 
 def test_reading_a_tensor_is_detected(monkeypatch):
     launches, copies = Launches(monkeypatch), LateCopies()
-    runner = make_runner(copies, False)
+    runner = make_runner(copies, False, LoRAConfig())
     launches.take()
     params = SamplingParams(temperature=0.0, seed=1, logprobs=1)  # processed on the host
     step = SchedulerOutput(0, [1], [3], [0], [[1]], [NewRequestData(1, "r", [1, 2, 3], 3, params)])

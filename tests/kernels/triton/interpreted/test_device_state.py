@@ -1,15 +1,21 @@
 """Steps of a tiny model with its state on the device, in the interpreter, with a chunk, a
-look-ahead and a reused slot: the reference's tokens.
+look-ahead, a reused slot and LoRA adapters: the reference's tokens.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from quire.executor.loras import Loras
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
+from quire.executor.weights.lora_files import AdapterWeights
+from quire.ipc.config import LoRAConfig
+from quire.ipc.lora import LoRARequest
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.executor.on_device import FakeCapture, LateCopies
@@ -24,42 +30,78 @@ GREEDY, DRAWN = (
 
 
 def make_runner(device: str) -> ModelRunner:
-    model, ops = build(Qwen3ForCausalLM, device)
+    config = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=4)
+    model, ops = build(Qwen3ForCausalLM, device, config)
     batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
-    return ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
+    batch.loras = Loras(config, torch.float32)
+    runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
+    for number in (1, 2):
+        batch.loras.add(lora(number), random_adapter(model, number))
+    return runner
 
 
-def new(slot: int, tokens: list[int], params: SamplingParams) -> NewRequestData:
-    return NewRequestData(slot, str(slot), tokens, len(tokens), params)
+def lora(number: int) -> LoRARequest:
+    return LoRARequest(str(number), number, "/nowhere")
 
 
-STEPS = [
-    SchedulerOutput(
-        0,
-        [0, 2],
-        [3, 10],
-        [0, 0],
-        [[1], [2, 3]],
-        [new(0, [5, 6, 7], GREEDY), new(2, list(range(17)), DRAWN)],
-    ),
-    # a decode together with the rest of a prompt
-    SchedulerOutput(1, [0, 2], [1, 7], [3, 10], [[], []]),
-    SchedulerOutput(2, [0, 2], [1, 1], [4, 17], [[], []], num_lookahead_tokens=[1, 0]),
-    SchedulerOutput(
-        3, [2, 0], [1, 4], [18, 0], [[], [8]], [new(0, [9, 8, 7, 6], DRAWN)], freed_slots=[0]
-    ),
-]
+def random_adapter(model: Any, seed: int) -> dict[str, AdapterWeights]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 0.3 * torch.randn(shape, generator=generator)
+
+    adapter = {}
+    for name, (layer, index) in model.adapted_modules.items():
+        of, rank = layer.adapted(index), 2 + seed
+        a = random(of.in_features, rank) if of.is_embedding else random(rank, of.in_features)
+        adapter[name] = AdapterWeights(a, random(rank, of.out_features), 0.5)
+    return adapter
+
+
+def new(slot: int, tokens: list[int], params: SamplingParams, adapter: int = 0) -> NewRequestData:
+    used = lora(adapter) if adapter else None
+    return NewRequestData(slot, str(slot), tokens, len(tokens), params, lora_request=used)
+
+
+def steps(first: int, second: int) -> list[SchedulerOutput]:
+    """The adapters of two of three requests; 0: none."""
+    return [
+        SchedulerOutput(
+            0,
+            [0, 2],
+            [3, 10],
+            [0, 0],
+            [[1], [2, 3]],
+            [new(0, [5, 6, 7], GREEDY), new(2, list(range(17)), DRAWN, first)],
+        ),
+        # a decode together with the rest of a prompt
+        SchedulerOutput(1, [0, 2], [1, 7], [3, 10], [[], []]),
+        SchedulerOutput(2, [0, 2], [1, 1], [4, 17], [[], []], num_lookahead_tokens=[1, 0]),
+        SchedulerOutput(
+            3,
+            [2, 0],
+            [1, 4],
+            [18, 0],
+            [[], [8]],
+            [new(0, [9, 8, 7, 6], DRAWN, second)],
+            freed_slots=[0],
+        ),
+    ]
 
 
 def test_the_tokens_equal_the_references():
     reference, copies, runner = make_runner("cpu"), LateCopies(), make_runner("cuda")
-    expected = [reference.execute_model(step) for step in STEPS]
+    todo = steps(2, 1)
+    expected = [reference.execute_model(step) for step in todo]
+    plain = make_runner("cpu")
+    assert expected != [plain.execute_model(step) for step in steps(0, 0)]
     runner.keep_state_on_device(copies)
     copies.forget()
     runner.program = GraphedStep(
-        runner.model, runner.ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()
+        *(runner.model, runner.ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()),
+        has_adapters=True,
     )
-    launched = [runner.launch_model(step) for step in STEPS]
-    assert copies.events == [f"launched {n}" for n in range(len(STEPS))]
+    launched = [runner.launch_model(step) for step in todo]
+    assert copies.events == [f"launched {n}" for n in range(len(todo))]
     assert [step.result() for step in launched] == expected
     assert [sum(result.num_sampled) for result in expected] == [1, 2, 3, 2]

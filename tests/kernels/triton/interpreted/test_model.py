@@ -4,12 +4,14 @@ decode, decode; the logits are the reference's.
 
 import pytest
 import torch
+from quire.executor.models.adapted_layers import adapt_layers
 from quire.executor.models.experts import MixtureOfExperts
 from quire.executor.models.gpt_oss import GptOssForCausalLM
 from quire.executor.models.layers import LayerFactory
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.weights.loader import fill_with_random_weights
+from quire.ipc.config import LoRAConfig
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.kernels.triton.guard import reachable
@@ -31,8 +33,10 @@ SHAPE = {
 }
 
 
-def build(model_class: type, device: str):
-    """Builds the model on tensors in host memory, with the operations of `device`."""
+def build(model_class: type, device: str, loras: LoRAConfig | None = None):
+    """Builds the model on tensors in host memory, with the operations of `device`. loras: the
+    layers take adapters.
+    """
     config = model_class.parse_config(SHAPE | OWN.get(model_class, {}))
     ops = registry.select(
         device,
@@ -42,6 +46,8 @@ def build(model_class: type, device: str):
     )
     make = LayerFactory(ops, torch.float32, torch.device("cpu"))
     model = model_class(config, make, 128)
+    if loras is not None:
+        adapt_layers(model, make, loras)
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.full((2, 9, BLOCK_SIZE, 2, 16), torch.nan)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.executor import worker as worker_module
+from quire.executor import model_builder
 from quire.executor.models.packed_layers import PackedLayers
 from quire.executor.weights.packed_cache import PackedCache, StoredArray
 from quire.kernels import registry
@@ -47,7 +47,7 @@ def only_from_cache(monkeypatch):
     """Weights can no longer be read from the model's files."""
 
     def forbid() -> None:
-        monkeypatch.setattr(worker_module, "load_weights", None)
+        monkeypatch.setattr(model_builder, "load_weights", None)
 
     return forbid
 

@@ -28,6 +28,7 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
+from ..ipc.models.ranks import num_ranks
 from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
@@ -66,9 +67,9 @@ def import_executor(config: EngineConfig | None = None) -> Callable[[], None]:
     """
     from ..executor import lean_import
 
-    lean_import.import_torch(config)
-    from ..executor import single_process  # noqa: F401
-
+    if config is None or num_ranks(config) == 1:  # ranks import it in their own processes
+        lean_import.import_torch(config)
+        from ..executor import single_process  # noqa: F401
     return lean_import.give_back
 
 

@@ -172,7 +172,8 @@ class EngineCoreProc:
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
-        self.core = core
+        self.core, put = core, self.input.events.put
+        core.executor.watch(lambda cause: put(events.Fatal(RuntimeError(cause), "a rank failed")))
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
         self.notifier.ready()
@@ -264,7 +265,7 @@ class EngineCoreProc:
         elif isinstance(event, events.LeaveSignal):
             self.is_draining, self.lingers = True, not self.is_daemon
         elif isinstance(event, events.Fatal):
-            raise EngineDeadError(f"an IO thread failed: {event.error}") from event.error
+            raise EngineDeadError(f"{event.what}: {event.error}") from event.error
 
     def _make_room(self, crowded: events.Crowded) -> None:
         """Releases the client that has been idle for the longest time, if any is."""
@@ -322,8 +323,7 @@ class EngineCoreProc:
 
     def _refuse(self, client_index: int, identity: str | int, error: str) -> None:
         """Answers a request (its id is a string) or a utility call (an integer) that never
-        reached the
-        core.
+        reached the core.
         """
         if isinstance(identity, int):
             answer = UtilityResult(

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ..ipc.block_offload import BlockOffload
 from ..ipc.config import EngineConfig
 from ..ipc.lora import LoRARequest
+from ..ipc.models.ranks import num_ranks
 from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace
@@ -74,6 +75,12 @@ class Executor(Protocol):
     def burst_weights_bytes(self) -> int:
         """Bytes of weights that a decoding step reads, where several such steps are one call; 0
         where they are not.
+        """
+        ...
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Calls `on_failure(cause)` once, in any thread, when no step can run any more because a
+        rank has died. Until then steps wait for it no longer than for a step.
         """
         ...
 
@@ -161,10 +168,15 @@ class Executor(Protocol):
 
 
 def make_executor(config: EngineConfig) -> Executor:
-    """The executor that a resolved configuration asks for. Imports torch.
+    """The executor that a resolved configuration asks for. Imports torch, or starts processes that
+    do.
 
     Raises InvalidParameterError for what it cannot do.
     """
+    if num_ranks(config) > 1:
+        from .ranks.multiproc_executor import MultiprocExecutor
+
+        return MultiprocExecutor(config)
     from .single_process import SingleProcessExecutor
 
     return SingleProcessExecutor(config)

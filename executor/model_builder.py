@@ -35,6 +35,7 @@ from .models import find_model_class
 from .models.adapted_layers import adapt_layers, explore_layers, takes_adapters
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
+from .ranks.tensor_group import ALONE, TensorGroup
 from .result_checks import check_results
 from .weights.gguf import tensors_of_file
 from .weights.loader import fill_with_random_weights, load_weights
@@ -50,15 +51,17 @@ def select_operations(
     kv_cache_dtype: torch.dtype,
     device: torch.device,
     cpu_isa: str,
+    group: TensorGroup = ALONE,
 ) -> OpTable:
-    """The operations for a model of this shape. Raises InvalidParameterError for an unknown kernel,
-    and for what the chosen ones do not offer.
+    """The operations for a model of this shape, shared by the ranks of `group`.
+
+    Raises InvalidParameterError for an unknown kernel, and for what the chosen ones do not offer.
     """
     kernels = config.device_config.kernels
     facts = {
         "head_dim": shape.head_dim,
-        "num_heads": shape.num_attention_heads,
-        "num_kv_heads": shape.num_key_value_heads,
+        "num_heads": group.share(shape.num_attention_heads, "num_attention_heads"),
+        "num_kv_heads": group.share(shape.num_key_value_heads, "num_key_value_heads"),
         "block_size": config.cache_config.block_size,
         "cpu_isa": cpu_isa,
         "kv_cache_dtype": kv_cache_dtype,
@@ -85,7 +88,10 @@ class ModelBuilder:
         kv_cache_dtype: torch.dtype,
         device: torch.device,
         cpu_isa: str,
+        group: TensorGroup = ALONE,
     ):
+        """`group`: the ranks that have the other parts of the layers."""
+        self.group = group
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_cache_dtype, self.cpu_isa = kv_cache_dtype, cpu_isa
         self.weights_bytes = 0  # of the model built last
@@ -101,14 +107,16 @@ class ModelBuilder:
             unread = [key for key in unread if "." in key]
         if unread:
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
-        self.ops = select_operations(config, shape, dtype, kv_cache_dtype, device, cpu_isa)
+        self.ops = select_operations(config, shape, dtype, kv_cache_dtype, device, cpu_isa, group)
 
     def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
         """A model with the weights of `directory`, or random ones, without a cache. Raises
         ModelLoadError, NotEnoughMemoryError.
         """
         model_config = self.config.model_config
-        make = LayerFactory(self.ops, self.dtype, self.device, model_config.quantization)
+        make = LayerFactory(
+            self.ops, self.dtype, self.device, model_config.quantization, self.group
+        )
         model = self.model_class(
             self.model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
@@ -117,11 +125,11 @@ class ModelBuilder:
         quantization = None if directory is None else self._quantization_of(directory)
         self._check_size(model, make, directory, quantization)
         if directory is None:
-            fill_with_random_weights(model, model_config.seed, report, make.fill)
+            fill_with_random_weights(model, model_config.seed, report, make.fill, make.stored_shape)
         else:
             packed = PackedLayers(model, make, PackedCache.of(self.config, directory))
             if not packed.restored():
-                load_weights(model, directory, report, make.fill, quantization)
+                load_weights(model, directory, report, make.fill, quantization, make.stored_shape)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
         if takes_adapters(model) and hasattr(model, "explore"):

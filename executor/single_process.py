@@ -19,6 +19,7 @@ from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOut
 from ..ipc.trace import RanksTrace, place_of_function
 from .executor import PendingOutput
 from .plugins import naming_plugins
+from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.model_runner import ModelRunner
 from .tracing.measured_limits import measured_limits
 from .weights.file_stamp import stamp_of
@@ -28,18 +29,20 @@ from .worker import Worker
 class SingleProcessExecutor:
     """Implements Executor (executor/executor.py)."""
 
-    def __init__(self, config: EngineConfig):
-        """`config` is resolved.
+    def __init__(self, config: EngineConfig, group: TensorGroup = ALONE):
+        """`config` is resolved. `group`: of ranks with which this one shares the layers; they make
+        the same calls.
 
         Raises InvalidParameterError for what one rank on this device cannot do.
         """
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = getattr(config.device_config, name)
-            if size > 1:
-                raise InvalidParameterError(
-                    name, f"must be 1: more ranks than one are not supported yet, got {size}"
-                )
-        self.worker = Worker(config)
+        if group is ALONE:
+            for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+                size = getattr(config.device_config, name)
+                if size > 1:
+                    raise InvalidParameterError(
+                        name, f"must be 1 for an executor with one rank, got {size}"
+                    )
+        self.worker = Worker(config, group)
         self._thread: ThreadPoolExecutor | None = None  # created by the first overlapped step
         self._reader: ThreadPoolExecutor | None = None  # of adapters; created by the first one
         self._read_loras: dict[int, Future[Any]] = {}  # by number, until they are added
@@ -83,6 +86,9 @@ class SingleProcessExecutor:
         0.
         """
         return self.worker.burst_weights_bytes
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Nothing dies without this process."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step.

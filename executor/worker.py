@@ -32,6 +32,7 @@ from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
+from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.bursts import Bursts
 from .runner.cuda_graphs import CudaCapture, GraphedStep
@@ -65,8 +66,10 @@ class Worker:
         | {"load_weights", "sleep", "wake_up"}
     )
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, group: TensorGroup = ALONE):
+        """`group`: the ranks that have the other parts of the layers."""
         self.config = config
+        self.group = group
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
         self.kv_cache_dtype = devices.select_kv_cache_dtype(
@@ -98,7 +101,7 @@ class Worker:
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
         self._builder = builder = ModelBuilder(
-            self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa
+            self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa, self.group
         )
         ops, shape = builder.ops, builder.shape
         if self.config.load_config.load_format != "dummy":
@@ -150,7 +153,8 @@ class Worker:
         largest step and its graphs leave.
         """
         if self.device.type == "cpu":
-            return devices.free_host_bytes(has_standby=self.config.service_config.standby)
+            free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
+            return free // self.group.size
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         num_bytes = devices.free_share_bytes(
@@ -204,7 +208,9 @@ class Worker:
             resolved(config.scheduler_config.max_num_batched_tokens),
         )
         num_logits = max_num_logits(config.scheduler_config)
-        if self.device.type == "cpu":
+        if self.group.size > 1:
+            logger.info("the model runs operation by operation: ranks share its layers")
+        elif self.device.type == "cpu":
             self.runner.program = program = record_step(
                 self.model,
                 self._builder.ops,
@@ -246,7 +252,8 @@ class Worker:
             self.config.scheduler_config.preemption_mode,
             self.config.cache_config.block_size,
         )
-        if mode != "recompute":
+        # ranks would measure different costs, and move other blocks than each other
+        if mode != "recompute" and self.group.size == 1:
             self._num_host_blocks = plan_num_host_blocks(
                 self.config,
                 self.block_bytes,

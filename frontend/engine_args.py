@@ -17,6 +17,7 @@ from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
 from ..ipc.models.pooling import Pooling
+from ..ipc.models.ranks import check_ranks
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
@@ -105,7 +106,7 @@ class EngineArgs:
         check_speculation(config)
         device_config = _resolve_device(config.device_config)
         model_config = _resolve_model(config, device_config)
-        return replace(
+        resolved = replace(
             config,
             model_config=model_config,
             load_config=_resolve_load(config.load_config),
@@ -119,6 +120,8 @@ class EngineArgs:
             lora_config=_resolve_lora(config.lora_config, model_config),
             device_config=device_config,
         )
+        check_ranks(resolved)
+        return resolved
 
     def attach_to(self, config: EngineConfig) -> EngineConfig:
         """Returns the configuration of a frontend attached to a daemon: the daemon's, with this
@@ -263,11 +266,10 @@ def _resolve_load(load_config: Any) -> Any:
 
 
 def _resolve_device(device_config: Any) -> Any:
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if (size := getattr(device_config, name)) > 1:
-            raise InvalidParameterError(
-                name, f"only 1 is possible so far (the model runs in one rank), got {size}"
-            )
+    if (size := device_config.pipeline_parallel_size) > 1:
+        raise InvalidParameterError(
+            "pipeline_parallel_size", f"only 1 is possible so far, got {size}"
+        )
     return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
 
 

@@ -354,8 +354,8 @@ class DeviceConfig(Section, frozen=True):
     num_threads: Annotated[
         PositiveInt | None,
         Meta(
-            description="Threads of the model. Default: OMP_NUM_THREADS, or all cores the process "
-            "may use."
+            description="Threads of each rank of the model. Default: OMP_NUM_THREADS, or the cores "
+            "the process may use, divided by the number of ranks."
         ),
     ] = None
     cpu_isa: Annotated[
@@ -366,7 +366,7 @@ class DeviceConfig(Section, frozen=True):
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
-        PositiveInt, Meta(description="Ranks that share each layer.")
+        PositiveInt, Meta(description="Ranks (processes) that share each layer; see docs/ranks.md.")
     ] = 1
     pipeline_parallel_size: Annotated[
         PositiveInt, Meta(description="Ranks that share the stack of layers.")

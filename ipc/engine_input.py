@@ -107,6 +107,7 @@ class Wake(NamedTuple):
 
 class Fatal(NamedTuple):
     error: BaseException
+    what: str = "an IO thread failed"
 
 
 Event = (

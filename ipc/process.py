@@ -79,23 +79,26 @@ def _log_arguments() -> list[str]:
 # ---------------------------------------------------------------- the parent's side
 
 
-class EngineProcess:
-    """A child engine.
+class ChildProcess:
+    """A child that serves this process.
 
     `pidfd` becomes readable when it dies. The kernel kills it when this process dies.
     """
 
-    def __init__(self, command: Sequence[str], wire_name: str, key: bytes, max_message_bytes: int):
-        """Starts `command` (engine_command(), or another program that calls engine_proc.main).
+    def __init__(
+        self, command: Sequence[str], key: bytes, *, name: str, pass_fds: Sequence[int] = ()
+    ):
+        """Starts `command` with --parent-pid, --key-fd (for read_key) and options of its log.
 
-        wire_name, key: of the sockets that it connects to (ipc/sockets.py). The key is a secret, so
-        it travels through a pipe: every user may read a command line.
+        `key`: bytes that the child reads from a pipe, because every user may read a command line.
+        `name`: of the child in messages. `pass_fds`: descriptors that it inherits by number.
         """
+        self.name = name
         key_fd, self._parent_write_fd = os.pipe()
         os.write(self._parent_write_fd, key)  # the pipe's buffer holds it
         self._stderr_fd, stderr_fd = os.pipe()
-        arguments = ["--connect", wire_name, "--parent-pid", str(os.getpid())]
-        arguments += ["--key-fd", str(key_fd), "--max-message-bytes", str(max_message_bytes)]
+        arguments = ["--parent-pid", str(os.getpid()), "--key-fd", str(key_fd)]
+        self._pass_fds = (key_fd, *pass_fds)
         self._owner_pid = os.getpid()
         self._tail = bytearray()
         self._start_error: BaseException | None = None
@@ -104,7 +107,7 @@ class EngineProcess:
         self._thread = threading.Thread(
             target=self._run,
             args=([*command, *arguments, *_log_arguments()], key_fd, stderr_fd, has_started),
-            name="quire-engine-stderr",
+            name="quire-child-stderr",
             daemon=True,
         )
         try:
@@ -134,7 +137,7 @@ class EngineProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=stderr_fd,
                 stderr=stderr_fd,
-                pass_fds=(key_fd,),
+                pass_fds=self._pass_fds,
                 start_new_session=True,
             )
             self.pid = self._popen.pid
@@ -157,7 +160,7 @@ class EngineProcess:
         return bool(_poll(self.pidfd, timeout_s=timeout_s))
 
     def describe_death(self) -> str:
-        """How a dead engine died, with the last lines of its stderr. Reaps it."""
+        """How a dead child died, with the last lines of its stderr. Reaps it."""
         code = self._popen.wait()
         how = (
             f"exited with code {code}"
@@ -167,7 +170,7 @@ class EngineProcess:
         self._thread.join(timeout=1.0)
         lines = [line for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
         words = "\n".join(f"    {line}" for line in lines[-TAIL_LINES:])
-        return f"the engine process (pid {self.pid}) {how}" + (
+        return f"{self.name} (pid {self.pid}) {how}" + (
             f"; last lines of its stderr:\n{words}" if words else ""
         )
 
@@ -222,6 +225,18 @@ class EngineProcess:
                 return
             self._tail = (self._tail + data)[-TAIL_BYTES:]
             _write_stderr(data)
+
+
+class EngineProcess(ChildProcess):
+    """A child engine."""
+
+    def __init__(self, command: Sequence[str], wire_name: str, key: bytes, max_message_bytes: int):
+        """Starts `command` (engine_command(), or another program that calls engine_proc.main).
+
+        wire_name, key: of the sockets that it connects to (ipc/sockets.py).
+        """
+        arguments = ["--connect", wire_name, "--max-message-bytes", str(max_message_bytes)]
+        super().__init__([*command, *arguments], key, name="the engine process")
 
 
 def kill_at_end_of_file(read_fd: int, pid: int) -> None:

@@ -190,6 +190,9 @@ class FakeExecutor(FakeLoras):
             self.offload = FakeOffload(int(size * 1024), lambda: self.kv_cache)
         return self.offload
 
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        self.on_failure = on_failure
+
     def submit_model(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self.thread.submit(self.execute_model, step)
 

@@ -92,6 +92,7 @@ MIRRORS = {
     "ipc/errors.py": "tests/ipc/test_failures.py",
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "ipc/step_messages.py": "tests/ipc/test_codec.py",
+    "executor/ranks/messages.py": "tests/executor/ranks/test_multiproc_executor.py",
     "executor/runner/speculation.py": "tests/test_speculation.py",
     "executor/runner/step_outputs.py": "tests/executor/runner/test_model_runner.py",
     "executor/models/same_architecture.py": "tests/executor/test_worker.py",

@@ -40,16 +40,16 @@ class Attention:
         """layer: its index in the stack; ropes: from make.ropes; qk_norm_whole, is_merged and
         has_sinks: see ipc/models/architectures.py
         """
-        self.num_heads, self.num_kv_heads, self.head_dim = (
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
-        q_rows, kv_rows = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        # this rank's
+        self.num_heads = make.share(config.num_attention_heads, "num_attention_heads")
+        self.num_kv_heads = make.share(config.num_key_value_heads, "num_key_value_heads")
+        self.head_dim = config.head_dim
+        q_rows = config.num_attention_heads * self.head_dim
+        kv_rows = config.num_key_value_heads * self.head_dim
         shards = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
         if is_merged:
             shards = {"qkv_proj": q_rows + 2 * kv_rows}
-        self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias)
+        self.qkv_proj = make.linear(config.hidden_size, shards, qkv_bias, unit=self.head_dim)
         self.o_proj = make.row_linear("o_proj", q_rows, config.hidden_size, o_bias)
         q_size, k_size = (q_rows, kv_rows) if qk_norm_whole else (self.head_dim, self.head_dim)
         self.q_norm = make.norm("q_norm", q_size, config) if qk_norm else None
@@ -73,7 +73,7 @@ class Attention:
             if self.q_norm is not None and self.k_norm is not None
             else (None, None, 0.0)
         )
-        self._q_rows = q_rows
+        self._q_rows = self.num_heads * self.head_dim
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

@@ -17,6 +17,7 @@ from ...kernels.ops import AttentionMetadata
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
 from .layers import LayerFactory, Linear, RMSNorm, Weights
+from .parallel_layers import GatheredHead
 
 
 class MLP(Protocol):
@@ -82,7 +83,7 @@ class Decoder:
         self.norm = make.norm("norm", config.hidden_size, config)
         self.has_head = config.has_lm_head
         self.head: PoolingHead = make_head(make, config.head)
-        self.lm_head: Linear | None = None
+        self.lm_head: Linear | GatheredHead | None = None
         # takes the input of each layer, for a head that drafts
         self.taps: Callable[[int, torch.Tensor], None] | None = None
         if config.score_tokens:

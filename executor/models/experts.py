@@ -91,6 +91,7 @@ class MixtureOfExperts:
         names = self.config.names
         self.name = names.block
         self.ops = make.ops
+        self.all_reduce = make.all_reduce
         clamp = self.config.clamped_swiglu
         self.activation = config.activation if clamp is None else ClampedSwiGLU(*clamp)
         hidden_size, size, bias = config.hidden_size, self.config.size, names.has_biases
@@ -128,7 +129,7 @@ class MixtureOfExperts:
             1,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
-        out = self.ops.fused_moe(x, ids, weights, self.experts)
+        out = self.all_reduce(self.ops.fused_moe(x, ids, weights, self.experts))
         if self.shared is not None:
             self.ops.add_gated(self.shared(x), self.shared_gate.logits(x), out)
         return out

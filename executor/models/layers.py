@@ -13,19 +13,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ipc.errors import NotEnoughMemoryError
+from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import free_bytes
+from ..ranks.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
 from .layer_registry import choose_layer
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
 from .linear import Multiply, Packer, TiedHead
 from .linear import Weights as Weights
+from .parallel_layers import GatheredHead, PartEmbedding, RowLinear, Slice
 from .rope import make_cos_sin_cache, query_scales
 
 logger = logging.getLogger(__name__)
@@ -65,11 +67,18 @@ class LayerFactory:
     """
 
     def __init__(
-        self, ops: Any, dtype: torch.dtype, device: torch.device, quantization: str | None = None
+        self,
+        ops: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization: str | None = None,
+        group: TensorGroup = ALONE,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
-        cases.
+        cases. group: the ranks that have the other parts of layers.
         """
+        self.group = group
+        self._slices: dict[int, Slice] = {}  # by the addresses of tensors that are parts of stored
         self.ops = ops  # the kernels' table, selected once
         self.dtype = dtype
         self.device = device
@@ -90,6 +99,9 @@ class LayerFactory:
         linear layer is packed, directly from the mapping where possible, and its source is
         released, so that at most one layer is in memory twice.
         """
+        if (part := self._slices.pop(tensor.data_ptr(), None)) is not None:
+            assert isinstance(values, torch.Tensor)
+            values = part.of(values)
         layer = self._unpacked.pop(tensor.data_ptr(), None)
         if layer is None:
             offset = self._offsets.get(tensor.data_ptr())
@@ -124,6 +136,15 @@ class LayerFactory:
         """
         return self.multiplies_blocks and (type in MEMORY_TYPES or type in BLOCKS)
 
+    def stored_shape(self, tensor: torch.Tensor) -> list[int]:
+        """Of what fills a tensor of the weight-name table, of which this rank may keep a part."""
+        part = self._slices.get(tensor.data_ptr())
+        return list(tensor.shape) if part is None else part.stored_shape(tensor)
+
+    def share(self, count: int, name: str) -> int:
+        """How many of `count` heads this rank has; `name` says what they are. See TensorGroup."""
+        return self.group.share(count, name)
+
     def waiting(self, tensor: torch.Tensor) -> Linear | Embedding | None:
         """The layer that waits for this tensor of the weight-name table."""
         return self._unpacked.get(tensor.data_ptr())
@@ -153,18 +174,27 @@ class LayerFactory:
         self.weights_bytes += parameter.nbytes
         return parameter
 
-    def linear(self, in_features: int, shards: dict[str, int], bias: bool = False) -> Linear:
+    def linear(
+        self, in_features: int, shards: dict[str, int], bias: bool = False, unit: int = 1
+    ) -> Linear:
         """Projections of one input, merged into one multiplication.
 
-        Under tensor parallelism a rank keeps a part of the rows of every shard.
+        Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (of
+        rows of a head); ranks that are more than a shard has units have some in common.
         """
-        rows = sum(shards.values())
-        return self._linear(
-            shards,
+        ranges = {name: self.group.range_of(rows, unit) for name, rows in shards.items()}
+        own = {name: end - begin for name, (begin, end) in ranges.items()}
+        rows = sum(own.values())
+        linear = self._linear(
+            own,
             self.parameter(rows, in_features),
             self.parameter(rows) if bias else None,
             self._bits,
         )
+        for name, tensor in linear.weights("") if self.group.size > 1 else ():
+            shard = name.rpartition(".")[0]
+            self._slices[tensor.data_ptr()] = Slice(0, *ranges[shard], shards[shard])
+        return linear
 
     def row_linear(
         self, name: str, in_features: int, out_features: int, bias: bool = False
@@ -173,7 +203,24 @@ class LayerFactory:
 
         Under tensor parallelism a rank keeps a part of the columns, and the results are added.
         """
-        return self.linear(in_features, {name: out_features}, bias)
+        if self.group.size == 1:
+            return self.linear(in_features, {name: out_features}, bias)
+        begin, end = self.group.range_of(in_features)
+        weight = self.parameter(out_features, end - begin)
+        self._slices[weight.data_ptr()] = Slice(1, begin, end, in_features)
+        return self._register(
+            RowLinear(
+                {name: out_features},
+                weight,
+                self.parameter(out_features) if bias else None,
+                self._packer(weight, self._bits),
+                self.group,
+            )
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, rounded to its dtype; x itself where there is one rank."""
+        return x if self.group.size == 1 else self.group.all_reduce(x).to(x.dtype)
 
     def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
         """The choice of experts, by `logits`: its weight keeps the dtype in every quantization."""
@@ -187,28 +234,43 @@ class LayerFactory:
         return router
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        embedding = Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
+        if self.group.size == 1:
+            embedding = Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
+        else:
+            begin, end = self.group.even_range(vocab_size)
+            weight = self.parameter(end - begin, hidden_size)
+            self._slices[weight.data_ptr()] = Slice(0, begin, end, vocab_size)
+            embedding = PartEmbedding(name, weight, self.ops, begin, self.group)
         self._unpacked[embedding.weight.data_ptr()] = embedding  # until a tied head waits for it
         return embedding
 
-    def head(self, name: str, in_features: int, out_features: int) -> Linear:
-        """An untied output head."""
-        return self._linear(
-            {name: out_features},
-            self.parameter(out_features, in_features),
-            None,
-            self._bits and HEAD_BITS,
-        )
+    def head(self, name: str, in_features: int, out_features: int) -> Linear | GatheredHead:
+        """An untied output head. Under tensor parallelism a rank has some tokens' rows."""
+        begin, end = self.group.even_range(out_features)
+        weight, bits = self.parameter(end - begin, in_features), self._bits and HEAD_BITS
+        if self.group.size == 1:
+            return self._linear({name: out_features}, weight, None, bits)
+        self._slices[weight.data_ptr()] = Slice(0, begin, end, out_features)
+        head = Linear({name: end - begin}, weight, None, self._packer(weight, bits))
+        return GatheredHead(self._register(head), out_features, self.group)
 
-    def tied_head(self, name: str, embedding: Embedding) -> Linear:
+    def tied_head(self, name: str, embedding: Embedding) -> Linear | GatheredHead:
         bits = self._bits and HEAD_BITS
-        return self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
+        head = self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
+        if not isinstance(embedding, PartEmbedding):
+            return head
+        return GatheredHead(head, self.stored_shape(embedding.weight)[0], self.group)
 
     def block(
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
     ) -> Any:
         """The block of a layer of the stack, or what a plugin has registered in its place."""
         chosen = choose_layer(built_in, config, layer)
+        if chosen is not built_in and self.group.size > 1:
+            raise InvalidParameterError(
+                "tensor_parallel_size",
+                f"must be 1 with a plugin's layers ({chosen!r}), got {self.group.size}",
+            )
         made = chosen(self, config, layer, *args, **kw)
         if chosen is not built_in and self._bits is not None:
             self._warn_of_own_weights(made)

@@ -23,6 +23,7 @@ from ...ipc.machine import free_memory_bytes
 from ...ipc.models.checkpoint import OTHER_PARTS
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
+from ...ipc.models.ranks import num_ranks
 from .packed_cache import PackedCache, weight_files
 
 HUGE_PAGE_BYTES = 2 * 2**20
@@ -44,6 +45,8 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
     """
     global _reserved
     if ("torch" in sys.modules and not imports_torch) or config.load_config.load_format == "dummy":
+        return []
+    if num_ranks(config) > 1:  # this process loads nothing
         return []
     try:
         cache = PackedCache.of(config)

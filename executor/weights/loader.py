@@ -41,6 +41,12 @@ _STAGE = "load weights"
 Report = Callable[[str, float], None]
 # a tensor of the weight-name table, and its values
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
+# of a tensor of the weight-name table, which may be a part of the stored one
+StoredShape = Callable[[torch.Tensor], list[int]]
+
+
+def _own_shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)
 
 
 def load_weights(
@@ -49,6 +55,7 @@ def load_weights(
     report: Report,
     fill: Fill = copy_weights,
     quantization: CheckpointQuantization | None = None,
+    stored_shape: StoredShape = _own_shape,
 ) -> None:
     """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
     to the parameter's dtype.
@@ -74,7 +81,7 @@ def load_weights(
     dtype = next(iter(missing.values())).dtype
     if is_native := isinstance(model.config, (DecoderConfig, EncoderConfig)):
         missing = stored_by_name(missing, model.config, directory)
-    shapes = {name: list(tensor.shape) for name, tensor in missing.items()}
+    shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
     ignores = partial(is_ignored, config=model.config) if is_native else None
     origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
     quantized = QuantizedWeights(shapes, quantization, set(origin))
@@ -167,6 +174,7 @@ def fill_with_random_weights(
     seed: int,
     report: Report,
     fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
+    stored_shape: StoredShape = _own_shape,
 ) -> None:
     """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same on every
     machine.
@@ -184,7 +192,7 @@ def fill_with_random_weights(
             tensor = unfilled.pop(name)
             mean = 1.0 if name.lower().endswith("norm.weight") else 0.0
             num_filled += tensor.numel()
-            fill(tensor, torch.empty(tensor.shape).normal_(mean, 0.02))
+            fill(tensor, torch.empty(stored_shape(tensor)).normal_(mean, 0.02))
             report(_STAGE, num_filled / num_elements)
     finally:
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""Drives a SingleProcessExecutor without the scheduler.
+"""Drives an executor without the scheduler.
 
 Runs whole or chunked prompts and batches of requests, and returns their tokens and
 log-probabilities.
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.lora import LoRARequest
@@ -109,11 +110,15 @@ class Driver:
     the highest id down and never reordered.
     """
 
-    def __init__(self, executor: SingleProcessExecutor, num_blocks: int | None = None):
+    def __init__(
+        self, executor: SingleProcessExecutor | MultiprocExecutor, num_blocks: int | None = None
+    ):
         self.executor = executor
-        self.block_size = executor.worker.config.cache_config.block_size
+        is_single = isinstance(executor, SingleProcessExecutor)
+        config = executor.worker.config if is_single else executor.config
+        self.block_size = config.cache_config.block_size
         self.num_groups = len(executor.kv_cache_windows)
-        max_num_seqs = executor.worker.config.scheduler_config.max_num_seqs
+        max_num_seqs = config.scheduler_config.max_num_seqs
         self.free_slots = list(range(max_num_seqs))
         self.free_blocks = list(range(1, num_blocks or executor.determine_num_blocks()))
         self.rows: dict[str, Row] = {}
@@ -246,7 +251,7 @@ class Driver:
 
 
 def generate(
-    executor: SingleProcessExecutor,
+    executor: SingleProcessExecutor | MultiprocExecutor,
     prompts: list[list[int]],
     max_tokens: int,
     params: SamplingParams | None = None,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from quire.executor.executor import Executor, make_executor
+from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.executor.single_process import SingleProcessExecutor
 from quire.tests.executor.driver import make_config
 from quire.tests.fakes import FakeExecutor
@@ -19,7 +20,7 @@ CORE = Path(__file__).resolve().parents[2] / "core"
 OFFERED = {name for name in vars(Executor) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("implementation", [SingleProcessExecutor, FakeExecutor])
+@pytest.mark.parametrize("implementation", [SingleProcessExecutor, MultiprocExecutor, FakeExecutor])
 def test_implementations_have_every_method_with_these_parameters(implementation) -> None:
     for name in OFFERED - {"burst_weights_bytes", "kv_cache_windows"}:
         wanted = inspect.signature(getattr(Executor, name)).parameters.values()

@@ -12,7 +12,7 @@ from quire.tests.executor.driver import generate, make_config, start_executor
 def test_more_than_one_rank_is_refused(tiny, name):
     with pytest.raises(
         InvalidParameterError,
-        match=f"{name}: must be 1: more ranks than one are not supported yet, got 2",
+        match=f"{name}: must be 1 for an executor with one rank, got 2",
     ):
         SingleProcessExecutor(make_config(tiny(), **{name: 2}))
 

@@ -1,0 +1,103 @@
+"""What the executor of several ranks and the ranks say to each other.
+
+Must not know: processes, what a rank does with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ...ipc.config import EngineConfig
+from ...ipc.messages import Failed, Message
+from ...ipc.params import StructuredOutputsParams
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.trace import RanksTrace
+from .ring import GroupEnds, RingEnds
+
+MAX_MESSAGE_BYTES = 2**40  # both ends are one program
+
+
+class RankEnds(msgspec.Struct, frozen=True):
+    """What a rank inherits from the engine's process; on its command line, as JSON."""
+
+    rank: int
+    size: int
+    commands: RingEnds
+    replies: RingEnds
+    group: GroupEnds
+
+
+# ---------------------------------------------------------------- to the ranks
+
+
+class Configure(Message, tag="configure", frozen=True):
+    """The first message."""
+
+    config: EngineConfig
+
+
+class Step(Message, tag="step", frozen=True):
+    output: SchedulerOutput
+
+
+class Call(Message, tag="call", frozen=True):
+    """Of a method of Rank.CALLS."""
+
+    method: str
+    args: list[Any] = []
+
+
+class CheckGrammar(Message, tag="grammar", frozen=True):
+    number: int
+    params: StructuredOutputsParams
+    is_known: bool
+
+
+class Leave(Message, tag="leave", frozen=True):
+    """The last message."""
+
+
+Command = Configure | Step | Call | CheckGrammar | Leave
+
+# ---------------------------------------------------------------- of a rank
+
+
+class StepDone(Message, tag="done", frozen=True):
+    """`output` is that of the first rank; others send what their output must have in common with
+    it.
+    """
+
+    digest: int
+    output: ModelRunnerOutput | None = None
+
+
+class Result(Message, tag="result", frozen=True):
+    value: Any = None
+
+
+class Trace(Message, tag="trace", frozen=True):
+    """As JSON, since its parts are objects with the names of their fields."""
+
+    trace: bytes
+
+    @classmethod
+    def of(cls, trace: RanksTrace) -> Trace:
+        return cls(msgspec.json.encode(trace))
+
+    def decode(self) -> RanksTrace:
+        return msgspec.json.decode(self.trace, type=RanksTrace)
+
+
+class Loading(Message, tag="loading", frozen=True):
+    stage: str
+    fraction: float
+
+
+class GrammarChecked(Message, tag="checked", frozen=True):
+    number: int
+    failure: Failed | None = None
+
+
+Reply = StepDone | Result | Trace | Loading | GrammarChecked | Failed

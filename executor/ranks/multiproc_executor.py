@@ -1,0 +1,395 @@
+"""An executor whose ranks are processes of this machine.
+
+Must not know: the scheduler, requests, what a rank computes.
+
+All ranks are children, the first one too: then this process outlives whichever rank dies, and
+reports why. Commands go to all ranks through one ring in shared memory, replies come back through
+one ring for each rank. A thread reads them and notices deaths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from ...ipc.block_offload import BlockOffload
+from ...ipc.codec import Decoder, Encoder
+from ...ipc.config import EngineConfig
+from ...ipc.errors import InvalidParameterError
+from ...ipc.failures import unpack_exception
+from ...ipc.lora import LoRARequest
+from ...ipc.messages import Failed
+from ...ipc.models.ranks import check_ranks
+from ...ipc.params import StructuredOutputsParams
+from ...ipc.process import ChildProcess
+from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from ...ipc.trace import RanksTrace
+from .messages import (
+    MAX_MESSAGE_BYTES,
+    Call,
+    CheckGrammar,
+    Command,
+    Configure,
+    GrammarChecked,
+    Leave,
+    Loading,
+    RankEnds,
+    Reply,
+    Result,
+    Step,
+    StepDone,
+    Trace,
+)
+from .ring import GroupEnds, RingEnds, RingReader, RingWriter, join_frames, make_event, split_frames
+
+# A call that fails on one rank fails on the others too, or they wait for that rank.
+GRACE_S = 10.0
+LEAVE_TIMEOUT_S = 1.0
+
+
+def rank_command(ends: RankEnds) -> list[str]:
+    """As ipc.process.engine_command."""
+    text = msgspec.json.encode(ends).decode()
+    return [sys.executable, "-P", "-m", "quire.executor.ranks.rank", "--ends", text]
+
+
+class MultiprocExecutor:
+    """Implements Executor (executor/executor.py)."""
+
+    def __init__(self, config: EngineConfig):
+        """`config` is resolved. Raises InvalidParameterError for what ranks cannot do."""
+        check_ranks(config)
+        self.config = config
+        self.size = size = config.device_config.tensor_parallel_size
+        self.kv_cache_windows: tuple[int, ...] = (0,)
+        self.burst_weights_bytes = 0
+        self._encoder = Encoder(MAX_MESSAGE_BYTES)
+        self._decoders = [Decoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
+        self._checks: dict[int, tuple[int, Future[None]]] = {}  # number -> (replies left, future)
+        self._num_checks = 0
+        self._report: Callable[[str, float], None] = _report_nothing
+        # guards what the reading thread writes: replies, checks and the failure
+        self._arrived = threading.Condition()
+        self._replies: list[deque[Any]] = [deque() for _ in range(size)]
+        self._progress: list[Loading] = []
+        self._failure: str | None = None  # why no step can run any more
+        self._on_failure: Callable[[str], None] | None = None
+        self._stop_fd, self._failed_fd = make_event(), make_event()
+        commands, group = RingEnds.create(size), GroupEnds.create(size)
+        replies = [RingEnds.create(1) for _ in range(size)]
+        self._fds = [*commands.fds, *group.fds, *(fd for ring in replies for fd in ring.fds)]
+        self._commands = RingWriter(commands, self._take)
+        self._readers = [RingReader(ring) for ring in replies]
+        self.processes: list[ChildProcess] = []
+        try:
+            for rank in range(size):
+                ends = RankEnds(rank, size, commands, replies[rank], group)
+                fds = [*commands.fds, *replies[rank].fds, *group.fds]
+                name = f"rank {rank} of {size}"
+                self.processes.append(
+                    ChildProcess(rank_command(ends), b"k", name=name, pass_fds=fds)
+                )
+        except BaseException:
+            self._end_processes(0.0)
+            raise
+        self._thread = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
+        self._thread.start()
+        self._send(Configure(config))
+        self._collect()
+
+    # ------------------------------------------------------------ the interface
+
+    def load_model(self, report: Callable[[str, float], None]) -> None:
+        """See Executor. The progress is that of the first rank."""
+        self._report = report
+        self.kv_cache_windows = tuple(self._call("load_model")[0])
+
+    def determine_num_blocks(self) -> int:
+        """See Executor: what the rank with the least memory has room for."""
+        return min(self._call("determine_num_blocks"))
+
+    def initialize_kv_cache(self, num_blocks: int) -> int:
+        """Allocates each rank's part; returns the bytes of all."""
+        parts = self._call("initialize_kv_cache", num_blocks)
+        self.burst_weights_bytes = min(weights_bytes for _, weights_bytes in parts)
+        return sum(num_bytes for num_bytes, _ in parts)
+
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        """There is none: with several ranks, preempted requests are computed again."""
+        return 0, PreemptionCosts()
+
+    def initialize_offload(self) -> BlockOffload | None:
+        """There is none; check_ranks refuses kv_offloading_size."""
+        return None
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Executor."""
+        with self._arrived:
+            self._on_failure = on_failure
+            failure = self._failure
+        if failure is not None:
+            on_failure(failure)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Runs one step on all ranks.
+
+        Raises RuntimeError, naming the rank and the cause, if one fails, dies, or has other tokens
+        than the others.
+        """
+        return self.submit_model(scheduler_output).result()
+
+    def submit_model(self, scheduler_output: SchedulerOutput) -> PendingRanks:
+        """See Executor. Ask for the results in the order of the steps."""
+        self._send(Step(scheduler_output))
+        return PendingRanks(self._finish_step)
+
+    def _finish_step(self) -> ModelRunnerOutput:
+        done: list[StepDone] = self._collect(grace_s=0.0)
+        digests = [one.digest for one in done]
+        if len(set(digests)) > 1:
+            # a kernel that is not deterministic, or a user's code that draws random numbers
+            self._fail(f"the ranks sampled different tokens (checksums {digests})")
+            self._require_alive()
+        output = done[0].output
+        assert output is not None
+        return output
+
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False
+    ) -> Future[None]:
+        """See Executor. Every rank compiles it."""
+        future: Future[None] = Future()
+        with self._arrived:
+            self._num_checks += 1
+            number = self._num_checks
+            self._checks[number] = self.size, future
+        self._send(CheckGrammar(number, params, is_known))
+        return future
+
+    def read_lora(self, request: LoRARequest) -> Future[str]:
+        """Adapters are not supported; check_ranks refuses enable_lora."""
+        raise _no_adapters()
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """See read_lora."""
+        raise _no_adapters()
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """See read_lora."""
+        raise _no_adapters()
+
+    def list_loras(self) -> set[int]:
+        """There are none."""
+        return set()
+
+    def execute_dummy_batch(self) -> None:
+        """See Executor."""
+        self._call("execute_dummy_batch")
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """See Executor."""
+        return [value for values in self._call("collective_rpc", method, *args) for value in values]
+
+    def start_trace(self, num_steps: int) -> None:
+        """See Executor."""
+        self._call("start_trace", num_steps)
+
+    def end_trace(self) -> RanksTrace:
+        """See Executor. Limits, places and names are those of the first rank."""
+        self._send(Call("end_trace"))
+        replies: list[Trace] = self._collect()
+        traces = [reply.decode() for reply in replies]
+        steps = {
+            step: [rank for trace in traces for rank in trace.steps.get(step, [])]
+            for step in traces[0].steps
+        }
+        notes = list(dict.fromkeys(note for trace in traces for note in trace.notes))
+        return msgspec.structs.replace(traces[0], steps=steps, notes=notes)
+
+    def check_health(self) -> None:
+        """See Executor."""
+        self._call("check_health")
+
+    def shutdown(self) -> None:
+        """Ends the ranks. May be called twice."""
+        if self._stop_fd < 0:
+            return
+        timeout_s = LEAVE_TIMEOUT_S
+        if self._failure is None:
+            with contextlib.suppress(RuntimeError):
+                self._send(Leave())
+        else:  # some wait for one that is gone
+            timeout_s = 0.0
+        with self._arrived:
+            self._on_failure = None
+            self._failure = self._failure or "the executor was shut down"
+        os.eventfd_write(self._stop_fd, 1)
+        self._thread.join()
+        self._end_processes(timeout_s)
+
+    # ------------------------------------------------------------ commands and replies
+
+    def _send(self, command: Command) -> None:
+        self._require_alive()
+        self._commands.send(join_frames(self._encoder.encode(command)))
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method on every rank; the results in rank order."""
+        self._send(Call(method, list(args)))
+        replies: list[Result] = self._collect()
+        return [reply.value for reply in replies]
+
+    def _collect(self, grace_s: float = GRACE_S) -> list[Any]:
+        """Waits for the next reply of every rank. Raises the exception that all of them had;
+        exceptions of some are the executor's failure.
+        """
+        replies: list[Any] = [None] * self.size
+        deadline: float | None = None
+        while True:
+            with self._arrived:
+                progress = list(self._progress)
+                self._progress.clear()
+                for rank, queue in enumerate(self._replies):
+                    if replies[rank] is None and queue:
+                        replies[rank] = queue.popleft()
+                failed = [one for one in replies if isinstance(one, Failed)]
+                if failed and deadline is None:
+                    deadline = time.monotonic() + grace_s
+                is_late = deadline is not None and time.monotonic() >= deadline
+                if None not in replies or is_late or self._failure is not None:
+                    break
+                if not progress:
+                    self._arrived.wait(None if deadline is None else deadline - time.monotonic())
+            for one in progress:  # it may raise, and may call this executor
+                self._report(one.stage, one.fraction)
+        if len(failed) == self.size and len({one.error_type for one in failed}) == 1:
+            raise unpack_exception(failed[0], RuntimeError)
+        if failed:
+            rank = next(i for i, one in enumerate(replies) if isinstance(one, Failed))
+            first = replies[rank]
+            self._fail(
+                f"{self.processes[rank].name} failed: {first.error_type}: {first.message}\n"
+                f"{first.traceback}"
+            )
+        if failed or None in replies:
+            self._require_alive()
+        return replies
+
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def _fail(self, cause: str) -> None:
+        """The first cause is the one that counts. Of any thread."""
+        with self._arrived:
+            if self._failure is not None:
+                return
+            self._failure = cause
+            checks, self._checks = list(self._checks.values()), {}
+            on_failure = self._on_failure
+            self._arrived.notify_all()
+        os.eventfd_write(self._failed_fd, 1)
+        for _, future in checks:
+            future.set_exception(RuntimeError(cause))
+        if on_failure is not None:
+            on_failure(cause)
+
+    def _take(self, fd: int) -> None:
+        """As os.eventfd_read, but raises RuntimeError when the ranks have failed."""
+        poller = select.poll()
+        for one in (fd, self._failed_fd):
+            poller.register(one, select.POLLIN)
+        ready = {one for one, _ in poller.poll()}
+        if fd not in ready:
+            self._require_alive()
+        os.eventfd_read(fd)
+
+    # ------------------------------------------------------------ the thread
+
+    def _read(self) -> None:
+        poller = select.poll()
+        by_fd = {reader.ready_fd: rank for rank, reader in enumerate(self._readers)}
+        deaths = {process.pidfd: process for process in self.processes}
+        for fd in (*by_fd, *deaths, self._stop_fd):
+            poller.register(fd, select.POLLIN)
+        while True:
+            ready = [fd for fd, _ in poller.poll()]
+            if self._stop_fd in ready:
+                return
+            for fd in ready:
+                if fd in by_fd:
+                    message = self._readers[by_fd[fd]].receive_slot()
+                    if message is not None:
+                        self._on_message(by_fd[fd], message)
+            dead = [deaths[fd] for fd in ready if fd in deaths]
+            if dead and not any(fd in by_fd for fd in ready):  # its last reply says more
+                for process in dead:
+                    poller.unregister(process.pidfd)
+                self._fail(dead[0].describe_death())
+
+    def _on_message(self, rank: int, message: bytes) -> None:
+        reply = self._decoders[rank].decode(split_frames(message))
+        if isinstance(reply, Loading):
+            if rank == 0:
+                with self._arrived:
+                    self._progress.append(reply)
+                    self._arrived.notify_all()
+        elif isinstance(reply, GrammarChecked):
+            self._on_checked(reply)
+        else:
+            with self._arrived:
+                self._replies[rank].append(reply)
+                self._arrived.notify_all()
+
+    def _on_checked(self, reply: GrammarChecked) -> None:
+        with self._arrived:
+            found = self._checks.pop(reply.number, None)
+            if found is None:
+                return
+            num_left, future = found
+            if reply.failure is None and num_left > 1:
+                self._checks[reply.number] = num_left - 1, future
+                return
+        if reply.failure is None:
+            future.set_result(None)
+        else:
+            future.set_exception(unpack_exception(reply.failure, RuntimeError))
+
+    def _end_processes(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+            process.send_signal(9)
+        for process in self.processes:
+            process.close(timeout_s)
+        for fd in (*self._fds, self._stop_fd, self._failed_fd):
+            os.close(fd)
+        self._stop_fd = self._failed_fd = -1
+
+
+class PendingRanks:
+    """A step that all ranks run."""
+
+    def __init__(self, finish: Callable[[], ModelRunnerOutput]):
+        self._finish = finish
+
+    def result(self) -> ModelRunnerOutput:
+        return self._finish()
+
+
+def _no_adapters() -> InvalidParameterError:
+    return InvalidParameterError("lora_request", "several ranks take no adapters")
+
+
+def _report_nothing(stage: str, fraction: float) -> None:
+    pass

@@ -1,0 +1,191 @@
+"""The program of one rank: `python -m quire.executor.ranks.rank`, started by MultiprocExecutor.
+
+Must not know: the scheduler, clients, how many steps are under way.
+
+It runs what a SingleProcessExecutor runs, with its part of every layer, and answers each command
+but CheckGrammar before it reads the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import sys
+import threading
+import zlib
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from ...ipc.codec import Decoder, Encoder
+from ...ipc.config import EngineConfig
+from ...ipc.failures import pack_exception
+from ...ipc.log_format import FORMATS, configure_logging
+from ...ipc.machine import available_cores
+from ...ipc.process import STACKS_SIGNAL, die_with_parent, read_key
+from ...ipc.step_messages import ModelRunnerOutput
+from .messages import (
+    MAX_MESSAGE_BYTES,
+    Call,
+    CheckGrammar,
+    Command,
+    Configure,
+    GrammarChecked,
+    Leave,
+    Loading,
+    RankEnds,
+    Reply,
+    Result,
+    Step,
+    StepDone,
+    Trace,
+)
+from .ring import RingReader, RingWriter, join_frames, split_frames
+
+if TYPE_CHECKING:
+    from ..single_process import SingleProcessExecutor
+
+logger = logging.getLogger("quire.rank")
+
+
+class Rank:
+    """Serves one engine until it is told to leave."""
+
+    # of SingleProcessExecutor, by Call
+    CALLS = frozenset(
+        {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
+        | {"start_trace", "check_health"}
+    )
+
+    def __init__(self, ends: RankEnds, num_threads: int):
+        self._ends = ends
+        self._num_threads = num_threads
+        self._commands = RingReader(ends.commands, ends.rank)
+        self._replies = RingWriter(ends.replies)
+        self._decoder = Decoder(Command, MAX_MESSAGE_BYTES)
+        self._encoder = Encoder(MAX_MESSAGE_BYTES)
+        self._lock = threading.Lock()  # of replies: a grammar's comes from another thread
+        self._executor: SingleProcessExecutor
+
+    def run(self) -> None:
+        """Returns when it is told to leave."""
+        while not isinstance(command := self._receive(), Leave):
+            try:
+                self._obey(command)
+            except Exception as error:
+                logger.debug("rank %d: %r failed", self._ends.rank, command, exc_info=error)
+                self._reply(pack_exception(error))
+
+    def _obey(self, command: Any) -> None:
+        if isinstance(command, Step):
+            output = self._executor.execute_model(command.output)
+            is_first = self._ends.rank == 0
+            self._reply(StepDone(digest_of(output), output if is_first else None))
+        elif isinstance(command, Call):
+            self._reply(self._call(command))
+        elif isinstance(command, CheckGrammar):
+            number = command.number
+            check = self._executor.check_grammar(command.params, is_known=command.is_known)
+            check.add_done_callback(lambda check: self._reply(_checked(number, check)))
+        elif isinstance(command, Configure):
+            self._configure(command.config)
+            self._reply(Result())
+
+    def _configure(self, config: EngineConfig) -> None:
+        from .. import lean_import
+
+        lean_import.import_torch(config)
+        from ..single_process import SingleProcessExecutor
+        from .tensor_group import TensorGroup
+
+        group = TensorGroup(self._ends.rank, self._ends.group)
+        self._executor = SingleProcessExecutor(with_threads(config, self._num_threads), group)
+
+    def _call(self, call: Call) -> Reply:
+        executor = self._executor
+        if call.method == "load_model":
+            executor.load_model(lambda *progress: self._reply(Loading(*progress)))
+            return Result(list(executor.kv_cache_windows))
+        if call.method == "end_trace":
+            return Trace.of(executor.end_trace())
+        if call.method == "initialize_kv_cache":
+            num_bytes = executor.initialize_kv_cache(*call.args)
+            executor.initialize_swap_space()
+            if not gc.isenabled():  # as in core/engine_proc.py
+                gc.freeze()
+                gc.enable()
+            return Result([num_bytes, executor.burst_weights_bytes])
+        if call.method not in self.CALLS:
+            raise ValueError(f"a rank has no method {call.method!r}")
+        return Result(getattr(executor, call.method)(*call.args))
+
+    def _receive(self) -> Any:
+        return self._decoder.decode(split_frames(self._commands.receive()))
+
+    def _reply(self, reply: Reply) -> None:
+        with self._lock:
+            self._replies.send(join_frames(self._encoder.encode(reply)))
+
+
+def digest_of(output: ModelRunnerOutput) -> int:
+    """Of what is the same on all ranks, if they have the same logits."""
+    decided = output.num_sampled, output.token_ids, sorted(output.errors), output.num_ahead
+    return zlib.crc32(msgspec.msgpack.encode(decided))
+
+
+def _checked(number: int, check: Future[None]) -> GrammarChecked:
+    error = check.exception()
+    return GrammarChecked(number, None if error is None else pack_exception(error))
+
+
+def share_cores(rank: int, size: int) -> int:
+    """Keeps this process on its share of the cores, which are neighbours; if there are fewer cores
+    than ranks, on none in particular. Returns the number of threads that it should have.
+    """
+    num_threads = max(1, available_cores() // size)  # by a quota, which the affinity does not show
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) >= size:
+        own = cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]
+        os.sched_setaffinity(0, own)
+    return num_threads
+
+
+def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
+    """num_threads counts the threads of one rank. By default ranks share the cores."""
+    device = config.device_config
+    if device.num_threads is not None or "OMP_NUM_THREADS" in os.environ:
+        return config
+    device = msgspec.structs.replace(device, num_threads=num_threads)
+    return msgspec.structs.replace(config, device_config=device)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The program. Ends with its engine."""
+    parser = argparse.ArgumentParser(
+        prog="quire.executor.ranks.rank", description="Runs one rank. Started by an engine."
+    )
+    parser.add_argument("--ends", required=True, help="what it inherits, as JSON")
+    parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--key-fd", type=int, required=True)
+    parser.add_argument("--log-level", type=int, default=logging.WARNING)
+    parser.add_argument("--log-format", choices=FORMATS, default="text")
+    args = parser.parse_args(argv)
+    die_with_parent(args.parent_pid)
+    read_key(args.key_fd, 1)
+    configure_logging(args.log_level, args.log_format)
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    gc.disable()  # until it is ready
+    ends = msgspec.json.decode(args.ends, type=RankEnds)
+    Rank(ends, share_cores(ends.rank, ends.size)).run()
+
+
+if __name__ == "__main__":
+    main()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    os._exit(0)  # the interpreter's shutdown takes seconds with torch loaded

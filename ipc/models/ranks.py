@@ -1,0 +1,96 @@
+"""What several ranks can run: the frontend and the executor refuse the rest by name.
+
+Must not know: processes, tensors, how layers are divided.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig
+from ..errors import InvalidParameterError, ModelLoadError
+
+if TYPE_CHECKING:
+    from .architectures import Architecture
+
+
+def num_ranks(config: EngineConfig) -> int:
+    """Processes that run the model together."""
+    device = config.device_config
+    return device.tensor_parallel_size * device.pipeline_parallel_size
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """`config` is resolved. Raises InvalidParameterError for what several ranks cannot do."""
+    if num_ranks(config) == 1:
+        return
+    name = "tensor_parallel_size"
+    if config.device_config.tensor_parallel_size == 1:
+        name = "pipeline_parallel_size"
+    for is_asked, option in (
+        (config.device_config.device != "cpu", f"device={config.device_config.device}"),
+        (config.lora_config.enable_lora, "enable_lora"),
+        (config.scheduler_config.speculative_config is not None, "speculative_config"),
+        (config.scheduler_config.preemption_mode == "swap", "preemption_mode=swap"),
+        (config.load_config.packed_weights_cache is not None, "packed_weights_cache"),
+        (bool(config.cache_config.kv_offloading_size), "kv_offloading_size"),
+        (config.model_config.runner == "pooling", "runner=pooling"),
+    ):
+        if is_asked:
+            raise _refusal(config, name, f"must be 1 with {option}")
+    _check_model(config, name)
+
+
+def _check_model(config: EngineConfig, name: str) -> None:
+    # all architectures, which an engine with one rank does not need
+    from .architectures import ARCHITECTURES
+    from .fallback_architectures import QUIRE, choose_implementation
+    from .gguf_weights import is_gguf
+    from .quantization_config import parse_quantization
+
+    model = config.model_config
+    try:
+        implementation, found = choose_implementation(model.hf_config, model.model_impl)
+    except ModelLoadError as error:
+        raise _refusal(config, name, f"must be 1 with this model ({error})") from error
+    architecture = ARCHITECTURES.get(found) if implementation == QUIRE else None
+    if architecture is None:
+        raise _refusal(config, name, f"must be 1 with a model of type {found}")
+    if parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model)):
+        raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
+    if problem := _undivided(architecture):
+        raise _refusal(config, name, f"must be 1 with {found}: {problem}")
+    shape, size = architecture.parse(model.hf_config), config.device_config.tensor_parallel_size
+    divided = {
+        "num_attention_heads": shape.num_attention_heads,
+        "intermediate_size": shape.intermediate_size,
+    }
+    if shape.experts is not None:
+        divided |= {"an expert's size": shape.experts.size}
+        divided |= {"the shared expert's size": shape.experts.shared_size}
+    for what, count in divided.items():
+        if count % size:
+            raise _refusal(config, name, f"must divide the model's {what}={count}")
+    kv_heads = shape.num_key_value_heads
+    if kv_heads % size and size % kv_heads:
+        raise _refusal(
+            config,
+            name,
+            f"must divide the model's num_key_value_heads={kv_heads}, or be a multiple of it",
+        )
+
+
+def _undivided(architecture: Architecture) -> str:
+    """Why the layers of an architecture are not divided among ranks; "" where they are."""
+    if architecture.is_merged:
+        return "q, k and v are one tensor of the checkpoint"
+    if architecture.qk_norm_whole:
+        return "q and k are normed over all heads"
+    if architecture.has_sinks:
+        return "its attention has sinks"
+    return ""
+
+
+def _refusal(config: EngineConfig, name: str, problem: str) -> InvalidParameterError:
+    return InvalidParameterError(name, f"{problem}, got {getattr(config.device_config, name)}")

@@ -1,0 +1,130 @@
+"""Models whose layers are divided among ranks, against one rank.
+
+The ranks are threads; tests/executor/ranks/test_multiproc_executor.py has them as processes.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from quire.executor.models.parallel_layers import Slice
+from quire.ipc.params import SamplingParams
+from quire.tests.executor.driver import Row, generate, start_executor
+from quire.tests.executor.rank_threads import RankThreads
+
+KINDS = ("qwen2", "llama", "qwen3", "gemma3_text", "mistral", "smollm3", "granite", "ministral3")
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def random_workload(executor: Any, seed: int) -> list[Row]:
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(3, 250) for _ in range(rng.randrange(1, 60))]
+        for _ in range(rng.randrange(1, 6))
+    ]
+    params = SamplingParams(
+        temperature=rng.choice([0.0, 0.0, 0.7, 1.0]),
+        top_k=rng.choice([0, 0, 5]),
+        top_p=rng.choice([1.0, 0.9]),
+        seed=rng.randrange(1000),
+        logprobs=2,
+        prompt_logprobs=rng.choice([None, 1]),
+        repetition_penalty=rng.choice([1.0, 1.1]),
+    )
+    most = rng.choice([1, 7, 1000])
+    return generate(executor, prompts, rng.randrange(1, 12), params, lambda row: most)
+
+
+def check_equal(one: list[Row], other: list[Row]) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert (a.error, b.error) == (None, None)
+        assert a.output == b.output
+        for mine, theirs in (
+            *zip(a.logprobs, b.logprobs, strict=True),
+            *((a.prompt_logprobs[i], b.prompt_logprobs[i]) for i in a.prompt_logprobs),
+        ):
+            # the sampled (or prompt's) token; the order of others may differ where they are equal
+            np.testing.assert_allclose(mine[1][0], theirs[1][0], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MIXTURES])
+def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
+    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+    for seed in range(3):
+        check_equal(random_workload(one, seed), random_workload(two, seed))
+    two.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
+def test_random_workloads(tiny, kind: str) -> None:
+    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+    for seed in range(100, 200):
+        check_equal(random_workload(one, seed), random_workload(two, seed))
+    two.shutdown()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
+    model = tiny("llama", num_attention_heads=4, num_key_value_heads=1)
+    one, several = start_executor(model), RankThreads(model, size)
+    check_equal(random_workload(one, 5), random_workload(several, 5))
+    assert {rank.worker.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}
+    several.shutdown()
+
+
+def test_each_rank_has_its_part(tiny) -> None:
+    one, two = start_executor(tiny("qwen2")), RankThreads(tiny("qwen2"), 2)
+    [whole] = one.collective_rpc("memory_usage")
+    for rank in two.ranks:
+        [part] = rank.collective_rpc("memory_usage")
+        assert part["weights_bytes"] < 0.55 * whole["weights_bytes"]
+        assert rank.worker.block_bytes == one.worker.block_bytes // 2
+    two.shutdown()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"dtype": "bfloat16"},
+        {"quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int4"},
+        {"kv_cache_dtype": "int8"},
+        {"cpu_isa": "none"},
+        {"load_format": "dummy"},
+    ],
+    ids=str,
+)
+def test_every_run_has_the_same_bits(tiny, arguments) -> None:
+    """What is rounded differs from one rank's, but not from run to run."""
+    outputs = []
+    for _ in range(2):
+        two = RankThreads(tiny("llama", tie_word_embeddings=False), 2, **arguments)
+        rows = [row for seed in range(2) for row in random_workload(two, seed)]
+        outputs.append([(row.output, [p[1].tolist() for p in row.logprobs]) for row in rows])
+        two.shutdown()
+    assert outputs[0] == outputs[1]
+
+
+def test_dummy_weights_are_parts_of_one_ranks(tiny) -> None:
+    arguments = {"load_format": "dummy"}
+    one, two = (
+        start_executor(tiny("qwen2"), **arguments),
+        RankThreads(tiny("qwen2"), 2, **arguments),
+    )
+    check_equal(random_workload(one, 1), random_workload(two, 1))
+    two.shutdown()
+
+
+def test_slices() -> None:
+    stored = torch.arange(12).view(3, 4)
+    columns = Slice(1, 1, 3, 4)
+    assert columns.of(stored).tolist() == [[1, 2], [5, 6], [9, 10]]
+    assert columns.stored_shape(columns.of(stored)) == [3, 4]
+    rows = Slice(0, 1, 3, 3)
+    assert rows.of(stored).data_ptr() == stored[1].data_ptr()
+    assert rows.stored_shape(rows.of(stored)) == [3, 4]

@@ -1,0 +1,220 @@
+"""Ranks as processes: the executor's interface, equal tokens, and what a rank's failure does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from quire.executor.executor import make_executor
+from quire.executor.ranks.messages import StepDone
+from quire.executor.ranks.multiproc_executor import MultiprocExecutor
+from quire.ipc.config import EngineConfig
+from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.step_messages import SchedulerOutput
+from quire.tests.executor.driver import Driver, generate, make_config, start_executor
+
+
+def start(config: EngineConfig) -> MultiprocExecutor:
+    executor = make_executor(config)
+    assert isinstance(executor, MultiprocExecutor)
+    executor.load_model(lambda stage, fraction: None)
+    executor.initialize_kv_cache(executor.determine_num_blocks())
+    return executor
+
+
+@pytest.fixture(scope="module")
+def ranks(tiny) -> Iterator[MultiprocExecutor]:
+    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
+    yield executor
+    executor.shutdown()
+
+
+@pytest.fixture
+def own_ranks(tiny) -> Iterator[MultiprocExecutor]:
+    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
+    yield executor
+    executor.shutdown()
+    executor.shutdown()
+
+
+def pids_of(executor: MultiprocExecutor) -> list[int]:
+    return [process.pid for process in executor.processes]
+
+
+def are_gone(pids: list[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_tokens_equal_those_of_one_rank(ranks, tiny) -> None:
+    one = start_executor(tiny("qwen2"))
+    prompts, params = [[1, 2, 3], [7] * 40, [5, 6]], SamplingParams(temperature=0.9, seed=3)
+    several = [row.output for row in generate(ranks, prompts, 20, params)]
+    assert several == [row.output for row in generate(one, prompts, 20, params)]
+    assert several == [row.output for row in generate(ranks, prompts, 20, params)]
+
+
+def test_large_results(ranks) -> None:
+    """Log-probabilities of all tokens take several slots of the ring."""
+    params = SamplingParams(temperature=0.0, seed=0, logprobs=300, prompt_logprobs=300)
+    [row] = generate(ranks, [[9] * 200], 5, params)
+    assert len(row.prompt_logprobs) == 199 and len(row.logprobs[0][0]) == 301
+
+
+def test_steps_may_be_submitted_before_earlier_results(ranks) -> None:
+    driver = Driver(ranks)
+    row = driver.add("r", [1, 2, 3])
+    driver.step({"r": 3})
+    steps = [
+        SchedulerOutput(10 + i, [row.slot], [1], [3 + i], [[]], freed_slots=[]) for i in range(5)
+    ]
+    pending = [ranks.submit_model(step) for step in steps]
+    tokens = [one.result().token_ids[0] for one in pending]
+    ranks.execute_model(SchedulerOutput(20, [], [], [], [], freed_slots=[row.slot]))
+    assert row.output + tokens == generate(ranks, [[1, 2, 3]], 6)[0].output
+
+
+def test_calls_reach_every_rank(ranks) -> None:
+    usage = ranks.collective_rpc("memory_usage")
+    assert len(usage) == 2 and usage[0]["weights_bytes"] == usage[1]["weights_bytes"] > 0
+    ranks.execute_dummy_batch()
+    ranks.check_health()
+    with pytest.raises(InvalidParameterError, match="method: must be one of"):
+        ranks.collective_rpc("shutdown")
+    with pytest.raises(InvalidParameterError, match="args: check_health does not take"):
+        ranks.collective_rpc("check_health", 1)
+
+
+def test_sleep_wake_and_other_weights(ranks, tiny) -> None:
+    before = generate(ranks, [[1, 2, 3]], 8)[0].output
+    ranks.collective_rpc("sleep", ["kv_cache", "weights"])
+    with pytest.raises(RuntimeError, match="the worker sleeps"):
+        ranks.check_health()
+    ranks.collective_rpc("wake_up", ["weights"])
+    ranks.collective_rpc("wake_up", ["kv_cache"])
+    assert generate(ranks, [[1, 2, 3]], 8)[0].output == before
+    with pytest.raises(ModelLoadError):
+        ranks.collective_rpc("load_weights", "/nowhere")
+    ranks.collective_rpc("load_weights", str(tiny("qwen2", seed=7)))
+    assert generate(ranks, [[1, 2, 3]], 8)[0].output != before
+    ranks.collective_rpc("load_weights", str(tiny("qwen2")))
+    assert generate(ranks, [[1, 2, 3]], 8)[0].output == before
+
+
+def test_a_trace_has_what_each_rank_did(ranks) -> None:
+    ranks.start_trace(2)
+    generate(ranks, [[1, 2, 3]], 2)
+    trace = ranks.end_trace()
+    assert [len(some) for some in trace.steps.values()] == [2, 2]
+    assert all(rank.kernels for some in trace.steps.values() for rank in some)
+    assert trace.model_class == "Qwen2ForCausalLM"
+
+
+def test_a_grammar_is_checked_by_every_rank(ranks) -> None:
+    ranks.check_grammar(StructuredOutputsParams(regex="[ab]+")).result(20)
+    with pytest.raises(InvalidParameterError):
+        ranks.check_grammar(StructuredOutputsParams(regex="(")).result(20)
+
+
+def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny("qwen2") / "config.json").read_bytes())
+    executor = make_executor(make_config(tmp_path, tensor_parallel_size=2))
+    pids = pids_of(executor)
+    with pytest.raises(ModelLoadError, match="neither model.safetensors nor"):
+        executor.load_model(lambda stage, fraction: None)
+    with pytest.raises(RuntimeError, match="rank . of 2 failed: .*Error: .*\n.*Traceback"):
+        executor.execute_model(SchedulerOutput(1, [0], [1], [0], [[1]]))
+    executor.shutdown()
+    assert are_gone(pids)
+    with pytest.raises(InvalidParameterError, match="device=cuda"):
+        MultiprocExecutor(make_config(tiny("qwen2"), tensor_parallel_size=2, device="cuda"))
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_during_steps(own_ranks, rank: int) -> None:
+    pids, died = pids_of(own_ranks), []
+
+    def kill() -> None:
+        time.sleep(0.1)
+        died.append(time.monotonic())
+        os.kill(pids[rank], signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    driver = Driver(own_ranks)
+    driver.add("r", [1, 2, 3])
+    with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 \(pid {pids[rank]}\) was killed by"):
+        driver.run(10_000)
+    assert time.monotonic() - died[0] < 1.0
+    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+        own_ranks.collective_rpc("memory_usage")
+    own_ranks.shutdown()
+    assert time.monotonic() - died[0] < 1.5 and are_gone(pids)
+
+
+@pytest.mark.slow
+def test_nothing_survives_the_engines_process(tiny, tmp_path) -> None:
+    """The kernel ends the ranks of a process that is killed."""
+    script = (
+        "import sys, time; from quire.tests.executor.driver import make_config;"
+        "from quire.executor.executor import make_executor;"
+        "executor = make_executor(make_config(sys.argv[1], tensor_parallel_size=2));"
+        "print(*[p.pid for p in executor.processes], flush=True); time.sleep(100)"
+    )
+    program = subprocess.Popen(
+        [sys.executable, "-c", script, str(tiny("qwen2"))], stdout=subprocess.PIPE
+    )
+    assert program.stdout is not None
+    pids = [int(word) for word in program.stdout.readline().split()]
+    assert len(pids) == 2 and not are_gone(pids)
+    program.kill()
+    program.communicate()
+    deadline = time.monotonic() + 2.0
+    while not are_gone(pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert are_gone(pids)
+
+
+def test_ranks_with_other_tokens_end_the_engine(ranks, monkeypatch) -> None:
+    """As from a user's processor that draws random numbers."""
+    collect = ranks._collect
+
+    def other(**arguments) -> list:
+        first, second = collect(**arguments)
+        changed = StepDone(second.digest + 1) if isinstance(second, StepDone) else second
+        return [first, changed]
+
+    monkeypatch.setattr(ranks, "_collect", other)
+    with pytest.raises(RuntimeError, match="the ranks sampled different tokens"):
+        generate(ranks, [[1, 2, 3]], 2)
+    with pytest.raises(RuntimeError, match="the ranks sampled different tokens"):
+        ranks.check_health()
+    ranks._failure = None
+    os.eventfd_read(ranks._failed_fd)
+    monkeypatch.undo()
+    ranks.check_health()
+
+
+def test_a_rank_that_dies_between_steps_is_noticed(ranks) -> None:
+    """It is the last one to use `ranks`."""
+    causes: list[str] = []
+    told = threading.Event()
+
+    def on_failure(cause: str) -> None:
+        causes.append(cause)
+        told.set()
+
+    ranks.watch(on_failure)
+    check = ranks.check_grammar(StructuredOutputsParams(regex="[ab]"))
+    check.result(20)
+    os.kill(pids_of(ranks)[1], signal.SIGKILL)
+    assert told.wait(1.0)
+    assert "rank 1 of 2" in causes[0] and "SIGKILL" in causes[0] and len(causes) == 1
+    ranks.watch(on_failure)
+    assert len(causes) == 2

@@ -1,0 +1,49 @@
+"""What several ranks refuse, by name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from quire.frontend.engine_args import EngineArgs
+from quire.ipc.errors import InvalidParameterError
+from quire.ipc.models.ranks import check_ranks, num_ranks
+from quire.tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    kinds = ("qwen2", "phi3", "olmo2", "gpt_oss")
+    return {kind: str(save_tiny_model(tmp_path_factory.mktemp(kind), kind)) for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        ("qwen2", {"enable_lora": True}, "must be 1 with enable_lora, got 2"),
+        ("qwen2", {"speculative_config": {"method": "ngram"}}, "must be 1 with speculative_config"),
+        ("qwen2", {"preemption_mode": "swap"}, "must be 1 with preemption_mode=swap"),
+        ("qwen2", {"quantization": "int8", "packed_weights_cache": "auto"}, "packed_weights_cache"),
+        ("qwen2", {"runner": "pooling"}, "must be 1 with runner=pooling"),
+        ("qwen2", {"tensor_parallel_size": 3}, "must divide the model's num_attention_heads=4"),
+        ("qwen2", {"model_impl": "transformers"}, "must be 1 with a model of type qwen2"),
+        ("phi3", {}, "must be 1 with Phi3ForCausalLM: q, k and v are one tensor"),
+        ("olmo2", {}, "must be 1 with Olmo2ForCausalLM: q and k are normed over all heads"),
+        ("gpt_oss", {}, "must be 1 with GptOssForCausalLM: its attention has sinks"),
+    ],
+)
+def test_what_is_refused(models, kind: str, arguments: dict, words: str) -> None:
+    arguments = {"tensor_parallel_size": 2, "device": "cpu"} | arguments
+    with pytest.raises(InvalidParameterError, match=f"tensor_parallel_size: .*{words}"):
+        EngineArgs(models[kind], **arguments).create_engine_config()
+
+
+def test_what_is_accepted(models) -> None:
+    config = EngineArgs(models["qwen2"], tensor_parallel_size=2).create_engine_config()
+    assert num_ranks(config) == 2
+    device = msgspec.structs.replace(config.device_config, device="cuda")
+    with pytest.raises(InvalidParameterError, match="must be 1 with device=cuda, got 2"):
+        check_ranks(msgspec.structs.replace(config, device_config=device))
+
+
+def test_one_rank_is_never_refused(models) -> None:
+    EngineArgs(models["gpt_oss"]).create_engine_config()

@@ -212,6 +212,7 @@ class ModelRunner:
         num_left, results = scheduler_output.num_passes, []
         while True:
             drafts, most = speculation.draft(step)
+            self._cut_by_grammars(step.slots, drafts)
             count = 1
             if not any(map(len, drafts)):
                 count = min(num_left, most, 1 + min(step.num_lookahead_tokens))
@@ -251,6 +252,14 @@ class ModelRunner:
                 num_lookahead_tokens=[room[row] - num_sampled[row] for row in rows],
                 num_passes=num_left,
             )
+
+    def _cut_by_grammars(self, slots: list[int], drafts: list[np.ndarray]) -> None:
+        """Drops drafts from the first one on that the row's grammar forbids."""
+        if (grammars := self.grammars) is None or not grammars.has_any:
+            return
+        for row, (slot, draft) in enumerate(zip(slots, drafts)):
+            if len(draft):
+                drafts[row] = draft[: grammars.num_allowed(slot, draft, self.batch)]
 
     def _without_drafts(self, step: SchedulerOutput) -> ModelRunnerOutput:
         result = self._compute(msgspec.structs.replace(step, num_lookahead_tokens=[]))

@@ -290,6 +290,25 @@ class Grammars:
         self.start(slots, batch)
         return forced
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a slot has a grammar."""
+        return bool(self._slots)
+
+    def num_allowed(self, slot: int, token_ids: np.ndarray, batch: InputBatch) -> int:
+        """How many of the tokens that may follow this slot's, from the first one on, its grammar
+        allows; all without a grammar.
+        """
+        grammar = self._slots.get(slot)
+        if grammar is None:
+            return len(token_ids)
+        self.start(np.array([slot]), batch)
+        if self._masks is not None:
+            self._masks.result()  # the matcher is used there
+        if grammar.matcher is None or grammar.is_ended or grammar.error is not None:
+            return 0
+        return grammar.matcher.validate_tokens(token_ids.tolist())
+
     def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
         """Runs here and not in the mask thread, which has no work for this slot: its last mask was
         just used.

@@ -80,6 +80,10 @@ class ReplicasClient(EngineClient):
         self._waiter: asyncio.Future | None = None
         self._utilities = Utilities(self._replicas, router, self._lose, self._raise_if_over)
         self._may_be_stalled = False  # as in MPClient
+        service = config.service_config
+        self._replaces_engines = (
+            service.on_engine_death == "restart" and service.engine_restarts > 0
+        )
         self._is_restarting = self._is_closed = False
         self._failure: EngineDeadError | None = None
         self._guard = Guard()
@@ -234,7 +238,7 @@ class ReplicasClient(EngineClient):
         replica.stop_reading()
         self._absent.discard(replica.index)
         self._router.set_state(replica.index, LOST)
-        if not isinstance(replica.client, SupervisedClient) or not self._usable():
+        if not self._replaces_engines or not self._usable():
             self._failure = self._failure or error
             return self._wake()
         logger.error("engine %d is not used any more: %s", replica.index, error)

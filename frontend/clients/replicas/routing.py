@@ -24,7 +24,7 @@ from math import inf
 FINE_TOKENS, NUM_FINE, COARSE_TOKENS = 16, 32, 64
 MAX_CANDIDATES = 8  # replicas with the longest cached prefix that are compared
 # A token of the context of a running request, in tokens of a prompt that waits.
-RUNNING_WEIGHT = 1 / 16
+RUNNING_WEIGHT = 1 / 32
 # A cached prefix attracts requests up to this multiple of the mean load, and the slack above it.
 MAX_IMBALANCE, SLACK_TOKENS = 1.5, 4096
 # Added to the load of a replica that has no room in its steps, that is being replaced, or is lost.

@@ -131,7 +131,7 @@ class Utilities:
 
     async def _called(
         self, replicas: Sequence[Replica], method: str, args: tuple
-    ) -> dict[Replica, asyncio.Future]:
+    ) -> dict[Replica, asyncio.Task]:
         calls = {
             one: asyncio.ensure_future(one.client.call_utility_async(method, *args))
             for one in replicas

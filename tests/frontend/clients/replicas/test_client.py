@@ -10,13 +10,17 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 from quire import AsyncLLM, LLMEngine, SamplingParams
 from quire.frontend.clients.replicas.client import ReplicasClient
 from quire.frontend.clients.replicas.start import open_replicas
-from quire.ipc.errors import EngineDeadError
+from quire.ipc.errors import EngineDeadError, ModelLoadError
+from quire.ipc.lora import LoRARequest
+from quire.ipc.messages import EngineCoreRequest
 from quire.tests.fake_engine import COMMAND
-from quire.tests.fakes import make_config
+from quire.tests.fakes import expected_output, make_config, weights_digest
+from quire.tests.frontend.clients.driver import Driver, long_requests
 from quire.tests.frontend.supervision.test_supervised_client import (
     POISON,
     assert_expected,
@@ -221,3 +225,93 @@ def test_a_replica_that_cannot_be_replaced_is_left_out() -> None:
             llm.call_utility("ping")
     finally:
         llm.shutdown()
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """Blocking code over two engines in this process."""
+    driver = Driver("replicas", tmp_path, enable_lora=True, max_cpu_loras=2)
+    yield driver
+    driver.close()
+
+
+def executors(driver: Driver) -> list:
+    return [replica.client._engine.core.executor for replica in driver.client._replicas]
+
+
+def test_weights_that_one_engine_cannot_load_end_its_use(driver, monkeypatch) -> None:
+    def fail(path: str) -> None:
+        raise ModelLoadError(f"{path} is gone")
+
+    with pytest.raises(ModelLoadError, match="/models/missing"):
+        driver.call("load_weights", "/models/missing")  # the first one refuses: nothing is changed
+    assert driver.client.engines_up() == [True, True]
+    monkeypatch.setattr(executors(driver)[1], "load_weights", fail)
+    with pytest.raises(ModelLoadError, match="/models/new is gone"):
+        driver.call("load_weights", "/models/new")
+    assert driver.client.engines_up() == [True, False]
+    requests = long_requests(8)
+    for request in requests:
+        driver.client.add_request(request)
+    assert num_requests(driver.client) == [8, 0]
+    results, digest = driver.collect(8), weights_digest("/models/new")
+    for request in requests:
+        arguments = request.prompt_token_ids, request.sampling_params, [], driver.config
+        assert results[request.request_id][0] == expected_output(*arguments, digest)[0]
+
+
+def test_adapters_are_on_all_engines(driver) -> None:
+    adapter = LoRARequest("one", 1, "/adapters/one")
+    assert driver.call("add_lora", adapter) is True
+    assert len(driver.client._run(driver.client.call_each_async("list_loras"))) == 2
+    for i, request in enumerate(long_requests(6)):
+        driver.client.add_request(
+            msgspec.structs.replace(request, lora_request=adapter if i % 2 else None)
+        )
+    assert min(num_requests(driver.client)) > 0
+    assert all(not end.error for _, end in driver.collect(6).values())
+    assert driver.call("remove_lora", 1) is True and driver.call("list_loras") == []
+
+
+def test_new_requests_go_to_the_engine_that_is_traced(driver) -> None:
+    driver.call("start_trace", 3)
+    for request in long_requests(4, max_tokens=5):
+        driver.client.add_request(request)
+    assert sorted(num_requests(driver.client)) == [0, 4]
+    driver.collect(4)
+    assert driver.call("end_trace").steps
+    for request in long_requests(4, max_tokens=5):  # of other prompts, which no engine has cached
+        prompt = request.prompt_token_ids[::-1]
+        driver.client.add_request(msgspec.structs.replace(request, prompt_token_ids=prompt))
+    assert num_requests(driver.client) == [2, 2]
+    driver.collect(4)
+
+
+def test_an_owner_gets_its_share_beside_a_flood(driver) -> None:
+    """B's requests come behind A's flood on both engines, and do not wait for it."""
+    flood = [
+        EngineCoreRequest(f"a{i}", [i % 97] * 60, SamplingParams(max_tokens=40, seed=0), owner="a")
+        for i in range(80)
+    ]
+    for request in flood:
+        driver.client.add_request(request)
+    ended: list[str] = []
+    counts: list[int] = []
+    for turn in range(4):
+        mine = [
+            EngineCoreRequest(
+                f"b{turn}{i}", [i, turn, 5] * 20, SamplingParams(max_tokens=40, seed=0), owner="b"
+            )
+            for i in range(4)
+        ]
+        for request in mine:
+            driver.client.add_request(request)
+        waiting = {request.request_id for request in mine}
+        while waiting:
+            outputs = driver.get_output()
+            ids = [outputs.request_ids[end.row] for end in outputs.finished]
+            ended += ids
+            waiting -= set(ids)
+        counts.append(sum(name.startswith("a") for name in ended))
+    assert counts[0] < 30, counts  # in order of arrival, most of the 80 would come first
+    assert counts[-1] < 80, counts

@@ -37,9 +37,9 @@ from .kv_events import (
     encode,
     parse_endpoint,
 )
-from .sockets import ipc_path
+from .sockets import has_message, ipc_path
 
-RETRY_S = 0.2  # between attempts to bind an address that another process has
+RETRY_MS = 200  # between attempts to bind an address that another process has
 CLOSE_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("quire.engine")
@@ -81,8 +81,9 @@ class KVEventPublisher:
             self._bind()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
+            addresses = " or ".join(endpoint.address for _, endpoint in sockets)
             raise InvalidParameterError(
-                "kv_events_config", f"cannot use {endpoint.address}: {error}"
+                "kv_events_config", f"cannot use {addresses}: {error}"
             ) from None
         for _, endpoint in self._to_bind:
             logger.warning("KV events: %s is in use; taken when it is free", endpoint.address)
@@ -118,7 +119,7 @@ class KVEventPublisher:
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(1000 * RETRY_S if self._to_bind and self._waiting else None))
+            ready = dict(poller.poll(RETRY_MS if self._to_bind and self._waiting else None))
             if self._wake_fd in ready:
                 os.eventfd_read(self._wake_fd)
             try:
@@ -156,7 +157,7 @@ class KVEventPublisher:
 
     def _answer(self) -> None:
         replay = resolved(self._replay)
-        while replay.get(zmq.EVENTS) & zmq.POLLIN:
+        while has_message(replay):
             identity, *frames = replay.recv_multipart()
             if len(frames) != 2 or frames[0] or len(frames[1]) != 8:
                 logger.warning("KV events: a request for a replay that is not one")

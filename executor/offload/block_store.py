@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from struct import Struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -182,7 +182,7 @@ class BlockStore:
         mapped = mmap.mmap(self._fd, layout.blocks_at)
         self._counters = np.frombuffer(mapped, "<u8", 2, COUNTERS_AT)
         self._log = np.frombuffer(mapped, "<u4", LOG_ENTRIES, HEADER_BYTES)
-        self._entries = np.frombuffer(mapped, ENTRY, layout.num_places, layout.entries_at)
+        self._entries: Any = np.frombuffer(mapped, ENTRY, layout.num_places, layout.entries_at)
         self._stamps = np.frombuffer(mapped, "<u8", layout.num_places, layout.stamps_at)
 
     def _is_usable(self) -> bool:

@@ -110,7 +110,7 @@ class KVOffload:
         """Each cache as bytes, and the bytes of one block in it."""
         views = []
         for cache in self._caches():
-            flat = memoryview(cache.view(torch.uint8).view(-1).numpy())
+            flat = cache.view(torch.uint8).view(-1).numpy().data
             views.append((flat, len(flat) // len(cache)))
         return views
 

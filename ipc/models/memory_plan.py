@@ -62,8 +62,8 @@ def free_of_share(free_bytes: int, total_bytes: int, share: float) -> int:
 
 def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -> int:
     """KV-cache blocks that fit: num_gpu_blocks_override, or what fits kv_cache_memory_bytes, or
-    else `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them). Blocks of an encoder have no bytes: as
-    many as its requests need.
+    else `free_bytes` (on a CPU CPU_MEMORY_FRACTION of them, without those of offloaded blocks).
+    Blocks of an encoder have no bytes: as many as its requests need.
     """
     cache_config = config.cache_config
     if cache_config.num_gpu_blocks_override is not None:
@@ -76,6 +76,10 @@ def affordable_blocks(config: EngineConfig, block_bytes: int, free_bytes: int) -
     share = CPU_MEMORY_FRACTION / device_config.data_parallel_size
     if device_config.device == "cuda":  # engines have GPUs of their own
         share = 1.0
+    elif cache_config.kv_offloading_size and cache_config.kv_offloading_path is None:
+        free_bytes -= (
+            int(cache_config.kv_offloading_size * 2**30) * device_config.data_parallel_size
+        )
     return max(0, int(free_bytes * share)) // block_bytes
 
 

@@ -43,6 +43,12 @@ def test_at_most_two_fifths_of_free_memory():
     assert plan(free_bytes=20_000) == 8  # one sequence and the null block
 
 
+def test_offloaded_blocks_in_memory_are_left_out():
+    size = 10_240 / 2**30
+    assert plan(free_bytes=60_240, kv_offloading_size=size) == 20
+    assert plan(free_bytes=60_240, kv_offloading_size=size, kv_offloading_path="/kv") == 24
+
+
 def test_a_gpu_uses_all_of_the_engines_share():
     assert plan(free_bytes=20_000, device="cuda") == 20
     assert plan(free_bytes=PLENTY, device="cuda") == 1 + 4 * 7

@@ -446,7 +446,7 @@ class EngineCore:
 
     def expert_load(self) -> dict[str, Any]:
         """See expert_load.by_layer."""
-        return by_layer(self.executor.collective_rpc("expert_load")[0])
+        return by_layer(self.executor.collective_rpc("expert_load"))
 
     def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
         """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`.

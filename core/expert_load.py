@@ -20,14 +20,16 @@ def unused(tokens: list[int]) -> float:
     return tokens.count(0) / len(tokens)
 
 
-def by_layer(load: dict[int, list[int]]) -> dict[str, Any]:
-    """The tokens that each expert was sent since the weights were loaded.
+def by_layer(loads: list[dict[int, list[int]]]) -> dict[str, Any]:
+    """The tokens that each expert was sent since the weights were loaded. `loads`: of each rank,
+    those of its layers; ranks that share a layer have equal ones.
 
     "layers": the layers with experts. "tokens": for each of them the tokens of its experts, with a
     token counted once for each expert that it has; prompts that are recomputed count again. A step
     that runs now may be counted in part. Both are empty for models without experts, and for models
     in transformers' code, which are not counted.
     """
+    load = {layer: tokens for of_rank in loads for layer, tokens in of_rank.items()}
     return {"layers": list(load), "tokens": list(load.values())}
 
 

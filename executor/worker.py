@@ -154,7 +154,7 @@ class Worker:
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
-            return free // self.group.size
+            return free // self.group.num_ranks
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         num_bytes = devices.free_share_bytes(
@@ -208,7 +208,7 @@ class Worker:
             resolved(config.scheduler_config.max_num_batched_tokens),
         )
         num_logits = max_num_logits(config.scheduler_config)
-        if self.group.size > 1:
+        if self.group.num_ranks > 1:
             logger.info("the model runs operation by operation: ranks share its layers")
         elif self.device.type == "cpu":
             self.runner.program = program = record_step(
@@ -253,7 +253,7 @@ class Worker:
             self.config.cache_config.block_size,
         )
         # ranks would measure different costs, and move other blocks than each other
-        if mode != "recompute" and self.group.size == 1:
+        if mode != "recompute" and self.group.num_ranks == 1:
             self._num_host_blocks = plan_num_host_blocks(
                 self.config,
                 self.block_bytes,

@@ -266,10 +266,6 @@ def _resolve_load(load_config: Any) -> Any:
 
 
 def _resolve_device(device_config: Any) -> Any:
-    if (size := device_config.pipeline_parallel_size) > 1:
-        raise InvalidParameterError(
-            "pipeline_parallel_size", f"only 1 is possible so far, got {size}"
-        )
     return replace(device_config, device="cpu") if device_config.device == "auto" else device_config
 
 

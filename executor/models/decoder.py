@@ -16,7 +16,7 @@ from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
-from .layers import LayerFactory, Linear, RMSNorm, Weights
+from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .parallel_layers import GatheredHead
 
 
@@ -75,12 +75,22 @@ class Decoder:
         self.config = config
         self.ops = make.ops
         self.embedding_scale = config.embedding_scale
-        self.embed_tokens = make.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        self.dtype, self.stages = make.dtype, make.group.stages
+        is_tied = config.has_lm_head and config.tie_word_embeddings
+        self.embed_tokens: Embedding | None = None
+        if self.stages.is_first or (self.stages.is_last and is_tied):
+            self.embed_tokens = make.embedding(
+                "embed_tokens", config.vocab_size, config.hidden_size
+            )
+        # those of this stage
+        self.layer_range = self.stages.layers_of(config.num_hidden_layers)
         self.layers = [
             DecoderLayer(make, config, make_attention(i), make_mlp(i), norms)
-            for i in range(config.num_hidden_layers)
+            for i in self.layer_range
         ]
-        self.norm = make.norm("norm", config.hidden_size, config)
+        self.norm: RMSNorm | None = None
+        if self.stages.is_last:
+            self.norm = make.norm("norm", config.hidden_size, config)
         self.has_head = config.has_lm_head
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | GatheredHead | None = None
@@ -89,9 +99,10 @@ class Decoder:
         if config.score_tokens:
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
-        elif not config.has_lm_head:
-            pass  # it pools
+        elif not config.has_lm_head or not self.stages.is_last:
+            pass  # it pools, or the last stage has it
         elif config.tie_word_embeddings:
+            assert self.embed_tokens is not None
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
             self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
@@ -99,10 +110,16 @@ class Decoder:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed"""
-        residual = self.embed_tokens(token_ids)
-        if self.embedding_scale != 1.0:
-            self.ops.scale(residual, self.embedding_scale)
+        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed; of
+        a stage before the last one, what it sends to the next.
+        """
+        if self.stages.is_first:
+            assert self.embed_tokens is not None
+            residual = self.embed_tokens(token_ids)
+            if self.embedding_scale != 1.0:
+                self.ops.scale(residual, self.embedding_scale)
+        else:
+            residual = self.stages.receive(len(token_ids), self.config.hidden_size, self.dtype)
         norm = self.layers[0].before_attention
         x = residual if norm is None else norm(residual)
         for i, layer in enumerate(self.layers):
@@ -116,6 +133,8 @@ class Decoder:
             is_last = i + 1 == len(self.layers)
             following = self.norm if is_last else self.layers[i + 1].before_attention
             x = self._add(x, residual, layer.after_mlp, following)
+        if not self.stages.is_last:
+            self.stages.send(residual)
         return x
 
     def _add(
@@ -135,11 +154,15 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size] f32"""
+        """[R, hidden_size] -> [R, vocab_size] f32, in all stages"""
+        if not self.stages.is_last:
+            return self.stages.take_logits(len(hidden), self.config.vocab_size)
         assert self.lm_head is not None
         logits = self.lm_head.logits(hidden)
         if self.config.logits_scale != 1.0:
             self.ops.scale(logits, self.config.logits_scale)
+        if self.stages.count > 1:
+            self.stages.share_logits(logits)
         return logits
 
     def weights(self) -> Weights:
@@ -147,10 +170,12 @@ class Decoder:
         fills.
         """
         prefix = self.config.name_prefix
-        yield from self.embed_tokens.weights(f"{prefix}model.")
-        for i, layer in enumerate(self.layers):
+        if self.embed_tokens is not None:
+            yield from self.embed_tokens.weights(f"{prefix}model.")
+        for i, layer in zip(self.layer_range, self.layers):
             yield from layer.weights(f"{prefix}model.layers.{i}.")
-        yield from self.norm.weights(f"{prefix}model.")
+        if self.norm is not None:
+            yield from self.norm.weights(f"{prefix}model.")
         if self.lm_head is not None and not self.config.tie_word_embeddings:
             yield from self.lm_head.weights(prefix)
         yield from self.head.weights(prefix)
@@ -162,7 +187,20 @@ class Decoder:
         prefix = self.config.name_prefix
         head, table = f"{prefix}lm_head.weight", f"{prefix}model.embed_tokens.weight"
         is_tied = self.has_head and self.config.tie_word_embeddings
+        is_tied = is_tied and self.embed_tokens is not None
         return {head: table} if is_tied else {}
+
+    def is_elsewhere(self, name: str) -> bool:
+        """Whether another stage has this tensor of the checkpoint."""
+        if self.stages.count == 1:
+            return False
+        prefix = self.config.name_prefix
+        if not name.startswith(f"{prefix}model.layers."):
+            others = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+            return name.removeprefix(prefix) in others
+        layer = name.removeprefix(f"{prefix}model.layers.").partition(".")[0]
+        is_layer = layer.isdecimal() and int(layer) < self.config.num_hidden_layers
+        return is_layer and int(layer) not in self.layer_range
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order; each owns its key_cache and value_cache. None of a model

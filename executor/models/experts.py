@@ -35,7 +35,9 @@ class RoutedTokens:
 
 def routed_tokens(model: Any) -> dict[int, RoutedTokens]:
     """By layer; empty for a model without experts, and one in transformers' code."""
-    found = {i: getattr(layer, "mlp", None) for i, layer in enumerate(_layers(model))}
+    layers = _layers(model)
+    indices = getattr(model, "layer_range", range(len(layers)))
+    found = {i: getattr(layer, "mlp", None) for i, layer in zip(indices, layers)}
     return {i: block.routed for i, block in found.items() if block and hasattr(block, "routed")}
 
 

@@ -14,7 +14,7 @@ from ...ipc.messages import Failed, Message
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...ipc.trace import RanksTrace
-from .ring import GroupEnds, RingEnds
+from .ring import GroupEnds, RingEnds, StageEnds
 
 MAX_MESSAGE_BYTES = 2**40  # both ends are one program
 
@@ -22,11 +22,12 @@ MAX_MESSAGE_BYTES = 2**40  # both ends are one program
 class RankEnds(msgspec.Struct, frozen=True):
     """What a rank inherits from the engine's process; on its command line, as JSON."""
 
-    rank: int
+    rank: int  # stage * tensor_parallel_size + the rank in its group
     size: int
     commands: RingEnds
     replies: RingEnds
-    group: GroupEnds
+    group: GroupEnds | None  # None: it is alone in its stage
+    stages: StageEnds | None  # None: there is one
 
 
 # ---------------------------------------------------------------- to the ranks

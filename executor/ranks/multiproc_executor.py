@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.failures import unpack_exception
 from ...ipc.lora import LoRARequest
 from ...ipc.messages import Failed
-from ...ipc.models.ranks import check_ranks
+from ...ipc.models.ranks import check_ranks, num_ranks
 from ...ipc.params import StructuredOutputsParams
 from ...ipc.process import ChildProcess
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
@@ -50,7 +51,16 @@ from .messages import (
     StepDone,
     Trace,
 )
-from .ring import GroupEnds, RingEnds, RingReader, RingWriter, join_frames, make_event, split_frames
+from .ring import (
+    GroupEnds,
+    RingEnds,
+    RingReader,
+    RingWriter,
+    StageEnds,
+    join_frames,
+    make_event,
+    split_frames,
+)
 
 # A call that fails on one rank fails on the others too, or they wait for that rank.
 GRACE_S = 10.0
@@ -63,6 +73,29 @@ def rank_command(ends: RankEnds) -> list[str]:
     return [sys.executable, "-P", "-m", "quire.executor.ranks.rank", "--ends", text]
 
 
+def make_ends(config: EngineConfig) -> list[RankEnds]:
+    """Of each rank: all groups of a stage, then those of the next one."""
+    device, size = config.device_config, num_ranks(config)
+    tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
+    commands = RingEnds.create(size)
+    links = [[RingEnds.create(1) for _ in range(pp - 1)] for _ in range(tp)]
+    logits = [RingEnds.create(pp - 1) if pp > 1 else None for _ in range(tp)]
+    groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
+    ends = []
+    for rank in range(size):
+        stage, part = divmod(rank, tp)
+        last = logits[part]
+        stages = None if last is None else StageEnds(stage, links[part], last)
+        ends.append(RankEnds(rank, size, commands, RingEnds.create(1), groups[stage], stages))
+    return ends
+
+
+def fds_of(ends: RankEnds) -> list[int]:
+    """What a rank inherits."""
+    parts = ends.commands, ends.replies, ends.group, ends.stages
+    return [fd for part in parts if part is not None for fd in part.fds]
+
+
 class MultiprocExecutor:
     """Implements Executor (executor/executor.py)."""
 
@@ -70,7 +103,7 @@ class MultiprocExecutor:
         """`config` is resolved. Raises InvalidParameterError for what ranks cannot do."""
         check_ranks(config)
         self.config = config
-        self.size = size = config.device_config.tensor_parallel_size
+        self.size = size = num_ranks(config)
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.burst_weights_bytes = 0
         self._encoder = Encoder(MAX_MESSAGE_BYTES)
@@ -85,19 +118,16 @@ class MultiprocExecutor:
         self._failure: str | None = None  # why no step can run any more
         self._on_failure: Callable[[str], None] | None = None
         self._stop_fd, self._failed_fd = make_event(), make_event()
-        commands, group = RingEnds.create(size), GroupEnds.create(size)
-        replies = [RingEnds.create(1) for _ in range(size)]
-        self._fds = [*commands.fds, *group.fds, *(fd for ring in replies for fd in ring.fds)]
-        self._commands = RingWriter(commands, self._take)
-        self._readers = [RingReader(ring) for ring in replies]
+        ends = make_ends(config)
+        self._fds = sorted({fd for of_rank in ends for fd in fds_of(of_rank)})
+        self._commands = RingWriter(ends[0].commands, self._take)
+        self._readers = [RingReader(of_rank.replies) for of_rank in ends]
         self.processes: list[ChildProcess] = []
         try:
-            for rank in range(size):
-                ends = RankEnds(rank, size, commands, replies[rank], group)
-                fds = [*commands.fds, *replies[rank].fds, *group.fds]
-                name = f"rank {rank} of {size}"
+            for of_rank in ends:
+                name, fds = f"rank {of_rank.rank} of {size}", fds_of(of_rank)
                 self.processes.append(
-                    ChildProcess(rank_command(ends), b"k", name=name, pass_fds=fds)
+                    ChildProcess(rank_command(of_rank), b"k", name=name, pass_fds=fds)
                 )
         except BaseException:
             self._end_processes(0.0)
@@ -112,7 +142,15 @@ class MultiprocExecutor:
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """See Executor. The progress is that of the first rank."""
         self._report = report
-        self.kv_cache_windows = tuple(self._call("load_model")[0])
+        windows = self._call("load_model")
+        if any(one != windows[0] for one in windows):
+            raise InvalidParameterError(
+                "pipeline_parallel_size",
+                f"must be 1 with these sliding windows, which differ between stages ({windows}); "
+                f"disable_hybrid_kv_cache_manager=True makes them equal; got "
+                f"{self.config.device_config.pipeline_parallel_size}",
+            )
+        self.kv_cache_windows = tuple(windows[0])
 
     def determine_num_blocks(self) -> int:
         """See Executor: what the rank with the least memory has room for."""
@@ -369,7 +407,7 @@ class MultiprocExecutor:
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.wait(max(0.0, deadline - time.monotonic()))
-            process.send_signal(9)
+            process.send_signal(signal.SIGKILL)
         for process in self.processes:
             process.close(timeout_s)
         for fd in (*self._fds, self._stop_fd, self._failed_fd):

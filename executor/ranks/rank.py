@@ -101,9 +101,12 @@ class Rank:
 
         lean_import.import_torch(config)
         from ..single_process import SingleProcessExecutor
+        from .stages import Stages
         from .tensor_group import TensorGroup
 
-        group = TensorGroup(self._ends.rank, self._ends.group)
+        ends = self._ends
+        stages = Stages(ends.stages)
+        group = TensorGroup(ends.rank % (ends.size // stages.count), ends.group, stages)
         self._executor = SingleProcessExecutor(with_threads(config, self._num_threads), group)
 
     def _call(self, call: Call) -> Reply:

@@ -64,6 +64,18 @@ class GroupEnds(msgspec.Struct, frozen=True):
         return [self.memory, *(fd for row in self.events for fd in row if fd >= 0)]
 
 
+class StageEnds(msgspec.Struct, frozen=True):
+    """Descriptors of stages.py, which a rank inherits by number."""
+
+    stage: int
+    links: list[RingEnds]  # from each stage to the next one
+    logits: RingEnds  # from the last stage to the others
+
+    @property
+    def fds(self) -> list[int]:
+        return [fd for ring in (*self.links, self.logits) for fd in ring.fds]
+
+
 def make_event(count: int = 0) -> int:
     """An eventfd from which each read takes 1."""
     return os.eventfd(count, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)

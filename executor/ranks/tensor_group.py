@@ -23,14 +23,18 @@ from torch import Tensor
 
 from ...ipc.errors import InvalidParameterError
 from .ring import PART_FLOATS, GroupEnds
+from .stages import WHOLE, Stages
 
 
 class TensorGroup:
     """A rank's view of its group. Without ends it is the only rank."""
 
-    def __init__(self, rank: int = 0, ends: GroupEnds | None = None):
+    def __init__(self, rank: int = 0, ends: GroupEnds | None = None, stages: Stages = WHOLE):
+        """stages: of the stack, of which this group has one."""
         self.rank = rank
         self.size = 1 if ends is None else len(ends.events)
+        self.stages = stages
+        self.num_ranks = self.size * stages.count  # in all stages
         self._half = 0
         if ends is None:
             return
@@ -68,7 +72,7 @@ class TensorGroup:
         return count * rank // self.size, count * (rank + 1) // self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, of any shape, f32 or rounded to f32 -> f32."""
+        """The sum of all ranks' x, of any shape -> f32."""
         mine = x.reshape(-1)
         total = torch.empty(mine.shape, dtype=torch.float32)
         for begin in range(0, len(mine), PART_FLOATS):

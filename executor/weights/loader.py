@@ -83,6 +83,8 @@ def load_weights(
         missing = stored_by_name(missing, model.config, directory)
     shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
     ignores = partial(is_ignored, config=model.config) if is_native else None
+    if (is_elsewhere := getattr(model, "is_elsewhere", None)) is not None:
+        ignores = _either(ignores, is_elsewhere)
     origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
     quantized = QuantizedWeights(shapes, quantization, set(origin))
     pieces = stacked_pieces(shapes)
@@ -120,6 +122,12 @@ def load_weights(
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
     times.log()
     _check_tied(tied, origin, dtype)
+
+
+def _either(
+    first: Callable[[str], bool] | None, second: Callable[[str], bool]
+) -> Callable[[str], bool]:
+    return second if first is None else lambda name: first(name) or second(name)
 
 
 def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:

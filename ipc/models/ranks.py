@@ -72,6 +72,12 @@ def _check_model(config: EngineConfig, name: str) -> None:
     for what, count in divided.items():
         if count % size:
             raise _refusal(config, name, f"must divide the model's {what}={count}")
+    if (stages := config.device_config.pipeline_parallel_size) > shape.num_hidden_layers:
+        raise InvalidParameterError(
+            "pipeline_parallel_size",
+            f"must be at most the model's num_hidden_layers={shape.num_hidden_layers}, got "
+            f"{stages}",
+        )
     kv_heads = shape.num_key_value_heads
     if kv_heads % size and size % kv_heads:
         raise _refusal(

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from quire.executor.ranks.multiproc_executor import make_ends
 from quire.executor.ranks.rank import digest_of
-from quire.executor.ranks.ring import GroupEnds
+from quire.executor.ranks.stages import Stages
 from quire.executor.ranks.tensor_group import TensorGroup
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
@@ -18,12 +19,16 @@ from quire.tests.executor.driver import make_config
 class RankThreads:
     """What Driver needs of an executor."""
 
-    def __init__(self, model: str | Path, size: int, **arguments: Any):
-        self.config = make_config(model, tensor_parallel_size=size, **arguments)
-        ends = GroupEnds.create(size)
-        self._threads = ThreadPoolExecutor(size)
+    def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
+        self.config = make_config(
+            model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
+        )
+        self._threads = ThreadPoolExecutor(size * num_stages)
         self.ranks = [
-            SingleProcessExecutor(self.config, TensorGroup(rank, ends)) for rank in range(size)
+            SingleProcessExecutor(
+                self.config, TensorGroup(ends.rank % size, ends.group, Stages(ends.stages))
+            )
+            for ends in make_ends(self.config)
         ]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)

@@ -216,7 +216,7 @@ def _replace_head(
 ) -> None:
     original = tied.get(f"{name}.weight")
     if original is not None:
-        linear: Linear = make.tied_head(name, embeddings[original])
+        linear: Any = make.tied_head(name, embeddings[original])
     else:
         linear = make.head(name, module.in_features, module.out_features)
         table.update(linear.weights(""))

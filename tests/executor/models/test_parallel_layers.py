@@ -59,10 +59,47 @@ def test_two_ranks_give_the_tokens_of_one(tiny, kind: str) -> None:
     two.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "num_stages", "arguments"),
+    [
+        ("qwen2", 1, 2, {}),
+        ("llama", 1, 3, {"tie_word_embeddings": False}),
+        ("gemma3_text", 1, 2, {}),
+        ("mixtral", 1, 2, {}),
+        ("qwen2", 2, 2, {}),
+    ],
+)
+def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) -> None:
+    model = tiny(kind, num_hidden_layers=4, **arguments)
+    options = {"disable_hybrid_kv_cache_manager": True}
+    one, stages = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
+    for seed in range(3):
+        check_equal(random_workload(one, seed), random_workload(stages, seed))
+    loads = [rank.collective_rpc("expert_load")[0] for rank in stages.ranks]
+    assert loads == ([{}] * len(loads) if kind != "mixtral" else loads)
+    if kind == "mixtral":
+        assert [list(load) for load in loads] == [[0, 1], [2, 3]]
+    stages.shutdown()
+
+
+def test_stages_in_bfloat16_have_the_bits_of_one_rank(tiny) -> None:
+    model, options = tiny("qwen2", num_hidden_layers=3), {"dtype": "bfloat16"}
+    one, stages = start_executor(model, **options), RankThreads(model, 1, 2, **options)
+    for seed in range(3):
+        rows = zip(random_workload(one, seed), random_workload(stages, seed), strict=True)
+        for mine, theirs in rows:
+            assert mine.output == theirs.output
+            assert [p[1].tolist() for p in mine.logprobs] == [
+                p[1].tolist() for p in theirs.logprobs
+            ]
+    stages.shutdown()
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "num_stages"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
-def test_random_workloads(tiny, kind: str) -> None:
-    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), 2)
+def test_random_workloads(tiny, kind: str, size: int, num_stages: int) -> None:
+    one, two = start_executor(tiny(kind)), RankThreads(tiny(kind), size, num_stages)
     for seed in range(100, 200):
         check_equal(random_workload(one, seed), random_workload(two, seed))
     two.shutdown()

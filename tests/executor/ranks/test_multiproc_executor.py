@@ -39,7 +39,7 @@ def ranks(tiny) -> Iterator[MultiprocExecutor]:
 
 @pytest.fixture
 def own_ranks(tiny) -> Iterator[MultiprocExecutor]:
-    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
+    executor = start(make_config(tiny("qwen2"), pipeline_parallel_size=2))
     yield executor
     executor.shutdown()
     executor.shutdown()
@@ -138,7 +138,7 @@ def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_during_steps(own_ranks, rank: int) -> None:
+def test_a_rank_that_is_killed_during_steps(own_ranks, tiny, rank: int) -> None:
     pids, died = pids_of(own_ranks), []
 
     def kill() -> None:
@@ -146,9 +146,11 @@ def test_a_rank_that_is_killed_during_steps(own_ranks, rank: int) -> None:
         died.append(time.monotonic())
         os.kill(pids[rank], signal.SIGKILL)
 
-    threading.Thread(target=kill).start()
     driver = Driver(own_ranks)
-    driver.add("r", [1, 2, 3])
+    row = driver.add("r", [1, 2, 3])
+    driver.run(5)
+    assert row.output == generate(start_executor(tiny("qwen2")), [[1, 2, 3]], 5)[0].output
+    threading.Thread(target=kill).start()
     with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 \(pid {pids[rank]}\) was killed by"):
         driver.run(10_000)
     assert time.monotonic() - died[0] < 1.0
@@ -218,3 +220,12 @@ def test_a_rank_that_dies_between_steps_is_noticed(ranks) -> None:
     assert "rank 1 of 2" in causes[0] and "SIGKILL" in causes[0] and len(causes) == 1
     ranks.watch(on_failure)
     assert len(causes) == 2
+
+
+def test_windows_that_differ_between_stages_are_refused(tiny) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    model = tiny("gemma3_text", num_hidden_layers=3, layer_types=types)
+    executor = make_executor(make_config(model, pipeline_parallel_size=2))
+    with pytest.raises(InvalidParameterError, match="pipeline_parallel_size: must be 1 with these"):
+        executor.load_model(lambda stage, fraction: None)
+    executor.shutdown()

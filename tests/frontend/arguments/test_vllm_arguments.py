@@ -298,7 +298,7 @@ def test_scripts_for_vllm(monkeypatch, caplog) -> None:
     assert os.environ["HF_TOKEN"] == "secret"
     assert "secret" not in caplog.text + repr(args)
     for arguments, words in (
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"pipeline_parallel_size": 200}, "pipeline_parallel_size"),
         ({"data_parallel_size": 0}, "data_parallel_size: must be an integer, at least 1, got 0"),
         ({"speculative_config": {"method": "medusa"}}, "speculative_config: must be a dict"),
         ({"served_model_name": ["a", "b"]}, "served_model_name: must be a string"),

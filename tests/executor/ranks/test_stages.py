@@ -1,0 +1,47 @@
+"""What goes from stage to stage, and which layers each has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quire.executor.ranks.ring import RingEnds, StageEnds
+from quire.executor.ranks.stages import WHOLE, Stages
+
+
+def make_stages(count: int) -> list[Stages]:
+    links = [RingEnds.create(1) for _ in range(count - 1)]
+    logits = RingEnds.create(count - 1)
+    return [Stages(StageEnds(stage, links, logits)) for stage in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_every_layer_is_in_one_stage(count: int) -> None:
+    for num_layers in range(count, 12):
+        parts = [stage.layers_of(num_layers) for stage in make_stages(count)]
+        assert [layer for part in parts for layer in part] == list(range(num_layers))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert WHOLE.layers_of(7) == range(7)
+
+
+def test_tensors_arrive_as_they_were_sent() -> None:
+    first, second, last = make_stages(3)
+    assert (first.is_first, first.is_last, last.is_first, last.is_last) == (1, 0, 0, 1)
+    x = torch.randn(5, 7).bfloat16()
+    first.send(x)
+    received = second.receive(5, 7, torch.bfloat16)
+    assert torch.equal(received, x)
+    received += 1  # it is the receiver's own
+    second.send(received[:, ::2])
+    assert torch.equal(last.receive(5, 4, torch.bfloat16), received[:, ::2])
+    logits = torch.randn(2, 100)
+    last.share_logits(logits)
+    assert all(torch.equal(stage.take_logits(2, 100), logits) for stage in (first, second))
+    last.share_logits(torch.empty(0, 100))
+    assert first.take_logits(0, 100).shape == (0, 100)
+
+
+def test_other_shapes_are_an_error() -> None:
+    first, last = make_stages(2)
+    first.send(torch.zeros(2, 3))
+    with pytest.raises(RuntimeError, match=r"24 bytes arrived .*, not \(2, 4\)"):
+        last.receive(2, 4, torch.float32)

@@ -230,7 +230,8 @@ def test_a_replica_that_cannot_be_replaced_is_left_out() -> None:
 @pytest.fixture
 def driver(tmp_path):
     """Blocking code over two engines in this process."""
-    driver = Driver("replicas", tmp_path, enable_lora=True, max_cpu_loras=2)
+    slow = {"delay_s": 0.004}  # so that requests come before the ones before them have ended
+    driver = Driver("replicas", tmp_path, enable_lora=True, max_cpu_loras=2, hf_overrides=slow)
     yield driver
     driver.close()
 
@@ -297,7 +298,7 @@ def test_an_owner_gets_its_share_beside_a_flood(driver) -> None:
         driver.client.add_request(request)
     ended: list[str] = []
     counts: list[int] = []
-    for turn in range(4):
+    for turn in range(2):
         mine = [
             EngineCoreRequest(
                 f"b{turn}{i}", [i, turn, 5] * 20, SamplingParams(max_tokens=40, seed=0), owner="b"
@@ -314,4 +315,4 @@ def test_an_owner_gets_its_share_beside_a_flood(driver) -> None:
             waiting -= set(ids)
         counts.append(sum(name.startswith("a") for name in ended))
     assert counts[0] < 30, counts  # in order of arrival, most of the 80 would come first
-    assert counts[-1] < 80, counts
+    assert counts[1] < 60, counts

@@ -208,6 +208,27 @@ def test_a_head_changes_no_bit(method, settings, jobs, expected, tmp_path):
         assert engine.get_metrics()["num_draft_tokens"] > 100
 
 
+TRAINED = sorted(path.parent.name for path in Path(heads.__file__).parent.glob("heads/*/*.json"))
+
+
+@pytest.mark.parametrize("method", sorted(set(TRAINED)))
+def test_trained_heads_are_right_most_times(method):
+    """Those of tests/bundled_model/train_heads.py, on the bundled model's chat turns."""
+    directory = Path(heads.__file__).parent / "heads" / method
+    drafting = {"method": method, "model": str(directory), "num_speculative_tokens": 4}
+    messages = [[{"role": "user", "content": text}] for text in ("Who are you?", "Hello! Hi!")]
+    answers = []
+    for config in (None, drafting | {"adaptive": False}):
+        with LLM(engine="inproc", dtype="bfloat16", speculative_config=config) as llm:
+            for temperature in (0.0, 0.8):
+                params = SamplingParams(temperature=temperature, seed=7, max_tokens=48)
+                outputs = llm.chat(messages, params, use_tqdm=False)
+                answers.append([output.outputs[0].token_ids for output in outputs])
+            metrics = llm.get_metrics()
+    assert answers[:2] == answers[2:]
+    assert metrics["num_accepted_tokens"] > 1.5 * metrics["num_drafts"] > 0
+
+
 def test_a_draft_model_sleeps_and_wakes():
     config = {"method": "draft_model", "model": "bundled", "adaptive": False}
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

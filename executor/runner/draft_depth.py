@@ -23,7 +23,9 @@ MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
-DRAFTING_S = 100e-6  # work of the host for the drafts of a draft model
+# Work of the host for the drafts of a model or a head.
+DRAFTING_S = 300e-6
+PRIOR_DECAY = 0.98  # of what models have drafted for earlier requests, per pass with drafts
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
 # A request without drafts gets some again after so many passes: its text may repeat itself by now.
@@ -86,6 +88,8 @@ class DraftDepth:
         self.most = most
         self._batch = batch
         self._cost, self._draft_costs = costs, draft_costs
+        # What a text repeats says nothing about the next one, how well a model drafts does.
+        self._prior = PRIOR
         num_slots = len(batch.num_tokens)
         # by slot; numbers of Python, which are read one by one
         self._entries = [0] * num_slots  # the requests that the following is about
@@ -120,6 +124,8 @@ class DraftDepth:
         best = none
         for row, p in zip(rows, probabilities):
             slot, best[row] = slots[row], depth_of[p]
+            if self._draft_costs is not None and not self._tried[slot]:
+                best[row] = max(1, best[row])  # each request tells how well the model drafts
             self._num_without[slot] = 0 if best[row] else self._num_without[slot] + 1
             if self._num_without[slot] > MOST_PASSES_WITHOUT:
                 self._num_without[slot], best[row] = 0, 1
@@ -156,7 +162,8 @@ class DraftDepth:
             self._entries[slot] = entry
             self._tried[slot] = self._accepted[slot] = 0.0
             self._num_without[slot] = 0
-        known = (self._accepted[slot] + PRIOR * PRIOR_WEIGHT) / (self._tried[slot] + PRIOR_WEIGHT)
+        accepted = self._accepted[slot] + self._prior * PRIOR_WEIGHT
+        known = accepted / (self._tried[slot] + PRIOR_WEIGHT)
         return min(0.99, max(0.01, known))
 
     def learn(
@@ -167,3 +174,6 @@ class DraftDepth:
             if drafted:  # what follows a refused draft says nothing
                 self._tried[slot] = DECAY * self._tried[slot] + min(accepted + 1, drafted)
                 self._accepted[slot] = DECAY * self._accepted[slot] + accepted
+                if self._draft_costs is not None:
+                    share = accepted / min(accepted + 1, drafted)
+                    self._prior = PRIOR_DECAY * self._prior + (1 - PRIOR_DECAY) * share

@@ -120,6 +120,7 @@ class Speculation:
         self.depth = depth
         self._batch = batch
         self._num_misses = 0  # since the last draft
+        self._drafts_decodes = False  # whether the last pass wanted any draft
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
@@ -141,8 +142,9 @@ class Speculation:
             for slot, limit, wanted in zip(slots, limits, most)
         ]
         drafts = self.drafter.draft(slots, counts, room)
-        if self.drafter.sees_every_pass and self.is_worth(len(slots)):
-            return drafts, 1
+        self._drafts_decodes = any(most)
+        if self.drafter.sees_every_pass and any(most):
+            return drafts, 1  # several passes in one call would be missed
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
 
@@ -152,9 +154,15 @@ class Speculation:
 
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Shows a pass of the model to a drafter that has to see it, unless no drafts are worth
-        their cost in a batch of this size.
+        their cost in a batch of this size, or for these decodes.
         """
-        if self.drafter.sees_every_pass and self.is_worth(len(inputs.slots)):
+        num_rows = len(inputs.slots)
+        has_prompts = inputs.metadata.num_decodes < num_rows
+        if (
+            self.drafter.sees_every_pass
+            and (has_prompts or self._drafts_decodes)
+            and self.is_worth(num_rows)
+        ):
             self.drafter.observe(inputs, hidden)
 
     def place(self, scheduler_output: SchedulerOutput, drafts: list[np.ndarray]) -> SchedulerOutput:

@@ -100,3 +100,24 @@ def test_drafts_that_cost_as_much_as_tokens_are_not_drafted():
         for _ in range(10):
             depth.learn([0], [4], [2])
     assert free.choose(step(1))[0] >= cheap.choose(step(1))[0] > 0
+
+
+def test_each_request_tells_how_well_a_model_drafts():
+    depth = make_depth(FLAT, draft_costs={1: 2.0, 8: 2.0})
+    for entry in range(1, 5):
+        depth._batch.entries[0] = entry
+        assert depth.choose(step(1)) == [0]  # it cannot gain, however good it is
+    cheap = make_depth(FLAT, draft_costs={1: 0.1, 8: 0.1})
+    first = cheap._probability(0)
+    for entry in range(1, 80):
+        cheap._batch.entries[0] = entry
+        assert cheap.choose(step(1))[0] >= 1
+        cheap.learn([0], [4], [4])
+    cheap._batch.entries[0] = 100
+    assert cheap._probability(0) > max(0.85, first)
+    plain = make_depth(FLAT)  # what one text repeats says nothing about the next
+    for entry in range(1, 80):
+        plain._batch.entries[0] = entry
+        plain.learn([0], [4], [4])
+    plain._batch.entries[0] = 100
+    assert plain._probability(0) == first

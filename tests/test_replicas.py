@@ -5,15 +5,21 @@ engine, also when a replica is killed.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import httpx2 as httpx
+import psutil
 import pytest
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
 from quire.ipc.params import StructuredOutputsParams
 from quire.tests.client_forms import closing, engine_args, make_engine
+from quire.tests.frontend.server.conftest import running_server
 
 NUM_CONVERSATIONS, NUM_TURNS, NUM_ANSWER = 10, 4, 8
 SETTINGS = dict(max_model_len=512, num_gpu_blocks_override=1200)
@@ -189,3 +195,42 @@ def test_kills_at_random_under_many_streams(one_engine, replicas, seed: int) -> 
     expected = expected_of(one_engine, wanted)
     victims = [rng.randrange(2) for _ in range(3)]
     assert replicas.run(stream_and_kill(replicas.llm, wanted, victims)) == expected
+
+
+@pytest.mark.chaos
+def test_a_server_restarts_its_engines_and_loses_one_under_streams() -> None:
+    """Text of 24 streams, sampled: undisturbed, during a rolling restart, and with a kill."""
+
+    def stream(client: httpx.Client, number: int) -> str:
+        body = {"prompt": f"Once upon a time {number}", "seed": number, "stream": True}
+        body |= {"temperature": 0.7, "max_tokens": 300, "ignore_eos": True}
+        said = ""
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    assert "error" not in chunk, chunk
+                    said += chunk["choices"][0]["text"]
+        return said
+
+    flags = ("-dp", "2", "--admin", "--num-threads", "1")
+    with running_server(*flags) as client, ThreadPoolExecutor(24) as threads:
+
+        def streams() -> list[Future[str]]:
+            return [threads.submit(stream, client, number) for number in range(24)]
+
+        expected = [one.result() for one in streams()]
+        running = streams()
+        time.sleep(0.5)
+        answer = client.post("/restart_engines?drain_timeout=0.2", timeout=60)
+        assert answer.json() == {"status": "restarted"}
+        assert [one.result() for one in running] == expected
+        running = streams()
+        time.sleep(0.5)
+        psutil.Process(client.process.pid).children()[0].kill()
+        while not all(one.done() for one in running):
+            assert client.get("/health/ready").status_code == 200
+            time.sleep(0.05)
+        assert [one.result() for one in running] == expected
+        metrics = client.get("/metrics").text
+        assert 'quire:engine_restarts_total{cause="request"} 2.0' in metrics

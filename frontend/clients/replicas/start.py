@@ -23,7 +23,8 @@ from .own_loop import OwnLoop
 
 
 def replica_configs(config: EngineConfig) -> list[EngineConfig]:
-    """The configuration of each engine: its number, its cores, and as many threads.
+    """The configuration of each engine: its number, its cores, and as many threads, which its
+    ranks divide.
 
     Raises InvalidParameterError for data_parallel_cores.
     """
@@ -31,8 +32,9 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     cores = _divided(device)
     num_threads = device.num_threads
     if num_threads is None and device.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        most = max(1, available_cores() // device.data_parallel_size)
-        num_threads = min([most, *(len(of_one) for of_one in cores if of_one)])
+        most = available_cores() // device.data_parallel_size
+        most = min([most, *(len(of_one) for of_one in cores if of_one)])
+        num_threads = max(1, most // _num_ranks(device))
     return [
         msgspec.structs.replace(
             config,
@@ -50,7 +52,7 @@ def _divided(device: DeviceConfig) -> list[list[int]]:
     if not device.data_parallel_cores:
         # more threads than cores: the system divides its time between them
         usable = len(nodes) and min(map(len, nodes)) * len(nodes)
-        if (device.num_threads or 1) * number > usable:
+        if (device.num_threads or 1) * _num_ranks(device) * number > usable:
             return [[] for _ in range(number)]
         return divide_cores(nodes, number)
     if len(device.data_parallel_cores) != number:
@@ -74,6 +76,10 @@ def _divided(device: DeviceConfig) -> list[list[int]]:
             )
         divided.append(cores)
     return divided
+
+
+def _num_ranks(device: DeviceConfig) -> int:
+    return device.tensor_parallel_size * device.pipeline_parallel_size
 
 
 async def start_replicas(

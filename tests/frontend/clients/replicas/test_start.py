@@ -57,6 +57,10 @@ def test_cores_and_threads_as_configured(nodes, monkeypatch) -> None:
     assert [one.device_config.num_threads for one in own] == [3, 3]
     own = replica_configs(config(num_threads=5))  # more than there are cores
     assert [one.device_config.cores for one in own] == [[], []]
+    own = replica_configs(config(tensor_parallel_size=2))  # num_threads are those of a rank
+    assert [(len(one.device_config.cores), one.device_config.num_threads) for one in own] == (
+        [(4, 2)] * 2
+    )
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert replica_configs(config())[0].device_config.num_threads is None
 

@@ -114,9 +114,7 @@ class Replica:
             return requests.pop() if requests else await asyncio.Future()
 
         call = asyncio.create_task(self.app(scope, receive, messages.put))
-        call.add_done_callback(
-            lambda _: messages.put_nowait({})
-        )  # ends the loop, also after a fault
+        call.add_done_callback(lambda _: messages.put_nowait({}))  # after a fault, too
         try:
             while message := await messages.get():
                 if message["type"] == "http.response.start":

@@ -5,6 +5,7 @@ killed under load.
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -109,6 +110,7 @@ def check_ray_serve(address: str, model_directory: str) -> None:
         wait_until(lambda: num_replicas() == 2)
         answers_as_quire(address, ray_address)
         keeps_conversations_on_their_replica(ray_address)
+        aborts_what_a_client_leaves(ray_address)
         survives_a_node(address, ray_address, lambda: cluster.remove_node(second, False))
         cluster.add_node(num_cpus=2)
         wait_until(lambda: num_replicas() == 2)
@@ -146,6 +148,27 @@ def keeps_conversations_on_their_replica(ray_address: str) -> None:
             messages.append(answer["choices"][0]["message"])
             messages.append({"role": "user", "content": "Go on."})
     assert num_found >= 0.95 * num_turns, (num_found, num_turns)
+
+
+def aborts_what_a_client_leaves(ray_address: str) -> None:
+    host, port = ray_address.removeprefix("http://").split(":")
+    body = json.dumps({"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True})
+    with socket.create_connection((host, int(port)), timeout=60) as client:
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+        client.sendall((head + body).encode())
+        assert b"200 OK" in client.recv(4096)
+    wait_until(lambda: num_aborted(ray_address) == 1, timeout_s=20)
+
+
+def num_aborted(ray_address: str) -> int:
+    """Each replica knows its own requests, so several scrapes ask both."""
+    pattern = re.compile(r'^quire:request_success_total{.*finished_reason="abort".*} (\S+)$', re.M)
+    counts = []
+    for _ in range(6):
+        with urllib.request.urlopen(ray_address + "/metrics", timeout=60) as answer:
+            [count] = pattern.findall(answer.read().decode())
+            counts.append(int(float(count)))
+    return max(counts)
 
 
 def requests() -> Iterator[tuple[str, dict[str, Any]]]:

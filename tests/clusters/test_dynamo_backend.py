@@ -104,10 +104,15 @@ def test_registration(started: Started) -> None:
 def test_tokens_are_those_of_quire(started: Started) -> None:
     stops = {"max_tokens": 12, "ignore_eos": True, "stop_token_ids_hidden": None, "stop": ["x"]}
     chunks = started.generate("greedy", sampling_options=GREEDY, stop_conditions=stops)
-    with quire.LLM(MODEL, engine="inproc") as llm:
-        params = quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
-        [expected] = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
-        [completion] = expected.outputs
+    params = quire.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2)
+
+    async def direct() -> quire.CompletionOutput:
+        """With Quire's own tokenizer and without deltas."""
+        prompt = {"prompt_token_ids": PROMPT}
+        outputs = [one async for one in started.engine._engine.generate(prompt, params, "direct")]
+        return outputs[-1].outputs[0]
+
+    completion = started.run(direct())
     assert tokens(chunks) == completion.token_ids
     assert chunks[-1]["finish_reason"] == "length"
     assert chunks[-1]["completion_usage"] == {

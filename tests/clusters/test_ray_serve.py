@@ -124,7 +124,7 @@ def read(parts: list[bytes]) -> tuple[list[str], list[list[str]], int, set[str]]
 CUTS = st.lists(st.lists(st.integers(0, 20), max_size=6), min_size=3, max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(["chat", "completion"]))
 def test_a_stream_that_dies_anywhere_loses_and_repeats_nothing(data: Any, kind: str) -> None:
     delivered, parts = streams.Delivered(), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -44,6 +45,7 @@ def in_order(key: str, num_running: Mapping[str, int], slack: int) -> list[str]:
 
     by_weight = sorted(num_running, key=weight, reverse=True)
     if not key:
+        random.shuffle(by_weight)
         return sorted(by_weight, key=lambda replica: num_running[replica])
     within = [replica for replica in by_weight if num_running[replica] <= limit]
     return within + sorted({*num_running} - {*within}, key=lambda replica: num_running[replica])

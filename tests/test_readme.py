@@ -166,7 +166,7 @@ def test_files_named_on_a_page_exist(page: str) -> None:
 
 
 FOREIGN = {"--only", "--out", "--write"}  # options of scripts in tests/
-FOREIGN |= {"--engine-args", "--kv-events-port"}  # of examples/dynamo
+FOREIGN |= {"--engine-args", "--kv-events-port", "--migration-limit"}  # of examples/dynamo, Dynamo
 
 
 def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,6 @@ files, so there is no other service.
 import contextlib
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -13,8 +12,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,24 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+@dataclass
+class Running:
+    address: str  # of the frontend
+    home: Path  # with the logs
+    workers: list[subprocess.Popen]
+    add_worker: Callable[[], None]
+
+
 @contextlib.contextmanager
-def processes(model_directory: str) -> Iterator[tuple[str, list[subprocess.Popen], Path]]:
-    """Yield the frontend's address, the workers, and the folder with the logs."""
+def processes(model_directory: str) -> Iterator[Running]:
+    """A frontend and two workers."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as started:
         home = Path(folder)
-        environment = os.environ | {"DYN_FILE_KV": str(home / "discovery")}
+        environment = os.environ | {
+            "DYN_FILE_KV": str(home / "discovery"),
+            # between the end of routing and cleanup, in which most streams would end
+            "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "1",
+        }
 
         def start(name: str, *words: str) -> subprocess.Popen:
             log = started.enter_context((home / f"{name}.log").open("w"))
@@ -53,17 +65,21 @@ def processes(model_directory: str) -> Iterator[tuple[str, list[subprocess.Popen
             return process
 
         port = free_port()
-        routing = ("--router-mode", "kv", "--http-port", str(port))
+        routing = ("--router-mode", "kv", "--http-port", str(port), "--migration-limit", "3")
         start("frontend", "-m", "dynamo.frontend", *routing)
-        workers = []
-        for index in range(2):
+        workers: list[subprocess.Popen] = []
+
+        def add_worker() -> None:
             model = ("--model", model_directory, "--served-model-name", "quire")
             events = ("--kv-events-port", str(free_port()))
-            workers.append(start(f"worker-{index}", str(BACKEND), *model, *events))
+            workers.append(start(f"worker-{len(workers)}", str(BACKEND), *model, *events))
+
+        add_worker()
+        add_worker()
         address = f"http://127.0.0.1:{port}"
         wait_until(lambda: num_workers(home) == 2 and "quire" in read(address + "/v1/models"), home)
         wait_until(lambda: complete(address, "Hello", max_tokens=1), home)
-        yield address, workers, home
+        yield Running(address, home, workers, add_worker)
 
 
 def num_workers(home: Path) -> int:
@@ -104,11 +120,12 @@ def text_of(stream: str) -> str:
 
 def check_dynamo(address: str, model_directory: str) -> None:
     """One check, since starting frontend and workers takes most of the time."""
-    with processes(model_directory) as (dynamo, workers, home):
-        has_same_tokens(address, dynamo)
-        refuses(dynamo)
-        sends_a_prefix_to_its_worker(dynamo)
-        drains(dynamo, workers, home)
+    with processes(model_directory) as running:
+        has_same_tokens(address, running.address)
+        refuses(running.address)
+        sends_a_prefix_to_its_worker(running.address)
+        drains(running)
+        survives_a_worker(address, running)
 
 
 def has_same_tokens(quire: str, dynamo: str) -> None:
@@ -160,24 +177,43 @@ def sends_a_prefix_to_its_worker(dynamo: str) -> None:
     assert len(found) == 2, found  # and new prompts go to both
 
 
-def drains(dynamo: str, workers: list[subprocess.Popen], home: Path) -> None:
-    """SIGTERM to one worker: its streams end as they should, the other one goes on."""
-    body = GREEDY | {"max_tokens": 3500, "stream": True, "min_tokens": 3500}
+def streams(pool: ThreadPoolExecutor, address: str, num_tokens: int) -> list[Future[str]]:
+    body = GREEDY | {"max_tokens": num_tokens, "min_tokens": num_tokens, "stream": True}
     prompts = [f"{number} Once upon a time" for number in range(6)]
+    bodies = [body | {"prompt": prompt} for prompt in prompts]
+    return [pool.submit(read, address + "/v1/completions", one) for one in bodies]
+
+
+def drains(running: Running) -> None:
+    """SIGTERM to one worker: its streams end as they should, the other one goes on."""
     with ThreadPoolExecutor(6) as pool:
-        streams = [
-            pool.submit(read, dynamo + "/v1/completions", body | {"prompt": prompt})
-            for prompt in prompts
-        ]
+        answers = streams(pool, running.address, num_tokens=1500)
         time.sleep(0.5)
-        assert not any(stream.done() for stream in streams)
-        workers[0].terminate()
-        texts = [text_of(stream.result()) for stream in streams]
+        assert not any(answer.done() for answer in answers)
+        running.workers[0].terminate()
+        texts = [text_of(answer.result()) for answer in answers]
     assert all(len(text.split()) > 200 for text in texts), list(map(len, texts))
-    assert workers[0].wait(timeout=60) == 0
-    log = (home / "worker-0.log").read_text()
-    assert "Engine cleanup complete" in log and not re.search("Traceback", log), log[-3000:]
-    assert complete(dynamo, "Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+    exit_code = running.workers[0].wait(timeout=60)
+    log = (running.home / "worker-0.log").read_text()
+    assert exit_code == 0, (exit_code, log[-3000:])
+    assert "Engine cleanup complete" in log and "Traceback" not in log, log[-3000:]
+    assert complete(running.address, "Once", max_tokens=4)["usage"]["completion_tokens"] == 4
+
+
+def survives_a_worker(quire: str, running: Running) -> None:
+    """SIGKILL to one of two workers: Dynamo continues its streams on the other one, and Quire gives
+    the tokens that it would have given there.
+    """
+    running.add_worker()
+    wait_until(lambda: num_workers(running.home) == 2, running.home)
+    with ThreadPoolExecutor(6) as pool:
+        expected = [text_of(answer.result()) for answer in streams(pool, quire, num_tokens=1500)]
+        answers = streams(pool, running.address, num_tokens=1500)
+        time.sleep(0.5)
+        assert not any(answer.done() for answer in answers)
+        running.workers[1].kill()
+        texts = [text_of(answer.result()) for answer in answers]
+    assert texts == expected
 
 
 if __name__ == "__main__":

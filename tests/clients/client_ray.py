@@ -212,6 +212,7 @@ def survives_a_node(quire: str, ray_address: str, kill: Callable[[], None]) -> N
 
 def grows_with_load(ray_address: str, model_directory: str) -> None:
     fast = {"upscale_delay_s": 1, "metrics_interval_s": 0.5, "look_back_period_s": 1}
+    serve.delete("default")
     deploy(model_directory, min_replicas=1, target_ongoing_requests=2, autoscaling=fast)
     wait_until(lambda: num_replicas() == 1)
     body = {"prompt": "Once", "max_tokens": 3000, "ignore_eos": True, "temperature": 0}

@@ -159,9 +159,9 @@ class ReplicasClient(EngineClient):
     def abort_requests(self, request_ids: list[str]) -> None:
         with self._guard:
             self._raise_if_over()
-            for request_id in request_ids:
-                self._moved_at.pop(request_id, None)
             for index, ids in self._requests.abort(request_ids).items():
+                for request_id in ids:
+                    self._moved_at.pop(request_id, None)
                 try:
                     self._replicas[index].client.abort_requests(ids)
                 except EngineDeadError as error:

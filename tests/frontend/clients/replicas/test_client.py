@@ -65,7 +65,7 @@ class Engines:
 
         async def run() -> None:
             await test(self.llm, self.client)
-            assert num_requests(self.client) == [0, 0]
+            assert num_requests(self.client) == [0, 0] and not self.client._moved_at
             while self.client.engines_up() != [True, True]:
                 await asyncio.sleep(0.005)
             assert await self.llm.call_utility("check_integrity") is True
@@ -91,7 +91,9 @@ async def until(holds) -> None:
         await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGABRT, marks=pytest.mark.chaos)]
+)
 def test_requests_of_a_dead_replica_continue_on_the_other(engines, number: int) -> None:
     async def test(llm: AsyncLLM, client: ReplicasClient) -> None:
         requests = some_requests(24, int(number), max_tokens=120)

@@ -146,7 +146,7 @@ class Draft:
         """
         if isinstance(head := self._passes.model, Head):
             head.share(self._model())
-            if head.self_attn.key_cache is not None:
+            if head.attention_layers()[0].key_cache is not None:
                 self._record()
 
     def _record(self) -> None:

@@ -187,7 +187,8 @@ class Worker:
                 self.config.scheduler_config,
                 self.runner.batch,
                 self._run_verification,
-                *(() if self.draft is None else (self.draft.drafter, self.draft.run_pass)),
+                None if self.draft is None else self.draft.drafter,
+                None if self.draft is None else self.draft.run_pass,
             )
         num_bytes = num_blocks * self.block_bytes
         logger.info(

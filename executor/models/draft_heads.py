@@ -59,7 +59,6 @@ class DraftHead:
         self.embed_tokens: Any = None
         self.lm_head: Any = None
         self.taps: Eagle3Taps | None = None
-        self.self_attn: Attention
 
     def share(self, model: Decoder) -> None:
         """Uses the model's embedding, and its output head unless the head has one."""
@@ -71,8 +70,8 @@ class DraftHead:
         """[R, hidden_size] -> [R, vocab_size] f32"""
         return self.lm_head.logits(hidden)
 
-    def attention_layers(self) -> list[Attention]:
-        return [self.self_attn]
+    def attention_layers(self) -> list[Any]:
+        raise NotImplementedError  # of each kind
 
 
 class Eagle3Attention(Attention):
@@ -114,9 +113,7 @@ class Eagle3Head(DraftHead):
         super().__init__(make, config, rows)
         size, ropes = config.hidden_size, make.ropes(config, max_model_len)
         self.taps = Eagle3Taps(make, config, tap_layers, rows)
-        self.self_attn: Eagle3Attention = Eagle3Attention(
-            make, config, ropes, qkv_bias, False, False
-        )
+        self.self_attn = Eagle3Attention(make, config, ropes, qkv_bias, False, False)
         self.mlp = GatedMLP(make, config, 0, bias=False)
         self.token_norm = make.norm("input_layernorm", size, config)
         self.hidden_norm = make.norm("hidden_norm", size, config)
@@ -140,6 +137,9 @@ class Eagle3Head(DraftHead):
         x = self.mlp(x)
         self.norm.add(x, residual)
         return x
+
+    def attention_layers(self) -> list[Any]:
+        return [self.self_attn]
 
     def weights(self) -> Weights:
         """`#token` and `#hidden`: the columns of a weight that multiply these."""
@@ -200,6 +200,9 @@ class MTPHead(DraftHead):
         self.ops.scale(state, 0.0)
         self.ops.add(x, state)
         return x
+
+    def attention_layers(self) -> list[Any]:
+        return [self.self_attn]
 
     def weights(self) -> Weights:
         """`#token` and `#hidden`: the columns of a weight that multiply these."""

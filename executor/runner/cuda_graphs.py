@@ -156,7 +156,7 @@ class GraphedStep:
         ):
             slot_mapping[:count].copy_(group.slot_mapping)
             block_tables[:count, : group.block_tables.shape[1]].copy_(group.block_tables)
-        if self._adapters is not None:
+        if self._adapters is not None and metadata.adapters is not None:
             self._adapters[:count].copy_(metadata.adapters)
             self._adapters[count:size] = NO_ADAPTER
         self._seq_lens[count:size] = 1

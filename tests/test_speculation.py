@@ -246,6 +246,7 @@ def test_a_draft_model_sleeps_and_wakes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 def test_5000_random_requests(count=5000):
     """Each proposer in turn beside a plain engine, with chunks, preemption and swap; each batch of
     jobs has its own seed.

@@ -343,6 +343,37 @@ def test_a_request_may_come_while_an_idle_engine_is_replaced() -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_outputs_that_a_dead_engine_left_do_not_disturb_its_replacement() -> None:
+    """A call begins the replacement while the outputs of the dead engine are still being read: the
+    requests are submitted to the next engine, not to the dead one.
+    """
+
+    async def main() -> None:
+        client = supervised(True, hf_overrides={"delay_s": 0.002})
+        llm = AsyncLLM(client.ready.config, client)
+
+        async def run(request_id: str) -> RequestOutput:
+            params = SamplingParams(max_tokens=200, ignore_eos=True)
+            async for output in llm.generate([1], params, request_id):
+                pass
+            return output
+
+        running = [asyncio.create_task(run(f"r{i}")) for i in range(3)]
+        await asyncio.sleep(0.05)
+        time.sleep(0.2)  # nothing reads the outputs meanwhile
+        kill(client)
+        time.sleep(0.05)
+        client._engine._on_death()
+        assert len(client._engine._outputs) > 20
+        assert await llm.call_utility("ping") == "pong"
+        outputs = await asyncio.gather(*running)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [200, 200, 200]
+        assert client.restarts.by_cause == {"SIGKILL": 1}
+        await llm.shutdown_async()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_engine_that_leaves_in_a_drain_is_replaced_only_for_a_request() -> None:
     async def main() -> None:
         client = supervised(True, hf_overrides={"delay_s": 0.01})

@@ -8,7 +8,6 @@ blocking, `open_connection_async` in an event loop.
 
 from __future__ import annotations
 
-import select
 import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from .early_engine import take as take_early_engine
 from .errors import EngineStartError
 from .failures import unpack_exception
 from .messages import PROTOCOL, Config, EngineDead, Failed, Hello, Progress, Ready
-from .process import engine_command
+from .process import engine_command, readable
 from .sockets import ipc_path, receive
 from .threads import in_thread
 
@@ -199,7 +198,7 @@ async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
     try:
         # ZMQ's descriptor is edge-triggered: check before each wait
         while (message := _take(connection, awaited.source)) is None:
-            if not is_dead and select.select([connection.pidfd], [], [], 0)[0]:
+            if not is_dead and readable(connection.pidfd, timeout_s=0):
                 is_dead, deadline = True, time.monotonic() + LAST_WORDS_S
                 loop.remove_reader(connection.pidfd)
             try:

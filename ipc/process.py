@@ -153,11 +153,11 @@ class ChildProcess:
             os.close(stderr_fd)
             has_started.set()
         self._copy_stderr()
-        _poll(self.pidfd)  # a child may close its stderr
+        readable(self.pidfd)  # a child may close its stderr
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for its death. Returns False if it is still alive."""
-        return bool(_poll(self.pidfd, timeout_s=timeout_s))
+        return bool(readable(self.pidfd, timeout_s=timeout_s))
 
     def describe_death(self) -> str:
         """How a dead child died, with the last lines of its stderr. Reaps it."""
@@ -219,7 +219,7 @@ class ChildProcess:
             except BlockingIOError:
                 if is_dead:
                     return
-                is_dead = self.pidfd in _poll(self._stderr_fd, self.pidfd)
+                is_dead = self.pidfd in readable(self._stderr_fd, self.pidfd)
                 continue
             if not data:  # closed by a child that is still alive
                 return
@@ -252,7 +252,11 @@ def kill_at_end_of_file(read_fd: int, pid: int) -> None:
         fcntl.fcntl(read_fd, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
-def _poll(*fds: int, timeout_s: float | None = None) -> list[int]:
+def readable(*fds: int, timeout_s: float | None = None) -> list[int]:
+    """Waits until one of them is readable, or for `timeout_s`; returns those that are.
+
+    select.select would refuse numbers above 1023, which a server with many connections has.
+    """
     poller = select.poll()
     for fd in fds:
         poller.register(fd, select.POLLIN)

@@ -212,12 +212,14 @@ def _ask(child: subprocess.Popen[bytes], message: object, limit_s: float) -> byt
     unsent = memoryview(_framed(msgspec.msgpack.encode(message)))
     os.set_blocking(child.stdin.fileno(), False)  # a stopped child reads nothing
     while True:
-        answered, writable, _ = select.select(
-            [child.stdout], [child.stdin] if unsent else [], [], LOOK_S
-        )
-        if answered:
+        poller = select.poll()  # select.select refuses the numbers of a daemon with many clients
+        poller.register(child.stdout, select.POLLIN)
+        if unsent:
+            poller.register(child.stdin, select.POLLOUT)
+        ready = dict(poller.poll(1000 * LOOK_S))
+        if child.stdout.fileno() in ready:
             return _read(child.stdout)
-        if writable:
+        if child.stdin.fileno() in ready:
             unsent = unsent[os.write(child.stdin.fileno(), unsent) :]
         elif _cpu_s(process) >= limit_s:
             return None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from ...ipc.config import EngineConfig
 from ...ipc.errors import NotEnoughMemoryError, QuireError
 from ...ipc.machine import free_memory_bytes, private_memory_bytes
+from ...ipc.process import readable
 from ..clients.mp_client import MPClient
 from .engine_state import NO_WEIGHTS, Weights
 from .restart_budget import RestartBudget
@@ -230,4 +231,4 @@ class Standby:
 
 
 def _is_dead(engine: MPClient) -> bool:
-    return bool(select.select([engine.pidfd], [], [], 0)[0])
+    return bool(readable(engine.pidfd, timeout_s=0))

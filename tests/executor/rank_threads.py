@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from quire.executor.ranks.multiproc_executor import make_ends
+from quire.executor.ranks.multiproc_executor import fds_of, make_ends
 from quire.executor.ranks.rank import digest_of
 from quire.executor.ranks.stages import Stages
 from quire.executor.ranks.tensor_group import TensorGroup
@@ -24,11 +25,13 @@ class RankThreads:
             model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
         )
         self._threads = ThreadPoolExecutor(size * num_stages)
+        all_ends = make_ends(self.config)
+        self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
         self.ranks = [
             SingleProcessExecutor(
                 self.config, TensorGroup(ends.rank % size, ends.group, Stages(ends.stages))
             )
-            for ends in make_ends(self.config)
+            for ends in all_ends
         ]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
@@ -50,3 +53,5 @@ class RankThreads:
     def shutdown(self) -> None:
         self.on_each(lambda rank: rank.shutdown())
         self._threads.shutdown()
+        for fd in self._fds:
+            os.close(fd)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+
 import pytest
 import torch
 from quire.executor.ranks.ring import RingEnds, StageEnds
 from quire.executor.ranks.stages import WHOLE, Stages
 
+MADE: list[RingEnds] = []
+
+
+@pytest.fixture(autouse=True)
+def _closes_descriptors() -> Iterator[None]:
+    yield
+    while MADE:
+        for fd in MADE.pop().fds:
+            os.close(fd)
+
 
 def make_stages(count: int) -> list[Stages]:
     links = [RingEnds.create(1) for _ in range(count - 1)]
     logits = RingEnds.create(count - 1)
+    MADE.extend([*links, logits])
     return [Stages(StageEnds(stage, links, logits)) for stage in range(count)]
 
 

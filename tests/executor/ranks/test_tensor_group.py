@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,8 +15,12 @@ from quire.ipc.errors import InvalidParameterError
 def on_ranks(size: int, function) -> list:
     ends = GroupEnds.create(size)
     groups = [TensorGroup(rank, ends) for rank in range(size)]
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(function, groups))
+    try:
+        with ThreadPoolExecutor(size) as threads:
+            return list(threads.map(function, groups))
+    finally:
+        for fd in ends.fds:
+            os.close(fd)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])

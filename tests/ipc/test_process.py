@@ -2,7 +2,9 @@
 learns of its parent's death.
 """
 
+import fcntl
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +14,13 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from quire.ipc.process import EngineProcess, SignalPipe, engine_command, kill_at_end_of_file
+from quire.ipc.process import (
+    EngineProcess,
+    SignalPipe,
+    engine_command,
+    kill_at_end_of_file,
+    readable,
+)
 from quire.tests.fake_engine import is_gone, wait_until
 
 PYTHON = [sys.executable, "-c"]
@@ -211,3 +219,19 @@ def test_signals_as_bytes():
         pipe.close()
     with pytest.raises(OSError):
         pipe.wake()
+
+
+def test_descriptors_above_1023_can_be_waited_for() -> None:
+    """A server with many connections has such numbers, and a restart waits for them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    read_fd, write_fd = os.pipe()
+    high = fcntl.fcntl(read_fd, fcntl.F_DUPFD, 1500)
+    try:
+        assert readable(high, timeout_s=0.01) == []
+        os.write(write_fd, b"x")
+        assert readable(high, timeout_s=5.0) == [high]
+    finally:
+        for fd in (read_fd, write_fd, high):
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -2,7 +2,9 @@
 
 Must not know: text, requests' lifecycles, clients; no scheduling is decided here.
 
-`executor.py` is the interface, `single_process.py` implements it with one `worker.py`.
+`executor.py` is the interface. `single_process.py` implements it with one `worker.py`, and `ranks/`
+with several processes. A worker builds models (`model_builder.py`, `head_builder.py`), may have
+another one that drafts (`draft.py`), and keeps evicted blocks (`offload/`).
 """
 
 import os

@@ -28,8 +28,8 @@ NONE = -2  # as a position: no hidden state is held
 
 
 class DraftHead:
-    """`state` [tokens, hidden_size]: what a pass of the head reads. A request that has missed a
-    pass gets no more drafts until it enters a slot again.
+    """The head's `state` [tokens, hidden_size] is what its next pass reads. A request that has
+    missed a pass of the model gets no more drafts until it enters a slot again.
     """
 
     sees_every_pass = True

@@ -105,6 +105,7 @@ def make_slots(
     slots = []
     for name, size in sizes.items():
         plan: Any = SimpleNamespace(
+            num_engines=1,
             weights_bytes=(size - 10) * MIB,
             kv_cache_bytes=0,
             runtime_bytes=10 * MIB,

@@ -183,7 +183,11 @@ def open_llm(model: str, engine: str, **arguments) -> LLM:
     [
         ("inproc", {}),
         ("process", {}),
-        ("inproc", {"async_scheduling": True, "num_scheduler_steps": 3}),
+        pytest.param(
+            "inproc",
+            {"async_scheduling": True, "num_scheduler_steps": 3},
+            marks=pytest.mark.slow,
+        ),
         ("inproc", {"preemption_mode": "swap", "num_gpu_blocks_override": 33}),
     ],
     ids=["inproc", "process", "overlapped", "swapping"],

@@ -255,7 +255,7 @@ def test_training_text_holds_no_held_out_sum():
     )
 
 
-@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("chat", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recalls_a_code_over_1500_tokens(model, tokenizer, chat):
     samples = [data.recall_prompt(Random(f"test {seed}"), 1500, chat=chat) for seed in range(10)]
     outputs = _greedy(model, tokenizer, [sample.prompt for sample in samples], 20)

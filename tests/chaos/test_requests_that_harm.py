@@ -105,8 +105,9 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-# test_health.py stops an engine over HTTP in each normal run
-@pytest.mark.parametrize("hang", [pytest.param("stopped", marks=pytest.mark.chaos), "spin"])
+# each normal run has test_health.py, over HTTP, and test_supervised_client.py
+@pytest.mark.chaos
+@pytest.mark.parametrize("hang", ["stopped", "spin"])
 def test_a_hanging_step_is_noticed_and_streams_continue(
     server: httpx.Client, hang: str, directory: Path
 ) -> None:

@@ -11,7 +11,7 @@ import random
 import pytest
 from quire.tests.simulation.run import Outcome, simulate
 
-NUM_SEEDS, NUM_PARTS = 2000, 10  # in the normal run, the same seeds each time
+NUM_SEEDS, NUM_PARTS = 1000, 10  # in the normal run, the same seeds each time
 SEED = int(os.environ.get("SIMULATION_SEED", 0))  # of the first run
 # seeds of runs in which a request was lost, kept or blamed once
 FOUND = (1117589025, 2001696, 2004409, 2006239, 1000000611, 1000008214)

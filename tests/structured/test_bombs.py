@@ -108,6 +108,7 @@ class Site:
         return output.error or output.outputs[0].finish_reason, seconds
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_hostile_grammars_are_refused_or_bounded_and_do_not_affect_others() -> None:
     site = Site()

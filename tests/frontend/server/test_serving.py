@@ -177,7 +177,10 @@ def engine_of(client: httpx.Client) -> psutil.Process | None:
     return None
 
 
-@pytest.mark.parametrize(("num_streams", "flags"), [(0, ()), (5, ()), (5, ("--standby",))])
+@pytest.mark.parametrize(
+    ("num_streams", "flags"),
+    [(0, ()), pytest.param(5, (), marks=pytest.mark.slow), (5, ("--standby",))],
+)
 def test_sigterm_to_every_process_as_from_systemd(num_streams: int, flags: tuple) -> None:
     """The engine finishes its requests, those that wait in the server too, and is not replaced."""
     queued = re.compile(rf"quire:num_requests_queued\S* {max(0, num_streams - 2)}")

@@ -165,7 +165,7 @@ class Killer(threading.Thread):
             kill(self.client, self.rng.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT]))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_requests_continue_after_deaths_at_random_moments(open_engine, seed: int) -> None:
     engine = open_engine(hf_overrides={"delay_s": 0.005})
     requests = some_requests(24, seed, max_tokens=150)

@@ -85,7 +85,14 @@ def test_a_warm_prefix_cache_does_not_change_outputs(expected):
         engine.shutdown()
 
 
-@pytest.mark.parametrize("client", BLOCKING + ASYNCIO)
+# the contract suite (tests/frontend/clients/test_client.py) has every form in each run
+FORMS = [
+    pytest.param(form, marks=pytest.mark.slow) if form == "process" else form
+    for form in BLOCKING + ASYNCIO
+]
+
+
+@pytest.mark.parametrize("client", FORMS)
 def test_clients_do_not_change_outputs_and_leak_nothing(expected, client, tmp_path):
     # what a process loads once (libraries, threads) is not a leak
     make_engine("inproc" if "inproc" in client else "process").shutdown()

@@ -79,6 +79,8 @@ def count(server: httpx.Client, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+# each normal run has the same in tests/frontend/supervision/test_supervised_client.py
+@pytest.mark.chaos
 def test_a_poison_request_ends_alone(server: httpx.Client) -> None:
     jobs, poison = mixed_jobs(1, 22, length=0.4), seeded(POISON)
     expected = asyncio.run(undisturbed(str(server.base_url), jobs))

@@ -21,10 +21,10 @@ from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
 from .kv_cache_memory import KVCacheMemory
 from .model_builder import ModelBuilder
-from .models.draft_heads import DraftHead as Head
+from .models.draft_heads import DraftHead
 from .program.step_program import record_step
 from .runner.bursts import Bursts
-from .runner.draft_head import DraftHead
+from .runner.draft_head import HeadDrafter
 from .runner.draft_model import DraftModel
 from .runner.draft_passes import DraftPasses
 from .runner.input_batch import InputBatch
@@ -95,7 +95,7 @@ class Draft:
         isa = builder.cpu_isa
         self._builder: Builder
         max_model_len = resolved(model_config.max_model_len)
-        self.drafter: DraftModel | DraftHead  # set by load, as the next
+        self.drafter: DraftModel | HeadDrafter  # set by load, as the next
         self._cache: KVCacheMemory
         if method == "draft_model":
             self._builder = own = _DraftModelBuilder(config, builder.dtype, *self._kv_cache, isa)
@@ -106,13 +106,13 @@ class Draft:
             )
         else:
             self._builder = HeadBuilder(config, method, builder, model, self._rows)
-            self._make_drafter = partial(DraftHead, max_model_len=max_model_len)
+            self._make_drafter = partial(HeadDrafter, max_model_len=max_model_len)
 
     def load(self, report: Report) -> None:
         """Raises ModelLoadError, NotEnoughMemoryError."""
         built = self._builder.build(report)
         self._cache = KVCacheMemory(built.attention_layers(), self._config, *self._kv_cache)
-        ahead = int(isinstance(built, Head))
+        ahead = int(isinstance(built, DraftHead))
         passes = DraftPasses(built, self._builder.ops, self._batch, ahead)
         self.drafter = self._make_drafter(passes, self._batch)
 
@@ -144,7 +144,7 @@ class Draft:
         """Takes another model that verifies, before it runs: a head shares its weights. The model
         has to be recorded afterwards.
         """
-        if isinstance(head := self._passes.model, Head):
+        if isinstance(head := self._passes.model, DraftHead):
             head.share(self._model())
             if head.attention_layers()[0].key_cache is not None:
                 self._record()

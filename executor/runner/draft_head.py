@@ -27,7 +27,7 @@ from .step_inputs import StepInputs
 NONE = -2  # as a position: no hidden state is held
 
 
-class DraftHead:
+class HeadDrafter:
     """The head's `state` [tokens, hidden_size] is what its next pass reads. A request that has
     missed a pass of the model gets no more drafts until it enters a slot again.
     """

@@ -25,6 +25,7 @@ _NOT_POOLED = re.compile(
     r"generator_predictions|generator_lm_head|predictions|sop_classifier)\.|"
     r"(^|\.)(position_ids|token_type_ids|inv_freq|original_inv_freq)$"
 )
+_MTP_HEADS = ("model.mtp_layers.", "mtp.")  # of MiMo and of Qwen
 _OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
@@ -50,9 +51,12 @@ def in_checkpoint(
 
 
 def is_ignored(name: str, config: Any) -> bool:
-    """Whether a model with this configuration needs no tensor of that name: a head, where it does
-    not generate text, or a buffer.
+    """Whether a model with this configuration needs no tensor of that name: a head for multi-token
+    prediction, which has weights of its own; an output head, where it does not generate text; or a
+    buffer.
     """
+    if name.startswith(_MTP_HEADS):
+        return True
     return not config.has_lm_head and _NOT_POOLED.search(name) is not None
 
 

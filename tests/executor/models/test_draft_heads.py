@@ -130,3 +130,19 @@ def test_what_heads_do_not_go_with(target, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises((InvalidParameterError, ModelLoadError), match=words):
             make_llm("eagle3", tmp_path)
+
+
+def test_a_head_may_be_among_the_models_own_weights(target, tmp_path):
+    """Without speculation it is not read."""
+    heads.save(make_head("mtp", target), tmp_path / "head", torch.float32)
+    model = tmp_path / "model"
+    shutil.copytree(BUNDLED, model)
+    tensors = load_file(tmp_path / "head" / "model.safetensors")
+    save_file(load_file(model / "model.safetensors") | tensors, model / "model.safetensors")
+    params, answers = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True), []
+    for config in (None, {"method": "mtp", "adaptive": False}):
+        with LLM(str(model), engine="inproc", speculative_config=config) as llm:
+            outputs = llm.generate(["Once upon a time"], params, use_tqdm=False)
+            answers.append(outputs[0].outputs[0].token_ids)
+            num_drafts = llm.get_metrics()["num_drafts"]
+    assert answers[0] == answers[1] and num_drafts > 0

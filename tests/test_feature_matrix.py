@@ -241,8 +241,8 @@ def test_everything_at_once(matrix: Matrix, left_out: tuple[Feature, ...]) -> No
     for feature in features:
         if feature is PREFIX_CACHE and LORA in features:
             assert seen.counters["prefix_cache_hits"] > 0
-        elif feature not in (SWAP, SPECULATION):  # test_pair shows these; here, where completions
-            # share blocks and grammars forbid what is drafted, there may be none
+        elif feature not in (SWAP, SPECULATION):  # test_pair shows these: here grammars forbid what
+            # is drafted, and no request has to be preempted
             feature.shows(seen)
 
 

@@ -24,10 +24,10 @@ from .model_builder import ModelBuilder
 from .models.draft_heads import DraftHead
 from .program.step_program import record_step
 from .runner.bursts import Bursts
-from .runner.draft_head import HeadDrafter
-from .runner.draft_model import DraftModel
-from .runner.draft_passes import DraftPasses
 from .runner.input_batch import InputBatch
+from .runner.speculation.draft_head import HeadDrafter
+from .runner.speculation.draft_model import DraftModel
+from .runner.speculation.draft_passes import DraftPasses
 from .runner.step_inputs import dummy_step
 
 Report = Callable[[str, float], None]

@@ -39,7 +39,7 @@ from .runner.cuda_graphs import CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.speculation import make_speculation, max_num_logits
+from .runner.speculation.verification import make_speculation, max_num_logits
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import load_logits_processors
 from .sampling.token_stages import make_stages

@@ -93,14 +93,16 @@ MIRRORS = {
     "ipc/messages.py": "tests/ipc/test_codec.py",
     "ipc/step_messages.py": "tests/ipc/test_codec.py",
     "executor/ranks/messages.py": "tests/executor/ranks/test_multiproc_executor.py",
-    "executor/runner/speculation.py": "tests/test_speculation.py",
+    "executor/runner/speculation/verification.py": "tests/test_speculation.py",
     "executor/runner/step_outputs.py": "tests/executor/runner/test_model_runner.py",
     "executor/models/same_architecture.py": "tests/executor/test_worker.py",
     **dict.fromkeys(MODELS, "tests/executor/test_models.py"),
     "executor/head_builder.py": "tests/executor/models/test_draft_heads.py",
     "executor/weights/draft_heads.py": "tests/executor/models/test_draft_heads.py",
-    "executor/runner/draft_head.py": "tests/executor/models/test_draft_heads.py",
-    "executor/runner/draft_passes.py": "tests/executor/runner/test_draft_model.py",
+    "executor/runner/speculation/draft_head.py": "tests/executor/models/test_draft_heads.py",
+    "executor/runner/speculation/draft_passes.py": (
+        "tests/executor/runner/speculation/test_draft_model.py"
+    ),
     **{
         f"executor/models/{name}.py": "tests/executor/models/test_encoder.py"
         for name in ("bert", "distilbert", "modernbert", "mpnet", "nomic_bert")

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 from quire import LLM, LLMEngine, SamplingParams
-from quire.executor.runner.drafters import LookupDrafter
+from quire.executor.runner.speculation.drafters import LookupDrafter
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.json_files import read_json

@@ -29,7 +29,7 @@ from .cuda_graphs import GraphedStep
 from .device_inputs import DeviceInputMaker, DeviceTables
 from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
-from .speculation import Speculation, first_rows, logits_rows
+from .speculation.verification import Speculation, first_rows, logits_rows
 from .step_inputs import StepInputMaker, StepInputs, dummy_step
 from .step_outputs import insert_forced, merge_outputs
 

@@ -15,8 +15,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ...ipc.step_messages import SchedulerOutput
-from .input_batch import InputBatch
+from ....ipc.step_messages import SchedulerOutput
+from ..input_batch import InputBatch
 
 MEASURING_ROUNDS, MEASURING_BUDGET_S = 3, 0.2
 MEASURED_AT_LEAST = 4  # counts: up to 8 tokens

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...ipc.step_messages import SchedulerOutput
+from ....ipc.step_messages import SchedulerOutput
+from ..input_batch import InputBatch
+from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
-from .input_batch import InputBatch
 from .proposers import NOTHING
-from .step_inputs import StepInputs
 
 
 class DraftModel:

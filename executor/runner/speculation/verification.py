@@ -20,16 +20,16 @@ import msgspec
 import numpy as np
 import torch
 
-from ...ipc.config import SchedulerConfig, SpeculativeConfig, resolved
-from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
-from ..sampling.logprob_arrays import join_logprobs
-from ..sampling.sampler import NOT_FINITE, Sampler
+from ....ipc.config import SchedulerConfig, SpeculativeConfig, resolved
+from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...sampling.logprob_arrays import join_logprobs
+from ...sampling.sampler import NOT_FINITE, Sampler
+from ..input_batch import NO_LOGPROBS, InputBatch
+from ..step_inputs import StepInputs
+from ..step_outputs import tokens_by_row
 from .draft_depth import DraftDepth, PassCosts, measure_costs
 from .drafters import Drafter, LookupDrafter
-from .input_batch import NO_LOGPROBS, InputBatch
 from .proposers import FirstOf, NgramProposer, Proposer
-from .step_inputs import StepInputs
-from .step_outputs import tokens_by_row
 from .suffix_proposer import SuffixProposer
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from .input_batch import InputBatch
+from ..input_batch import InputBatch
+from ..step_inputs import StepInputs
 from .proposers import NOTHING, Proposer
-from .step_inputs import StepInputs
 
 
 class Drafter(Protocol):

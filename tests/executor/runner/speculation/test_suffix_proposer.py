@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from quire.executor.runner import suffix_proposer
-from quire.executor.runner.suffix_proposer import SuffixProposer
+from quire.executor.runner.speculation import suffix_proposer
+from quire.executor.runner.speculation.suffix_proposer import SuffixProposer
 
 
 def followed(

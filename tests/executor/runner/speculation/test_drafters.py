@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from quire.executor.runner.drafters import LookupDrafter
 from quire.executor.runner.input_batch import InputBatch
-from quire.executor.runner.proposers import NgramProposer
+from quire.executor.runner.speculation.drafters import LookupDrafter
+from quire.executor.runner.speculation.proposers import NgramProposer
 
 
 class Recording(NgramProposer):

@@ -12,13 +12,13 @@ import msgspec
 import numpy as np
 import torch
 
-from ...ipc.step_messages import SchedulerOutput
-from ...kernels.registry import OpTable
-from ..program.step_program import run_op_by_op
-from ..sampling.sampler import draw_parameters, draws
-from .bursts import Bursts
-from .input_batch import InputBatch
-from .step_inputs import StepInputMaker, StepInputs
+from ....ipc.step_messages import SchedulerOutput
+from ....kernels.registry import OpTable
+from ...program.step_program import run_op_by_op
+from ...sampling.sampler import draw_parameters, draws
+from ..bursts import Bursts
+from ..input_batch import InputBatch
+from ..step_inputs import StepInputMaker, StepInputs
 
 
 class DraftPasses:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from quire.executor.runner.proposers import FirstOf, NgramProposer
-from quire.executor.runner.suffix_proposer import SuffixProposer
+from quire.executor.runner.speculation.proposers import FirstOf, NgramProposer
+from quire.executor.runner.speculation.suffix_proposer import SuffixProposer
 
 
 def looked_up(tokens: list[int], least: int, most: int, count: int) -> list[int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-from quire.executor.runner import draft_depth
-from quire.executor.runner.draft_depth import (
+from quire.executor.runner.speculation import draft_depth
+from quire.executor.runner.speculation.draft_depth import (
     MOST_PASSES_WITHOUT,
     DraftDepth,
     PassCosts,

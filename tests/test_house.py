@@ -79,6 +79,8 @@ MIRRORS = {
         )
     },
     "frontend/server/routes/metric_tables.py": "tests/frontend/server/routes/test_metrics.py",
+    "executor/ranks/local_ranks.py": "tests/executor/ranks/test_multiproc_executor.py",
+    "executor/ranks/shared_links.py": "tests/executor/ranks/test_tensor_group.py",
     # one contract suite over all client forms
     "frontend/clients/inproc_client.py": "tests/frontend/clients/test_client.py",
     "frontend/clients/mp_client.py": "tests/frontend/clients/test_client.py",

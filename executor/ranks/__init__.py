@@ -4,7 +4,8 @@
     MultiprocExecutor ── commands.send ────▶ every rank: Worker with its part of the layers
                       ◀─ reply rings ──────  one result from each, compared
 
-`executor.py` is the engine's side, `rank.py` a rank's program, `messages.py` what they say to each
-other. `ring.py` carries messages through shared memory, `tensor_group.py` adds and joins tensors of
-ranks.
+`multiproc_executor.py` is the engine's side, `rank.py` a rank's program, `messages.py` what they
+say to each other. `tensor_group.py` adds and joins tensors of ranks that share layers, `stages.py`
+is for those that share the stack. `local_ranks.py` starts ranks on this machine; `ring.py` and
+`shared_links.py` carry messages and tensors through shared memory.
 """

@@ -1,25 +1,20 @@
-"""An executor whose ranks are processes of this machine.
+"""An executor over several ranks, which are processes of their own.
 
-Must not know: the scheduler, requests, what a rank computes.
+Must not know: the scheduler, requests, what a rank computes, how ranks are started and what carries
+messages (local_ranks.py).
 
-All ranks are children, the first one too: then this process outlives whichever rank dies, and
-reports why. Commands go to all ranks through one ring in shared memory, replies come back through
-one ring for each rank. A thread reads them and notices deaths.
+All ranks get the same commands. A thread reads their replies and notices deaths.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import select
-import signal
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -32,9 +27,9 @@ from ...ipc.lora import LoRARequest
 from ...ipc.messages import Failed
 from ...ipc.models.ranks import check_ranks, num_ranks
 from ...ipc.params import StructuredOutputsParams
-from ...ipc.process import ChildProcess
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ...ipc.trace import RanksTrace
+from .local_ranks import LocalRanks
 from .messages import (
     MAX_MESSAGE_BYTES,
     Call,
@@ -44,62 +39,58 @@ from .messages import (
     GrammarChecked,
     Leave,
     Loading,
-    RankEnds,
     Reply,
     Result,
     Step,
     StepDone,
     Trace,
 )
-from .ring import (
-    GroupEnds,
-    RingEnds,
-    RingReader,
-    RingWriter,
-    StageEnds,
-    join_frames,
-    make_event,
-    split_frames,
-)
+from .ring import join_frames, split_frames
 
 # A call that fails on one rank fails on the others too, or they wait for that rank.
 GRACE_S = 10.0
 LEAVE_TIMEOUT_S = 1.0
 
 
-def rank_command(ends: RankEnds) -> list[str]:
-    """As ipc.process.engine_command."""
-    text = msgspec.json.encode(ends).decode()
-    return [sys.executable, "-P", "-m", "quire.executor.ranks.rank", "--ends", text]
+class Ranks(Protocol):
+    """The ranks of an engine, which were started: how they are reached, and whether they live."""
 
+    @property
+    def names(self) -> Sequence[str]:
+        """Of each rank in messages, as "rank 0 of 2"."""
+        ...
 
-def make_ends(config: EngineConfig) -> list[RankEnds]:
-    """Of each rank: all groups of a stage, then those of the next one."""
-    device, size = config.device_config, num_ranks(config)
-    tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
-    commands = RingEnds.create(size)
-    links = [[RingEnds.create(1) for _ in range(pp - 1)] for _ in range(tp)]
-    logits = [RingEnds.create(pp - 1) if pp > 1 else None for _ in range(tp)]
-    groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
-    ends = []
-    for rank in range(size):
-        stage, part = divmod(rank, tp)
-        last = logits[part]
-        stages = None if last is None else StageEnds(stage, links[part], last)
-        ends.append(RankEnds(rank, size, commands, RingEnds.create(1), groups[stage], stages))
-    return ends
+    def send(self, message: bytes) -> None:
+        """To every rank. One thread at a time. Raises InterruptedError after `interrupt`, where it
+        would wait for a rank.
+        """
+        ...
 
+    def read(
+        self, on_message: Callable[[int, bytes], None], on_death: Callable[[str], None]
+    ) -> None:
+        """Calls on_message(rank, reply) for every reply, and on_death(cause) when a rank is gone,
+        until `stop`. In a thread of its own.
+        """
+        ...
 
-def fds_of(ends: RankEnds) -> list[int]:
-    """What a rank inherits."""
-    parts = ends.commands, ends.replies, ends.group, ends.stages
-    return [fd for part in parts if part is not None for fd in part.fds]
+    def interrupt(self) -> None:
+        """A rank has failed. Thread-safe."""
+        ...
+
+    def stop(self) -> None:
+        """Ends `read`. Thread-safe."""
+        ...
+
+    def end(self, timeout_s: float) -> None:
+        """Ends the ranks, which have so long to leave. After `read` has returned, and once."""
+        ...
 
 
 class MultiprocExecutor:
     """Implements Executor (executor/executor.py)."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, start: Callable[[EngineConfig], Ranks] = LocalRanks):
         """`config` is resolved. Raises InvalidParameterError for what ranks cannot do."""
         check_ranks(config)
         self.config = config
@@ -117,22 +108,14 @@ class MultiprocExecutor:
         self._progress: list[Loading] = []
         self._failure: str | None = None  # why no step can run any more
         self._on_failure: Callable[[str], None] | None = None
-        self._stop_fd, self._failed_fd = make_event(), make_event()
-        ends = make_ends(config)
-        self._fds = sorted({fd for of_rank in ends for fd in fds_of(of_rank)})
-        self._commands = RingWriter(ends[0].commands, self._take)
-        self._readers = [RingReader(of_rank.replies) for of_rank in ends]
-        self.processes: list[ChildProcess] = []
-        try:
-            for of_rank in ends:
-                name, fds = f"rank {of_rank.rank} of {size}", fds_of(of_rank)
-                self.processes.append(
-                    ChildProcess(rank_command(of_rank), b"k", name=name, pass_fds=fds)
-                )
-        except BaseException:
-            self._end_processes(0.0)
-            raise
-        self._thread = threading.Thread(target=self._read, name="quire-ranks", daemon=True)
+        self._is_shut_down = False
+        self.ranks = start(config)
+        self._thread = threading.Thread(
+            target=self.ranks.read,
+            args=(self._on_message, self._fail),
+            name="quire-ranks",
+            daemon=True,
+        )
         self._thread.start()
         self._send(Configure(config))
         self._collect()
@@ -260,8 +243,9 @@ class MultiprocExecutor:
 
     def shutdown(self) -> None:
         """Ends the ranks. May be called twice."""
-        if self._stop_fd < 0:
+        if self._is_shut_down:
             return
+        self._is_shut_down = True
         timeout_s = LEAVE_TIMEOUT_S
         if self._failure is None:
             with contextlib.suppress(RuntimeError):
@@ -271,15 +255,19 @@ class MultiprocExecutor:
         with self._arrived:
             self._on_failure = None
             self._failure = self._failure or "the executor was shut down"
-        os.eventfd_write(self._stop_fd, 1)
+        self.ranks.stop()
         self._thread.join()
-        self._end_processes(timeout_s)
+        self.ranks.end(timeout_s)
 
     # ------------------------------------------------------------ commands and replies
 
     def _send(self, command: Command) -> None:
         self._require_alive()
-        self._commands.send(join_frames(self._encoder.encode(command)))
+        try:
+            self.ranks.send(join_frames(self._encoder.encode(command)))
+        except InterruptedError:
+            self._require_alive()
+            raise
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on every rank; the results in rank order."""
@@ -316,7 +304,7 @@ class MultiprocExecutor:
             rank = next(i for i, one in enumerate(replies) if isinstance(one, Failed))
             first = replies[rank]
             self._fail(
-                f"{self.processes[rank].name} failed: {first.error_type}: {first.message}\n"
+                f"{self.ranks.names[rank]} failed: {first.error_type}: {first.message}\n"
                 f"{first.traceback}"
             )
         if failed or None in replies:
@@ -336,44 +324,13 @@ class MultiprocExecutor:
             checks, self._checks = list(self._checks.values()), {}
             on_failure = self._on_failure
             self._arrived.notify_all()
-        os.eventfd_write(self._failed_fd, 1)
+        self.ranks.interrupt()
         for _, future in checks:
             future.set_exception(RuntimeError(cause))
         if on_failure is not None:
             on_failure(cause)
 
-    def _take(self, fd: int) -> None:
-        """As os.eventfd_read, but raises RuntimeError when the ranks have failed."""
-        poller = select.poll()
-        for one in (fd, self._failed_fd):
-            poller.register(one, select.POLLIN)
-        ready = {one for one, _ in poller.poll()}
-        if fd not in ready:
-            self._require_alive()
-        os.eventfd_read(fd)
-
     # ------------------------------------------------------------ the thread
-
-    def _read(self) -> None:
-        poller = select.poll()
-        by_fd = {reader.ready_fd: rank for rank, reader in enumerate(self._readers)}
-        deaths = {process.pidfd: process for process in self.processes}
-        for fd in (*by_fd, *deaths, self._stop_fd):
-            poller.register(fd, select.POLLIN)
-        while True:
-            ready = [fd for fd, _ in poller.poll()]
-            if self._stop_fd in ready:
-                return
-            for fd in ready:
-                if fd in by_fd:
-                    message = self._readers[by_fd[fd]].receive_slot()
-                    if message is not None:
-                        self._on_message(by_fd[fd], message)
-            dead = [deaths[fd] for fd in ready if fd in deaths]
-            if dead and not any(fd in by_fd for fd in ready):  # its last reply says more
-                for process in dead:
-                    poller.unregister(process.pidfd)
-                self._fail(dead[0].describe_death())
 
     def _on_message(self, rank: int, message: bytes) -> None:
         reply = self._decoders[rank].decode(split_frames(message))
@@ -402,17 +359,6 @@ class MultiprocExecutor:
             future.set_result(None)
         else:
             future.set_exception(unpack_exception(reply.failure, RuntimeError))
-
-    def _end_processes(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-            process.send_signal(signal.SIGKILL)
-        for process in self.processes:
-            process.close(timeout_s)
-        for fd in (*self._fds, self._stop_fd, self._failed_fd):
-            os.close(fd)
-        self._stop_fd = self._failed_fd = -1
 
 
 class PendingRanks:

@@ -1,4 +1,4 @@
-"""The program of one rank: `python -m quire.executor.ranks.rank`, started by MultiprocExecutor.
+"""The program of one rank: `python -m quire.executor.ranks.rank`, started by LocalRanks.
 
 Must not know: the scheduler, clients, how many steps are under way.
 
@@ -18,7 +18,7 @@ import sys
 import threading
 import zlib
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -49,8 +49,52 @@ from .ring import RingReader, RingWriter, join_frames, split_frames
 
 if TYPE_CHECKING:
     from ..single_process import SingleProcessExecutor
+    from .tensor_group import TensorGroup
 
 logger = logging.getLogger("quire.rank")
+
+
+class RankLinks(Protocol):
+    """What connects a rank to its engine and to the other ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def receive(self) -> bytes:
+        """Waits for a command."""
+        ...
+
+    def send(self, reply: bytes) -> None:
+        """One thread at a time."""
+        ...
+
+    def make_group(self) -> TensorGroup:
+        """Once torch may be imported."""
+        ...
+
+
+class SharedLinks:
+    """Implements RankLinks in memory that all ranks of this machine share."""
+
+    def __init__(self, ends: RankEnds):
+        self.rank = ends.rank
+        self._ends = ends
+        self._commands = RingReader(ends.commands, ends.rank)
+        self._replies = RingWriter(ends.replies)
+
+    def receive(self) -> bytes:
+        """See RankLinks."""
+        return self._commands.receive()
+
+    def send(self, reply: bytes) -> None:
+        """See RankLinks."""
+        self._replies.send(reply)
+
+    def make_group(self) -> TensorGroup:
+        """See RankLinks."""
+        from .shared_links import shared_group
+
+        return shared_group(self._ends)
 
 
 class Rank:
@@ -62,11 +106,9 @@ class Rank:
         | {"start_trace", "check_health"}
     )
 
-    def __init__(self, ends: RankEnds, num_threads: int):
-        self._ends = ends
+    def __init__(self, links: RankLinks, num_threads: int):
+        self._links = links
         self._num_threads = num_threads
-        self._commands = RingReader(ends.commands, ends.rank)
-        self._replies = RingWriter(ends.replies)
         self._decoder = Decoder(Command, MAX_MESSAGE_BYTES)
         self._encoder = Encoder(MAX_MESSAGE_BYTES)
         self._lock = threading.Lock()  # of replies: a grammar's comes from another thread
@@ -78,13 +120,13 @@ class Rank:
             try:
                 self._obey(command)
             except Exception as error:
-                logger.debug("rank %d: %r failed", self._ends.rank, command, exc_info=error)
+                logger.debug("rank %d: %r failed", self._links.rank, command, exc_info=error)
                 self._reply(pack_exception(error))
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Step):
             output = self._executor.execute_model(command.output)
-            is_first = self._ends.rank == 0
+            is_first = self._links.rank == 0
             self._reply(StepDone(digest_of(output), output if is_first else None))
         elif isinstance(command, Call):
             self._reply(self._call(command))
@@ -101,12 +143,8 @@ class Rank:
 
         lean_import.import_torch(config)
         from ..single_process import SingleProcessExecutor
-        from .stages import Stages
-        from .tensor_group import TensorGroup
 
-        ends = self._ends
-        stages = Stages(ends.stages)
-        group = TensorGroup(ends.rank % (ends.size // stages.count), ends.group, stages)
+        group = self._links.make_group()
         self._executor = SingleProcessExecutor(with_threads(config, self._num_threads), group)
 
     def _call(self, call: Call) -> Reply:
@@ -128,11 +166,11 @@ class Rank:
         return Result(getattr(executor, call.method)(*call.args))
 
     def _receive(self) -> Any:
-        return self._decoder.decode(split_frames(self._commands.receive()))
+        return self._decoder.decode(split_frames(self._links.receive()))
 
     def _reply(self, reply: Reply) -> None:
         with self._lock:
-            self._replies.send(join_frames(self._encoder.encode(reply)))
+            self._links.send(join_frames(self._encoder.encode(reply)))
 
 
 def digest_of(output: ModelRunnerOutput) -> int:
@@ -184,7 +222,7 @@ def main(argv: list[str] | None = None) -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     gc.disable()  # until it is ready
     ends = msgspec.json.decode(args.ends, type=RankEnds)
-    Rank(ends, share_cores(ends.rank, ends.size)).run()
+    Rank(SharedLinks(ends), share_cores(ends.rank, ends.size)).run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import msgspec
 
 SLOT_BYTES = 256 * 1024
 NUM_SLOTS = 16
-PART_FLOATS = 2**20  # of a GroupEnds' memory; larger tensors go in pieces
+PART_FLOATS = 2**20  # of an exchange (tensor_group.py); larger tensors go in pieces
 _HEADER = struct.Struct("<II")  # bytes in this slot, whether more follow
 
 
@@ -47,7 +47,7 @@ class RingEnds(msgspec.Struct, frozen=True):
 
 
 class GroupEnds(msgspec.Struct, frozen=True):
-    """Descriptors of tensor_group.py, which the ranks inherit by number."""
+    """Descriptors of an exchange (shared_links.py), which the ranks inherit by number."""
 
     memory: int
     events: list[list[int]]  # [from rank][to rank]; -1 to itself
@@ -65,7 +65,7 @@ class GroupEnds(msgspec.Struct, frozen=True):
 
 
 class StageEnds(msgspec.Struct, frozen=True):
-    """Descriptors of stages.py, which a rank inherits by number."""
+    """Descriptors of what connects stages (shared_links.py), which a rank inherits by number."""
 
     stage: int
     links: list[RingEnds]  # from each stage to the next one

@@ -1,49 +1,53 @@
 """The ranks that share the layers of a model: which part each has, and sums and joins of what they
-compute, in memory that all share.
+compute.
 
-Must not know: layers, models, steps, how the ranks were started.
+Must not know: layers, models, steps, how the ranks were started, what carries their parts
+(shared_links.py, gloo_links.py).
 
 Every rank adds the parts in the order of ranks, in fp32, so that all have the same bits, in every
-run.
-
-    memory    [ even: rank 0 | rank 1 | … ][ odd: rank 0 | rank 1 | … ]
-
-A rank writes its part, meets the others once, and reads all parts. The next operation uses the
-other half: a rank that writes there has met all others since they read it.
+run and with every exchange.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...ipc.errors import InvalidParameterError
-from .ring import PART_FLOATS, GroupEnds
+from .ring import PART_FLOATS
 from .stages import WHOLE, Stages
 
 
-class TensorGroup:
-    """A rank's view of its group. Without ends it is the only rank."""
+class Exchange(Protocol):
+    """How the ranks of a group have each other's parts."""
 
-    def __init__(self, rank: int = 0, ends: GroupEnds | None = None, stages: Stages = WHOLE):
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def exchange(self, piece: Tensor, num_floats: int) -> Tensor:
+        """Gives a piece [n] to all ranks and waits for theirs: f32 [size, at least num_floats],
+        valid until the exchange after the next. num_floats: of the longest piece, PART_FLOATS at
+        most.
+        """
+        ...
+
+
+class TensorGroup:
+    """A rank's view of its group. Without an exchange it is the only rank."""
+
+    def __init__(self, exchange: Exchange | None = None, stages: Stages = WHOLE):
         """stages: of the stack, of which this group has one."""
-        self.rank = rank
-        self.size = 1 if ends is None else len(ends.events)
+        self.rank = 0 if exchange is None else exchange.rank
+        self.size = 1 if exchange is None else exchange.size
         self.stages = stages
         self.num_ranks = self.size * stages.count  # in all stages
-        self._half = 0
-        if ends is None:
-            return
-        memory = mmap.mmap(ends.memory, 2 * self.size * PART_FLOATS * 4)
-        whole = torch.frombuffer(memory, dtype=torch.float32)  # keeps `memory` alive
-        self._parts = whole.view(2, self.size, PART_FLOATS)
-        others = [other for other in range(self.size) if other != rank]
-        self._signals = [ends.events[rank][other] for other in others]
-        self._waits = [ends.events[other][rank] for other in others]
+        self._exchange = exchange
 
     def share(self, count: int, name: str) -> int:
         """How many of `count` heads or rows each rank has: equally many, or one that several ranks
@@ -73,11 +77,12 @@ class TensorGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, of any shape -> f32."""
+        assert self._exchange is not None
         mine = x.reshape(-1)
         total = torch.empty(mine.shape, dtype=torch.float32)
         for begin in range(0, len(mine), PART_FLOATS):
             piece = mine[begin : begin + PART_FLOATS]
-            parts = self._exchange(piece)
+            parts = self._exchange.exchange(piece, len(piece))
             out = total[begin : begin + len(piece)]
             out.copy_(parts[0, : len(piece)])
             for part in parts[1:]:
@@ -86,30 +91,19 @@ class TensorGroup:
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [R, widths[rank]] f32 of each rank -> [R, sum of widths], side by side."""
+        assert self._exchange is not None
         gathered = torch.empty(len(x), sum(widths), dtype=torch.float32)
-        num_rows = max(1, PART_FLOATS // max(widths))
+        widest = max(widths)
+        num_rows = max(1, PART_FLOATS // widest)
         for begin in range(0, len(x), num_rows):
             rows = x[begin : begin + num_rows]
-            parts = self._exchange(rows.reshape(-1))
+            parts = self._exchange.exchange(rows.reshape(-1), len(rows) * widest)
             start = 0
             for part, width in zip(parts, widths):
                 of_rank = part[: len(rows) * width].view(len(rows), width)
                 gathered[begin : begin + len(rows), start : start + width] = of_rank
                 start += width
         return gathered
-
-    def _exchange(self, piece: Tensor) -> Tensor:
-        """Writes a piece [n] and waits for those of all ranks: [size, PART_FLOATS], valid until the
-        exchange after the next.
-        """
-        parts = self._parts[self._half]
-        self._half = 1 - self._half
-        parts[self.rank, : len(piece)] = piece
-        for fd in self._signals:
-            os.eventfd_write(fd, 1)
-        for fd in self._waits:
-            os.eventfd_read(fd)
-        return parts
 
 
 ALONE = TensorGroup()

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from quire.executor.ranks.multiproc_executor import fds_of, make_ends
+from quire.executor.ranks.local_ranks import fds_of, make_ends
 from quire.executor.ranks.rank import digest_of
-from quire.executor.ranks.stages import Stages
-from quire.executor.ranks.tensor_group import TensorGroup
+from quire.executor.ranks.shared_links import shared_group
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.executor.driver import make_config
@@ -27,12 +26,7 @@ class RankThreads:
         self._threads = ThreadPoolExecutor(size * num_stages)
         all_ends = make_ends(self.config)
         self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
-        self.ranks = [
-            SingleProcessExecutor(
-                self.config, TensorGroup(ends.rank % size, ends.group, Stages(ends.stages))
-            )
-            for ends in all_ends
-        ]
+        self.ranks = [SingleProcessExecutor(self.config, shared_group(ends)) for ends in all_ends]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
         num_blocks = self.determine_num_blocks()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from quire.executor.executor import make_executor
+from quire.executor.ranks.local_ranks import LocalRanks
 from quire.executor.ranks.messages import StepDone
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.ipc.config import EngineConfig
@@ -46,7 +47,8 @@ def own_ranks(tiny) -> Iterator[MultiprocExecutor]:
 
 
 def pids_of(executor: MultiprocExecutor) -> list[int]:
-    return [process.pid for process in executor.processes]
+    assert isinstance(executor.ranks, LocalRanks)
+    return [process.pid for process in executor.ranks.processes]
 
 
 def are_gone(pids: list[int]) -> bool:
@@ -168,7 +170,7 @@ def test_nothing_survives_the_engines_process(tiny, tmp_path) -> None:
         "import sys, time; from quire.tests.executor.driver import make_config;"
         "from quire.executor.executor import make_executor;"
         "executor = make_executor(make_config(sys.argv[1], tensor_parallel_size=2));"
-        "print(*[p.pid for p in executor.processes], flush=True); time.sleep(100)"
+        "print(*[p.pid for p in executor.ranks.processes], flush=True); time.sleep(100)"
     )
     program = subprocess.Popen(
         [sys.executable, "-c", script, str(tiny("qwen2"))], stdout=subprocess.PIPE
@@ -199,7 +201,7 @@ def test_ranks_with_other_tokens_end_the_engine(ranks, monkeypatch) -> None:
     with pytest.raises(RuntimeError, match="the ranks sampled different tokens"):
         ranks.check_health()
     ranks._failure = None
-    os.eventfd_read(ranks._failed_fd)
+    os.eventfd_read(ranks.ranks._interrupt_fd)
     monkeypatch.undo()
     ranks.check_health()
 

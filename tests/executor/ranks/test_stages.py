@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from quire.executor.ranks.ring import RingEnds, StageEnds
+from quire.executor.ranks.shared_links import RingStageLinks
 from quire.executor.ranks.stages import WHOLE, Stages
 
 MADE: list[RingEnds] = []
@@ -25,7 +26,7 @@ def make_stages(count: int) -> list[Stages]:
     links = [RingEnds.create(1) for _ in range(count - 1)]
     logits = RingEnds.create(count - 1)
     MADE.extend([*links, logits])
-    return [Stages(StageEnds(stage, links, logits)) for stage in range(count)]
+    return [Stages(RingStageLinks(StageEnds(stage, links, logits))) for stage in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from quire.executor.ranks.ring import PART_FLOATS, GroupEnds
+from quire.executor.ranks.shared_links import SharedExchange
 from quire.executor.ranks.tensor_group import ALONE, TensorGroup
 from quire.ipc.errors import InvalidParameterError
 
 
 def on_ranks(size: int, function) -> list:
     ends = GroupEnds.create(size)
-    groups = [TensorGroup(rank, ends) for rank in range(size)]
+    groups = [TensorGroup(SharedExchange(rank, ends)) for rank in range(size)]
     try:
         with ThreadPoolExecutor(size) as threads:
             return list(threads.map(function, groups))
@@ -65,13 +66,13 @@ def test_many_operations_in_a_row() -> None:
 
 
 def test_parts() -> None:
-    first, second = (TensorGroup(rank, GroupEnds.create(2)) for rank in range(2))
+    first, second = (TensorGroup(SharedExchange(rank, GroupEnds.create(2))) for rank in range(2))
     assert (first.share(8, "x"), first.share(1, "x"), ALONE.share(7, "x")) == (4, 1, 7)
     assert (first.range_of(8), second.range_of(8)) == ((0, 4), (4, 8))
     assert (first.range_of(64, 64), second.range_of(64, 64)) == ((0, 64), (0, 64))
     assert (first.range_of(256, 64), second.range_of(256, 64)) == ((0, 128), (128, 256))
     assert (first.even_range(7), second.even_range(7)) == ((0, 3), (3, 7))
-    last = TensorGroup(3, GroupEnds.create(4))
+    last = TensorGroup(SharedExchange(3, GroupEnds.create(4)))
     assert last.range_of(2 * 16, 16) == (16, 32)
     with pytest.raises(InvalidParameterError, match="must divide the model's num_x=3, .* got 2"):
         first.share(3, "num_x")

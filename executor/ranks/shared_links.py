@@ -1,0 +1,100 @@
+"""What connects the ranks of one machine: memory that they share, and eventfds.
+
+Must not know: layers, models, steps, what the tensors are.
+
+    memory    [ even: rank 0 | rank 1 | … ][ odd: rank 0 | rank 1 | … ]
+
+A rank writes its part, meets the others once, and reads all parts. The next exchange uses the other
+half: a rank that writes there has met all others since they read it.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from .messages import RankEnds
+from .ring import PART_FLOATS, GroupEnds, RingReader, RingWriter, StageEnds
+from .stages import Stages
+from .tensor_group import TensorGroup
+
+
+class SharedExchange:
+    """Implements Exchange (tensor_group.py)."""
+
+    def __init__(self, rank: int, ends: GroupEnds):
+        self.rank, self.size = rank, len(ends.events)
+        self._half = 0
+        memory = mmap.mmap(ends.memory, 2 * self.size * PART_FLOATS * 4)
+        whole = torch.frombuffer(memory, dtype=torch.float32)  # keeps `memory` alive
+        self._parts = whole.view(2, self.size, PART_FLOATS)
+        others = [other for other in range(self.size) if other != rank]
+        self._signals = [ends.events[rank][other] for other in others]
+        self._waits = [ends.events[other][rank] for other in others]
+
+    def exchange(self, piece: Tensor, num_floats: int) -> Tensor:
+        """See Exchange."""
+        parts = self._parts[self._half]
+        self._half = 1 - self._half
+        parts[self.rank, : len(piece)] = piece
+        for fd in self._signals:
+            os.eventfd_write(fd, 1)
+        for fd in self._waits:
+            os.eventfd_read(fd)
+        return parts
+
+
+class RingStageLinks:
+    """Implements StageLinks (stages.py)."""
+
+    def __init__(self, ends: StageEnds):
+        self.stage, self.count = ends.stage, 1 + len(ends.links)
+        is_first, is_last = self.stage == 0, self.stage == self.count - 1
+        self._reader = None if is_first else RingReader(ends.links[self.stage - 1])
+        self._writer = None if is_last else RingWriter(ends.links[self.stage])
+        self._logits_writer = RingWriter(ends.logits) if is_last else None
+        self._logits_reader = None if is_last else RingReader(ends.logits, self.stage)
+
+    def send(self, x: Tensor) -> None:
+        """See StageLinks."""
+        assert self._writer is not None
+        self._writer.send(_bytes(x))
+
+    def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """See StageLinks."""
+        assert self._reader is not None
+        return _tensor(self._reader.receive(), shape, dtype)
+
+    def send_logits(self, x: Tensor) -> None:
+        """See StageLinks."""
+        assert self._logits_writer is not None
+        self._logits_writer.send(_bytes(x))
+
+    def receive_logits(self, shape: tuple[int, int]) -> Tensor:
+        """See StageLinks."""
+        assert self._logits_reader is not None
+        return _tensor(self._logits_reader.receive(), shape, torch.float32)
+
+
+def shared_group(ends: RankEnds) -> TensorGroup:
+    """A rank's view of its group and of the stages."""
+    stages = Stages(None if ends.stages is None else RingStageLinks(ends.stages))
+    if ends.group is None:
+        return TensorGroup(stages=stages)
+    return TensorGroup(SharedExchange(ends.rank % len(ends.group.events), ends.group), stages)
+
+
+def _bytes(x: Tensor) -> memoryview:
+    return x.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _tensor(data: bytes, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    if len(data) != math.prod(shape) * dtype.itemsize:
+        raise RuntimeError(f"{len(data)} bytes arrived from another stage, not {shape} {dtype}")
+    if not data:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)

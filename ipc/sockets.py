@@ -224,3 +224,43 @@ def receive(source: zmq.Socket) -> list[zmq.Frame] | None:
     while frames[-1].more:  # recv_multipart asks the socket, which costs more than receiving
         frames.append(source.recv(zmq.NOBLOCK, copy=False))
     return frames
+
+
+# ---------------------------------------------------------------- between machines
+
+# A peer whose machine is gone without a word counts as gone after so many milliseconds.
+PEER_TIMEOUT_MS = 5000
+
+
+def bind_network(
+    context: zmq.Context, kind: int, secret_key: bytes, host: str
+) -> tuple[zmq.Socket, str]:
+    """A PUSH or PULL of the engine for one rank, and its address: a free port of `host`, which is
+    an IP address of this machine. Only who knows the public key can connect.
+    """
+    made = _for_network(_make_server(context, kind, secret_key, -1), host)
+    made.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
+    return made, made.get_string(zmq.LAST_ENDPOINT)
+
+
+def connect_network(context: zmq.Context, kind: int, address: str, key: bytes) -> zmq.Socket:
+    """A rank's end of `bind_network`."""
+    wire = Wire("", key)
+    made = _for_network(_make_client(context, kind, wire, -1), address)
+    made.immediate = True  # no queue for a peer that is not there
+    made.connect(address)
+    return made
+
+
+def _for_network(made: zmq.Socket, address: str) -> zmq.Socket:
+    made.ipv6 = address.count(":") > 2
+    made.linger = 0
+    made.sndhwm = made.rcvhwm = 0  # what waits is bounded by what the engine asks for
+    made.heartbeat_ivl = PEER_TIMEOUT_MS // 5
+    made.heartbeat_timeout = PEER_TIMEOUT_MS
+    return made
+
+
+def has_peer(push: zmq.Socket) -> bool:
+    """Whether a PUSH of `bind_network` or `connect_network` is connected."""
+    return bool(int(push.get(zmq.EVENTS)) & int(zmq.POLLOUT))

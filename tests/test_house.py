@@ -54,7 +54,11 @@ GRAMMARS = "llguidance"
 TRANSFORMERS = "executor/models/fallback/"
 HTTP = {"starlette", "uvicorn", "prometheus_client"}  # only under frontend/server/
 IPC_WHITELIST = {"msgspec", "zmq", "psutil"}
-SOCKETS_ALLOWED = {"frontend/clients/mp_client.py", "core/engine_proc.py"}
+SOCKETS_ALLOWED = {
+    "frontend/clients/mp_client.py",
+    "core/engine_proc.py",
+    "executor/ranks/network.py",
+}
 
 # Module -> the test that mirrors it, if it is not tests/<folder>/test_<name>.py. Keys ending in /
 # are folders.

@@ -7,5 +7,6 @@
 `multiproc_executor.py` is the engine's side, `rank.py` a rank's program, `messages.py` what they
 say to each other. `tensor_group.py` adds and joins tensors of ranks that share layers, `stages.py`
 is for those that share the stack. `local_ranks.py` starts ranks on this machine; `ring.py` and
-`shared_links.py` carry messages and tensors through shared memory.
+`shared_links.py` carry messages and tensors through shared memory. Between machines `network.py`
+carries messages and `gloo_links.py` tensors.
 """

@@ -19,8 +19,14 @@ from .ring import GroupEnds, RingEnds, StageEnds
 MAX_MESSAGE_BYTES = 2**40  # both ends are one program
 
 
+class RankLostError(RuntimeError):
+    """In a rank: another one is gone. The engine is about to hear why from elsewhere."""
+
+
 class RankEnds(msgspec.Struct, frozen=True):
-    """What a rank inherits from the engine's process; on its command line, as JSON."""
+    """What a rank of the engine's machine inherits from its process; on its command line, as
+    JSON.
+    """
 
     rank: int  # stage * tensor_parallel_size + the rank in its group
     size: int
@@ -28,6 +34,18 @@ class RankEnds(msgspec.Struct, frozen=True):
     replies: RingEnds
     group: GroupEnds | None  # None: it is alone in its stage
     stages: StageEnds | None  # None: there is one
+
+
+class NetworkEnds(msgspec.Struct, frozen=True):
+    """What a rank on another machine is told by what starts it."""
+
+    rank: int  # as in RankEnds
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    commands: str  # addresses of the engine's sockets (ipc/sockets.py)
+    replies: str
+    key: bytes  # of both; a secret between the engine and its ranks
+    timeout_s: float  # of an operation among ranks
 
 
 # ---------------------------------------------------------------- to the ranks

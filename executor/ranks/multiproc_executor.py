@@ -39,6 +39,7 @@ from .messages import (
     GrammarChecked,
     Leave,
     Loading,
+    RankLostError,
     Reply,
     Result,
     Step,
@@ -49,6 +50,8 @@ from .ring import join_frames, split_frames
 
 # A call that fails on one rank fails on the others too, or they wait for that rank.
 GRACE_S = 10.0
+# A rank that has lost another one does not know why; what watches ranks does, a little later.
+LOST_GRACE_S = 3.0
 LEAVE_TIMEOUT_S = 1.0
 
 
@@ -290,7 +293,8 @@ class MultiprocExecutor:
                         replies[rank] = queue.popleft()
                 failed = [one for one in replies if isinstance(one, Failed)]
                 if failed and deadline is None:
-                    deadline = time.monotonic() + grace_s
+                    is_lost = any(one.error_type == RankLostError.__name__ for one in failed)
+                    deadline = time.monotonic() + (LOST_GRACE_S if is_lost else grace_s)
                 is_late = deadline is not None and time.monotonic() >= deadline
                 if None not in replies or is_late or self._failure is not None:
                     break

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from quire.executor.executor import make_executor
+from quire.executor.executor import Executor, make_executor
 from quire.executor.ranks.local_ranks import LocalRanks
 from quire.executor.ranks.messages import StepDone
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
@@ -46,8 +46,8 @@ def own_ranks(tiny) -> Iterator[MultiprocExecutor]:
     executor.shutdown()
 
 
-def pids_of(executor: MultiprocExecutor) -> list[int]:
-    assert isinstance(executor.ranks, LocalRanks)
+def pids_of(executor: Executor) -> list[int]:
+    assert isinstance(executor, MultiprocExecutor) and isinstance(executor.ranks, LocalRanks)
     return [process.pid for process in executor.ranks.processes]
 
 
@@ -168,7 +168,7 @@ def test_nothing_survives_the_engines_process(tiny, tmp_path) -> None:
     """The kernel ends the ranks of a process that is killed."""
     script = (
         "import sys, time; from quire.tests.executor.driver import make_config;"
-        "from quire.executor.executor import make_executor;"
+        "from quire.executor.executor import Executor, make_executor;"
         "executor = make_executor(make_config(sys.argv[1], tensor_parallel_size=2));"
         "print(*[p.pid for p in executor.ranks.processes], flush=True); time.sleep(100)"
     )

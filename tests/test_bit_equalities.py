@@ -1,7 +1,7 @@
 """In bfloat16 on native kernels, the bits of a request's tokens and log-probabilities do not depend
 on the batch, on how the prompt is computed, or on speculation.
 
-With speculation, `pytest` runs one proposer and number of threads with each setting, and `pytest -m
+With speculation, `pytest` runs one method and number of threads with each setting, and `pytest -m
 slow tests/test_bit_equalities.py` runs the rest.
 """
 
@@ -10,13 +10,15 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
-from itertools import chain, product
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from quire import LLM, LLMEngine, RequestOutput, SamplingParams
 from quire.kernels.cpu.native.library import library
+from quire.tests.bundled_model import heads
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.feature_run import GGUF_FILE, GGUF_MODEL, gguf_folder
 from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
@@ -28,7 +30,10 @@ pytestmark = pytest.mark.skipif(
 # One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)
 Logprobs = list[list[tuple[int, float]]]
-DRAFTING = [*product(["ngram", "suffix"], [1, 2])]  # proposers and threads
+HEADS = ["eagle3", "mtp"]  # trained for the bundled model: some of their drafts are right
+METHODS = ["ngram", "draft_model", "suffix", *HEADS]
+# proposers and threads; the settings of all tests take turns with them
+DRAFTING = [*zip(METHODS * 2, [1, 2, 1, 2, 1, 2, 1, 2, 1, 2])]
 
 
 def with_drafts(settings: dict[str, Any], method: str | None) -> dict[str, Any]:
@@ -36,15 +41,21 @@ def with_drafts(settings: dict[str, Any], method: str | None) -> dict[str, Any]:
     if method is None:
         return settings
     config = {"method": method, "prompt_lookup_min": 1, "adaptive": False}
+    if method in HEADS:
+        config["model"] = str(Path(heads.__file__).parent / "heads" / method)
+    elif method == "draft_model":
+        config["model"] = "bundled"
     # a step of an engine that drafts has several tokens of a row by itself
     num_steps = min(settings.get("num_scheduler_steps", 0), 1)
     return settings | {"speculative_config": config, "num_scheduler_steps": num_steps}
 
 
-def with_and_without_drafts(settings: list[dict[str, Any]]) -> list[Any]:
-    """Each of `settings`, then with each of DRAFTING; all but one of these are slow tests."""
+def with_and_without_drafts(settings: list[dict[str, Any]], turn: int) -> list[Any]:
+    """Each of `settings`, then with each of DRAFTING; all but one of these are slow tests: that
+    whose turn it is, from `turn` on.
+    """
     found: list[Any] = []
-    for index, plain in enumerate(settings):
+    for index, plain in enumerate(settings, start=turn):
         found.append(plain)
         for i, (method, num_threads) in enumerate(DRAFTING):
             marks = [] if i == index % len(DRAFTING) else [pytest.mark.slow]
@@ -63,8 +74,26 @@ def name_of(settings: dict[str, Any]) -> str:
 def assert_drafts(engine: LLMEngine, settings: dict[str, Any]) -> None:
     """Without drafts, or if none is ever right, the tests with speculation would prove nothing."""
     metrics = engine.call_utility("get_metrics")
-    is_drafting = "speculative_config" in settings
-    assert (metrics["num_draft_tokens"] > metrics["num_accepted_tokens"] > 0) == is_drafting
+    drafted, accepted = metrics["num_draft_tokens"], metrics["num_accepted_tokens"]
+    method = settings.get("speculative_config", {}).get("method")
+    if method == "draft_model":  # the model itself, which may be always right
+        assert drafted >= accepted > 0
+    else:
+        assert (drafted > accepted > 0) == (method is not None)
+
+
+def crowded(jobs: list[Job], settings: dict[str, Any]) -> list[Job]:
+    """An engine that drafts takes fewer steps, so requests arrive within fewer, or they would not
+    meet each other.
+    """
+    divisor = 8 if settings.get("speculative_config", {}).get("model") else 1
+    return [replace(job, arrives_at_step=job.arrives_at_step // divisor) for job in jobs]
+
+
+def assert_preempts(engine: LLMEngine, settings: dict[str, Any]) -> None:
+    """For a few jobs. Where a model drafts, they may end before they need each other's blocks."""
+    if "model" not in settings.get("speculative_config", {}):
+        assert engine.call_utility("get_metrics")["num_preemptions"] > 0
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
@@ -142,10 +171,10 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS), ids=name_of)
+@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS, 0), ids=name_of)
 def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
-        assert_same_bits(jobs, run(engine, jobs), expected)
+        assert_same_bits(jobs, run(engine, crowded(jobs, settings)), expected)
         assert_drafts(engine, settings)
         if settings.items() >= FEW.items():
             # otherwise the test would prove nothing
@@ -157,9 +186,11 @@ def test_batching_and_scheduling_do_not_change_a_bit(jobs, expected, settings):
     [
         dict(num_threads=2),
         with_drafts(dict(num_threads=2), "suffix"),
-        pytest.param(with_drafts(dict(num_threads=1), "suffix"), marks=pytest.mark.slow),
-        pytest.param(with_drafts(dict(num_threads=1), "ngram"), marks=pytest.mark.slow),
-        pytest.param(with_drafts(dict(num_threads=2), "ngram"), marks=pytest.mark.slow),
+        *(
+            pytest.param(with_drafts(dict(num_threads=count), method), marks=pytest.mark.slow)
+            for method, count in DRAFTING
+            if (method, count) != ("suffix", 2)
+        ),
     ],
     ids=name_of,
 )
@@ -188,7 +219,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         async_scheduling=rng.random() < 0.3,
         num_scheduler_steps=rng.choice([0, 1, 3]),
     )
-    settings = with_drafts(settings, rng.choice([None, None, "ngram", "suffix", "auto"]))
+    settings = with_drafts(settings, rng.choice([None, None, *METHODS, "auto"]))
     if rng.random() < 0.5:
         settings |= dict(
             num_gpu_blocks_override=rng.choice([34, 60]),
@@ -263,15 +294,15 @@ DISTURBED = dict(**FEW, num_threads=2, max_num_batched_tokens=37, preemption_mod
 
 
 @pytest.mark.parametrize(
-    "settings", with_and_without_drafts([s | DISTURBED for s in SMALL]), ids=name_of
+    "settings", with_and_without_drafts([s | DISTURBED for s in SMALL], 6), ids=name_of
 )
 def test_quantized_weights_and_caches(few, few_alone, settings):
     small = {key: value for key, value in settings.items() if key in [*chain(*SMALL)]}
     with closing(make_engine(dtype="bfloat16", **resolved(settings))) as engine:
-        got = run(engine, few, aborts=False)
+        got = run(engine, crowded(few, settings), aborts=False)
         assert_same_bits(few, got, few_alone(**small), aborts=False)
         assert_drafts(engine, settings)
-        assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
+        assert_preempts(engine, settings)
 
 
 # ------------------------------------------------------------ windows that return blocks
@@ -317,14 +348,15 @@ SETTINGS_WITH_WINDOWS = [
 ]
 
 
-@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS_WITH_WINDOWS), ids=name_of)
+@pytest.mark.parametrize("settings", with_and_without_drafts(SETTINGS_WITH_WINDOWS, 0), ids=name_of)
 def test_returned_blocks_do_not_change_a_bit(jobs_with_windows, kept_whole, settings):
     with closing(make_engine(**WINDOWS, **settings)) as engine:
         assert engine.client._engine.core.executor.kv_cache_windows == (0, 21, 21)
-        assert_same_bits(jobs_with_windows, run(engine, jobs_with_windows), kept_whole)
+        got = run(engine, crowded(jobs_with_windows, settings))
+        assert_same_bits(jobs_with_windows, got, kept_whole)
         assert_drafts(engine, settings)
         if settings.items() >= FEW_OF_GROUPS.items():
-            assert engine.client.call_utility("get_metrics")["num_preemptions"] > 0
+            assert_preempts(engine, settings)
         else:
             assert engine.client.call_utility("get_metrics")["prefix_cache_hits"] > 0
 

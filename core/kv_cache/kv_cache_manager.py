@@ -361,6 +361,14 @@ class KVCacheManager:
         self.free_host_blocks(request)
         return pairs
 
+    def trim_host_blocks(self, request: Request, num_tokens: int) -> None:
+        """Frees the host blocks of a request after its first `num_tokens` tokens."""
+        num_used = -(-num_tokens // self.block_size)
+        for table in self._host_tables[request.request_id]:
+            freed = [block for block in table[num_used:] if block != NOT_KEPT]
+            self._free_host_blocks.extend(reversed(freed))
+            del table[num_used:]
+
     def free_host_blocks(self, request: Request) -> list[int]:
         """Frees the request's host blocks and returns them."""
         host_tables = self._host_tables.pop(request.request_id, [])

@@ -61,6 +61,9 @@ def update_from_output(
         if num_surplus and is_running:
             request.num_computed_tokens -= num_surplus
             num_computed -= num_surplus
+        elif num_surplus and request.num_swapped_tokens:  # swapped out while the step ran
+            request.num_swapped_tokens -= num_surplus
+            scheduler.kv_cache_manager.trim_host_blocks(request, request.num_swapped_tokens)
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:

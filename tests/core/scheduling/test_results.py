@@ -150,3 +150,29 @@ def test_an_error_after_the_end_of_a_request_is_ignored(num_scheduler_steps):
     loop.run()
     assert loop.tokens == {"ends": [5, 6, 13], "fails": [5, 6, 7]}
     assert loop.ends == {"ends": (FinishReason.STOP, None), "fails": (FinishReason.ERROR, None)}
+
+
+def test_drafts_that_are_refused_while_the_request_is_swapped_out_are_not_computed():
+    """A step of drafts is under way when its request is swapped out, as overlapped steps do."""
+    loop = Loop(
+        preemption_mode="swap",
+        block_size=8,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 7},
+    )
+    scheduler = loop.scheduler
+    loop.add("r", distinct(0, 10), max_tokens=30)
+    prefill = scheduler.schedule()
+    scheduler.update_from_output(prefill, ModelRunnerOutput([1], [4], num_ahead=[0]), loop.rows)
+    step = scheduler.schedule()
+    (lookahead,) = step.output.num_lookahead_tokens
+    assert lookahead >= 7
+    scheduler.preempt(scheduler.running.pop())
+    request = scheduler.requests["r"]
+    assert request.num_swapped_tokens == 11 + lookahead
+    result = ModelRunnerOutput([2], [5, 6], num_ahead=[1], num_drafted=[7], num_accepted=[1])
+    scheduler.update_from_output(step, result, loop.rows)
+    scheduler.check_integrity()
+    assert request.num_swapped_tokens == 12 and len(request.token_ids) == 13
+    again = scheduler.schedule().output
+    assert (again.num_computed_tokens, again.num_scheduled_tokens) == ([12], [1])
+    assert len(again.blocks_to_swap_in) == 1  # the other block is in the prefix cache

@@ -2,7 +2,7 @@
 
 Must not know: torch (the executor is imported when it is created), sockets, threads, text.
 
-    step_fn:   _schedule ──▶ _execute_model ──▶ _process_model_outputs ──▶ rows by client
+    step_fn:   _schedule ──▶ executor ──▶ _process_model_outputs ──▶ rows by client
     post_step: what must not delay those rows
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
-from ..ipc.models.ranks import num_ranks
+from ..ipc.models.ranks import num_ranks, num_steps_in_flight
 from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
 from ..ipc.trace import MAX_STEPS, EngineTrace
@@ -148,11 +149,10 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, num_blocks, *swap_space, executor.burst_weights_bytes, windows, offload
         )
-        self.step_fn = (
-            self._step_overlapped if config.scheduler_config.async_scheduling else self._step
-        )
-        # of the overlapped form
-        self._in_flight: tuple[ScheduledStep, PendingOutput] | None = None
+        self._most_in_flight = num_steps_in_flight(config)
+        self.step_fn = self._step_overlapped if self._most_in_flight > 1 else self._step
+        # of the overlapped form; the oldest first
+        self._in_flight: deque[tuple[ScheduledStep, PendingOutput]] = deque()
         self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
         self.log_stats = not config.service_config.disable_log_stats
         self.check_every_step = False  # for tests: post_step runs check_integrity
@@ -252,7 +252,7 @@ class EngineCore:
 
     def owes_rows(self) -> bool:
         """Whether a client has rows to receive, or a step in flight may bring some."""
-        return bool(self.rows) or self._in_flight is not None
+        return bool(self.rows) or self.has_step_in_flight
 
     @property
     def next_deadline(self) -> float | None:
@@ -277,7 +277,7 @@ class EngineCore:
 
     @property
     def has_step_in_flight(self) -> bool:
-        return self._in_flight is not None
+        return bool(self._in_flight)
 
     def wait(self) -> None:
         """Without work: blocks until there may be some, if another thread may bring it."""
@@ -295,33 +295,36 @@ class EngineCore:
     def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         step = self._schedule()
         if step is not None:
-            self._process_model_outputs(step, self._execute_model(step))
+            self._process_model_outputs(step, self.executor.execute_model(step.output))
         return self.take_rows(everything=step is None), step is not None
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As _step, but schedules and submits the next step before it waits for the running one.
+        """As _step, but schedules and submits the next step before it waits for the oldest one.
 
-        The model never waits for this code:
+        The model never waits for this code, nor a stage of it for another stage:
 
             model       [ step 1 ][ step 2 ][ step 3 ]
             here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
         """
         step = self._schedule()
-        submitted = None if step is None else (step, self.executor.submit_model(step.output))
-        ran = self.drain()
-        self._in_flight = submitted
+        if step is not None:
+            self._in_flight.append((step, self.executor.submit_model(step.output)))
+        is_full = len(self._in_flight) >= self._most_in_flight
+        ran = (is_full or step is None) and self._finish_oldest()
         return self.take_rows(everything=step is None), ran or step is not None
 
-    def drain(self) -> bool:
-        """Waits for the step in flight and processes its result. Returns whether there was one.
-
-        Call it before changing anything that steps work on.
-        """
-        if self._in_flight is None:
+    def _finish_oldest(self) -> bool:
+        """Waits for the oldest step in flight and processes its result, if there is one."""
+        if not self._in_flight:
             return False
-        (step, future), self._in_flight = self._in_flight, None
-        self._process_model_outputs(step, future.result())
+        step, pending = self._in_flight.popleft()
+        self._process_model_outputs(step, pending.result())
         return True
+
+    def drain(self) -> None:
+        """Finishes the steps in flight. Call it before changing anything that steps work on."""
+        while self._finish_oldest():
+            pass
 
     def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
         """The rows for clients. Without `everything`, some may wait for the next step's
@@ -356,9 +359,6 @@ class EngineCore:
                 ):
                     self.hand_out(self.take_rows())
         return step
-
-    def _execute_model(self, step: ScheduledStep) -> ModelRunnerOutput:
-        return self.executor.execute_model(step.output)
 
     def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
         if step.prefills:

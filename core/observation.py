@@ -6,7 +6,9 @@ A step has three parts. schedule: choosing the rows. execute: the model, and the
 work for the step, which may be several tokens of each request. process: updating the requests,
 before the rows are sent. With async_scheduling a step is scheduled while the previous one runs. Its
 execution begins when it has been submitted and the previous one is done, and ends when its result
-is taken: then the execute parts follow each other, and the other parts overlap with them.
+is taken: then the execute parts follow each other, and the other parts overlap with them. Where a
+model has stages, several steps run at the same time, and an execute part begins with the end of the
+one before: it is what the step added.
 
     plain       | schedule 1 | execute 1 | process 1 | schedule 2 | execute 2 | process 2 |
     overlapped  | schedule 1 | execute 1                     | execute 2                  |

@@ -39,6 +39,7 @@ from .runner.cuda_graphs import CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
+from .runner.sampled_elsewhere import SampledElsewhere
 from .runner.speculation.verification import make_speculation, max_num_logits
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import load_logits_processors
@@ -119,6 +120,8 @@ class Worker:
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
         batch.loras = self.loras if self.loras.is_enabled else None
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
+        if not self.group.stages.is_last:
+            self.runner.elsewhere = SampledElsewhere(batch)
         if model_config.pooling is not None:
             self.runner.pooler = Pooler(model_config.pooling, self._directory)
             self.runner.pooler.use_model(self.model)
@@ -335,6 +338,13 @@ class Worker:
         if self.tracer is not None:
             return self.tracer.run(scheduler_output)
         return self.runner.execute_model(scheduler_output)
+
+    def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
+        """In a stage before the last one: the tokens of its oldest step without them, as in
+        ModelRunnerOutput. Each step's are appended before a step that needs them.
+        """
+        assert self.runner.elsewhere is not None
+        self.runner.elsewhere.append(num_sampled, token_ids)
 
     def start_trace(self, num_steps: int) -> None:
         """Records the next steps, which run one after the other, until `end_trace`."""

@@ -12,7 +12,7 @@ import msgspec
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
 from ..request import Request
 from .owners import Owner
-from .step import ScheduledStep, add_row
+from .step import ScheduledStep, add_row, most_samples
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -33,6 +33,8 @@ def schedule_running(
     was preempted).
     """
     budget, preempted = scheduler.max_num_batched_tokens, False
+    has_stages = scheduler.num_stages > 1
+    num_samples_left = most_samples(scheduler, len(scheduler.running))
     if scheduler.burst_weights_bytes:
         num_passes = burst_length(scheduler)
         scheduler.num_lookahead_slots = lookahead_of(num_passes, scheduler.num_tokens_per_pass)
@@ -43,8 +45,9 @@ def schedule_running(
     while index < len(running) and budget > 0:
         request = running[index]
         num_pending = request.num_pending_tokens
-        # its last token is being sampled, or nobody knows how many drafts will be accepted
-        if num_pending and (request.num_tokens_left <= 0 or scheduler.drafts):
+        # its last token is being sampled, or nobody knows how many drafts will be accepted, or the
+        # first stage would have to wait for the token
+        if num_pending and (request.num_tokens_left <= 0 or scheduler.drafts or has_stages):
             index += 1
             continue
         num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
@@ -53,6 +56,10 @@ def schedule_running(
         if shares is not None:
             num_tokens = min(num_tokens, shares[request.owner])
             if not num_tokens:
+                index += 1
+                continue
+        if has_stages and request.num_computed_tokens + num_tokens == request.num_tokens:
+            if num_samples_left <= 0:
                 index += 1
                 continue
         num_lookahead = (
@@ -69,6 +76,7 @@ def schedule_running(
             preempted = True
             continue
         add_row(scheduler, step, request, num_tokens, num_lookahead, block_ids)
+        num_samples_left -= step.num_expected[-1] > 0
         budget -= num_tokens
         if shares is not None:
             shares[request.owner] -= num_tokens

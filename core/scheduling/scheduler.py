@@ -17,7 +17,8 @@ each owner may hold while others wait.
 
 A step may be scheduled while the previous one runs. Tokens that the previous one samples are
 pending: counted but unknown. A request that turns out to have ended has one row too many, whose
-sample is ignored (`update_from_output`).
+sample is ignored (`update_from_output`). Where a model has stages, a request with a pending token
+is in no further step, and each step has its part of the requests (`most_samples`).
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ class Scheduler:
         self.num_lookahead_slots = lookahead_of(
             max(1, scheduling.num_scheduler_steps), self.num_tokens_per_pass
         )
+        # a step for each stage at the same time, of different requests
+        self.num_stages = config.device_config.pipeline_parallel_size
         # Overlapped stepping hides the work outside the model and does not need it.
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0

@@ -2,7 +2,7 @@
 
 Must not know: who is chosen for a step, torch, sockets.
 
-A step may be scheduled while the previous one runs. The tokens that the previous one samples are
+A step may be scheduled while previous ones run. The tokens that these sample are
 then pending: counted in `num_pending_tokens`, and not yet in `token_ids`.
 """
 
@@ -37,6 +37,13 @@ class ScheduledStep:
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
     stopped_by: str = ""  # why the head of the queue waits: schedule_waiting, or "preemption"
     execute_time: float = 0.0  # its execution began; only for steps with prefills
+
+
+def most_samples(scheduler: Scheduler, num_requests: int) -> int:
+    """How many of `num_requests` may sample a token in a step, so that the steps in flight have
+    equally many: all, unless the model has stages. Requests with a pending token count, too.
+    """
+    return -(-min(num_requests, scheduler.max_num_seqs) // scheduler.num_stages)
 
 
 def add_row(

@@ -16,7 +16,7 @@ from ...ipc.step_messages import NewRequestData
 from ..request import Request, RequestStatus
 from .admission import Start, find_start, has_room, num_missing_blocks
 from .owners import Owner
-from .step import ScheduledStep, add_row
+from .step import ScheduledStep, add_row, most_samples
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
@@ -32,7 +32,7 @@ def schedule_waiting(
     No request overtakes one that does not fit; a request that waits for its sibling's prompt, or
     for an adapter, is passed over. Those in `made_room` were preempted in this step. Returns what
     the first lacks, "budget", "slots", "blocks" or "adapter", or "preemption" if it is one of
-    these; "" if none waits for these.
+    these, or was preempted while a step samples its token; "" if none waits for these.
     """
     lora_slots = scheduler.lora_slots
     if lora_slots.is_stuck:
@@ -50,11 +50,13 @@ def _admit_in_order(
 ) -> str:
     passed: dict[Owner, int] = {}  # requests that wait for a sibling or an adapter, by owner
     num_reserved, layout = None, scheduler.kv_cache_manager.layout
+    num_samples_left = most_samples(scheduler, len(scheduler.running) + len(scheduler.waiting))
+    num_samples_left -= sum(map(bool, step.num_expected))
     reason = ""
     while (request := scheduler.waiting.next(passed)) is not None:
         if budget <= 0 or not scheduler.free_slots:
             return "budget" if budget <= 0 else "slots"
-        if request in made_room:
+        if request in made_room or request.num_pending_tokens:
             return "preemption"
         adapter = request.adapter
         if adapter is not None and not scheduler.lora_slots.may_start(adapter):
@@ -76,6 +78,9 @@ def _admit_in_order(
             if not scheduler.enable_chunked_prefill:
                 return "budget"
             num_tokens = budget
+        is_whole = start.num_tokens + num_tokens == request.num_tokens
+        if is_whole and num_samples_left <= 0:
+            return "budget"
         if not has_room(scheduler.kv_cache_manager, num_reserved, request, start):
             return "blocks"
         block_ids = scheduler.kv_cache_manager.begin(
@@ -91,6 +96,7 @@ def _admit_in_order(
         admit(scheduler, step, request, start, block_ids)
         add_row(scheduler, step, request, num_tokens, 0, block_ids)
         budget -= num_tokens
+        num_samples_left -= is_whole
         num_reserved += num_missing_blocks(layout, request)
     return reason
 

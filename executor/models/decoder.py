@@ -91,7 +91,7 @@ class Decoder:
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
             self.norm = make.norm("norm", config.hidden_size, config)
-        self.has_head = config.has_lm_head
+        self.has_head = config.has_lm_head and self.stages.is_last
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | GatheredHead | None = None
         # takes the input of each layer, for a head that drafts
@@ -99,7 +99,7 @@ class Decoder:
         if config.score_tokens:
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
-        elif not config.has_lm_head or not self.stages.is_last:
+        elif not self.has_head:
             pass  # it pools, or the last stage has it
         elif config.tie_word_embeddings:
             assert self.embed_tokens is not None
@@ -154,15 +154,11 @@ class Decoder:
         return x
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden_size] -> [R, vocab_size] f32, in all stages"""
-        if not self.stages.is_last:
-            return self.stages.take_logits(len(hidden), self.config.vocab_size)
+        """[R, hidden_size] -> [R, vocab_size] f32"""
         assert self.lm_head is not None
         logits = self.lm_head.logits(hidden)
         if self.config.logits_scale != 1.0:
             self.ops.scale(logits, self.config.logits_scale)
-        if self.stages.count > 1:
-            self.stages.share_logits(logits)
         return logits
 
     def weights(self) -> Weights:

@@ -37,13 +37,11 @@ def make_ends(config: EngineConfig) -> list[RankEnds]:
     tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
     commands = RingEnds.create(size)
     links = [[RingEnds.create(1) for _ in range(pp - 1)] for _ in range(tp)]
-    logits = [RingEnds.create(pp - 1) if pp > 1 else None for _ in range(tp)]
     groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
     ends = []
     for rank in range(size):
         stage, part = divmod(rank, tp)
-        last = logits[part]
-        stages = None if last is None else StageEnds(stage, links[part], last)
+        stages = StageEnds(stage, links[part]) if pp > 1 else None
         ends.append(RankEnds(rank, size, commands, RingEnds.create(1), groups[stage], stages))
     return ends
 

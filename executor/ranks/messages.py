@@ -57,8 +57,20 @@ class Configure(Message, tag="configure", frozen=True):
     config: EngineConfig
 
 
+class Sampled(Message, frozen=True):
+    """What the last stage sampled in a step: of its ModelRunnerOutput."""
+
+    num_sampled: list[int]
+    token_ids: list[int]
+
+
 class Step(Message, tag="step", frozen=True):
+    """`sampled`: of the steps that were finished since the last one, in order; a stage before the
+    last one appends them first.
+    """
+
     output: SchedulerOutput
+    sampled: list[Sampled] = []
 
 
 class Call(Message, tag="call", frozen=True):
@@ -84,11 +96,11 @@ Command = Configure | Step | Call | CheckGrammar | Leave
 
 
 class StepDone(Message, tag="done", frozen=True):
-    """`output` is that of the first rank; others send what their output must have in common with
-    it.
+    """`output` is that of the last stage's first rank; the others of this stage send what their
+    output must have in common with it.
     """
 
-    digest: int
+    digest: int = 0
     output: ModelRunnerOutput | None = None
 
 

@@ -42,6 +42,7 @@ from .messages import (
     RankLostError,
     Reply,
     Result,
+    Sampled,
     Step,
     StepDone,
     Trace,
@@ -100,6 +101,11 @@ class MultiprocExecutor:
         self.size = size = num_ranks(config)
         self.kv_cache_windows: tuple[int, ...] = (0,)
         self.burst_weights_bytes = 0
+        device = config.device_config
+        self._has_stages = device.pipeline_parallel_size > 1
+        self._first_sampling = size - device.tensor_parallel_size  # in the last stage
+        self._running: deque[PendingRanks] = deque()  # steps, the oldest first
+        self._sampled: list[Sampled] = []  # what the ranks have not been told
         self._encoder = Encoder(MAX_MESSAGE_BYTES)
         self._decoders = [Decoder(Reply, MAX_MESSAGE_BYTES) for _ in range(size)]
         self._checks: dict[int, tuple[int, Future[None]]] = {}  # number -> (replies left, future)
@@ -173,12 +179,24 @@ class MultiprocExecutor:
         return self.submit_model(scheduler_output).result()
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingRanks:
-        """See Executor. Ask for the results in the order of the steps."""
-        self._send(Step(scheduler_output))
-        return PendingRanks(self._finish_step)
+        """See Executor. Each stage begins a step as soon as it has finished the previous one."""
+        self._send(Step(scheduler_output, self._sampled))
+        self._sampled = []
+        pending = PendingRanks(self._finish_oldest)
+        self._running.append(pending)
+        return pending
 
-    def _finish_step(self) -> ModelRunnerOutput:
-        done: list[StepDone] = self._collect(grace_s=0.0)
+    def _finish_oldest(self) -> None:
+        """Waits for the oldest step that runs."""
+        pending = self._running.popleft()
+        try:
+            pending.output.set_result(self._take_output())
+        except Exception as error:
+            pending.output.set_exception(error)
+
+    def _take_output(self) -> ModelRunnerOutput:
+        replies: list[StepDone] = self._collect(grace_s=0.0)
+        done = replies[self._first_sampling :]
         digests = [one.digest for one in done]
         if len(set(digests)) > 1:
             # a kernel that is not deterministic, or a user's code that draws random numbers
@@ -186,6 +204,8 @@ class MultiprocExecutor:
             self._require_alive()
         output = done[0].output
         assert output is not None
+        if self._has_stages:
+            self._sampled.append(Sampled(output.num_sampled, output.token_ids))
         return output
 
     def check_grammar(
@@ -230,8 +250,7 @@ class MultiprocExecutor:
 
     def end_trace(self) -> RanksTrace:
         """See Executor. Limits, places and names are those of the first rank."""
-        self._send(Call("end_trace"))
-        replies: list[Trace] = self._collect()
+        replies: list[Trace] = self._ask(Call("end_trace"))
         traces = [reply.decode() for reply in replies]
         steps = {
             step: [rank for trace in traces for rank in trace.steps.get(step, [])]
@@ -274,9 +293,15 @@ class MultiprocExecutor:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Calls a method on every rank; the results in rank order."""
-        self._send(Call(method, list(args)))
-        replies: list[Result] = self._collect()
+        replies: list[Result] = self._ask(Call(method, list(args)))
         return [reply.value for reply in replies]
+
+    def _ask(self, call: Call) -> list[Any]:
+        """The replies to a call, once the steps that run have ended."""
+        while self._running:
+            self._finish_oldest()
+        self._send(call)
+        return self._collect()
 
     def _collect(self, grace_s: float = GRACE_S) -> list[Any]:
         """Waits for the next reply of every rank. Raises the exception that all of them had;
@@ -368,11 +393,15 @@ class MultiprocExecutor:
 class PendingRanks:
     """A step that all ranks run."""
 
-    def __init__(self, finish: Callable[[], ModelRunnerOutput]):
-        self._finish = finish
+    def __init__(self, finish_oldest: Callable[[], None]):
+        self._finish_oldest = finish_oldest
+        self.output: Future[ModelRunnerOutput] = Future()
 
     def result(self) -> ModelRunnerOutput:
-        return self._finish()
+        """Waits for the steps before it, too."""
+        while not self.output.done():
+            self._finish_oldest()
+        return self.output.result()
 
 
 def _no_adapters() -> InvalidParameterError:

@@ -125,9 +125,7 @@ class Rank:
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Step):
-            output = self._executor.execute_model(command.output)
-            is_first = self._links.rank == 0
-            self._reply(StepDone(digest_of(output), output if is_first else None))
+            self._reply(run_step(self._executor, command))
         elif isinstance(command, Call):
             self._reply(self._call(command))
         elif isinstance(command, CheckGrammar):
@@ -171,6 +169,18 @@ class Rank:
     def _reply(self, reply: Reply) -> None:
         with self._lock:
             self._links.send(join_frames(self._encoder.encode(reply)))
+
+
+def run_step(executor: SingleProcessExecutor, step: Step) -> StepDone:
+    """Runs a step on a rank."""
+    group = executor.worker.group
+    if not group.stages.is_last:
+        for one in step.sampled:
+            executor.worker.append_sampled(one.num_sampled, one.token_ids)
+        executor.execute_model(step.output)
+        return StepDone()
+    output = executor.execute_model(step.output)
+    return StepDone(digest_of(output), output if group.rank == 0 else None)
 
 
 def digest_of(output: ModelRunnerOutput) -> int:

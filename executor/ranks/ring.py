@@ -69,11 +69,10 @@ class StageEnds(msgspec.Struct, frozen=True):
 
     stage: int
     links: list[RingEnds]  # from each stage to the next one
-    logits: RingEnds  # from the last stage to the others
 
     @property
     def fds(self) -> list[int]:
-        return [fd for ring in (*self.links, self.logits) for fd in ring.fds]
+        return [fd for ring in self.links for fd in ring.fds]
 
 
 def make_event(count: int = 0) -> int:

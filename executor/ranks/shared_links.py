@@ -56,8 +56,6 @@ class RingStageLinks:
         is_first, is_last = self.stage == 0, self.stage == self.count - 1
         self._reader = None if is_first else RingReader(ends.links[self.stage - 1])
         self._writer = None if is_last else RingWriter(ends.links[self.stage])
-        self._logits_writer = RingWriter(ends.logits) if is_last else None
-        self._logits_reader = None if is_last else RingReader(ends.logits, self.stage)
 
     def send(self, x: Tensor) -> None:
         """See StageLinks."""
@@ -68,16 +66,6 @@ class RingStageLinks:
         """See StageLinks."""
         assert self._reader is not None
         return _tensor(self._reader.receive(), shape, dtype)
-
-    def send_logits(self, x: Tensor) -> None:
-        """See StageLinks."""
-        assert self._logits_writer is not None
-        self._logits_writer.send(_bytes(x))
-
-    def receive_logits(self, shape: tuple[int, int]) -> Tensor:
-        """See StageLinks."""
-        assert self._logits_reader is not None
-        return _tensor(self._logits_reader.receive(), shape, torch.float32)
 
 
 def shared_group(ends: RankEnds) -> TensorGroup:

@@ -5,9 +5,9 @@ Must not know: layers, models, steps, how the ranks were started, what carries t
 (shared_links.py, gloo_links.py).
 
     stage 0   embedding, layers ── residual stream ─▶ stage 1   layers, head
-              logits ◀──────────────────────────────────────────┘
 
-All stages have the logits, so all sample.
+The last stage samples. Nothing goes back: a stage begins the next step while those after it compute
+this one, and gets the tokens of a step from the engine (messages.Sampled).
 """
 
 from __future__ import annotations
@@ -33,14 +33,6 @@ class StageLinks(Protocol):
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Of the stage before; the receiver's own. Raises RuntimeError if it is gone."""
-        ...
-
-    def send_logits(self, x: Tensor) -> None:
-        """Of the last stage, to all others."""
-        ...
-
-    def receive_logits(self, shape: tuple[int, int]) -> Tensor:
-        """Those of the last stage, f32; the receiver's own. Raises RuntimeError if it is gone."""
         ...
 
 
@@ -70,16 +62,6 @@ class Stages:
         """To the next stage."""
         assert self._links is not None
         self._links.send(residual)
-
-    def share_logits(self, logits: Tensor) -> None:
-        """Sends the last stage's to all others."""
-        if self._links is not None and self.is_last:
-            self._links.send_logits(logits)
-
-    def take_logits(self, num_rows: int, vocab_size: int) -> Tensor:
-        """Those of the last stage, [num_rows, vocab_size] f32."""
-        assert self._links is not None
-        return self._links.receive_logits((num_rows, vocab_size))
 
 
 WHOLE = Stages()

@@ -29,6 +29,7 @@ from .cuda_graphs import GraphedStep
 from .device_inputs import DeviceInputMaker, DeviceTables
 from .input_batch import InputBatch
 from .launched_steps import HostStep, PendingStep, StepLauncher
+from .sampled_elsewhere import SampledElsewhere
 from .speculation.verification import Speculation, first_rows, logits_rows
 from .step_inputs import StepInputMaker, StepInputs, dummy_step
 from .step_outputs import insert_forced, merge_outputs
@@ -58,6 +59,8 @@ class ModelRunner:
         self.bursts: Bursts | None = None  # set by the worker: runs several steps in one call
         self.speculation: Speculation | None = None  # set by the worker of an engine that drafts
         self.draft: Draft | None = None  # set by the worker of an engine with a draft model
+        # set by the worker of a stage before the last one
+        self.elsewhere: SampledElsewhere | None = None
         self.batch = batch
         self.device = device
         self.block_size = block_size
@@ -118,14 +121,20 @@ class ModelRunner:
         """Computes the scheduled tokens and samples the rows that are complete.
 
         Logits that are not finite are their own row's error. An exception from a plugin's code ends
-        the requests of its step, except on a GPU, whose state is unknown then.
+        the requests of its step, except on a GPU, whose state is unknown then. A stage before the
+        last one samples no rows; see SampledElsewhere.
         """
         if self.launcher is not None:
             return self.launch_model(scheduler_output).result()
         wake_threads()
         self._apply_differences(scheduler_output)
+        if self.elsewhere is not None:
+            self.elsewhere.expect(scheduler_output.slots)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
+        if self.elsewhere is not None:
+            self._begin(scheduler_output)
+            return ModelRunnerOutput([0] * len(scheduler_output.slots), [])
         try:
             if self.speculation is not None and any(scheduler_output.num_lookahead_tokens):
                 return self._speculate(scheduler_output, self.speculation)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..config import EngineConfig, resolved
+from .ranks import num_steps_in_flight
 
 MAX_BURST = 8  # most passes of the model in one step for num_scheduler_steps=0
 MAX_DRAFTING_BURST = 32  # most tokens of a request in several passes that verify drafts
@@ -158,6 +159,5 @@ def make_layout(config: EngineConfig, windows: Sequence[int]) -> KVLayout:
     drafts = scheduling.speculative_config
     tokens_per_pass = 1 + (drafts.num_speculative_tokens if drafts is not None else 0)
     num_tokens += lookahead_of(scheduling.num_scheduler_steps or MAX_BURST, tokens_per_pass)
-    if scheduling.async_scheduling:  # a step is scheduled while another one runs
-        num_tokens *= 2
+    num_tokens *= num_steps_in_flight(config)
     return KVLayout(config.cache_config.block_size, windows, num_tokens)

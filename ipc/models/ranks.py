@@ -21,6 +21,12 @@ def num_ranks(config: EngineConfig) -> int:
     return device.tensor_parallel_size * device.pipeline_parallel_size
 
 
+def num_steps_in_flight(config: EngineConfig) -> int:
+    """The most steps that run at the same time, or wait for the one that runs."""
+    num_stages = config.device_config.pipeline_parallel_size
+    return max(num_stages, 2 if config.scheduler_config.async_scheduling else 1)
+
+
 def check_ranks(config: EngineConfig) -> None:
     """`config` is resolved. Raises InvalidParameterError for what several ranks cannot do."""
     if num_ranks(config) == 1:
@@ -39,6 +45,14 @@ def check_ranks(config: EngineConfig) -> None:
     ):
         if is_asked:
             raise _refusal(config, name, f"must be 1 with {option}")
+    num_passes = config.scheduler_config.num_scheduler_steps
+    if config.device_config.pipeline_parallel_size > 1 and num_passes > 1:
+        raise _refusal(
+            config,
+            "pipeline_parallel_size",
+            f"must be 1 with num_scheduler_steps={num_passes}, since a stage learns a step's "
+            "tokens with a later step",
+        )
     _check_model(config, name)
 
 

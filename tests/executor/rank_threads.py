@@ -4,48 +4,103 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from quire.executor.ranks.local_ranks import fds_of, make_ends
-from quire.executor.ranks.rank import digest_of
+from quire.executor.ranks.messages import Sampled, Step
+from quire.executor.ranks.multiproc_executor import PendingRanks
+from quire.executor.ranks.rank import run_step
 from quire.executor.ranks.shared_links import shared_group
 from quire.executor.single_process import SingleProcessExecutor
-from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from quire.tests.executor.driver import make_config
 
 
 class RankThreads:
-    """What Driver needs of an executor."""
+    """What Driver and EngineCore need of an executor."""
+
+    burst_weights_bytes = 0
 
     def __init__(self, model: str | Path, size: int, num_stages: int = 1, **arguments: Any):
         self.config = make_config(
             model, tensor_parallel_size=size, pipeline_parallel_size=num_stages, **arguments
         )
-        self._threads = ThreadPoolExecutor(size * num_stages)
         all_ends = make_ends(self.config)
         self._fds = {fd for ends in all_ends for fd in fds_of(ends)}
+        self._size = size  # of a stage
+        self._threads = [ThreadPoolExecutor(1) for _ in all_ends]
+        self._sampled: list[Sampled] = []
         self.ranks = [SingleProcessExecutor(self.config, shared_group(ends)) for ends in all_ends]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
         num_blocks = self.determine_num_blocks()
-        self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks))
+        self.initialize_kv_cache(num_blocks)
         self.kv_cache_windows = self.ranks[0].kv_cache_windows
 
+    def load_model(self, report: Callable[[str, float], None]) -> None:
+        """It is loaded."""
+
     def on_each(self, call: Callable[[SingleProcessExecutor], Any]) -> list[Any]:
-        return list(self._threads.map(call, self.ranks))
+        pairs = zip(self._threads, self.ranks, strict=True)
+        return [future.result() for future in [thread.submit(call, rank) for thread, rank in pairs]]
 
     def determine_num_blocks(self) -> int:
         return min(rank.determine_num_blocks() for rank in self.ranks)
 
+    def initialize_kv_cache(self, num_blocks: int) -> int:
+        num_bytes = sum(self.on_each(lambda rank: rank.initialize_kv_cache(num_blocks)))
+        self.on_each(lambda rank: rank.initialize_swap_space())
+        return num_bytes
+
+    def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
+        return 0, PreemptionCosts()
+
+    def initialize_offload(self) -> None:
+        return None
+
+    def check_grammar(self, params: Any, *, is_known: bool = False) -> Future[None]:
+        """Of the last stage's first rank; the others compile it, too."""
+        checks = [rank.check_grammar(params, is_known=is_known) for rank in self.ranks]
+        for check in checks[:-1]:
+            check.exception()
+        return checks[-1]
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        return [
+            one for part in self.on_each(lambda r: r.collective_rpc(method, *args)) for one in part
+        ]
+
+    def submit_model(self, output: SchedulerOutput) -> PendingRanks:
+        """Begins a step. Results are asked for in the order of the steps."""
+        step, self._sampled = Step(output, self._sampled), []
+        replies = [
+            thread.submit(run_step, rank, step)
+            for thread, rank in zip(self._threads, self.ranks, strict=True)
+        ]
+
+        def finish() -> None:
+            done = [reply.result() for reply in replies][-self._size :]
+            assert len({one.digest for one in done}) == 1
+            result = done[0].output
+            assert result is not None
+            if len(self.ranks) > self._size:
+                self._sampled.append(Sampled(result.num_sampled, result.token_ids))
+            pending.output.set_result(result)
+
+        pending = PendingRanks(finish)
+        return pending
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        outputs = self.on_each(lambda rank: rank.execute_model(step))
-        assert len({digest_of(output) for output in outputs}) == 1
-        return outputs[0]
+        return self.submit_model(step).result()
 
     def shutdown(self) -> None:
+        """May be called twice."""
+        if not self._fds:
+            return
         self.on_each(lambda rank: rank.shutdown())
-        self._threads.shutdown()
-        for fd in self._fds:
-            os.close(fd)
+        for thread in self._threads:
+            thread.shutdown()
+        while self._fds:
+            os.close(self._fds.pop())

@@ -24,9 +24,8 @@ def _closes_descriptors() -> Iterator[None]:
 
 def make_stages(count: int) -> list[Stages]:
     links = [RingEnds.create(1) for _ in range(count - 1)]
-    logits = RingEnds.create(count - 1)
-    MADE.extend([*links, logits])
-    return [Stages(RingStageLinks(StageEnds(stage, links, logits))) for stage in range(count)]
+    MADE.extend(links)
+    return [Stages(RingStageLinks(StageEnds(stage, links))) for stage in range(count)]
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -48,11 +47,8 @@ def test_tensors_arrive_as_they_were_sent() -> None:
     received += 1  # it is the receiver's own
     second.send(received[:, ::2])
     assert torch.equal(last.receive(5, 4, torch.bfloat16), received[:, ::2])
-    logits = torch.randn(2, 100)
-    last.share_logits(logits)
-    assert all(torch.equal(stage.take_logits(2, 100), logits) for stage in (first, second))
-    last.share_logits(torch.empty(0, 100))
-    assert first.take_logits(0, 100).shape == (0, 100)
+    second.send(torch.empty(0, 100))
+    assert last.receive(0, 100, torch.float32).shape == (0, 100)
 
 
 def test_other_shapes_are_an_error() -> None:

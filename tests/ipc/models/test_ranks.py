@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.errors import InvalidParameterError
-from quire.ipc.models.ranks import check_ranks, num_ranks
+from quire.ipc.models.ranks import check_ranks, num_ranks, num_steps_in_flight
 from quire.tests.tiny_models import save_tiny_model
 
 
@@ -43,6 +43,22 @@ def test_what_is_accepted(models) -> None:
     device = msgspec.structs.replace(config.device_config, device="cuda")
     with pytest.raises(InvalidParameterError, match="must be 1 with device=cuda, got 2"):
         check_ranks(msgspec.structs.replace(config, device_config=device))
+
+
+def test_stages(models) -> None:
+    def config(**arguments):
+        return EngineArgs(models["qwen2"], pipeline_parallel_size=2, **arguments)
+
+    words = "pipeline_parallel_size: must be 1 with num_scheduler_steps=4.*, got 2"
+    with pytest.raises(InvalidParameterError, match=words):
+        config(num_scheduler_steps=4).create_engine_config()
+    for is_async in (False, True):
+        of_stages = config(async_scheduling=is_async).create_engine_config()
+        assert num_steps_in_flight(of_stages) == 2
+    one = EngineArgs(models["qwen2"]).create_engine_config()
+    assert num_steps_in_flight(one) == 1
+    scheduling = msgspec.structs.replace(one.scheduler_config, async_scheduling=True)
+    assert num_steps_in_flight(msgspec.structs.replace(one, scheduler_config=scheduling)) == 2
 
 
 def test_one_rank_is_never_refused(models) -> None:

@@ -1,0 +1,158 @@
+"""Stages with steps in flight, below an engine core: tokens are those of one rank and one step at a
+time. The ranks are threads.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from quire.core.engine_core import EngineCore
+from quire.ipc.messages import FinishReason
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.tests.core.engine_loop import Answer, assert_nothing_left, greedy, make_request, run
+from quire.tests.core.test_random_workloads import Job, drive, random_jobs
+from quire.tests.executor.driver import start_executor
+from quire.tests.executor.rank_threads import RankThreads
+
+
+def jobs_of(seed: int, num_jobs: int) -> list[Job]:
+    """With prompts and outputs of a few blocks, and all kinds of sampling."""
+    rng, jobs = random.Random(seed), []
+    for job in random_jobs(seed, num_jobs, max_prompt=90, max_output=25):
+        params = msgspec.structs.replace(
+            job.request.sampling_params,
+            top_k=rng.choice([0, 5]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+        )
+        request = msgspec.structs.replace(job.request, params=params)
+        jobs.append(replace(job, request=request, arrives_at_step=rng.randrange(15)))
+    return jobs
+
+
+def check_equal(one: dict[str, Answer], other: dict[str, Answer]) -> None:
+    assert one.keys() == other.keys()
+    for name, mine in one.items():
+        theirs = other[name]
+        if FinishReason.ABORT in (mine.reason, theirs.reason):  # after some tokens, or before
+            count = min(len(mine.tokens), len(theirs.tokens))
+            assert mine.tokens[:count] == theirs.tokens[:count]
+        else:
+            assert (mine.tokens, mine.reason) == (theirs.tokens, theirs.reason), name
+            assert mine.stop_reason == theirs.stop_reason
+
+
+def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Answer], EngineCore]:
+    core = EngineCore(config, executor)
+    core.check_every_step = True
+    answers = drive(core, jobs)
+    assert_nothing_left(core)
+    return answers, core
+
+
+@pytest.mark.parametrize(
+    ("size", "num_stages", "num_seeds"),
+    [
+        (1, 2, 1),
+        (1, 3, 1),
+        (2, 2, 1),
+        pytest.param(1, 2, 100, marks=pytest.mark.slow),
+        pytest.param(1, 4, 100, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seeds: int) -> None:
+    model = tiny("qwen2", num_hidden_layers=4)
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 6}
+    num_preemptions = 0
+    stages = RankThreads(model, size, num_stages, num_gpu_blocks_override=20, **options)
+    one = start_executor(model, **options)
+    for seed in range(num_seeds):
+        jobs = jobs_of(1000 * num_stages + seed, 10)
+        wanted, _ = run_jobs(one, one.worker.config, jobs)
+        answers, core = run_jobs(stages, stages.config, jobs)
+        check_equal(wanted, answers)
+        num_preemptions += core.get_metrics()["num_preemptions"]
+    assert num_preemptions > 0
+    stages.shutdown()
+
+
+def test_a_stage_begins_a_step_before_the_next_stage_has_ended_the_last_one(
+    tiny, monkeypatch
+) -> None:
+    """The last stage ends no step before the first stage has ended the one after it."""
+    stages = RankThreads(tiny("qwen2"), 1, 2)
+    first, last = (rank.worker.runner for rank in stages.ranks)
+    ended, condition, num_waits = set(), threading.Condition(), 0
+
+    def run_first(step: Any, run_step: Any = first.execute_model) -> Any:
+        output = run_step(step)
+        with condition:
+            ended.add(step.step)
+            condition.notify_all()
+        return output
+
+    def run_last(step: Any, run_step: Any = last.execute_model) -> Any:
+        nonlocal num_waits
+        output = run_step(step)
+        if step.step < 15:
+            num_waits += 1
+            with condition:
+                assert condition.wait_for(lambda: step.step + 1 in ended, 20.0)
+        return output
+
+    monkeypatch.setattr(first, "execute_model", run_first)
+    monkeypatch.setattr(last, "execute_model", run_last)
+    core = EngineCore(stages.config, stages)
+    for i in range(8):
+        core.add_request(make_request(f"r{i}", [i + 1, 2], greedy(max_tokens=10)))
+    answers = run(core)[0]
+    assert num_waits == 15 and max(ended) == 19  # 20 steps of 4 requests
+    assert {len(one.tokens) for one in answers.values()} == {10}
+    stages.shutdown()
+
+
+def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
+    """Tokens that a grammar forces reach the first stage, several at once."""
+    model = tiny("qwen2")
+    params = SamplingParams(
+        temperature=1.0,
+        seed=5,
+        max_tokens=40,
+        structured_outputs=StructuredOutputsParams(regex="(a|b) forced text (yes|no)+"),
+    )
+    answers, counts = [], []
+    stages = RankThreads(model, 1, 2)
+    elsewhere = stages.ranks[0].worker.runner.elsewhere
+    append = elsewhere.append
+
+    def count(num_sampled: list[int], token_ids: list[int]) -> None:
+        counts.extend(num_sampled)
+        append(num_sampled, token_ids)
+
+    monkeypatch.setattr(elsewhere, "append", count)
+    one = start_executor(model)
+    for executor, config in ((one, one.worker.config), (stages, stages.config)):
+        core = EngineCore(config, executor)
+        for i in range(4):
+            core.add_request(make_request(f"r{i}", [i + 1, 2, 3], params, eos_token_ids=[2]))
+        core.add_request(make_request("free", [7], greedy(max_tokens=12)))
+        answers.append(run_with_checks(core))
+    check_equal(*answers)
+    assert max(counts) > 1
+    stages.shutdown()
+
+
+def run_with_checks(core: EngineCore) -> dict[str, Answer]:
+    answers: dict[int, dict[str, Answer]] = {}
+    while not core.is_idle():
+        if not core.has_work():
+            core.wait()
+        run(core, answers)
+    return answers[0]

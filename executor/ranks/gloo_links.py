@@ -147,15 +147,6 @@ class GlooStageLinks:
         """See StageLinks."""
         return self._group.receive(shape, dtype, self.stage - 1)
 
-    def send_logits(self, x: Tensor) -> None:
-        """See StageLinks."""
-        for stage in range(self.count - 1):
-            self._group.send(x, stage)
-
-    def receive_logits(self, shape: tuple[int, int]) -> Tensor:
-        """See StageLinks."""
-        return self._group.receive(shape, torch.float32, self.count - 1)
-
 
 def gloo_group(
     rank: int, tp_size: int, num_stages: int, addresses: Addresses, host: str, timeout_s: float

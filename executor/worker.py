@@ -120,6 +120,7 @@ class Worker:
         batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
         batch.loras = self.loras if self.loras.is_enabled else None
         self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
+        self.runner.is_stage = self.group.stages.count > 1
         if not self.group.stages.is_last:
             self.runner.elsewhere = SampledElsewhere(batch)
         if model_config.pooling is not None:
@@ -212,7 +213,9 @@ class Worker:
             resolved(config.scheduler_config.max_num_batched_tokens),
         )
         num_logits = max_num_logits(config.scheduler_config)
-        if self.group.num_ranks > 1:
+        if self.group.stages.count > 1:
+            self.model.reserve_stream(max_num_tokens)
+        if self.group.size > 1:
             logger.info("the model runs operation by operation: ranks share its layers")
         elif self.device.type == "cpu":
             self.runner.program = program = record_step(
@@ -221,7 +224,7 @@ class Worker:
                 Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits),
                 len(self.kv_cache_windows),
             )
-            can_burst = "sample_tokens" in self._builder.ops.native
+            can_burst = "sample_tokens" in self._builder.ops.native and not self.runner.is_stage
             self.runner.bursts = (
                 Bursts(
                     program,

@@ -88,6 +88,8 @@ class Decoder:
             DecoderLayer(make, config, make_attention(i), make_mlp(i), norms)
             for i in self.layer_range
         ]
+        # [tokens, hidden_size], of a stage after the first one: the residual stream
+        self.state = torch.empty(0)
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
             self.norm = make.norm("norm", config.hidden_size, config)
@@ -110,8 +112,8 @@ class Decoder:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed; of
-        a stage before the last one, what it sends to the next.
+        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed. Of
+        a stage before the last one for send_stream; between receive_stream and that.
         """
         if self.stages.is_first:
             assert self.embed_tokens is not None
@@ -119,7 +121,7 @@ class Decoder:
             if self.embedding_scale != 1.0:
                 self.ops.scale(residual, self.embedding_scale)
         else:
-            residual = self.stages.receive(len(token_ids), self.config.hidden_size, self.dtype)
+            residual = self.state[: len(token_ids)]
         norm = self.layers[0].before_attention
         x = residual if norm is None else norm(residual)
         for i, layer in enumerate(self.layers):
@@ -128,14 +130,32 @@ class Decoder:
             x = layer.self_attn(x, positions, metadata)
             check_block(layer.self_attn, x, residual)
             x = self._add(x, residual, layer.after_attention, layer.before_mlp)
-            x = layer.mlp(x)
+            x = block = layer.mlp(x)
             check_block(layer.mlp, x, residual)
             is_last = i + 1 == len(self.layers)
             following = self.norm if is_last else self.layers[i + 1].before_attention
             x = self._add(x, residual, layer.after_mlp, following)
-        if not self.stages.is_last:
-            self.stages.send(residual)
+        if not (self.stages.is_first or self.stages.is_last):
+            return block  # the stream is in `state`; a program's result is that of a kernel
         return x
+
+    def reserve_stream(self, num_tokens: int) -> None:
+        """Of steps of at most so many tokens. Before a step of a stage, and before it is recorded:
+        a program holds the address.
+        """
+        if not self.stages.is_first:
+            self.state = torch.zeros(num_tokens, self.config.hidden_size, dtype=self.dtype)
+
+    def receive_stream(self, num_tokens: int) -> None:
+        """Takes what this stage begins with."""
+        if not self.stages.is_first:
+            received = self.stages.receive(num_tokens, self.config.hidden_size, self.dtype)
+            self.state[:num_tokens].copy_(received)
+
+    def send_stream(self, hidden: torch.Tensor) -> None:
+        """Sends the next stage what it begins with. hidden: the result of this stage's layers."""
+        if not self.stages.is_last:
+            self.stages.send(hidden if self.stages.is_first else self.state[: len(hidden)])
 
     def _add(
         self, x: torch.Tensor, residual: torch.Tensor, after: RMSNorm | None, before: RMSNorm | None

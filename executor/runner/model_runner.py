@@ -59,6 +59,7 @@ class ModelRunner:
         self.bursts: Bursts | None = None  # set by the worker: runs several steps in one call
         self.speculation: Speculation | None = None  # set by the worker of an engine that drafts
         self.draft: Draft | None = None  # set by the worker of an engine with a draft model
+        self.is_stage = False  # set by the worker of one
         # set by the worker of a stage before the last one
         self.elsewhere: SampledElsewhere | None = None
         self.batch = batch
@@ -359,11 +360,16 @@ class ModelRunner:
         """
         if (taps := getattr(self.model, "taps", None)) is not None:
             taps.state[: len(step[0])].zero_()
-        return (
+        if self.is_stage:
+            self.model.receive_stream(len(step[0]))
+        results = (
             run_op_by_op(self.model, self.ops, *step)
             if self.program is None
             else self.program(*step)
         )
+        if self.is_stage:
+            self.model.send_stream(results[0])
+        return results
 
     def _apply_differences(self, scheduler_output: SchedulerOutput) -> None:
         batch = self.batch

@@ -73,6 +73,9 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
     model = tiny(kind, num_hidden_layers=4, **arguments)
     options = {"disable_hybrid_kv_cache_manager": True}
     one, stages = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
+    runners = [rank.worker.runner for rank in stages.ranks]
+    assert all((runner.program is not None) == (size == 1) for runner in runners)
+    assert all(runner.bursts is None for runner in runners)  # they need a step's own tokens
     for seed in range(3):
         check_equal(random_workload(one, seed), random_workload(stages, seed))
     loads = [rank.collective_rpc("expert_load")[0] for rank in stages.ranks]

@@ -120,7 +120,7 @@ class Speculation:
         self.depth = depth
         self._batch = batch
         self._num_misses = 0  # since the last draft
-        self._drafts_decodes = False  # whether the last pass wanted any draft
+        self._drafts_decodes = False  # whether drafts are wanted of what the last pass computes
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
@@ -142,7 +142,8 @@ class Speculation:
             for slot, limit, wanted in zip(slots, limits, most)
         ]
         drafts = self.drafter.draft(slots, counts, room)
-        self._drafts_decodes = any(most)
+        # a pass whose rows have no room for drafts is followed by passes that have some
+        self._drafts_decodes = any(most) or not any(limits)
         if self.drafter.sees_every_pass and any(most):
             return drafts, 1  # several passes in one call would be missed
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)

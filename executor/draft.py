@@ -89,8 +89,9 @@ class Draft:
         self._num_groups = len(kv_cache_windows)
         self._batch = batch
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
-        # a head computes what the model does, and one held position of each request
-        self._rows = max_num_tokens + scheduler_config.max_num_seqs
+        most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
+        # a head computes what the model does, and what is held of each request
+        self._rows = max_num_tokens + scheduler_config.max_num_seqs * most_held
         self._kv_cache = builder.kv_cache_dtype, builder.device
         isa = builder.cpu_isa
         self._builder: Builder
@@ -106,7 +107,9 @@ class Draft:
             )
         else:
             self._builder = HeadBuilder(config, method, builder, model, self._rows)
-            self._make_drafter = partial(HeadDrafter, max_model_len=max_model_len)
+            self._make_drafter = partial(
+                HeadDrafter, max_model_len=max_model_len, most_held=most_held
+            )
 
     def load(self, report: Report) -> None:
         """Raises ModelLoadError, NotEnoughMemoryError."""

@@ -6,9 +6,10 @@ A head's position i needs the hidden state of position i and the token after it.
 every pass of the model, once the tokens of that pass are known:
 
     known      a b c d e      the model has computed a to d, and drawn e
-    a pass     a b c          each with the next token: b c d
-    held             d        its hidden state, until the next pass or the drafts
-    drafting         d x y    with e x y: drafts x y z
+    held       a b c d        the hidden states of that pass, each with the next token: b c d e
+    drafting   a b c d x y    a pass over what is held gives x, one of x gives y: drafts x y z
+
+A pass with more positions than may be held, as of a prompt, is computed at once, but for the last.
 """
 
 from __future__ import annotations
@@ -24,25 +25,28 @@ from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
 
-NONE = -2  # as a position: no hidden state is held
-
 
 class HeadDrafter:
     """The head's `state` [tokens, hidden_size] is what its next pass reads. A request that has
     missed a pass of the model gets no more drafts until it enters a slot again.
+
+    most_held: positions of a request whose hidden states wait for the next drafts, which compute
+    them in their first pass.
     """
 
     sees_every_pass = True
 
-    def __init__(self, passes: DraftPasses, batch: InputBatch, max_model_len: int):
+    def __init__(self, passes: DraftPasses, batch: InputBatch, max_model_len: int, most_held: int):
         self.passes = passes
         self._batch = batch
         self._max_model_len = max_model_len
         num_slots = len(batch.num_tokens)
-        # by slot: positions that the head has computed; a hidden state of the model, its position
+        # by slot: positions that the head has computed; hidden states of those that follow
         self._num_computed = np.zeros(num_slots, np.int64)
-        self._held = torch.zeros(num_slots, *self._state.shape[1:], dtype=self._state.dtype)
-        self._held_at = np.full(num_slots, NONE, np.int64)
+        self._num_held = np.zeros(num_slots, np.int64)
+        self._held = torch.zeros(
+            num_slots, most_held, *self._state.shape[1:], dtype=self._state.dtype
+        )
 
     @property
     def _state(self) -> torch.Tensor:
@@ -50,7 +54,7 @@ class HeadDrafter:
 
     def enter(self, slot: int, num_computed: int) -> None:
         # what the prefix cache holds, the head has mostly computed too
-        self._num_computed[slot], self._held_at[slot] = num_computed, NONE
+        self._num_computed[slot], self._num_held[slot] = num_computed, 0
 
     def leave(self, slot: int) -> None:
         pass
@@ -58,31 +62,29 @@ class HeadDrafter:
     @torch.inference_mode()
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Takes a pass of the model, whose drawn tokens are known; hidden [T, hidden_size]."""
-        batch = self._batch
+        batch, most_held = self._batch, self._held.shape[1]
         ends = inputs.metadata.query_start_loc.tolist()
         slots, counts, starts, parts = [], [], [], []
         for row, slot in enumerate(inputs.slots.tolist()):
-            first, end = ends[row], ends[row + 1]
+            first = ends[row]
             start = int(inputs.positions[first])
             # positions whose next token is known; drafts that were refused are none
-            count = min(end - first, int(batch.num_tokens[slot]) - 1 - start)
-            computed, held_at = int(self._num_computed[slot]), int(self._held_at[slot])
-            is_held = computed == held_at == start - 1
-            if count <= 0 or not (is_held or computed == start):
+            count = min(ends[row + 1] - first, int(batch.num_tokens[slot]) - 1 - start)
+            computed, num_held = int(self._num_computed[slot]), int(self._num_held[slot])
+            if count <= 0 or computed + num_held != start:
                 continue
-            if count + is_held > 1:
-                slots.append(slot)
-                counts.append(count - 1 + is_held)
-                starts.append(computed)
-                if is_held:
-                    # a copy, because the table's row is overwritten
-                    parts.append(
-                        torch.cat([self._held[slot][None], hidden[first : first + count - 1]])
-                    )
-                else:
-                    parts.append(hidden[first : first + count - 1])
-            self._held[slot] = hidden[first + count - 1]
-            self._num_computed[slot] = self._held_at[slot] = start + count - 1
+            held = self._held[slot]
+            if num_held + count <= most_held:
+                held[num_held : num_held + count] = hidden[first : first + count]
+                self._num_held[slot] = num_held + count
+                continue
+            slots.append(slot)
+            counts.append(num_held + count - 1)
+            starts.append(computed)
+            # a copy, because the first one held is overwritten
+            parts.append(torch.cat([held[:num_held], hidden[first : first + count - 1]]))
+            held[0] = hidden[first + count - 1]
+            self._num_computed[slot], self._num_held[slot] = start + count - 1, 1
         if slots:
             self.passes.make_inputs.restart()
             own = self.passes.make_inputs(SchedulerOutput(0, slots, counts, starts, []))
@@ -93,22 +95,43 @@ class HeadDrafter:
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         batch, drafts = self._batch, [NOTHING] * len(slots)
         chosen = np.array(slots, np.int64)
-        known = batch.num_tokens[chosen]
-        is_ready = (self._held_at[chosen] == known - 2) & (self._num_computed[chosen] == known - 2)
+        known, num_held = batch.num_tokens[chosen], self._num_held[chosen]
+        is_ready = (num_held > 0) & (self._num_computed[chosen] + num_held == known - 1)
         wanted = np.where(is_ready, np.array(counts, np.int64), 0).tolist()
         rows, left = within(list(slots), wanted, room, known, self._max_model_len)
         if not rows:
             return drafts
+        # those with one position first, as in StepInputs
+        first = np.argsort(num_held[rows] != 1, kind="stable")
+        rows, left = np.array(rows)[first], left[first]
         drafting, before = chosen[rows], known[rows]
-        self._state[: len(rows)] = self._held[torch.from_numpy(drafting)]
-        self.passes.make_inputs.restart()
-        self.passes.decode(drafting, left, self._keep_rows)
+        goes_on = self._first_drafts(drafting, num_held[rows]) & (left > 1)
+        if goes_on.any():
+            if not goes_on.all():
+                self._keep_rows(goes_on)
+            self.passes.decode(drafting[goes_on], left[goes_on] - 1, self._keep_rows)
         ends = batch.num_tokens[drafting]
         batch.num_tokens[drafting] = before
-        self._num_computed[drafting], self._held_at[drafting] = before - 1, NONE
-        for row, slot, start, end in zip(rows, drafting, before.tolist(), ends.tolist()):
+        self._num_computed[drafting], self._num_held[drafting] = before - 1, 0
+        for row, slot, start, end in zip(rows.tolist(), drafting, before.tolist(), ends.tolist()):
             drafts[row] = batch.token_ids[slot, start:end].copy()
         return drafts
+
+    def _first_drafts(self, slots: np.ndarray, num_held: np.ndarray) -> np.ndarray:
+        """Computes the positions that are held of `slots` [B] and appends the first draft of each;
+        the state has a row for each then. Returns [B] bool: whose logits are finite.
+        """
+        batch, state = self._batch, self._state
+        before, counts = batch.num_tokens[slots], num_held.tolist()
+        starts = self._num_computed[slots].tolist()
+        self.passes.make_inputs.restart()
+        inputs = self.passes.make_inputs(SchedulerOutput(0, slots.tolist(), counts, starts, []))
+        held = [self._held[slot, :count] for slot, count in zip(slots.tolist(), counts)]
+        torch.cat(held, out=state[: sum(counts)])
+        self.passes.append(slots, *self.passes.forward(inputs))
+        if len(inputs.token_ids) > len(slots):
+            state[: len(slots)] = state[inputs.logits_indices]
+        return batch.num_tokens[slots] > before
 
     def _keep_rows(self, rows: np.ndarray) -> None:
         kept = self._state[: len(rows)][torch.from_numpy(rows)]

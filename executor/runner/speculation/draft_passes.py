@@ -67,14 +67,14 @@ class DraftPasses:
                 self.bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
             else:
                 count = 1
-                self._append(slots, *self.forward(self.make_inputs(step)))
+                self.append(slots, *self.forward(self.make_inputs(step)))
             left = left - count
             goes_on = (left > 0) & (batch.num_tokens[slots] == known + count)
             if keep_rows is not None and goes_on.any() and not goes_on.all():
                 keep_rows(goes_on)
             slots, left = slots[goes_on], left[goes_on]
 
-    def _append(
+    def append(
         self,
         slots: np.ndarray,
         hidden: torch.Tensor,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
+import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.speculation.drafters import LookupDrafter
-from quire.executor.runner.speculation.proposers import NgramProposer
+from quire.executor.runner.speculation.proposers import NOTHING, NgramProposer
+from quire.executor.runner.speculation.verification import Speculation
+from quire.ipc.step_messages import SchedulerOutput
 
 
 class Recording(NgramProposer):
@@ -38,3 +44,22 @@ def test_a_request_that_leaves_is_remembered_without_its_prompt():
     batch.num_entry_tokens[0] = 3
     LookupDrafter(proposer, batch).leave(0)
     assert proposer.remembered == [[4]]
+
+
+@pytest.mark.parametrize(("room", "wanted", "is_seen"), [(3, 3, True), (0, 0, True), (3, 0, False)])
+def test_which_passes_a_head_sees(room: int, wanted: int, is_seen: bool):
+    """Also those whose rows have no room for drafts, as the last ones of a step, but none where
+    drafts are not worth their cost.
+    """
+    seen = []
+    head = SimpleNamespace(
+        sees_every_pass=True,
+        draft=lambda slots, counts, room: [NOTHING] * len(slots),
+        observe=lambda inputs, hidden: seen.append(inputs),
+    )
+    depth = SimpleNamespace(choose=lambda step: [wanted], can_gain=lambda num_rows: True)
+    speculation = Speculation(head, depth, SimpleNamespace(refusals={}), 4, 64, 64)
+    speculation.draft(SchedulerOutput(0, [0], [1], [5], [], num_lookahead_tokens=[room]))
+    decode = SimpleNamespace(slots=[0], metadata=SimpleNamespace(num_decodes=1))
+    speculation.observe(decode, torch.zeros(1, 8))
+    assert bool(seen) is is_seen

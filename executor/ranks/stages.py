@@ -45,13 +45,18 @@ class Stages:
         self.is_first, self.is_last = self.stage == 0, self.stage == self.count - 1
         self._links = links
 
-    def layers_of(self, num_layers: int) -> range:
-        """This stage's layers: neighbours, the last stages have one less if they are not equally
-        many.
+    def layers_of(self, num_layers: int, last_more: float = 0.0) -> range:
+        """This stage's layers: neighbours. last_more: layers that take as long as what the last
+        stage computes besides. All stages take about equally long, and have one layer or more.
         """
-        size, more = divmod(num_layers, self.count)
-        begin = size * self.stage + min(self.stage, more)
-        return range(begin, begin + size + (self.stage < more))
+
+        def first(stage: int) -> int:
+            if stage == self.count:
+                return num_layers
+            even = int((num_layers + last_more) * stage / self.count + 0.5)
+            return min(even, num_layers - (self.count - stage))
+
+        return range(first(self.stage), first(self.stage + 1))
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
         """The residual stream [num_tokens, hidden_size] of the stage before."""

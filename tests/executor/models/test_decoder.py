@@ -9,6 +9,7 @@ import json
 import pytest
 import torch
 from quire.executor.models import find_model_class
+from quire.executor.models.decoder import head_in_layers
 from quire.executor.models.layers import LayerFactory
 from quire.ipc.models.stacked_experts import stacked_pieces
 from quire.kernels import registry
@@ -43,3 +44,17 @@ def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
         == hf_config["num_hidden_layers"]
         == len(set(map(id, model.attention_layers())))
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "mixtral"])
+def test_the_head_in_layers(kind, tiny) -> None:
+    """Half of its weights beside those that a token multiplies in a layer."""
+    hf_config = json.loads((tiny(kind) / "config.json").read_text())
+    shape = find_model_class(hf_config).parse_config(hf_config)
+    size, kv_width = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
+    attention = 2 * size * (shape.num_attention_heads * shape.head_dim + kv_width)
+    inner = shape.intermediate_size
+    if shape.experts is not None:
+        inner = shape.experts.per_token * shape.experts.size
+    layer = attention + 3 * size * inner
+    assert head_in_layers(shape) == shape.vocab_size * size / layer / 2

@@ -34,7 +34,17 @@ def test_every_layer_is_in_one_stage(count: int) -> None:
         parts = [stage.layers_of(num_layers) for stage in make_stages(count)]
         assert [layer for part in parts for layer in part] == list(range(num_layers))
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert WHOLE.layers_of(7) == range(7)
+    assert WHOLE.layers_of(7) == range(7) == WHOLE.layers_of(7, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("count", "last_more", "sizes"),
+    [(2, 4.6, [14, 10]), (2, 1.0, [13, 11]), (3, 3.0, [9, 9, 6]), (4, 90.0, [21, 1, 1, 1])],
+)
+def test_the_last_stage_has_fewer_layers_for_its_head(count, last_more, sizes) -> None:
+    parts = [stage.layers_of(24, last_more) for stage in make_stages(count)]
+    assert [layer for part in parts for layer in part] == list(range(24))
+    assert [len(part) for part in parts] == sizes
 
 
 def test_tensors_arrive_as_they_were_sent() -> None:

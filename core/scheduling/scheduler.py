@@ -55,6 +55,10 @@ from .waiting import schedule_waiting
 
 _by_key = attrgetter("key")
 
+# Of one prompt in a step, where a model has stages: so that all have a part of a long prompt at the
+# same time. A smaller number would use the weights less.
+MAX_STAGE_CHUNK_TOKENS = 256
+
 
 class Scheduler:
     """Owns the requests and their slots.
@@ -86,6 +90,10 @@ class Scheduler:
             scheduling.long_prefill_token_threshold if scheduling.enable_chunked_prefill else 0
         )
         self.max_chunk_tokens: int = threshold or self.max_num_batched_tokens
+        # a step for each stage at the same time, of different requests
+        self.num_stages = config.device_config.pipeline_parallel_size
+        if self.num_stages > 1 and scheduling.enable_chunked_prefill:
+            self.max_chunk_tokens = min(self.max_chunk_tokens, MAX_STAGE_CHUNK_TOKENS)
         self.uses_priority = scheduling.scheduling_policy == "priority"
         self.drafts = scheduling.speculative_config is not None
         # tokens that a row may get in a pass of the model, drafts included
@@ -96,8 +104,6 @@ class Scheduler:
         self.num_lookahead_slots = lookahead_of(
             max(1, scheduling.num_scheduler_steps), self.num_tokens_per_pass
         )
-        # a step for each stage at the same time, of different requests
-        self.num_stages = config.device_config.pipeline_parallel_size
         # Overlapped stepping hides the work outside the model and does not need it.
         is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
         self.burst_weights_bytes = burst_weights_bytes if is_free else 0

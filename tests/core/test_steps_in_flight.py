@@ -105,6 +105,15 @@ def test_one_request_has_one_step_in_flight_and_its_prompt_several():
     assert_nothing_left(core)
 
 
+def test_a_long_prompt_is_in_several_steps_at_once():
+    core = make_core(2, max_model_len=1024)
+    core.add_request(request("r", list(range(1, 91)) * 8, max_tokens=1))
+    run(core)
+    assert [one.num_scheduled_tokens for one in core.executor.steps] == [[256], [256], [208]]
+    assert core.executor.num_in_flight == [1, 2, 2]
+    assert_nothing_left(core)
+
+
 def test_prompts_that_are_computed_in_parts_do_not_keep_others_waiting():
     """A prompt has a row in every step in flight; every decode has its turn in each two steps."""
     core = make_core(2, max_num_batched_tokens=16, long_prefill_token_threshold=4)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from quire.core.engine_core import EngineCore
 from quire.executor.executor import Executor, make_executor
 from quire.executor.ranks.local_ranks import LocalRanks
 from quire.executor.ranks.messages import StepDone
@@ -20,6 +21,7 @@ from quire.ipc.config import EngineConfig
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.step_messages import SchedulerOutput
+from quire.tests.core.engine_loop import Answer, collect, greedy, make_request, run, step
 from quire.tests.executor.driver import Driver, generate, make_config, start_executor
 
 
@@ -39,11 +41,11 @@ def ranks(tiny) -> Iterator[MultiprocExecutor]:
 
 
 @pytest.fixture
-def own_ranks(tiny) -> Iterator[MultiprocExecutor]:
-    executor = start(make_config(tiny("qwen2"), pipeline_parallel_size=2))
-    yield executor
-    executor.shutdown()
-    executor.shutdown()
+def own_core(tiny) -> Iterator[EngineCore]:
+    core = EngineCore(make_config(tiny("qwen2"), pipeline_parallel_size=2))
+    yield core
+    core.shutdown()
+    core.shutdown()
 
 
 def pids_of(executor: Executor) -> list[int]:
@@ -141,25 +143,40 @@ def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_rank_that_is_killed_during_steps(own_ranks, tiny, rank: int) -> None:
-    pids, died = pids_of(own_ranks), []
+def test_a_rank_that_is_killed_with_steps_in_flight(own_core, tiny, rank: int) -> None:
+    executor = own_core.executor
+    pids, died = pids_of(executor), []
 
     def kill() -> None:
         time.sleep(0.1)
         died.append(time.monotonic())
         os.kill(pids[rank], signal.SIGKILL)
 
-    driver = Driver(own_ranks)
-    row = driver.add("r", [1, 2, 3])
-    driver.run(5)
-    assert row.output == generate(start_executor(tiny("qwen2")), [[1, 2, 3]], 5)[0].output
+    def add(max_tokens: int) -> None:
+        for i in range(4):
+            own_core.add_request(make_request(f"r{i}", [i + 1, 2], greedy(max_tokens=max_tokens)))
+
+    add(9)
+    answers: dict[str, Answer] = {}
+    for _ in range(5):
+        for outputs in step(own_core).values():
+            collect(outputs, answers)
+        assert own_core.has_step_in_flight
+        # a call waits for the steps that run, and their results are still there
+        assert own_core.call_utility("status", [])["experts"] is not None
+    run(own_core, {0: answers})
+    wanted = generate(start_executor(tiny("qwen2")), [[i + 1, 2] for i in range(4)], 9)
+    assert [answers[f"r{i}"].tokens for i in range(4)] == [row.output for row in wanted]
     threading.Thread(target=kill).start()
     with pytest.raises(RuntimeError, match=rf"rank {rank} of 2 \(pid {pids[rank]}\) was killed by"):
-        driver.run(10_000)
+        while True:
+            if not own_core.has_work():
+                add(200)
+            own_core.step_fn()
     assert time.monotonic() - died[0] < 1.0
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
-        own_ranks.collective_rpc("memory_usage")
-    own_ranks.shutdown()
+        executor.collective_rpc("memory_usage")
+    own_core.shutdown()
     assert time.monotonic() - died[0] < 1.5 and are_gone(pids)
 
 

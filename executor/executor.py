@@ -176,6 +176,10 @@ def make_executor(config: EngineConfig) -> Executor:
     if num_ranks(config) > 1:
         from .ranks.multiproc_executor import MultiprocExecutor
 
+        if config.device_config.distributed_executor_backend == "ray":
+            from .ranks.ray_ranks import ray_ranks
+
+            return MultiprocExecutor(config, ray_ranks)
         return MultiprocExecutor(config)
     from .single_process import SingleProcessExecutor
 

@@ -158,7 +158,7 @@ class Worker:
         """
         if self.device.type == "cpu":
             free = devices.free_host_bytes(has_standby=self.config.service_config.standby)
-            return free // self.group.num_ranks
+            return free // self.group.num_on_machine
         scheduler_config = self.config.scheduler_config
         self._cache.bind(self.model.attention_layers(), 1)
         num_bytes = devices.free_share_bytes(

@@ -371,12 +371,12 @@ class DeviceConfig(Section, frozen=True):
     pipeline_parallel_size: Annotated[
         PositiveInt, Meta(description="Ranks that share the stack of layers.")
     ] = 1
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray"],
+        Meta(description="Ranks are processes of this machine (mp) or actors of a Ray cluster."),
+    ] = "mp"
     data_parallel_size: Annotated[
-        PositiveInt,
-        Meta(
-            description="Engine processes, each with the whole model, among which requests are "
-            "divided."
-        ),
+        PositiveInt, Meta(description="Engine processes that divide the requests among them.")
     ] = 1
     data_parallel_cores: Annotated[
         list[str],

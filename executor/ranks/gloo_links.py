@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .messages import RankLostError
+from .messages import RankLostError, host_name
 from .stages import Stages
 from .tensor_group import TensorGroup
 
@@ -155,6 +155,7 @@ def gloo_group(
 
     rank: stage * tp_size + the rank in its group. host, timeout_s: see GlooGroup.
     """
+    addresses.publish(host_name(rank), host.encode())
     stage, part = divmod(rank, tp_size)
     exchange, links = None, None
     if tp_size > 1:
@@ -163,4 +164,5 @@ def gloo_group(
     if num_stages > 1:
         name = f"part-{part}"
         links = GlooStageLinks(GlooGroup(addresses, name, stage, num_stages, host, timeout_s))
-    return TensorGroup(exchange, Stages(links))
+    hosts = [addresses.look_up(host_name(other)) for other in range(tp_size * num_stages)]
+    return TensorGroup(exchange, Stages(links), hosts.count(host.encode()))

@@ -48,6 +48,11 @@ class NetworkEnds(msgspec.Struct, frozen=True):
     timeout_s: float  # of an operation among ranks
 
 
+def host_name(rank: int) -> str:
+    """Under which a rank publishes the address of its machine."""
+    return f"host/{rank}"
+
+
 # ---------------------------------------------------------------- to the ranks
 
 

@@ -25,7 +25,7 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineStartError
 from ...ipc.models.ranks import num_ranks
 from ...ipc.sockets import bind_network, connect_network, has_peer, make_context, make_wire
-from .messages import NetworkEnds
+from .messages import NetworkEnds, host_name
 
 if TYPE_CHECKING:
     from .tensor_group import TensorGroup
@@ -67,6 +67,7 @@ class NetworkRanks:
         """Raises EngineStartError if the ranks do not start."""
         device, size = config.device_config, num_ranks(config)
         self.names = [f"rank {rank} of {size}" for rank in range(size)]
+        self._hosts: dict[int, str] = {}  # addresses of the ranks' machines
         self._launcher = launcher
         self._lock = threading.Lock()  # of the sockets for commands
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
@@ -130,7 +131,10 @@ class NetworkRanks:
                 if kind == _MESSAGE:
                     on_message(ranks[one], rest[0])
                 else:
-                    self._send([kind, *rest])
+                    name, address = rest
+                    if name.decode() == host_name(ranks[one]):
+                        self._hosts[ranks[one]] = address.decode()
+                    self._send([kind, name, address])
             if is_alive and not ready:  # its last reply says more
                 with self._lock:
                     lost = [rank for rank, push in enumerate(self._commands) if not has_peer(push)]
@@ -144,7 +148,8 @@ class NetworkRanks:
             timeout_s = max(0.0, deadline - time.monotonic())
             if (cause := self._launcher.cause_of(rank, timeout_s)) is not None:
                 return f"{self.names[rank]} is gone: {cause}"
-        return f"{self.names[lost[0]]} is gone: its connection was lost"
+        host = self._hosts.get(lost[0], "an unknown machine")
+        return f"{self.names[lost[0]]} is gone: its connection to {host} was lost"
 
     def interrupt(self) -> None:
         """See Ranks: `send` never waits."""

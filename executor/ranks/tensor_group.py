@@ -41,12 +41,20 @@ class Exchange(Protocol):
 class TensorGroup:
     """A rank's view of its group. Without an exchange it is the only rank."""
 
-    def __init__(self, exchange: Exchange | None = None, stages: Stages = WHOLE):
-        """stages: of the stack, of which this group has one."""
+    def __init__(
+        self,
+        exchange: Exchange | None = None,
+        stages: Stages = WHOLE,
+        num_on_machine: int | None = None,
+    ):
+        """stages: of the stack, of which this group has one. num_on_machine: ranks on this machine,
+        of all stages and with this one; by default all.
+        """
         self.rank = 0 if exchange is None else exchange.rank
         self.size = 1 if exchange is None else exchange.size
         self.stages = stages
         self.num_ranks = self.size * stages.count  # in all stages
+        self.num_on_machine = num_on_machine or self.num_ranks
         self._exchange = exchange
 
     def share(self, count: int, name: str) -> int:

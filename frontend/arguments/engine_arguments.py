@@ -67,6 +67,7 @@ class EngineArguments(TypedDict, total=False):
     cpu_isa: Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    distributed_executor_backend: Literal["mp", "ray"]
     data_parallel_size: int
     data_parallel_cores: list[str]
     enforce_eager: bool

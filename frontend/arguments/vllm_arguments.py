@@ -34,6 +34,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "generation_config": {"vllm": "none"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "model_impl": {"vllm": "quire"},
+    "distributed_executor_backend": {"uni": "mp"},
 }
 # Quire's argument -> other command-line options with the same meaning.
 OPTIONS = {
@@ -107,7 +108,6 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "cpu_offload_gb": (0,),
     "decode_context_parallel_size": (1,),
     "kv_offloading_backend": ("native",),
-    "distributed_executor_backend": ("uni", "mp"),
     "logprobs_mode": ("raw_logprobs",),
     "max_num_partial_prefills": (1,),
     "nnodes": (1,),

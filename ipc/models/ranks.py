@@ -5,6 +5,8 @@ Must not know: processes, tensors, how layers are divided.
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ def num_steps_in_flight(config: EngineConfig) -> int:
 
 def check_ranks(config: EngineConfig) -> None:
     """`config` is resolved. Raises InvalidParameterError for what several ranks cannot do."""
+    if config.device_config.distributed_executor_backend == "ray":
+        _check_ray(config)
     if num_ranks(config) == 1:
         return
     name = "tensor_parallel_size"
@@ -54,6 +58,25 @@ def check_ranks(config: EngineConfig) -> None:
             "tokens with a later step",
         )
     _check_model(config, name)
+
+
+def _check_ray(config: EngineConfig) -> None:
+    name = "distributed_executor_backend"
+    if num_ranks(config) == 1:
+        raise InvalidParameterError(
+            name, "ray needs tensor_parallel_size or pipeline_parallel_size above 1"
+        )
+    if not _is_installed("ray"):
+        raise InvalidParameterError(
+            name, "ray needs the package ray: pip install 'quire[ray]', or pip install ray"
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ValueError:  # it is in sys.modules without a spec
+        return sys.modules.get(module) is not None
 
 
 def _check_model(config: EngineConfig, name: str) -> None:

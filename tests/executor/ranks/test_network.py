@@ -99,11 +99,14 @@ def test_a_lost_connection_is_noticed(links_only, cause: str | None) -> None:
     reading = threading.Thread(target=ranks.read, args=(print, causes.append))
     reading.start()
     began = time.monotonic()
+    launcher.links[1].publish("host/1", b"10.0.0.2")
+    assert launcher.links[0].look_up("host/1") == b"10.0.0.2"
     launcher.links[1].close()
     while not causes and time.monotonic() < began + 5:
         time.sleep(0.01)
     assert time.monotonic() - began < 1.0
-    assert causes == [f"rank 1 of 2 is gone: {cause or 'its connection was lost'}"]
+    lost = "its connection to 10.0.0.2 was lost"
+    assert causes == [f"rank 1 of 2 is gone: {cause or lost}"]
     ranks.send(b"to the other one")
     assert launcher.links.pop(0).receive() == b"to the other one"
     ranks.stop()

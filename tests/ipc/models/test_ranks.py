@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import msgspec
 import pytest
 from quire.frontend.engine_args import EngineArgs
@@ -63,3 +67,21 @@ def test_stages(models) -> None:
 
 def test_one_rank_is_never_refused(models) -> None:
     EngineArgs(models["gpt_oss"]).create_engine_config()
+
+
+def test_ray(models, monkeypatch) -> None:
+    def check(**arguments) -> None:
+        arguments["distributed_executor_backend"] = "ray"
+        EngineArgs(models["qwen2"], **arguments).create_engine_config()
+
+    words = "distributed_executor_backend: ray needs tensor_parallel_size or pipeline_parallel_size"
+    with pytest.raises(InvalidParameterError, match=words):
+        check()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(InvalidParameterError, match=r"needs the package ray: pip install 'quire"):
+        check(pipeline_parallel_size=2)
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    sys.modules["ray"].__spec__ = ModuleSpec("ray", None)
+    check(pipeline_parallel_size=2)
+    with pytest.raises(InvalidParameterError, match="must be 1 with enable_lora"):
+        check(tensor_parallel_size=2, enable_lora=True)

@@ -77,6 +77,7 @@ class RayLauncher:
         )
         self._room_timeout_s = ROOM_S * config.service_config.startup_timeout_s
         self._size = num_ranks(config)
+        self._num_of_all = self._size * config.device_config.data_parallel_size  # engines
         self._group: Any = None
         self._actors: list[Any] = []
         self._runs: list[Any] = []  # of RankActor.run; ready when a rank has ended
@@ -84,7 +85,7 @@ class RayLauncher:
     def start(self, ends: list[NetworkEnds]) -> None:
         """See Launcher."""
         ray = self._ray
-        num_cpus = self._num_threads or cpus_per_rank(self._cpus_of_nodes(), self._size)
+        num_cpus = self._num_threads or cpus_per_rank(self._cpus_of_nodes(), self._num_of_all)
         self._group = ray.util.placement_group([{"CPU": num_cpus}] * self._size, strategy="PACK")
         self._wait_for_room(num_cpus)
         scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
@@ -157,7 +158,9 @@ def ray_ranks(config: EngineConfig) -> NetworkRanks:
 
 
 def cpus_per_rank(cpus_of_nodes: list[int], num_ranks: int) -> int:
-    """The most CPUs that every rank can have if no other program runs; at least 1."""
+    """The most CPUs that every rank of all engines can have if no other program runs; at least
+    1.
+    """
     for num_cpus in range(max(cpus_of_nodes, default=1), 1, -1):
         if sum(cpus // num_cpus for cpus in cpus_of_nodes) >= num_ranks:
             return num_cpus

@@ -66,6 +66,10 @@ def _check_ray(config: EngineConfig) -> None:
         raise InvalidParameterError(
             name, "ray needs tensor_parallel_size or pipeline_parallel_size above 1"
         )
+    if config.device_config.data_parallel_cores:
+        raise InvalidParameterError(
+            "data_parallel_cores", f"names cores of this machine; must be empty with {name}=ray"
+        )
     if not _is_installed("ray"):
         raise InvalidParameterError(
             name, "ray needs the package ray: pip install 'quire[ray]', or pip install ray"

@@ -29,9 +29,15 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
     Raises InvalidParameterError for data_parallel_cores.
     """
     device = config.device_config
-    cores = _divided(device)
+    is_here = device.distributed_executor_backend != "ray"  # else Ray divides its nodes
+    cores = _divided(device) if is_here else [[]] * device.data_parallel_size
     num_threads = device.num_threads
-    if num_threads is None and device.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+    if (
+        is_here
+        and num_threads is None
+        and device.device == "cpu"
+        and "OMP_NUM_THREADS" not in os.environ
+    ):
         most = available_cores() // device.data_parallel_size
         most = min([most, *(len(of_one) for of_one in cores if of_one)])
         num_threads = max(1, most // _num_ranks(device))

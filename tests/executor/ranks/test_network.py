@@ -74,17 +74,18 @@ def links_only(tiny) -> Iterator[tuple[NetworkRanks, LinksOnly]]:
     ranks.end(0.0)
 
 
-@pytest.mark.parametrize("name", ["pipeline_parallel_size", "tensor_parallel_size"])
-def test_tokens_equal_those_of_one_rank(tiny, name: str) -> None:
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 1), (2, 2)])
+def test_tokens_equal_those_of_one_rank(tiny, tp: int, pp: int) -> None:
     launcher = Threads()
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     executor = MultiprocExecutor(
-        make_config(tiny("qwen2"), None, **{name: 2}), lambda config: NetworkRanks(config, launcher)
+        make_config(tiny("qwen2"), None, **sizes), lambda config: NetworkRanks(config, launcher)
     )
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     prompts, params = [[1, 2, 3], [7] * 40, [5, 6]], SamplingParams(temperature=0.9, seed=3)
     found = [row.output for row in generate(executor, prompts, 20, params)]
-    assert len(executor.collective_rpc("memory_usage")) == 2
+    assert len(executor.collective_rpc("memory_usage")) == tp * pp
     executor.shutdown()
     assert not launcher.lost
     one = start_executor(tiny("qwen2"))

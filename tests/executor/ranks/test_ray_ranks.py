@@ -125,6 +125,12 @@ def test_cpus_that_were_asked_for(launch, monkeypatch, by: str) -> None:
     assert ("group", [{"CPU": 3}] * 2, "PACK") in ray.calls
 
 
+def test_engines_divide_the_cluster(launch) -> None:
+    ray = FakeRay()
+    launch(ray, data_parallel_size=3).start(ENDS)
+    assert ("group", [{"CPU": 2}] * 2, "PACK") in ray.calls
+
+
 def test_causes(launch) -> None:
     ray = FakeRay()
     launcher = launch(ray)

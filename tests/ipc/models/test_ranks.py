@@ -77,6 +77,8 @@ def test_ray(models, monkeypatch) -> None:
     words = "distributed_executor_backend: ray needs tensor_parallel_size or pipeline_parallel_size"
     with pytest.raises(InvalidParameterError, match=words):
         check()
+    with pytest.raises(InvalidParameterError, match="data_parallel_cores: .* must be empty with"):
+        check(tensor_parallel_size=2, data_parallel_size=2, data_parallel_cores=["0", "1"])
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(InvalidParameterError, match=r"needs the package ray: pip install 'quire"):
         check(pipeline_parallel_size=2)

@@ -49,6 +49,13 @@ def test_cores_are_divided(nodes, number, cores, num_threads) -> None:
     assert [device.data_parallel_rank for device in devices] == list(range(number))
 
 
+def test_ranks_of_a_cluster_keep_to_no_cores_of_this_machine(nodes) -> None:
+    made = config(2)
+    device = msgspec.structs.replace(made.device_config, distributed_executor_backend="ray")
+    for one in replica_configs(msgspec.structs.replace(made, device_config=device)):
+        assert one.device_config.cores == [] and one.device_config.num_threads is None
+
+
 def test_cores_and_threads_as_configured(nodes, monkeypatch) -> None:
     own = replica_configs(config(data_parallel_cores=["0-1,7", "3"]))
     assert [one.device_config.cores for one in own] == [[0, 1, 7], [3]]

@@ -123,7 +123,7 @@ class Decoder:
         else:
             residual = self.state[: len(token_ids)]
         norm = self.layers[0].before_attention
-        x = residual if norm is None else norm(residual)
+        x = block = residual if norm is None else norm(residual)
         for i, layer in enumerate(self.layers):
             if self.taps is not None:
                 self.taps(i, residual)

@@ -1,6 +1,7 @@
 """The same work by two engines that differ in their version or their settings, asked in turns.
 
     python tests/bench/bench_in_turns.py [--before DIRECTORY] [--settings JSON JSON] [--rounds 40]
+    [--work NAME …]
 
 --before: a directory with another version's package `quire`, which is the first engine. --settings:
 arguments of LLM for the first and the second engine; by default one without and one with
@@ -23,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ('{"on_engine_death": "fail"}', '{"on_engine_death": "restart"}')
 # name -> (requests, tokens of each)
 WORK = {"one request": (1, 256), "16 requests": (16, 64), "first token": (1, 1)}
+MORE_WORK = {"8 requests": (8, 32), "a prompt of 1024": (1, 1)}  # by --work
+PROMPTS = {"a prompt of 1024": 1024}
 REPEATS = {"first token": 40}
 
 
@@ -32,11 +35,13 @@ def serve(settings: dict) -> None:
 
     with LLM(num_threads=1, enable_prefix_caching=False, **settings) as llm:
         for line in sys.stdin:
-            num_requests, num_tokens = WORK[line.strip()]
+            work = line.strip()
+            num_requests, num_tokens = (WORK | MORE_WORK)[work]
             params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-            prompts = [{"prompt_token_ids": [5 + i] * 16} for i in range(num_requests)]
+            length = PROMPTS.get(work, 16)
+            prompts = [{"prompt_token_ids": [5 + i] * length} for i in range(num_requests)]
             began = time.perf_counter()
-            for _ in range(REPEATS.get(line.strip(), 1)):
+            for _ in range(REPEATS.get(work, 1)):
                 llm.generate(prompts, params, use_tqdm=False)
             print(time.perf_counter() - began, flush=True)
 
@@ -62,15 +67,16 @@ def main() -> None:
     parser.add_argument("--before", type=Path, default=ROOT.parent)
     parser.add_argument("--settings", nargs=2, default=None)
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--work", nargs="*", choices=[*WORK, *MORE_WORK], default=list(WORK))
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
         return serve(json.loads(args.serve))
     settings = args.settings or (DEFAULTS if args.before == ROOT.parent else ("{}", "{}"))
     engines = [start(args.before, settings[0]), start(ROOT.parent, settings[1])]
-    seconds: dict[str, list[tuple[float, float]]] = {work: [] for work in WORK}
+    seconds: dict[str, list[tuple[float, float]]] = {work: [] for work in args.work}
     for number in range(-2, args.rounds):
-        for work in WORK:
+        for work in args.work:
             first = number % 2
             one, other = (ask(engines[i], work) for i in (first, 1 - first))
             if number >= 0:  # the first rounds warm up

@@ -58,6 +58,9 @@ _by_key = attrgetter("key")
 # Of one prompt in a step, where a model has stages: so that all have a part of a long prompt at the
 # same time. A smaller number would use the weights less.
 MAX_STAGE_CHUNK_TOKENS = 256
+# Where a model has stages: so many requests take about the time of half of them, since a step reads
+# all weights (tests/bench/LEDGER.md), and to divide them among two steps would gain nothing.
+LEAST_SAMPLES, LEAST_SAMPLES_INT4 = 8, 4
 
 
 class Scheduler:
@@ -92,6 +95,9 @@ class Scheduler:
         self.max_chunk_tokens: int = threshold or self.max_num_batched_tokens
         # a step for each stage at the same time, of different requests
         self.num_stages = config.device_config.pipeline_parallel_size
+        # requests in a step before others are kept for the next one
+        is_int4 = config.model_config.quantization == "int4"
+        self.least_samples = LEAST_SAMPLES_INT4 if is_int4 else LEAST_SAMPLES
         if self.num_stages > 1 and scheduling.enable_chunked_prefill:
             self.max_chunk_tokens = min(self.max_chunk_tokens, MAX_STAGE_CHUNK_TOKENS)
         self.uses_priority = scheduling.scheduling_policy == "priority"

@@ -43,7 +43,8 @@ def most_samples(scheduler: Scheduler, num_requests: int) -> int:
     """How many of `num_requests` may sample a token in a step, so that the steps in flight have
     equally many: all, unless the model has stages. Requests with a pending token count, too.
     """
-    return -(-min(num_requests, scheduler.max_num_seqs) // scheduler.num_stages)
+    even = -(-min(num_requests, scheduler.max_num_seqs) // scheduler.num_stages)
+    return max(even, scheduler.least_samples)
 
 
 def add_row(

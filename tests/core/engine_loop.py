@@ -22,6 +22,7 @@ def make_core(
     executor.kv_cache_windows = windows
     core = EngineCore(config, executor)
     core.check_every_step = True
+    core.scheduler.least_samples = 1  # few requests are in several steps, where there are stages
     return core
 
 

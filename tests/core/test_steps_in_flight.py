@@ -61,10 +61,11 @@ class InFlight:
         return self.executor.finish(self.step)
 
 
-def make_core(num_stages: int = 2, **arguments) -> EngineCore:
+def make_core(num_stages: int = 2, least_samples: int = 1, **arguments) -> EngineCore:
     config = make_config(pipeline_parallel_size=num_stages, **arguments)
     core = EngineCore(config, StagesExecutor(config))
     core.check_every_step = True
+    core.scheduler.least_samples = least_samples
     return core
 
 
@@ -93,6 +94,23 @@ def test_the_batch_is_divided_among_the_steps_in_flight(num_stages, sizes):
     assert executor.num_in_flight[num_stages - 1 : -num_stages] == [num_stages] * (
         len(executor.steps) - 2 * num_stages + 1
     )
+    assert_nothing_left(core)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "quantization", "sizes"),
+    [(8, None, {8}), (8, "int4", {4}), (12, "int8", {8, 4}), (24, None, {12})],
+)
+def test_few_requests_are_in_one_step(num_requests, quantization, sizes):
+    """As many as take about as long as half of them."""
+    config = make_config(
+        pipeline_parallel_size=2, quantization=quantization, max_num_seqs=num_requests
+    )
+    core = EngineCore(config, StagesExecutor(config))
+    for i in range(num_requests):
+        core.add_request(request(f"r{i}", [i + 1, 2], max_tokens=6))
+    assert {len(one.tokens) for one in run(core)[0].values()} == {6}
+    assert {len(one.slots) for one in core.executor.steps} == sizes
     assert_nothing_left(core)
 
 

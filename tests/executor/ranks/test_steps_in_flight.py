@@ -52,6 +52,7 @@ def check_equal(one: dict[str, Answer], other: dict[str, Answer]) -> None:
 def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Answer], EngineCore]:
     core = EngineCore(config, executor)
     core.check_every_step = True
+    core.scheduler.least_samples = 1
     answers = drive(core, jobs)
     assert_nothing_left(core)
     return answers, core
@@ -110,6 +111,7 @@ def test_a_stage_begins_a_step_before_the_next_stage_has_ended_the_last_one(
     monkeypatch.setattr(first, "execute_model", run_first)
     monkeypatch.setattr(last, "execute_model", run_last)
     core = EngineCore(stages.config, stages)
+    core.scheduler.least_samples = 1
     for i in range(8):
         core.add_request(make_request(f"r{i}", [i + 1, 2], greedy(max_tokens=10)))
     answers = run(core)[0]
@@ -140,6 +142,7 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
     one = start_executor(model)
     for executor, config in ((one, one.worker.config), (stages, stages.config)):
         core = EngineCore(config, executor)
+        core.scheduler.least_samples = 1
         for i in range(4):
             core.add_request(make_request(f"r{i}", [i + 1, 2, 3], params, eos_token_ids=[2]))
         core.add_request(make_request("free", [7], greedy(max_tokens=12)))

@@ -24,7 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ('{"on_engine_death": "fail"}', '{"on_engine_death": "restart"}')
 # name -> (requests, tokens of each)
 WORK = {"one request": (1, 256), "16 requests": (16, 64), "first token": (1, 1)}
-MORE_WORK = {"8 requests": (8, 32), "a prompt of 1024": (1, 1)}  # by --work
+MORE_WORK = {
+    "8 requests": (8, 32),
+    "32 requests": (32, 16),
+    "a prompt of 1024": (1, 1),
+}  # by --work
 PROMPTS = {"a prompt of 1024": 1024}
 REPEATS = {"first token": 40}
 

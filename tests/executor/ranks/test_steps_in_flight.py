@@ -14,7 +14,14 @@ import pytest
 from quire.core.engine_core import EngineCore
 from quire.ipc.messages import FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
-from quire.tests.core.engine_loop import Answer, assert_nothing_left, greedy, make_request, run
+from quire.tests.core.engine_loop import (
+    Answer,
+    assert_nothing_left,
+    greedy,
+    make_request,
+    run,
+    step,
+)
 from quire.tests.core.test_random_workloads import Job, drive, random_jobs
 from quire.tests.executor.driver import start_executor
 from quire.tests.executor.rank_threads import RankThreads
@@ -81,6 +88,28 @@ def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seed
         check_equal(wanted, answers)
         num_preemptions += core.get_metrics()["num_preemptions"]
     assert num_preemptions > 0
+    stages.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_log_probabilities_have_the_bits_of_one_rank(tiny, dtype: str) -> None:
+    model, found = tiny("qwen2", num_hidden_layers=4), []
+    stages = RankThreads(model, 1, 2, dtype=dtype)
+    one = start_executor(model, dtype=dtype, num_scheduler_steps=1)
+    params = greedy(max_tokens=9, temperature=0.7, logprobs=3, prompt_logprobs=2)
+    for executor, config in ((one, one.worker.config), (stages, stages.config)):
+        core, rows = EngineCore(config, executor), []
+        core.scheduler.least_samples = 1
+        for i in range(6):
+            core.add_request(make_request(f"r{i}", [i + 1, 2, 3], params))
+        while core.has_work():
+            for outputs in step(core).values():
+                rows += [
+                    (outputs.request_ids[entry.row], bytes(entry.logprobs.data))
+                    for entry in (*outputs.logprobs, *outputs.prompt_logprobs)
+                ]
+        found.append(sorted(rows))
+    assert found[0] == found[1] and len(found[0]) == 6 * 10
     stages.shutdown()
 
 

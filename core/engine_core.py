@@ -2,7 +2,7 @@
 
 Must not know: torch (the executor is imported when it is created), sockets, threads, text.
 
-    step_fn:   _schedule ──▶ executor ──▶ _process_model_outputs ──▶ rows by client
+    step_fn:   schedule ──▶ execute ──▶ _process_model_outputs ──▶ rows by client
     post_step: what must not delay those rows
 """
 
@@ -29,10 +29,11 @@ from ..ipc.messages import (
     UtilityCall,
     UtilityResult,
 )
+from ..ipc.models.expert_parallel import shares_experts
 from ..ipc.models.ranks import num_ranks, num_steps_in_flight
 from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
-from ..ipc.trace import MAX_STEPS, EngineTrace
+from ..ipc.trace import EngineTrace
 from . import arrivals, utilities
 from .expert_load import by_layer, summary
 from .grammar_gate import GrammarGate
@@ -45,7 +46,8 @@ from .scheduling.results import end_late_requests, write_end
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
 from .step_log import log_step
-from .step_tracer import StepTracer
+from .step_tracer import StepTracer, check_num_steps
+from .waves import EngineWaves
 
 if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
@@ -87,6 +89,7 @@ class EngineCore:
         | {"start_trace", "wait_for_trace", "end_trace"}
         | PauseControl.UTILITIES
         | Loras.UTILITIES
+        | EngineWaves.UTILITIES
     )
     # those that wait for the step in flight first
     DRAINING = (
@@ -167,6 +170,9 @@ class EngineCore:
         self._step_records = StepRecords()
         self.tracer: StepTracer | None = None  # while steps are traced
         self._log_steps = config.service_config.log_steps
+        if (waves := EngineWaves(self) if shares_experts(config) else None) is not None:
+            self.step_fn = waves.step
+        self.waves = waves
 
     # ------------------------------------------------------------ requests
 
@@ -235,16 +241,6 @@ class EngineCore:
         """See PaceOutputs."""
         self.rows.pace(client_index, rows_per_s)
 
-    def abort_all_requests(self) -> None:
-        """Ends every client's requests; each is answered as in abort_requests."""
-        by_client: dict[int, list[str]] = {}
-        for request_id, request in self.scheduler.requests.items():
-            by_client.setdefault(request.client_index, []).append(request_id)
-        for gated in self.gate:
-            by_client.setdefault(gated.client_index, []).append(gated.request.request_id)
-        for client_index, request_ids in by_client.items():
-            self.abort_requests(request_ids, client_index)
-
     def num_unheld_requests(self) -> int:
         """The number of unfinished requests, without those that a pause holds."""
         num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
@@ -266,7 +262,7 @@ class EngineCore:
         """Whether a step would compute something or deliver a row."""
         if self.owes_rows() or self.gate.has_checked() or self.scheduler.has_late_requests():
             return True
-        if self.loras.is_due():
+        if self.loras.is_due() or (self.waves is not None and self.waves.has_work()):
             return True
         is_waiting = len(self.scheduler.requests) > len(self.scheduler.held)
         return self.pausing.can_step and is_waiting and not self.loras.blocks_all()
@@ -278,6 +274,11 @@ class EngineCore:
     @property
     def has_step_in_flight(self) -> bool:
         return bool(self._in_flight)
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether other engines wait for this one."""
+        return self.waves is not None and self.waves.state.is_running
 
     def wait(self) -> None:
         """Without work: blocks until there may be some, if another thread may bring it."""
@@ -293,10 +294,13 @@ class EngineCore:
     # becomes its ERROR row.
 
     def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        step = self._schedule()
-        if step is not None:
-            self._process_model_outputs(step, self.executor.execute_model(step.output))
+        if (step := self.schedule()) is not None:
+            self.execute(step)
         return self.take_rows(everything=step is None), step is not None
+
+    def execute(self, step: ScheduledStep) -> None:
+        """Runs a step that `schedule` has returned."""
+        self._process_model_outputs(step, self.executor.execute_model(step.output))
 
     def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         """As _step, but schedules and submits the next step before it waits for the oldest one.
@@ -306,7 +310,7 @@ class EngineCore:
             model       [ step 1 ][ step 2 ][ step 3 ]
             here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
         """
-        step = self._schedule()
+        step = self.schedule()
         if step is not None:
             self._in_flight.append((step, self.executor.submit_model(step.output)))
         is_full = len(self._in_flight) >= self._most_in_flight
@@ -333,7 +337,8 @@ class EngineCore:
         stats = self.scheduler.stats() if self.rows and self.log_stats else None
         return self.rows.take(stats, everything=everything)
 
-    def _schedule(self) -> ScheduledStep | None:
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, if there is something to compute and the engine may."""
         if self.gate.has_checked():
             arrivals.admit_checked(self)
         end_late_requests(self.scheduler, self.rows)
@@ -433,7 +438,7 @@ class EngineCore:
 
         "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
         "step_tokens": see StepRecords.step_tokens. "accepted_per_pos": see Scheduler. "experts":
-        see expert_load.summary. "loras": see Loras.status.
+        see expert_load.summary. "loras": see Loras.status. "waves": see EngineWaves.describe.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
@@ -442,6 +447,7 @@ class EngineCore:
             "accepted_per_pos": self.scheduler.accepted_per_pos,
             "experts": summary(self.expert_load()),
             "loras": self.loras.status(),
+            "waves": {} if self.waves is None else self.waves.describe(),
         }
 
     def expert_load(self) -> dict[str, Any]:
@@ -449,14 +455,8 @@ class EngineCore:
         return by_layer(self.executor.collective_rpc("expert_load"))
 
     def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
-        """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`.
-
-        A client that leaves ends its trace.
-        """
-        if type(num_steps) is not int or not 1 <= num_steps <= MAX_STEPS:
-            raise InvalidParameterError(
-                "steps", f"must be between 1 and {MAX_STEPS}, got {num_steps!r}"
-            )
+        """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`."""
+        check_num_steps(num_steps)
         if self.tracer is not None:
             raise InvalidParameterError("trace", "is being recorded already: end it first")
         self.executor.start_trace(num_steps)

@@ -50,6 +50,7 @@ from ..ipc.messages import (
     Progress,
     Ready,
     Shutdown,
+    StartWave,
     TransportStats,
     UtilityCall,
     UtilityResult,
@@ -97,8 +98,8 @@ class EngineCoreProc:
         self.is_draining = False
         self.must_leave = False
         self.is_daemon = False
-        # A child leaves at a signal when it has had no request for LINGER_S: the signal may have
-        # been sent to its parent too, which then drains and has more of them.
+        # A child leaves at a signal when it has had no request for LINGER_S: its parent may have
+        # it too, drain, and have more of them.
         self.lingers = False
         self.idle_since: float | None = None  # while it could leave
         self.notifier = Notifier()
@@ -117,8 +118,8 @@ class EngineCoreProc:
     def run(self, config: EngineConfig | None = None) -> int:
         """Serves until asked to exit; returns the exit code.
 
-        `config` is a daemon's own; a child receives its parent's. Raises what prevented the engine
-        from starting (after telling the clients); later errors end in EngineDead and exit code 1.
+        `config` is a daemon's own; a child receives its parent's. Raises what prevented the start
+        (after telling the clients); later errors end in EngineDead and exit code 1.
         """
         self.config, self.is_daemon = config, config is not None
         self.output.start()
@@ -166,9 +167,10 @@ class EngineCoreProc:
         )
         core.hand_out = self._hand_out
         core.gate.wake = lambda: self.input.events.put(events.Wake())
+        if core.waves is not None:
+            core.waves.report, core.waves.is_full = self._send_to_all, lambda: self.output.is_full
         self._take_events(block=False)
-        # see main: objects made so far are frozen, since a collection that visits all of them would
-        # stop a step for 0.1 s and more
+        # see main: a collection that visits all objects made so far would stop a step for 0.1 s
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
@@ -213,7 +215,8 @@ class EngineCoreProc:
         return time.monotonic() - self.idle_since >= LINGER_S
 
     def _can_step(self, core: EngineCore) -> bool:
-        return core.has_work() and not self.output.is_full and not self.must_leave
+        is_free = not self.output.is_full or core.takes_part
+        return core.has_work() and is_free and not self.must_leave
 
     def _step(self, core: EngineCore) -> None:
         outputs, model_executed = core.step_fn()
@@ -290,12 +293,12 @@ class EngineCoreProc:
             elif not (self.is_draining and self.is_daemon):
                 self.core.add_request(message, client_index)
             # else its client submits it to the next daemon when this one is gone
-        elif isinstance(message, AbortRequests):
-            if self.core is not None:
-                self.core.abort_requests(message.request_ids, client_index)
-        elif isinstance(message, PaceOutputs):
-            if self.core is not None:
-                self.core.pace_outputs(message.rows_per_s, client_index)
+        elif isinstance(message, AbortRequests) and self.core is not None:
+            self.core.abort_requests(message.request_ids, client_index)
+        elif isinstance(message, PaceOutputs) and self.core is not None:
+            self.core.pace_outputs(message.rows_per_s, client_index)
+        elif isinstance(message, StartWave) and self.core and self.core.waves is not None:
+            self.core.waves.start(message.number)
         elif isinstance(message, UtilityCall):
             self._call_utility(message, client_index)
         elif isinstance(message, Shutdown):
@@ -428,8 +431,8 @@ def main(
 ) -> int:
     """The program.
 
-    `make_executor(config)` replaces the real executor. A program that calls main with one is an
-    engine that MPClient(command=[...]) can start; tests run the fake executor this way.
+    `make_executor(config)` replaces the real executor: a program that calls main with one is an
+    engine that MPClient(command=[...]) can start, as tests do.
     """
     parser = argparse.ArgumentParser(
         prog="quire.core.engine_proc",
@@ -486,10 +489,7 @@ def main(
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Exits without the interpreter's shutdown, which takes seconds with torch loaded while a
-    parent
-    waits.
-    """
+    """Exits without the interpreter's shutdown, which takes seconds with torch loaded."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

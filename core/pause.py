@@ -72,6 +72,7 @@ class PauseControl:
         self.mode: str | None = None  # of MODES, while paused
         self.asleep: set[str] = set()  # of TAGS
         self.can_step = True  # read in every step
+        self._has_turn = True  # see set_turn
         self.waits: list[Wait] = []
         self._core = core
         self._owners: set[int] = set()  # clients whose pause is active
@@ -96,7 +97,7 @@ class PauseControl:
         self.mode = mode
         self._owners.add(client_index)
         if mode == "abort":
-            core.abort_all_requests()
+            self._abort_all_requests()
         self._update()
         if mode != "wait":
             return self._when_delivered(lambda: None)
@@ -107,6 +108,16 @@ class PauseControl:
                 ends_with_pause=True,
             )
         )
+
+    def _abort_all_requests(self) -> None:
+        """Ends every client's requests; each is answered as in abort_requests."""
+        core, by_client = self._core, dict[int, list[str]]()
+        for request_id, request in core.scheduler.requests.items():
+            by_client.setdefault(request.client_index, []).append(request_id)
+        for gated in core.gate:
+            by_client.setdefault(gated.client_index, []).append(gated.request.request_id)
+        for client_index, request_ids in by_client.items():
+            core.abort_requests(request_ids, client_index)
 
     def resume(self) -> None:
         """Ends every client's pause: frozen requests continue, held ones are queued in order of
@@ -169,16 +180,31 @@ class PauseControl:
         self.settle()
         return wait.future
 
+    def when(self, is_due: Callable[[], bool]) -> Future:
+        """Completes with None, when `is_due` says so after a step."""
+        return self._when(Wait(is_due, lambda: None))
+
     def _when_delivered(self, result: Callable[[], Any]) -> Future:
         return self._when(Wait(lambda: not self._core.owes_rows(), result))
 
     def _update(self) -> None:
         """Called when mode or sleep has changed."""
-        self.can_step = self.mode != "keep" and not self.asleep
+        self.set_turn(self._has_turn)
         if self.mode is not None or self.asleep:
             self._core.scheduler.hold_arrivals()
         else:
             self._core.scheduler.release_arrivals()
+
+    def set_turn(self, has_turn: bool) -> None:
+        """Whether steps may be scheduled at all: not, while other engines do not take part."""
+        self._has_turn = has_turn
+        self.can_step = has_turn and self.mode != "keep" and not self.asleep
+
+    def has_requests(self) -> bool:
+        """Whether a step would compute something if this engine had its turn."""
+        scheduler = self._core.scheduler
+        is_waiting = len(scheduler.requests) > len(scheduler.held)
+        return is_waiting and self.mode != "keep" and not self.asleep
 
     # ------------------------------------------------------------ sleep
 

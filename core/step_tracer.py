@@ -12,8 +12,10 @@ from concurrent.futures import Future
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..ipc.errors import InvalidParameterError
 from ..ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..ipc.trace import (
+    MAX_STEPS,
     EngineTrace,
     RanksTrace,
     RankTrace,
@@ -54,6 +56,14 @@ class _Processed(NamedTuple):
     num_free_blocks: int
     num_tokens: int
     num_ahead: list[int]  # of each row
+
+
+def check_num_steps(num_steps: int) -> None:
+    """Raises InvalidParameterError."""
+    if type(num_steps) is not int or not 1 <= num_steps <= MAX_STEPS:
+        raise InvalidParameterError(
+            "steps", f"must be between 1 and {MAX_STEPS}, got {num_steps!r}"
+        )
 
 
 class StepTracer:

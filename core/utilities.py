@@ -16,6 +16,7 @@ from ..ipc.failures import pack_exception
 from ..ipc.messages import UtilityCall, UtilityResult
 from .loras import Loras
 from .pause import PauseControl
+from .waves import EngineWaves
 
 if TYPE_CHECKING:
     from .engine_core import EngineCore
@@ -66,8 +67,15 @@ def call_utility(core: EngineCore, method: str, args: list[Any], client_index: i
         raise InvalidParameterError(
             "method", f"must be one of {', '.join(sorted(core.UTILITIES))}, got {method!r}"
         )
-    owner = core.pausing if method in PauseControl.UTILITIES else core
-    function = getattr(core.loras if method in Loras.UTILITIES else owner, method)
+    if method in EngineWaves.UTILITIES and core.waves is None:
+        raise InvalidParameterError("method", f"{method} needs enable_expert_parallel")
+    owners = (
+        (PauseControl, core.pausing),
+        (Loras, core.loras),
+        (EngineWaves, core.waves),
+    )
+    owner = next((owner for kind, owner in owners if method in kind.UTILITIES), core)
+    function = getattr(owner, method)
     if method in core.OWNED:
         function = partial(function, client_index=client_index)
     try:

@@ -167,6 +167,26 @@ class Executor(Protocol):
         ...
 
 
+class SharingExecutor(Executor, Protocol):
+    """Of one of several engines that share experts (enable_expert_parallel) and run each pass of
+    the model together. All three methods raise EngineDeadError when another engine is gone.
+    """
+
+    def join_engines(self) -> None:
+        """Waits until all engines have loaded."""
+        ...
+
+    def meet_engines(self, has_work: bool) -> bool:
+        """Waits for the other engines. Returns whether any has work; if so, each then calls
+        execute_model or join_pass once.
+        """
+        ...
+
+    def join_pass(self) -> None:
+        """Takes part in a pass of the other engines, without data."""
+        ...
+
+
 def make_executor(config: EngineConfig) -> Executor:
     """The executor that a resolved configuration asks for. Imports torch, or starts processes that
     do.

@@ -35,6 +35,7 @@ from .models import find_model_class
 from .models.adapted_layers import adapt_layers, explore_layers, takes_adapters
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
+from .ranks.expert_group import ALL_EXPERTS, ExpertGroup
 from .ranks.tensor_group import ALONE, TensorGroup
 from .result_checks import check_results
 from .weights.gguf import tensors_of_file
@@ -89,9 +90,12 @@ class ModelBuilder:
         device: torch.device,
         cpu_isa: str,
         group: TensorGroup = ALONE,
+        expert_group: ExpertGroup = ALL_EXPERTS,
     ):
-        """`group`: the ranks that have the other parts of the layers."""
-        self.group = group
+        """`group`: the ranks that have the other parts of the layers; `expert_group`: the engines
+        that have the other experts.
+        """
+        self.group, self.expert_group = group, expert_group
         self.config, self.dtype, self.device = config, dtype, device
         self.kv_cache_dtype, self.cpu_isa = kv_cache_dtype, cpu_isa
         self.weights_bytes = 0  # of the model built last
@@ -115,7 +119,12 @@ class ModelBuilder:
         """
         model_config = self.config.model_config
         make = LayerFactory(
-            self.ops, self.dtype, self.device, model_config.quantization, self.group
+            self.ops,
+            self.dtype,
+            self.device,
+            model_config.quantization,
+            self.group,
+            self.expert_group,
         )
         model = self.model_class(
             self.model_class.parse_config(model_config.hf_config), make, model_config.max_model_len

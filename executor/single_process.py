@@ -27,7 +27,7 @@ from .worker import Worker
 
 
 class SingleProcessExecutor:
-    """Implements Executor (executor/executor.py)."""
+    """Implements Executor and SharingExecutor (executor/executor.py)."""
 
     def __init__(self, config: EngineConfig, group: TensorGroup = ALONE):
         """`config` is resolved. `group`: of ranks with which this one shares the layers; they make
@@ -174,8 +174,20 @@ class SingleProcessExecutor:
         return self.worker.loras.list()
 
     def execute_dummy_batch(self) -> None:
-        """A forward pass without effects, to warm up and to keep engines in step."""
+        """A forward pass without effects, to warm up."""
         self.worker.execute_dummy_batch()
+
+    def join_engines(self) -> None:
+        """See SharingExecutor."""
+        self.worker.expert_group.connect()
+
+    def meet_engines(self, has_work: bool) -> bool:
+        """See SharingExecutor."""
+        return self.worker.expert_group.meet(has_work)
+
+    def join_pass(self) -> None:
+        """See SharingExecutor."""
+        self.worker.join_pass()
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of Worker.CALLABLE on every rank; returns the results in rank order.

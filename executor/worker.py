@@ -32,6 +32,7 @@ from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
+from .ranks.expert_group import make_expert_group
 from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.block_mover import BlockMover, caches_of, shortest_time
 from .runner.bursts import Bursts
@@ -71,6 +72,7 @@ class Worker:
         """`group`: the ranks that have the other parts of the layers."""
         self.config = config
         self.group = group
+        self.expert_group = make_expert_group(config)
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
         self.kv_cache_dtype = devices.select_kv_cache_dtype(
@@ -101,8 +103,9 @@ class Worker:
         block_size = self.config.cache_config.block_size
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
+        groups = self.group, self.expert_group
         self._builder = builder = ModelBuilder(
-            self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa, self.group
+            self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa, *groups
         )
         ops, shape = builder.ops, builder.shape
         if self.config.load_config.load_format != "dummy":
@@ -215,8 +218,8 @@ class Worker:
         num_logits = max_num_logits(config.scheduler_config)
         if self.group.stages.count > 1:
             self.model.reserve_stream(max_num_tokens)
-        if self.group.size > 1:
-            logger.info("the model runs operation by operation: ranks share its layers")
+        if self.group.size > 1 or self.expert_group.size > 1:
+            logger.info("the model runs operation by operation: others have parts of its layers")
         elif self.device.type == "cpu":
             self.runner.program = program = record_step(
                 self.model,
@@ -338,9 +341,14 @@ class Worker:
         )
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        if self.tracer is not None:
-            return self.tracer.run(scheduler_output)
-        return self.runner.execute_model(scheduler_output)
+        run = self.runner.execute_model if self.tracer is None else self.tracer.run
+        step = partial(run, scheduler_output)
+        return self.expert_group.run(step, self.runner.execute_dummy_batch)
+
+    def join_pass(self) -> None:
+        """A pass without data, in which this engine's experts compute rows of the others."""
+        self.check_health()
+        self.expert_group.run(self.runner.execute_dummy_batch, self.runner.execute_dummy_batch)
 
     def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
         """In a stage before the last one: the tokens of its oldest step without them, as in
@@ -481,6 +489,7 @@ class Worker:
             self.grammars.shutdown()
         if self.offload is not None:
             self.offload.close()
+        self.expert_group.close()
         self.model = self.grammars = self.tracer = self.draft = None
         if hasattr(self, "runner"):
             del self.runner

@@ -16,6 +16,7 @@ from ..ipc.checks import closest
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
+from ..ipc.models.expert_parallel import check_expert_parallel
 from ..ipc.models.pooling import Pooling
 from ..ipc.models.ranks import check_ranks
 from ..ipc.models.rope_config import model_context
@@ -121,6 +122,7 @@ class EngineArgs:
             device_config=device_config,
         )
         check_ranks(resolved)
+        check_expert_parallel(resolved)
         return resolved
 
     def attach_to(self, config: EngineConfig) -> EngineConfig:

@@ -21,7 +21,6 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 
-
 T = TypeVar("T")
 
 
@@ -44,8 +43,7 @@ class ModelConfig(Section, frozen=True):
         str,
         Meta(
             description="Directory or GGUF file of the model, or its name on the hub (org/name, "
-            "org/name:Q4_K_M, org/name/file.gguf). Default: the model "
-            "bundled with Quire."
+            "org/name:Q4_K_M, org/name/file.gguf). Default: the model bundled with Quire."
         ),
     ] = "bundled"
     tokenizer: Annotated[
@@ -378,6 +376,10 @@ class DeviceConfig(Section, frozen=True):
     data_parallel_size: Annotated[
         PositiveInt, Meta(description="Engine processes that divide the requests among them.")
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        Meta(description="Divide a layer's experts among the engines of data_parallel_size."),
+    ] = False
     data_parallel_cores: Annotated[
         list[str],
         Meta(
@@ -385,9 +387,10 @@ class DeviceConfig(Section, frozen=True):
             "the process may use, divided by NUMA node."
         ),
     ] = []
-    # set when an engine is started, not flags: which of these it is, from 0, and its cores
+    # set when an engine is started: which of these it is, its cores, where those with experts meet
     data_parallel_rank: int = 0
     cores: list[int] = []
+    expert_group: str = ""
     enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
     kernels: Annotated[
         dict[str, str],
@@ -482,9 +485,8 @@ class EngineConfig(Section, frozen=True):
         return self.scheduler_config.max_num_seqs * self.device_config.data_parallel_size
 
 
-INTERNAL_FIELDS = frozenset(
-    {"hf_config", "pooling", "data_parallel_rank", "cores"}
-)  # filled when the tree is resolved; not arguments
+# filled when the tree is resolved; not arguments
+INTERNAL_FIELDS = frozenset({"hf_config", "pooling", "data_parallel_rank", "cores", "expert_group"})
 
 
 @cache

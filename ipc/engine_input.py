@@ -39,6 +39,7 @@ from .messages import (
     Hello,
     Served,
     Shutdown,
+    StartWave,
     TurnedAway,
     UtilityCall,
 )
@@ -296,7 +297,7 @@ class EngineInput:
             # it overtakes waiting messages, and is repeated in order below for a request that still
             # waits
             self.aborts.append((client_index, message.request_ids))
-        elif isinstance(message, (Config, Shutdown)) and not self._has_parent:
+        elif isinstance(message, (Config, Shutdown, StartWave)) and not self._has_parent:
             raise BadFrameError(f"a daemon's client sends no {type(message).__name__}")
         elif isinstance(message, UtilityCall) and message.method == BEAT:
             return self.on_beat(client_index, message.call_id)

@@ -163,7 +163,17 @@ class Config(Message, tag="config", frozen=True):
     engine_index: int = 0
 
 
-ClientMessage = EngineCoreRequest | AbortRequests | PaceOutputs | UtilityCall | Shutdown | Config
+class StartWave(Message, tag="start_wave", frozen=True):
+    """To all engines that share experts, at once: they run steps together until none has work. Only
+    a child's parent sends it.
+    """
+
+    number: Annotated[int, Meta(ge=1)]  # one more than the waves that have ended
+
+
+ClientMessage = (
+    EngineCoreRequest | AbortRequests | PaceOutputs | UtilityCall | StartWave | Shutdown | Config
+)
 
 
 # ---------------------------------------------------------------- at a daemon's door
@@ -421,4 +431,13 @@ class EngineDead(Message, tag="dead", frozen=True):
     cause: str
 
 
-EngineMessage = EngineCoreOutputs | UtilityResult | EngineDead | Hello | Progress | Ready | Failed
+class WaveReport(Message, tag="wave", frozen=True):
+    """How many waves have ended (see StartWave), and which one the engine wants; 0: none."""
+
+    num_ended: int
+    wanted: int = 0
+
+
+EngineMessage = (
+    EngineCoreOutputs | UtilityResult | WaveReport | EngineDead | Hello | Progress | Ready | Failed
+)

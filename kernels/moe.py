@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .registry import operation
@@ -78,6 +79,21 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     The activation's result is rounded to dtype; down's is not. A token's sum is in fp32, in the
     order of its ids, with one fused multiply-add each, and is rounded once. So it does not depend
     on the other tokens, as far as the packed layers do not.
+    """
+
+
+@operation
+def expert_outputs(x: Tensor, expert_ids: Tensor, experts: Experts) -> Tensor:
+    """x [T, H], expert_ids [T, K] i32 -> [T, K, H] fp32: what a token's experts return.
+
+    With weighted_sum the two parts of fused_moe, where they are computed in different places.
+    """
+
+
+@operation
+def weighted_sum(returned: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """returned [T, K, H] fp32, weights [T, K] fp32 -> [T, H] of dtype: a token's sum over K, in
+    order, as in fused_moe.
     """
 
 

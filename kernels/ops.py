@@ -34,8 +34,10 @@ from .lora import add_lora as add_lora
 from .lora import add_lora_embedding as add_lora_embedding
 from .moe import add_gated as add_gated
 from .moe import count_experts as count_experts
+from .moe import expert_outputs as expert_outputs
 from .moe import fused_moe as fused_moe
 from .moe import route_experts as route_experts
+from .moe import weighted_sum as weighted_sum
 from .registry import operation
 
 

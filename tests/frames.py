@@ -21,9 +21,11 @@ from quire.ipc.messages import (
     PaceOutputs,
     Progress,
     SchedulerStats,
+    StartWave,
     TokenLogprobs,
     UtilityCall,
     UtilityResult,
+    WaveReport,
 )
 from quire.ipc.params import RequestOutputKind, SamplingParams
 
@@ -54,9 +56,11 @@ CLIENT_MESSAGES = [
     ),
     AbortRequests(["fuzz-1", "fuzz-9"]),
     PaceOutputs(2000),
+    StartWave(3),
     UtilityCall(2**33, "ping", ["text", 1, None, {"a": [1.5]}]),
 ]
 ENGINE_MESSAGES: list[EngineMessage] = [
+    WaveReport(2, 3),
     EngineCoreOutputs(
         0,
         ["fuzz-1", "fuzz-2"],

@@ -92,6 +92,7 @@ MIRRORS = {
         f"frontend/clients/replicas/{name}.py": "tests/frontend/clients/replicas/test_client.py"
         for name in ("own_loop", "replica", "utilities")
     },
+    "frontend/clients/replicas/group.py": "tests/test_expert_parallel.py",
     "frontend/requests/several.py": "tests/frontend/test_llm.py",
     "core/arrivals.py": "tests/core/test_engine_core.py",
     "ipc/block_offload.py": "tests/core/kv_cache/test_offload.py",

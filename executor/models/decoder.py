@@ -6,6 +6,7 @@ Must not know: the architectures that are built from it, files, requests.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .parallel_layers import GatheredHead
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class MLP(Protocol):
@@ -82,6 +85,11 @@ class Decoder:
             self.embed_tokens = make.embedding(
                 "embed_tokens", config.vocab_size, config.hidden_size
             )
+        # of each layer of experts
+        self.other_experts: set[int] = set()
+        if config.experts is not None:
+            own, count = make.own_experts(config.experts.count), config.experts.count
+            self.other_experts = set(range(count)).difference(own)
         # those of this stage
         self.layer_range = self.stages.layers_of(config.num_hidden_layers, head_in_layers(config))
         self.layers = [
@@ -207,7 +215,10 @@ class Decoder:
         return {head: table} if is_tied else {}
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether another stage has this tensor of the checkpoint."""
+        """Whether another stage, or another engine, has this tensor of the checkpoint."""
+        if self.config.experts is not None and (found := _EXPERT.search(name)) is not None:
+            if int(found[1]) in self.other_experts:
+                return True
         if self.stages.count == 1:
             return False
         prefix = self.config.name_prefix

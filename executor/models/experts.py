@@ -100,13 +100,12 @@ class MixtureOfExperts:
         counts = torch.zeros(self.config.count, dtype=torch.int64, device=make.device)
         self.routed = RoutedTokens(counts)
         self.router = make.router(names.router, hidden_size, self.config.count, bias)
+        self.own = make.own_experts(self.config.count)
         self.gate_up = [
-            make.linear(hidden_size, {names.gate: size, names.up: size}, bias)
-            for _ in range(self.config.count)
+            make.linear(hidden_size, {names.gate: size, names.up: size}, bias) for _ in self.own
         ]
-        self.down = [
-            make.row_linear(names.down, size, hidden_size, bias) for _ in range(self.config.count)
-        ]
+        self.down = [make.row_linear(names.down, size, hidden_size, bias) for _ in self.own]
+        self.divided = make.divided_experts(self.config.count)
         self.shared: GatedMLP | None = None
         if shared_size := self.config.shared_size:
             self.shared = GatedMLP(make, config, layer, bias=False, size=shared_size)
@@ -114,7 +113,7 @@ class MixtureOfExperts:
 
     @cached_property
     def experts(self) -> Experts:
-        """The packed weights, once all are there."""
+        """The packed weights of this engine's, once all are there."""
         gate_up, down = ([layer.packed for layer in part] for part in (self.gate_up, self.down))
         return Experts(gate_up, down, self.activation)
 
@@ -131,14 +130,15 @@ class MixtureOfExperts:
             1,
         )
         self.ops.count_experts(ids, self.routed.slots, self.routed.counts)
-        out = self.all_reduce(self.ops.fused_moe(x, ids, weights, self.experts))
+        mix = self.ops.fused_moe if self.divided is None else self.divided
+        out = self.all_reduce(mix(x, ids, weights, self.experts))
         if self.shared is not None:
             self.ops.add_gated(self.shared(x), self.shared_gate.logits(x), out)
         return out
 
     def weights(self, prefix: str) -> Weights:
         yield from self.router.weights(prefix)
-        for expert, layers in enumerate(zip(self.gate_up, self.down)):
+        for expert, layers in zip(self.own, zip(self.gate_up, self.down)):
             for layer in layers:
                 yield from layer.weights(f"{prefix}experts.{expert}.")
         if self.shared is not None:

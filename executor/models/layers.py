@@ -16,12 +16,15 @@ import torch
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
+from ...ipc.models.expert_parallel import NAME, experts_of
 from ...ipc.models.gguf_weights import MEMORY_TYPES
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantized_tensors import BLOCKS
 from ..device import free_bytes
+from ..ranks.expert_group import ALL_EXPERTS, ExpertGroup
 from ..ranks.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
+from .divided_experts import DividedExperts
 from .layer_registry import choose_layer
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
@@ -73,11 +76,13 @@ class LayerFactory:
         device: torch.device,
         quantization: str | None = None,
         group: TensorGroup = ALONE,
+        expert_group: ExpertGroup = ALL_EXPERTS,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
-        cases. group: the ranks that have the other parts of layers.
+        cases. group: the ranks that have the other parts of layers. expert_group: the engines that
+        have the other experts.
         """
-        self.group = group
+        self.group, self.expert_group = group, expert_group
         self._slices: dict[int, Slice] = {}  # by the addresses of tensors that are parts of stored
         self.ops = ops  # the kernels' table, selected once
         self.dtype = dtype
@@ -222,6 +227,16 @@ class LayerFactory:
         """The sum of all ranks' x, rounded to its dtype; x itself where there is one rank."""
         return x if self.group.size == 1 else self.group.all_reduce(x).to(x.dtype)
 
+    def own_experts(self, count: int) -> range:
+        """Which of a layer's experts this engine has."""
+        return experts_of(self.expert_group.rank, self.expert_group.size, count)
+
+    def divided_experts(self, count: int) -> DividedExperts | None:
+        """`fused_moe` with the `own_experts` of a layer; None where all are here."""
+        if self.expert_group.size == 1:
+            return None
+        return DividedExperts(self.ops, self.expert_group, len(self.own_experts(count)))
+
     def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
         """The choice of experts, by `logits`: its weight keeps the dtype in every quantization."""
         router = self._linear(
@@ -271,6 +286,8 @@ class LayerFactory:
                 "tensor_parallel_size",
                 f"must be 1 with a plugin's layers ({chosen!r}), got {self.group.size}",
             )
+        if chosen is not built_in and self.expert_group.size > 1:
+            raise InvalidParameterError(NAME, f"cannot be used with a plugin's layers ({chosen!r})")
         made = chosen(self, config, layer, *args, **kw)
         if chosen is not built_in and self._bits is not None:
             self._warn_of_own_weights(made)

@@ -85,9 +85,11 @@ def load_weights(
     ignores = partial(is_ignored, config=model.config) if is_native else None
     if (is_elsewhere := getattr(model, "is_elsewhere", None)) is not None:
         ignores = _either(ignores, is_elsewhere)
-    origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
+    experts = getattr(model.config, "experts", None)
+    num_experts = 0 if experts is None else experts.count
+    origin = check_checkpoint(directory, shapes, tied, quantization, ignores, num_experts)
     quantized = QuantizedWeights(shapes, quantization, set(origin))
-    pieces = stacked_pieces(shapes)
+    pieces = stacked_pieces(shapes, num_experts)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path, names in groupby(origin, key=origin.__getitem__):
         try:

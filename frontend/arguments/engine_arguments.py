@@ -69,6 +69,7 @@ class EngineArguments(TypedDict, total=False):
     pipeline_parallel_size: int
     distributed_executor_backend: Literal["mp", "ray"]
     data_parallel_size: int
+    enable_expert_parallel: bool
     data_parallel_cores: list[str]
     enforce_eager: bool
     kernels: dict[str, str]

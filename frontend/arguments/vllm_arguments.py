@@ -41,6 +41,7 @@ OPTIONS = {
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
+    "enable_expert_parallel": ("-ep",),
     "quantization": ("-q",),
     "chat_template_kwargs": ("--default-chat-template-kwargs",),
     "default_model": ("--default",),
@@ -48,7 +49,6 @@ OPTIONS = {
 SHORT_OPTIONS = {
     "decode_context_parallel_size": "-dcp",
     "prefill_context_parallel_size": "-pcp",
-    "enable_expert_parallel": "-ep",
     "optimization_level": "-O",
     "compilation_config": "-cc",
     "api_server_count": "-asc",
@@ -73,7 +73,7 @@ WITHOUT_EFFECT = _names(
     disable_custom_all_reduce disable_log_requests disable_nccl_for_dp_synchronization
     distributed_timeout_seconds dp_sync_interval
     ec_manager_config enable_batch_sharded_sampling enable_bf16x3_router_gemm
-    enable_cumem_allocator enable_dbo enable_ep_weight_filter enable_expert_parallel
+    enable_cumem_allocator enable_dbo enable_ep_weight_filter
     enable_flashinfer_autotune enable_layerwise_nvtx_tracing enable_logging_iteration_details
     enable_mamba_cache_stochastic_rounding enable_mfu_metrics enable_mixed_moe_lora_format
     enable_mm_processor_stats enable_moe_shared_loras enable_nccl_comm_suspend enable_sleep_mode

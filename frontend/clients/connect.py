@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
+from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
 from ..model_info.model_files import read_ahead
@@ -83,6 +84,10 @@ def make_client(
         from .inproc_client import InprocClient
 
         return InprocClient(config)
+    if shares_experts(config):
+        from .replicas.group import open_group
+
+        return open_group(config, on_progress, asyncio_mode=asyncio_mode)
     if config.device_config.data_parallel_size > 1:
         from .replicas.start import open_replicas
 
@@ -147,6 +152,10 @@ async def _start_client(config: EngineConfig, engine: str, on_progress: Report) 
         from .inproc_client import InprocClient
 
         return await InprocClient.start(config, on_progress)
+    if shares_experts(config):
+        from .replicas.group import start_group
+
+        return await start_group(config, on_progress)
     if config.device_config.data_parallel_size > 1:
         from .replicas.start import start_replicas
 

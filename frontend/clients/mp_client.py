@@ -15,7 +15,7 @@ import signal
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -31,7 +31,7 @@ from ...ipc.handshake import (
     open_connection_async,
     report_nothing,
 )
-from ...ipc.process import STACKS_SIGNAL
+from ...ipc.process import STACKS_SIGNAL, readable
 from ...ipc.sockets import has_message, receive
 from ...ipc.threads import in_thread
 from ..supervision.watchdog import CHECK_INTERVAL_S, Step, Watchdog
@@ -112,6 +112,8 @@ class MPClient(EngineClient):
         self.was_released = False
         self._slow_calls: set[int] = set()  # pending ones that may take longer than a step
         self._check_timer: asyncio.TimerHandle | None = None
+        # called with what an engine that shares experts reports
+        self.on_wave: Callable[[m.WaveReport], None] = lambda report: None
         self._watchdog: Watchdog | None = None  # of a child
         if not self.is_shared:
             self._watchdog = Watchdog(config.service_config.step_timeout_s)
@@ -170,7 +172,8 @@ class MPClient(EngineClient):
     @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended a child engine; None if another end, or a daemon's."""
-        return self._connection.exit_signal
+        is_dead = not self.is_shared and self._death is None and readable(self.pidfd, 0)
+        return self._connection.reap() if is_dead else self._connection.exit_signal
 
     # ------------------------------------------------------------ what both modes use
 
@@ -183,6 +186,11 @@ class MPClient(EngineClient):
 
     def pace_outputs(self, rows_per_s: int) -> None:
         self._send(m.PaceOutputs(rows_per_s))
+
+    def start_wave(self, number: int) -> None:
+        """See StartWave."""
+        self._raise_if_dead()
+        self._send_now(m.StartWave(number))
 
     def shutdown(self) -> None:
         if self._guard.is_in_fork:
@@ -249,6 +257,8 @@ class MPClient(EngineClient):
                 self._outputs.append(message)
             elif isinstance(message, m.UtilityResult):
                 self._on_result(message)
+            elif isinstance(message, m.WaveReport):
+                self.on_wave(message)
             elif isinstance(message, m.EngineDead):
                 self._last_words = message.cause
         waiter = self._output_waiter

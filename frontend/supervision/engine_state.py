@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...ipc.errors import EngineDeadError, EngineRestartedError
+
 # Utilities that may be called again on the next engine when the first died during the call: they
 # only report, or setting the same state twice is setting it once.
 REPEATABLE = frozenset(
@@ -38,6 +40,16 @@ REPEATABLE = frozenset(
 )
 # Their failure does not prevent a new engine: adapters' files may be gone.
 DISPENSABLE = frozenset({"add_lora", "pin_lora"})
+
+
+def check_repeatable(method: str, is_repeated: bool, death: EngineDeadError) -> bool:
+    """Returns that the call is repeated now, or raises EngineRestartedError."""
+    if is_repeated or method not in REPEATABLE:
+        raise EngineRestartedError(
+            f"the engine died during {method} and was started again; {method} may have had no "
+            f"effect"
+        ) from death
+    return True
 
 
 class Weights(NamedTuple):

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import EngineDeadError, EngineStartError
+from ...ipc.errors import EngineDeadError, EngineStartError, ModelLoadError
+from ...ipc.messages import Ready
 from ...ipc.process import engine_command
 from ...ipc.threads import in_thread
 from ..clients.client import CLOSED
@@ -109,6 +110,7 @@ class Successors:
     ):
         # As in early_engine: half of a start is imports, which need no configuration.
         is_own = config.device_config.device == "cpu" and not config.model_config.logits_processors
+        self.replica_command = command
         command = command or engine_command(imports_early=is_own)
         self.config, self.address, self.command = config, engine, command
         self.engine_index = engine_index
@@ -132,6 +134,17 @@ class Successors:
     def raise_if_closed(self) -> None:
         if self.is_closed:
             raise EngineDeadError(CLOSED)
+
+    def check_same_model(self, old: Ready, new: Ready) -> None:
+        """Raises ModelLoadError if the daemon that has taken the place of another runs another
+        model.
+        """
+        was, now = old.config.model_config, new.config.model_config
+        if self.is_shared and was != now:
+            raise ModelLoadError(
+                f"the engine at {self.address} now runs {now.model}, with other settings than the "
+                f"{was.model} of before"
+            )
 
     def perform(self, action: Action) -> Any:
         match action:

@@ -26,7 +26,6 @@ import msgspec
 from ...ipc.config import EngineConfig
 from ...ipc.errors import (
     EngineDeadError,
-    EngineRestartedError,
     InvalidParameterError,
     ModelLoadError,
 )
@@ -40,7 +39,7 @@ from ...ipc.threads import in_thread
 from ..clients.client import OF_A_LOOP, QUARANTINED, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
-from .engine_state import DISPENSABLE, REPEATABLE, EngineState
+from .engine_state import DISPENSABLE, EngineState, check_repeatable
 from .recovery import Call, Close, Recovery, Sleep, Start, Successors, Wait, run, run_async
 from .restart_budget import RestartBudget
 from .resubmission import Entry, Resubmission, is_of
@@ -48,33 +47,37 @@ from .resubmission import Entry, Resubmission, is_of
 if TYPE_CHECKING:
     import asyncio
 
+    from ..clients.replicas.client import ReplicasClient
+
 logger = logging.getLogger("quire.supervision")
 
 
 class SupervisedClient(EngineClient):
     """Implements EngineClient over clients of engines that replace each other.
 
-    first: the client of the first engine, which is ready. engine, command: as in MPClient; a daemon
-    is not started but attached to again. When no engine can be started any more, every call raises
+    first: the client of the first engine, which is ready, or of engines that are replaced together.
+    engine, command: as in MPClient; a daemon is not started but attached to again. successors:
+    starts the next ones. When no engine can be started any more, every call raises
     EngineDeadError. A utility that the engine's death interrupted is called again, or, if calling
     it twice is not the same as once, raises EngineRestartedError.
     """
 
     def __init__(
         self,
-        first: MPClient,
+        first: MPClient | ReplicasClient,
         config: EngineConfig,
         engine: str = "process",
         *,
         command: Sequence[str] | None = None,
+        successors: type[Successors] = Successors,
     ):
         service = config.service_config
         self.asyncio_mode = first.asyncio_mode
         self.is_shared = first.is_shared
         self.ready = first.ready
         self.restarts = Restarts()
-        self._engine = first
-        self._next: MPClient | None = None  # an engine that is started but not yet in use
+        self._engine: Any = first
+        self._next: Any = None  # an engine that is started but not yet in use
         # The next engine has as many blocks as the first, so that what fitted fits again.
         config = msgspec.structs.replace(
             config,
@@ -82,7 +85,7 @@ class SupervisedClient(EngineClient):
                 config.cache_config, num_gpu_blocks_override=first.ready.num_blocks
             ),
         )
-        self._successors = Successors(
+        self._successors = successors(
             config,
             engine,
             command,
@@ -125,6 +128,18 @@ class SupervisedClient(EngineClient):
     @property
     def engine_pid(self) -> int:
         return self._engine.engine_pid
+
+    @property
+    def num_engines(self) -> int:
+        return self._engine.num_engines
+
+    def engines_up(self) -> list[bool]:
+        return [not self.is_replacing] * self.num_engines
+
+    async def call_each_async(self, method: str, *args: Any) -> dict[int, Any]:
+        if self.num_engines == 1:
+            return await super().call_each_async(method, *args)
+        return await self._engine.call_each_async(method, *args)
 
     # ------------------------------------------------------------ what both modes use
 
@@ -303,7 +318,7 @@ class SupervisedClient(EngineClient):
             try:
                 engine, loaded = yield Start(epoch)
                 self._next = engine
-                self._check_same_model(engine)
+                self._successors.check_same_model(self.ready, engine.ready)
                 is_same = dead.was_released and engine.engine_pid == dead.engine_pid
                 for method, argument in () if is_same else self._state.calls(loaded):
                     try:
@@ -339,17 +354,6 @@ class SupervisedClient(EngineClient):
         )
         self._submit_due()
         self._prepare_standby()
-
-    def _check_same_model(self, engine: MPClient) -> None:
-        """Raises ModelLoadError if the daemon that has taken the place of another runs another
-        model.
-        """
-        old, new = self.ready.config.model_config, engine.ready.config.model_config
-        if self.is_shared and old != new:
-            raise ModelLoadError(
-                f"the engine at {self._successors.address} now runs {new.model}, with other "
-                f"settings than the {old.model} of before"
-            )
 
     def _quarantine(self, culprit: Entry) -> None:
         """Ends a request because engines die of it."""
@@ -402,18 +406,10 @@ class SupervisedClient(EngineClient):
                     was_released = self._engine.was_released
                     self._run_recovery(death)
                     if not was_released:
-                        is_repeated = self._check_repeatable(method, is_repeated, death)
+                        is_repeated = check_repeatable(method, is_repeated, death)
                     continue
                 self._on_called(method, args)
                 return result
-
-    def _check_repeatable(self, method: str, is_repeated: bool, death: EngineDeadError) -> bool:
-        if is_repeated or method not in REPEATABLE:
-            raise EngineRestartedError(
-                f"the engine died during {method} and was started again; {method} may have had no "
-                f"effect"
-            ) from death
-        return True
 
     def _run_recovery(self, death: EngineDeadError) -> None:
         self._raise_if_over()
@@ -455,7 +451,7 @@ class SupervisedClient(EngineClient):
                 finally:
                     self._num_waiting_calls -= 1
                 if not engine.was_released:
-                    is_repeated = self._check_repeatable(method, is_repeated, death)
+                    is_repeated = check_repeatable(method, is_repeated, death)
                 continue
             self._on_called(method, args)
             return result

@@ -100,13 +100,14 @@ def check_checkpoint(
     tied: dict[str, str],
     quantization: CheckpointQuantization | None = None,
     is_ignored: Callable[[str], bool] | None = None,
+    num_experts: int = 0,
 ) -> dict[str, Path]:
     """Tensor -> the file that holds it, file by file and sorted by name, once the headers of all
     files agree with the model. A weight may also lie in a tensor of several (stacked_experts.py).
 
     shapes: every tensor that must be there. tied: tensors that may be there besides, and the one
     that each is a copy of. quantization: of the weights that are stored as several tensors.
-    is_ignored: of a name that the model has no place for.
+    is_ignored: of a name that the model has no place for. num_experts: see stacked_pieces.
 
     Raises ModelLoadError, naming file and tensor, for a name that is missing, unexpected or there
     twice, for a wrong shape, for a type that cannot be read, and for a file that is unsound.
@@ -127,7 +128,7 @@ def check_checkpoint(
         for name, original in tied.items()
     }
     stacks: dict[str, list[str]] = {}
-    for weight, piece in stacked_pieces(shapes).items():
+    for weight, piece in stacked_pieces(shapes, num_experts).items():
         if weight in quantized:
             continue
         dtypes, stored = tuple(FLOAT_BYTES), {piece.stored: piece.shape}

@@ -41,8 +41,9 @@ class Piece(NamedTuple):
     is_transposed: bool = False  # an expert's rows are the last dimension
 
 
-def stacked_pieces(shapes: Mapping[str, list[int]]) -> dict[str, Piece]:
+def stacked_pieces(shapes: Mapping[str, list[int]], num_experts: int = 0) -> dict[str, Piece]:
     """Weight -> its piece of a stored tensor, for the names of `shapes` that have another form.
+    num_experts: of a layer, where `shapes` may lack the last ones.
 
     Experts with biases are those of gpt-oss: its stored tensors have the columns of an expert
     before its rows, which are of gate and up in turn.
@@ -50,7 +51,7 @@ def stacked_pieces(shapes: Mapping[str, list[int]]) -> dict[str, Piece]:
     found = {name: match for name in shapes if (match := _EXPERT.fullmatch(name))}
     counts: dict[str, int] = {}
     for match in found.values():
-        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+        counts[match[1]] = max(counts.get(match[1], num_experts), int(match[2]) + 1)
     pieces: dict[str, Piece] = {}
     for name, match in found.items():
         stack, is_second = _STACKS[match[3]]

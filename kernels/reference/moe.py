@@ -54,6 +54,11 @@ def clamped_swiglu_and_mul(x: Tensor, activation: ClampedSwiGLU) -> Tensor:
 
 @register("fused_moe", name="reference", priority=0)
 def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    return weighted_sum(expert_outputs(x, expert_ids, experts), weights, x.dtype)
+
+
+@register("expert_outputs", name="reference", priority=0)
+def expert_outputs(x: Tensor, expert_ids: Tensor, experts: Experts) -> Tensor:
     activation = experts.activation
     activate = (
         partial(clamped_swiglu_and_mul, activation=activation)
@@ -66,10 +71,15 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         inner = activate(experts.gate_up[expert](x[tokens]))
         down = experts.down[expert]
         returned[tokens, slots] = getattr(down, "logits", down)(inner).float()
-    total = torch.zeros(x.shape, device=x.device)
-    for slot in range(expert_ids.shape[1]):
+    return returned
+
+
+@register("weighted_sum", name="reference", priority=0)
+def weighted_sum(returned: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    total = torch.zeros(len(returned), returned.shape[2], device=returned.device)
+    for slot in range(returned.shape[1]):
         total = fused(returned[:, slot], weights[:, slot, None], total)
-    return total.to(x.dtype)
+    return total.to(dtype)
 
 
 @register("count_experts", name="reference", priority=0)

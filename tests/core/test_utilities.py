@@ -2,6 +2,7 @@
 
 import pytest
 from quire.core.engine_core import EngineCore
+from quire.core.waves import EngineWaves
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.core.engine_loop import (
     make_core,
@@ -26,7 +27,11 @@ def test_every_utility_exists():
     core = make_core()
     assert all(
         callable(
-            next(getattr(o, name) for o in (core, core.pausing, core.loras) if hasattr(o, name))
+            next(
+                getattr(o, name)
+                for o in (core, core.pausing, core.loras, EngineWaves)
+                if hasattr(o, name)
+            )
         )
         for name in EngineCore.UTILITIES
     )

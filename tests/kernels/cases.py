@@ -481,4 +481,5 @@ SAMPLING_OPS = (
     "random_gumbel",
     "gather_logprobs",
 )
-ROUTING_OPS = ("route_experts", "count_experts")  # tests/kernels/test_moe.py
+# tests/kernels/test_moe.py
+ROUTING_OPS = ("route_experts", "count_experts", "expert_outputs", "weighted_sum")

@@ -141,6 +141,31 @@ def test_native_experts_give_the_bits_of_each_layer_alone(dtype, bits):
     assert experts.scratch["native"] is not None  # no layer was called by the reference
 
 
+@pytest.mark.parametrize("implementation", ["native", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [None, 8])
+def test_the_parts_of_fused_moe_have_its_bits(implementation, dtype, bits):
+    """Also where each expert is called apart from the others, as in several engines."""
+    parts = ("fused_moe", "expert_outputs", "weighted_sum")
+    ops_of = registry.select("cpu", dtype, dict.fromkeys(parts, implementation))
+    torch.manual_seed(4)
+    gate_up, down = torch.randn(6, 96, 128).to(dtype) / 11, torch.randn(6, 128, 48).to(dtype) / 7
+    experts = experts_of(gate_up, down, "silu", bits)
+    x, ids, weights = torch.randn(37, 128).to(dtype), random_ids(37, 6, 4), torch.rand(37, 4)
+    returned = ops_of.expert_outputs(x, ids, experts)
+    assert returned.dtype == torch.float32
+    expected = ops_of.fused_moe(x, ids, weights, experts)
+    assert torch.equal(ops_of.weighted_sum(returned, weights, dtype), expected)
+    for begin, end in ((0, 2), (2, 6)):
+        part = Experts(experts.gate_up[begin:end], experts.down[begin:end], "silu")
+        rows, slots = ((ids >= begin) & (ids < end)).nonzero(as_tuple=True)
+        own = ops_of.expert_outputs(x[rows], ids[rows, slots, None] - begin, part)
+        assert torch.equal(own[:, 0], returned[rows, slots])
+    nothing = ops_of.expert_outputs(x[:0], ids[:0], experts)
+    assert nothing.shape == (0, 4, 128)
+    assert ops_of.weighted_sum(nothing, weights[:0], dtype).shape == (0, 128)
+
+
 @pytest.mark.parametrize("type", ["Q8_0", "Q4_0", "Q5_1", "MXFP4", "Q4_K", "Q6_K", "INT4_128"])
 def test_native_experts_of_blocks_give_the_bits_of_each_layer_alone(type):
     ops_of = registry.select("cpu", torch.bfloat16)

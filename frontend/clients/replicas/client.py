@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import time
 import weakref
 from collections import deque
@@ -35,6 +36,7 @@ from ....ipc.messages import (
     FinishReason,
     SchedulerStats,
 )
+from ....ipc.models.expert_parallel import shares_experts
 from ...supervision.resubmission import Entry
 from ...supervision.supervised_client import SupervisedClient
 from ..client import CLOSED, OF_A_LOOP, QUARANTINED, EngineClient, Restarts
@@ -44,6 +46,7 @@ from .replica import Replica
 from .requests import PlacedRequests
 from .routing import LOST, REPLACED, Router
 from .utilities import Utilities
+from .waves import WaveCoordinator
 
 logger = logging.getLogger("quire.replicas")
 
@@ -78,11 +81,16 @@ class ReplicasClient(EngineClient):
         self._moved_at: dict[str, float] = {}  # requests that moved, until their next token
         self._absent: set[int] = set()  # replicas that were being replaced, or drain
         self._waiter: asyncio.Future | None = None
-        self._utilities = Utilities(self._replicas, router, self._lose, self._raise_if_over)
+        self._waves = WaveCoordinator(clients) if shares_experts(config) else None
+        self._utilities = Utilities(
+            self._replicas, router, self._lose, self._raise_if_over, self._waves
+        )
         self._may_be_stalled = False  # as in MPClient
         service = config.service_config
         self._replaces_engines = (
-            service.on_engine_death == "restart" and service.engine_restarts > 0
+            service.on_engine_death == "restart"
+            and service.engine_restarts > 0
+            and self._waves is None  # then all are replaced at once (group.py)
         )
         self._is_restarting = self._is_closed = False
         self._failure: EngineDeadError | None = None
@@ -105,6 +113,24 @@ class ReplicasClient(EngineClient):
     @property
     def num_rejected_peers(self) -> int:
         return sum(replica.client.num_rejected_peers for replica in self._replicas)
+
+    # of engines that end together, as of one (MPClient)
+
+    was_released = False
+
+    @property
+    def was_hung(self) -> bool:
+        return any(getattr(one.client, "was_hung", False) for one in self._replicas)
+
+    @property
+    def exit_signal(self) -> signal.Signals | None:
+        """The signal that ended the first of those that a signal ended."""
+        ends = [getattr(one.client, "exit_signal", None) for one in self._replicas]
+        return next(filter(None, ends), None)
+
+    @property
+    def engine_pid(self) -> int:
+        return self._replicas[0].client.engine_pid  # type: ignore[attr-defined]
 
     @property
     def is_replacing(self) -> bool:
@@ -139,6 +165,8 @@ class ReplicasClient(EngineClient):
         )
         try:
             self._replicas[index].client.add_request(request)
+            if self._waves is not None:
+                self._waves.begin()
         except EngineDeadError as error:
             self._requests.end(request.request_id)
             self._lose(self._replicas[index], error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 
 import msgspec
 
@@ -15,6 +16,7 @@ from ....ipc.config import DeviceConfig, EngineConfig
 from ....ipc.errors import InvalidParameterError
 from ....ipc.handshake import Report, report_nothing
 from ....ipc.machine import available_cores, divide_cores, numa_cores, read_cores
+from ....ipc.models.expert_parallel import shares_experts
 from ...supervision.supervised_client import SupervisedClient
 from ..client import EngineClient
 from ..mp_client import MPClient
@@ -22,9 +24,9 @@ from .client import ReplicasClient
 from .own_loop import OwnLoop
 
 
-def replica_configs(config: EngineConfig) -> list[EngineConfig]:
+def replica_configs(config: EngineConfig, directory: str = "") -> list[EngineConfig]:
     """The configuration of each engine: its number, its cores, and as many threads, which its
-    ranks divide.
+    ranks divide. directory: where engines that share experts find each other.
 
     Raises InvalidParameterError for data_parallel_cores.
     """
@@ -45,7 +47,11 @@ def replica_configs(config: EngineConfig) -> list[EngineConfig]:
         msgspec.structs.replace(
             config,
             device_config=msgspec.structs.replace(
-                device, data_parallel_rank=rank, cores=cores[rank], num_threads=num_threads
+                device,
+                data_parallel_rank=rank,
+                cores=cores[rank],
+                num_threads=num_threads,
+                expert_group=directory,
             ),
         )
         for rank in range(device.data_parallel_size)
@@ -94,18 +100,34 @@ async def start_replicas(
     *,
     command: Sequence[str] | None = None,
     loop: OwnLoop | None = None,
+    epoch: int = 0,
 ) -> ReplicasClient:
     """Starts all engines at once. Returns when they are ready; `on_progress` is told of the first.
 
-    config: resolved, with data_parallel_size. command: as in MPClient. loop: as in ReplicasClient.
-    Raises what prevented an engine from starting, after the others were ended.
+    config: resolved, with data_parallel_size. command, epoch: as in MPClient. loop: as in
+    ReplicasClient. Raises what prevented an engine from starting, after the others were ended.
     """
-    configs = replica_configs(config)
+    if not shares_experts(config):
+        return await _start(config, replica_configs(config), on_progress, command, loop, epoch)
+    with TemporaryDirectory(prefix="quire-") as directory:  # until they have found each other
+        configs = replica_configs(config, directory)
+        return await _start(config, configs, on_progress, command, loop, epoch)
+
+
+async def _start(
+    config: EngineConfig,
+    configs: list[EngineConfig],
+    on_progress: Report,
+    command: Sequence[str] | None,
+    loop: OwnLoop | None,
+    epoch: int,
+) -> ReplicasClient:
     starts = [
         asyncio.ensure_future(
             MPClient.start(
                 own,
                 on_progress=report_nothing if rank else on_progress,
+                epoch=epoch,
                 engine_index=rank,
                 command=command,
             )
@@ -122,7 +144,8 @@ async def start_replicas(
                 await started.shutdown_async()
         raise
     service, clients = config.service_config, list[EngineClient](engines)
-    if service.on_engine_death == "restart" and service.engine_restarts:
+    is_replaced = service.on_engine_death == "restart" and service.engine_restarts > 0
+    if is_replaced and not shares_experts(config):  # those are replaced together (group.py)
         clients = [
             SupervisedClient(engine, own, command=command)
             for engine, own in zip(engines, configs, strict=True)
@@ -136,13 +159,15 @@ def open_replicas(
     *,
     asyncio_mode: bool = False,
     command: Sequence[str] | None = None,
+    epoch: int = 0,
 ) -> ReplicasClient:
     """As start_replicas, but blocks, for blocking code unless asyncio_mode."""
     loop = OwnLoop()
     is_used = False
     try:
         own = None if asyncio_mode else loop
-        client = loop.run(start_replicas(config, on_progress, command=command, loop=own))
+        starting = start_replicas(config, on_progress, command=command, loop=own, epoch=epoch)
+        client = loop.run(starting)
         is_used = not asyncio_mode
         return client
     finally:

@@ -13,6 +13,7 @@ from ....ipc.errors import EngineDeadError
 from .calls import DIVISIVE, FORGETTING, REPORTS, TRACES, Observations, is_simultaneous, join
 from .replica import Replica
 from .routing import Router
+from .waves import WaveCoordinator
 
 
 class Utilities:
@@ -26,9 +27,11 @@ class Utilities:
         router: Router,
         lose: Callable[[Replica, EngineDeadError], None],
         raise_if_over: Callable[[], None],
+        waves: WaveCoordinator | None = None,
     ):
         self._replicas, self._router = replicas, router
         self._lose, self._raise_if_over = lose, raise_if_over
+        self._waves = waves
         self._changes: set[asyncio.Task] = set()  # calls in progress that change engines
         self._observations = Observations(len(replicas))
         self._traced: Replica | None = None
@@ -110,6 +113,20 @@ class Utilities:
         return answers
 
     async def _change(self, method: str, args: tuple) -> Any:
+        if self._waves is None:
+            return await self._change_each(method, args)
+        async with self._waves.stopped():
+            change = asyncio.ensure_future(self._change_each(method, args))
+            if method == "pause" and is_simultaneous(method, args):
+                # It may wait for requests, which engines compute when they are released: the calls
+                # are sent before that.
+                for _ in range(2):
+                    await asyncio.sleep(0)
+            else:
+                await asyncio.wait([change])
+        return await change
+
+    async def _change_each(self, method: str, args: tuple) -> Any:
         usable = self._usable()
         usable.sort(key=lambda one: not one.is_up)  # the first should answer at once
         answers: dict[int, Any] = {}

@@ -78,11 +78,42 @@ def route_experts(
 
 @register("fused_moe", name="native", predicate=is_native, priority=PRIORITY)
 def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+    if (found := _tables_of(experts)) is None:
+        return reference.fused_moe(x, expert_ids, weights, experts)
+    returned, place_of = _computed(x, expert_ids, experts, found)
+    return _combined(returned, place_of, weights, x.dtype)
+
+
+@register("expert_outputs", name="native", predicate=is_native, priority=PRIORITY)
+def expert_outputs(x: Tensor, expert_ids: Tensor, experts: Experts) -> Tensor:
+    found = _tables_of(experts)
+    if found is None or not len(x):
+        return reference.expert_outputs(x, expert_ids, experts)
+    returned, place_of = _computed(x, expert_ids.contiguous(), experts, found)
+    return returned[place_of]
+
+
+@register("weighted_sum", name="native", predicate=is_native, priority=PRIORITY)
+def weighted_sum(returned: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    if not len(returned):
+        return reference.weighted_sum(returned, weights, dtype)
+    place_of = torch.arange(weights.numel(), dtype=torch.int32).view(weights.shape)
+    return _combined(returned.contiguous().flatten(0, 1), place_of, weights.contiguous(), dtype)
+
+
+def _tables_of(experts: Experts) -> tuple[_Table, _Table] | None:
+    """As _tables, made once. Without them a program cannot be recorded, which the log says."""
     if "native" not in experts.scratch:
         experts.scratch["native"] = _tables(experts)
-    tables = experts.scratch["native"]
-    if tables is None:  # a program cannot be recorded then, which the log says
-        return reference.fused_moe(x, expert_ids, weights, experts)
+    return experts.scratch["native"]
+
+
+def _computed(
+    x: Tensor, expert_ids: Tensor, experts: Experts, tables: tuple[_Table, _Table]
+) -> tuple[Tensor, Tensor]:
+    """What the experts return, [places, H] fp32 in the order of experts, and the places [T, K] i32
+    of a token's.
+    """
     gate_up, down = tables
     x, (num_tokens, top_k), count = as_matrix(x), expert_ids.shape, len(experts.down)
     _check_count(count)
@@ -112,19 +143,24 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
     submit(gated)
     returned = empty(places, down.out_features, dtype=torch.float32)
     submit(down.call(inner, returned, rows, starts, None, top_k, Epilogue.PLAIN))
-    out = empty(num_tokens, down.out_features, dtype=x.dtype)
+    return returned, place_of
+
+
+def _combined(returned: Tensor, place_of: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+    num_tokens, top_k = place_of.shape
+    out = empty(num_tokens, returned.shape[1], dtype=dtype)
     submit(
         CombineExperts(
             Op.COMBINE_EXPERTS,
-            DTYPES[x.dtype],
-            rows,
+            DTYPES[dtype],
+            num_rows(out),
             returned.data_ptr(),
             place_of.data_ptr(),
             weights.data_ptr(),
             out.data_ptr(),
             returned.stride(0),
             out.stride(0),
-            down.out_features,
+            returned.shape[1],
             top_k,
         )
     )

@@ -1,0 +1,173 @@
+"""The engines that have the experts of a model between them: how they agree on a pass, and send
+each other rows.
+
+Must not know: layers, models, requests, how the engines were started.
+
+    meet          does any engine have work? ─▶ all run one pass, or none does
+      gather      every row and its experts' ids ─▶ all engines            ┐ in each layer
+      scatter     what an engine's experts return ─▶ the rows' engines     ┘ of experts
+
+Messages go through gloo. An engine that ends breaks the calls of the others, which then raise.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...ipc.config import EngineConfig
+from ...ipc.errors import EngineDeadError
+from ...ipc.models.expert_parallel import shares_experts
+
+# Engines of one machine: gloo's sockets take no connection from elsewhere.
+HOST = "127.0.0.1"
+
+T = TypeVar("T")
+
+
+class ExpertGroup:
+    """An engine's view of the group. Without a directory it is the only engine.
+
+    A pass outside `one_pass`, which warms up or measures, is this engine's own: rows whose experts
+    are elsewhere get zeros.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, directory: str = "", timeout_s: float = 60.0):
+        """directory: where the engines find each other, of this group alone; all have the same."""
+        self.rank, self.size = rank, size
+        self._directory, self._timeout = directory, datetime.timedelta(seconds=timeout_s)
+        self._gloo: dist.ProcessGroupGloo | None = None
+        self._is_meeting = False  # this pass is one of all engines
+        self._num_rows: list[int] = []  # of each engine in this pass, once they are known
+        self.num_passes = 0  # that were of all engines
+
+    def connect(self) -> None:
+        """Waits for the other engines. Raises EngineDeadError."""
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        options._timeout, options._threads = self._timeout, 1
+        with self._failing():
+            store = dist.FileStore(str(Path(self._directory) / "gloo"), self.size)
+            store.set_timeout(self._timeout)
+            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+
+    def close(self) -> None:
+        self._gloo = None
+
+    def meet(self, has_work: bool) -> bool:
+        """Waits until all engines meet. Returns whether any has work: then all run a pass."""
+        return any(self._told(int(has_work)))
+
+    @contextmanager
+    def one_pass(self) -> Iterator[None]:
+        """A context whose next pass of the model is one of all engines."""
+        self._is_meeting, self._num_rows = True, []
+        try:
+            yield
+        finally:
+            self._is_meeting = False
+
+    def run(self, step: Callable[[], T], join: Callable[[], None]) -> T:
+        """Runs a step, as one pass of all engines; `join` is one without data, for a step of whose
+        requests none could be computed.
+        """
+        if self.size == 1:
+            return step()
+        with self.one_pass():
+            result = step()
+            if self.is_due:
+                join()
+        return result
+
+    @property
+    def is_due(self) -> bool:
+        """Within `one_pass`: the others still wait for this engine's pass."""
+        return self._is_meeting and not self._num_rows
+
+    def gather(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """x [T, H] and the ids [T, K] i32 of its rows' experts -> those of all engines, in their
+        order, and how many rows each engine has.
+        """
+        if not self._is_meeting:
+            return x, ids, [len(x) if rank == self.rank else 0 for rank in range(self.size)]
+        if not self._num_rows:
+            self._num_rows = self._told(len(x))
+            self.num_passes += 1
+        if len(x) != self._num_rows[self.rank]:
+            raise RuntimeError(
+                f"a layer of experts got {len(x)} rows in a pass of {self._num_rows[self.rank]}"
+            )
+        width = x.shape[1] * x.element_size()
+        row = torch.cat([_bytes(x), _bytes(ids)], dim=1)
+        sent = row.repeat(self.size, 1)
+        rows = self._exchange(sent, [len(x)] * self.size, self._num_rows)
+        all_x, all_ids = rows[:, :width].contiguous(), rows[:, width:].contiguous()
+        return all_x.view(x.dtype), all_ids.view(ids.dtype), self._num_rows
+
+    def scatter(self, returned: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """returned [P, H] f32, of which the first `sent[0]` rows are for the first engine, and so
+        on -> [sum of received, H], in the order of engines.
+        """
+        if self._is_meeting:
+            return self._exchange(returned, sent, received)
+        num_rows = sum(received)
+        out = torch.zeros(num_rows, returned.shape[1], dtype=returned.dtype)
+        begin = sum(received[: self.rank])
+        out[begin : begin + len(returned)] = returned
+        return out
+
+    def _told(self, number: int) -> list[int]:
+        """The numbers of all engines, of which this one's is `number`."""
+        each = [1] * self.size
+        return self._exchange(torch.full((self.size,), number), each, each).tolist()
+
+    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends `sent[i]` rows of x to engine i, in order -> what the engines sent, in order."""
+        out = torch.empty(sum(received), *x.shape[1:], dtype=x.dtype)
+        parts = list(zip(x.contiguous().split(list(sent)), out.split(list(received))))
+        works = []
+        with self._failing():
+            assert self._gloo is not None
+            # its collectives take a hundred times as long, in threads of their own
+            for rank, (to, of) in enumerate(parts):
+                if rank == self.rank:
+                    of.copy_(to)
+                    continue
+                works += [self._gloo.send([to], rank, 0)] if len(to) else []
+                works += [self._gloo.recv([of], rank, 0)] if len(of) else []
+            for work in works:
+                work.wait()
+        return out
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's, of a broken connection or after the timeout
+            cause = str(error).partition(". This is typically")[0]
+            raise EngineDeadError(f"another engine of the group is gone: {cause}") from error
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+ALL_EXPERTS = ExpertGroup()
+
+
+def make_expert_group(config: EngineConfig) -> ExpertGroup:
+    """The group of an engine's resolved configuration, not connected."""
+    if not shares_experts(config):
+        return ALL_EXPERTS
+    device, service = config.device_config, config.service_config
+    timeout_s = max(service.step_timeout_s, service.startup_timeout_s)
+    return ExpertGroup(
+        device.data_parallel_rank, device.data_parallel_size, device.expert_group, timeout_s
+    )

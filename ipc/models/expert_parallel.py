@@ -38,6 +38,7 @@ def check_expert_parallel(config: EngineConfig) -> None:
         (device.device != "cpu", f"device={device.device}"),
         (device.tensor_parallel_size > 1, "tensor_parallel_size > 1"),
         (device.pipeline_parallel_size > 1, "pipeline_parallel_size > 1"),
+        (device.distributed_executor_backend != "mp", "distributed_executor_backend=ray"),
         (scheduling.async_scheduling, "async_scheduling"),
         (scheduling.num_scheduler_steps > 1, "num_scheduler_steps > 1"),
         (scheduling.speculative_config is not None, "speculative_config"),

@@ -172,7 +172,7 @@ class MPClient(EngineClient):
     @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended a child engine; None if another end, or a daemon's."""
-        is_dead = not self.is_shared and self._death is None and readable(self.pidfd, 0)
+        is_dead = not self.is_shared and self._death is None and readable(self.pidfd, timeout_s=0)
         return self._connection.reap() if is_dead else self._connection.exit_signal
 
     # ------------------------------------------------------------ what both modes use

@@ -155,6 +155,9 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
             uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
             per_token = f"{format_bytes(room)} for each engine, {per_token}"
             room *= plan.num_engines
+        elif plan.num_ranks > 1:
+            of_rank = format_bytes((plan.weights_bytes + room) // plan.num_ranks)
+            per_token += f"; {plan.num_ranks} ranks, each with {of_rank} of weights and cache"
     rest = plan.free_bytes - room
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),

@@ -34,6 +34,7 @@ from ...ipc.models.memory_plan import (
 )
 from ...ipc.models.quantization_config import parse_quantization
 from ...ipc.models.quantized_tensors import saved_bytes
+from ...ipc.models.ranks import kv_share, num_ranks
 from ...ipc.models.resolve_pooling import positions_of
 from ...ipc.models.rope_config import model_context
 from ..engine_args import EngineArgs
@@ -73,6 +74,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # Engines (data_parallel_size), which on a CPU share the memory. Figures of weights and of the
     # KV cache are those of one.
     num_engines: int = 1
+    # Ranks of an engine, as if all were on one machine. Figures are those of all together.
+    num_ranks: int = 1
     memory_bytes: int  # on a GPU: its total memory
     memory_is_named: bool  # False: the free memory of this machine or its GPU
     memory_share: float  # gpu_memory_utilization
@@ -163,20 +166,25 @@ def make_plan(
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
     weights_bytes, block_bytes = weights_bytes + draft_bytes, block_bytes + draft_block_bytes
+    size = num_ranks(config)
+    rank_block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
     # A standby is a second process with weights of its own; it touches its cache when the first is
     # gone.
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
     num_others = num_engines - 1 + config.service_config.standby
     runtime_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
+    runtime_bytes += (size - 1) * (1 + num_others) * RUNTIME_BYTES
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
-    room = affordable_blocks(config, block_bytes, free) if free > 0 else 0
+    free //= size
+    room = affordable_blocks(config, rank_block_bytes, free) if free > 0 else 0
     context = positions_of(config.model_config.hf_config) or model_context(
         config.model_config.hf_config
     )
     fitting = fitting_tokens(config, room, groups.windows, context)
     longest = min(fitting, context or fitting)
     try:
-        num_blocks = plan_num_blocks(config, block_bytes, free, groups.windows) if free > 0 else 0
+        fits = free > 0
+        num_blocks = plan_num_blocks(config, rank_block_bytes, free, groups.windows) if fits else 0
     except NotEnoughMemoryError:
         num_blocks = 0
     lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
@@ -185,7 +193,10 @@ def make_plan(
     is_exact = memory_bytes is not None and not memory.is_gpu
     flags, fits_as = (
         _flags(
-            config, longest, (num_blocks or room) * block_bytes if is_exact else None, given or {}
+            config,
+            longest,
+            (num_blocks or room) * rank_block_bytes if is_exact else None,
+            given or {},
         ),
         None,
     )
@@ -210,9 +221,9 @@ def make_plan(
             for name in QUANTIZATION_BITS
             if not memory.is_gpu
         },
-        kv_bytes_per_token=bytes_per_token,
+        kv_bytes_per_token=bytes_per_token if size == 1 else rank_block_bytes * size // block_size,
         block_size=block_size,
-        block_bytes=block_bytes,
+        block_bytes=rank_block_bytes * size,
         blocks_per_sequence=layout.most_blocks(resolved(config.model_config.max_model_len)),
         num_layers=len(windows),
         num_window_layers=sum(
@@ -222,6 +233,7 @@ def make_plan(
         max_model_len=resolved(config.model_config.max_model_len),
         device=config.device_config.device,
         num_engines=num_engines,
+        num_ranks=size,
         memory_share=config.cache_config.gpu_memory_utilization,
         memory_bytes=memory.total_bytes,
         memory_is_named=memory_bytes is not None,
@@ -229,8 +241,8 @@ def make_plan(
         runtime_bytes=runtime_bytes,
         step_bytes=step_bytes,
         num_blocks=num_blocks,
-        kv_cache_bytes=num_blocks * block_bytes,
-        longest_kv_cache_bytes=layout.most_blocks(longest) * block_bytes,
+        kv_cache_bytes=num_blocks * rank_block_bytes * size,
+        longest_kv_cache_bytes=layout.most_blocks(longest) * rank_block_bytes * size,
         longest_context=longest,
         concurrency={length: min(most, usable // layout.most_blocks(length)) for length in lengths},
         flags=flags,

@@ -6,6 +6,7 @@ Must not know: processes, tensors, how layers are divided.
 from __future__ import annotations
 
 import sys
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,6 +28,20 @@ def num_steps_in_flight(config: EngineConfig) -> int:
     """The most steps that run at the same time, or wait for the one that runs."""
     num_stages = config.device_config.pipeline_parallel_size
     return max(num_stages, 2 if config.scheduler_config.async_scheduling else 1)
+
+
+def kv_share(config: EngineConfig) -> Fraction:
+    """The part of the keys and values of a model's blocks that a rank holds, at most."""
+    from .architectures import ARCHITECTURES
+    from .fallback_architectures import choose_implementation
+
+    device, model = config.device_config, config.model_config
+    _, found = choose_implementation(model.hf_config, model.model_impl)
+    shape = ARCHITECTURES[found].parse(model.hf_config)
+    layers, heads = shape.num_hidden_layers, shape.num_key_value_heads
+    of_stage = -(-layers // device.pipeline_parallel_size)
+    of_rank = max(1, heads // device.tensor_parallel_size)
+    return Fraction(of_stage * of_rank, layers * heads)
 
 
 def check_ranks(config: EngineConfig) -> None:

@@ -18,6 +18,7 @@ from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
 
@@ -94,6 +95,41 @@ def test_the_engine_allocates_what_the_plan_predicts(
         ready.config.model_config.dtype,
         ready.config.model_config.max_model_len,
     )
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (4, 1)])
+def test_ranks_allocate_what_the_plan_predicts(tp: int, pp: int, tmp_path: Path) -> None:
+    """Three layers with two heads of keys and values: of stages one is larger, and four ranks have
+    heads twice.
+    """
+    model = str(save_tiny_model(tmp_path, "qwen2", num_hidden_layers=3))
+    arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
+    ranks = RankThreads(model, tp, pp, **arguments)
+    try:
+        num_blocks = ranks.determine_num_blocks()
+        usages = ranks.on_each(lambda rank: rank.collective_rpc("memory_usage")[0])
+    finally:
+        ranks.shutdown()
+    cache_bytes = [usage["kv_cache_bytes"] for usage in usages]
+    assert (stated.num_ranks, stated.num_blocks) == (tp * pp, num_blocks)
+    assert stated.kv_cache_bytes == max(cache_bytes) * tp * pp
+    weights_bytes = sum(usage["weights_bytes"] for usage in usages)
+    assert stated.weights_bytes <= weights_bytes < 1.2 * stated.weights_bytes
+
+
+def test_ranks_divide_the_memory(big: str) -> None:
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+    one, two = (plan(big, 40 * GIB, tensor_parallel_size=n, **arguments) for n in (1, 2))
+    assert two.weights_bytes == one.weights_bytes and two.block_bytes == one.block_bytes
+    assert two.runtime_bytes == one.runtime_bytes + RUNTIME_BYTES
+    of_rank = (40 * GIB - one.weights_bytes - 2 * RUNTIME_BYTES) // 2
+    assert two.num_blocks == int(0.4 * of_rank) // 2**20
+    [*_, name, num_bytes] = two.flags
+    assert (name, int(num_bytes)) == ("--kv-cache-memory-bytes", two.num_blocks * 2**20)
+    text = render(two)
+    assert "2 ranks, each with 11.2 GiB of weights and cache" in text, text
 
 
 def test_windows_multiply_the_requests_that_fit(tmp_path: Path) -> None:

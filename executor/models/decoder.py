@@ -14,6 +14,7 @@ import torch
 
 from ...ipc.models.architectures import PRE_NORMS, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
+from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
@@ -234,18 +235,6 @@ class Decoder:
         whose tokens see the whole text: it has no cache.
         """
         return [] if self.config.is_bidirectional else [layer.self_attn for layer in self.layers]
-
-
-def head_in_layers(config: DecoderConfig) -> float:
-    """How many layers take as long as the output head, by the weights that a token multiplies. Half
-    of that: a decoded token needs the head, that of a prompt does not.
-    """
-    size, width = config.hidden_size, config.head_dim
-    attention = 2 * size * width * (config.num_attention_heads + config.num_key_value_heads)
-    inner = config.intermediate_size
-    if (experts := config.experts) is not None:
-        inner = experts.per_token * experts.size + experts.shared_size
-    return config.has_lm_head * config.vocab_size * size / (attention + 3 * size * inner) / 2
 
 
 def check_block(block: Any, x: torch.Tensor, residual: torch.Tensor) -> None:

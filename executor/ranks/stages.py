@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...ipc.models.ranks import layers_of_stage
+
 
 class StageLinks(Protocol):
     """What connects a stage to the others."""
@@ -46,17 +48,8 @@ class Stages:
         self._links = links
 
     def layers_of(self, num_layers: int, last_more: float = 0.0) -> range:
-        """This stage's layers: neighbours. last_more: layers that take as long as what the last
-        stage computes besides. All stages take about equally long, and have one layer or more.
-        """
-
-        def first(stage: int) -> int:
-            if stage == self.count:
-                return num_layers
-            even = int((num_layers + last_more) * stage / self.count + 0.5)
-            return min(even, num_layers - (self.count - stage))
-
-        return range(first(self.stage), first(self.stage + 1))
+        """This stage's layers; see layers_of_stage."""
+        return layers_of_stage(self.stage, self.count, num_layers, last_more)
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor:
         """The residual stream [num_tokens, hidden_size] of the stage before."""

@@ -1,6 +1,7 @@
-"""What several ranks can run: the frontend and the executor refuse the rest by name.
+"""What several ranks can run, and what each holds: the frontend and the executor refuse the rest by
+name.
 
-Must not know: processes, tensors, how layers are divided.
+Must not know: processes, tensors, how a layer is divided.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..errors import InvalidParameterError, ModelLoadError
 
 if TYPE_CHECKING:
     from .architectures import Architecture
+    from .decoder_config import DecoderConfig
 
 
 def num_ranks(config: EngineConfig) -> int:
@@ -30,6 +32,32 @@ def num_steps_in_flight(config: EngineConfig) -> int:
     return max(num_stages, 2 if config.scheduler_config.async_scheduling else 1)
 
 
+def layers_of_stage(stage: int, num_stages: int, num_layers: int, last_more: float) -> range:
+    """A stage's layers: neighbours. last_more: layers that take as long as what the last stage
+    computes besides. All stages take about equally long, and have one layer or more.
+    """
+
+    def first(stage: int) -> int:
+        if stage == num_stages:
+            return num_layers
+        even = int((num_layers + last_more) * stage / num_stages + 0.5)
+        return min(even, num_layers - (num_stages - stage))
+
+    return range(first(stage), first(stage + 1))
+
+
+def head_in_layers(config: DecoderConfig) -> float:
+    """How many layers take as long as the output head, by the weights that a token multiplies. Half
+    of that: a decoded token needs the head, that of a prompt does not.
+    """
+    size, width = config.hidden_size, config.head_dim
+    attention = 2 * size * width * (config.num_attention_heads + config.num_key_value_heads)
+    inner = config.intermediate_size
+    if (experts := config.experts) is not None:
+        inner = experts.per_token * experts.size + experts.shared_size
+    return config.has_lm_head * config.vocab_size * size / (attention + 3 * size * inner) / 2
+
+
 def kv_share(config: EngineConfig) -> Fraction:
     """The part of the keys and values of a model's blocks that a rank holds, at most."""
     from .architectures import ARCHITECTURES
@@ -39,7 +67,10 @@ def kv_share(config: EngineConfig) -> Fraction:
     _, found = choose_implementation(model.hf_config, model.model_impl)
     shape = ARCHITECTURES[found].parse(model.hf_config)
     layers, heads = shape.num_hidden_layers, shape.num_key_value_heads
-    of_stage = -(-layers // device.pipeline_parallel_size)
+    num_stages, last_more = device.pipeline_parallel_size, head_in_layers(shape)
+    of_stage = max(
+        len(layers_of_stage(stage, num_stages, layers, last_more)) for stage in range(num_stages)
+    )
     of_rank = max(1, heads // device.tensor_parallel_size)
     return Fraction(of_stage * of_rank, layers * heads)
 

@@ -9,8 +9,8 @@ import json
 import pytest
 import torch
 from quire.executor.models import find_model_class
-from quire.executor.models.decoder import head_in_layers
 from quire.executor.models.layers import LayerFactory
+from quire.ipc.models.ranks import head_in_layers
 from quire.ipc.models.stacked_experts import stacked_pieces
 from quire.kernels import registry
 from quire.tests.tiny_models import KINDS

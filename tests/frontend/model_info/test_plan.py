@@ -97,12 +97,14 @@ def test_the_engine_allocates_what_the_plan_predicts(
     )
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (4, 1)])
-def test_ranks_allocate_what_the_plan_predicts(tp: int, pp: int, tmp_path: Path) -> None:
-    """Three layers with two heads of keys and values: of stages one is larger, and four ranks have
-    heads twice.
+@pytest.mark.parametrize(("tp", "pp", "num_layers"), [(2, 1, 3), (1, 2, 3), (1, 2, 6), (4, 1, 3)])
+def test_ranks_allocate_what_the_plan_predicts(
+    tp: int, pp: int, num_layers: int, tmp_path: Path
+) -> None:
+    """Of two stages the first is larger, of six layers because the other has the head. With two
+    heads of keys and values, four ranks have heads twice.
     """
-    model = str(save_tiny_model(tmp_path, "qwen2", num_hidden_layers=3))
+    model = str(save_tiny_model(tmp_path, "qwen2", num_hidden_layers=num_layers))
     arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
     sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
     stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)

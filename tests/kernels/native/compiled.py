@@ -3,19 +3,25 @@ sanitizer.
 
     python -P -m quire.tests.kernels.native.compiled DIRECTORY PID
 
-compiles the one with emulated instruction sets, while the process PID lives.
+compiles the one with emulated instruction sets, and removes it when the process PID has ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import psutil
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).parent
@@ -71,15 +77,22 @@ def _run(command: list[str]) -> None:
 # ---------------------------------------------------------------- beside other tests
 
 
-def begin_emulated(directory: Path) -> None:
-    """Compiles the library with emulated instruction sets on what other tests leave of the cores.
+def begin_emulated(config: pytest.Config) -> Path:
+    """Compiles the library with emulated instruction sets on what other tests leave of the cores,
+    once for all workers of pytest-xdist; returns its directory, which lives as long as the run.
 
     The compiler is no child of this process: tests count those.
     """
+    worker = getattr(config, "workerinput", {"testrunuid": uuid.uuid4().hex, "workerid": "gw0"})
+    directory = Path(tempfile.gettempdir()) / f"quire-emulated-{worker['testrunuid']}"
+    if worker["workerid"] != "gw0":
+        return directory
+    directory.mkdir()
     command = [sys.executable, "-P", "-m", "quire.tests.kernels.native.compiled"]
     start = 'setsid nice -n 10 "$@" </dev/null >/dev/null 2>&1 &'
-    arguments = [*command, str(directory), str(os.getpid())]
-    subprocess.run(["sh", "-c", start, "sh", *arguments], check=True)
+    pid = os.getppid() if hasattr(config, "workerinput") else os.getpid()
+    subprocess.run(["sh", "-c", start, "sh", *command, str(directory), str(pid)], check=True)
+    return directory
 
 
 def finish_emulated(directory: Path) -> Path:
@@ -94,14 +107,18 @@ def finish_emulated(directory: Path) -> Path:
     return directory / "_native.so"
 
 
-def main(directory: Path, parent_pid: int) -> None:
+def main(directory: Path, pid: int) -> None:
+    """Compiles it, and removes the directory when the process `pid` has ended."""
     problem = ""
     try:
-        compile_library(directory, *EMULATED, "-O1", parent_pid=parent_pid)
+        compile_library(directory, *EMULATED, "-O1", parent_pid=pid)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     (directory / "unread").write_text(problem)
     (directory / "unread").replace(directory / "result")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(pid).wait()
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ ones that it lacks.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +37,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     ]
     sets = {getattr(item, "callspec", None) and item.callspec.params.get("isa") for item in uses}
     if sets - set(library.isas):
-        session.config.stash[EMULATED_DIRECTORY] = directory = Path(tempfile.mkdtemp())
-        begin_emulated(directory)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (directory := config.stash.get(EMULATED_DIRECTORY, None)) is not None:
-        shutil.rmtree(directory, ignore_errors=True)
+        session.config.stash[EMULATED_DIRECTORY] = begin_emulated(session.config)
 
 
 @contextmanager

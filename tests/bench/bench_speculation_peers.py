@@ -1,0 +1,62 @@
+"""Servers with speculation on the texts of bench_speculation.py, one request at a time, in turns.
+
+    python tests/bench/bench_speculation_peers.py NAME=URL NAME=URL [--rounds 5]
+
+The servers run already, with one model file. A name that begins with "llama" is llama.cpp's server;
+others speak vLLM's names. Each text is asked for once before, so its prompt is in the prefix cache.
+The result is the median of tokens per second; answers of several engines need not be equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import httpx2 as httpx
+from quire.tests.bench.bench_speculation import NUM_TOKENS, SCHEMA, TEXTS
+
+
+def body(engine: str, name: str, text: str) -> dict[str, Any]:
+    """What is asked of an engine. Only the schema has two names."""
+    asked: dict[str, Any] = {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0.0}
+    if "JSON" not in name:
+        return asked | {"ignore_eos": True}
+    if engine.startswith("llama"):
+        return asked | {"json_schema": SCHEMA}
+    return asked | {"structured_outputs": {"json": SCHEMA}}
+
+
+def speed(client: httpx.Client, asked: dict[str, Any]) -> float:
+    """Tokens per second of one request."""
+    begin = time.perf_counter()
+    answer = client.post("/v1/completions", json=asked).raise_for_status().json()
+    return answer["usage"]["completion_tokens"] / (time.perf_counter() - begin)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("engines", nargs="+", metavar="NAME=URL")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    clients = {
+        name: httpx.Client(base_url=url, timeout=600)
+        for name, url in (engine.split("=", 1) for engine in args.engines)
+    }
+    print("| text | " + " | ".join(clients) + " |\n|---|" + "---|" * len(clients))
+    for name, text in TEXTS.items():
+        speeds: dict[str, list[float]] = {engine: [] for engine in clients}
+        for number in range(args.rounds + 1):
+            turn = list(clients)[:: 1 - 2 * (number % 2)]
+            for engine in turn:
+                speeds[engine].append(speed(clients[engine], body(engine, name, text)))
+        cells = [
+            f"{statistics.median(of_one[1:]):.1f} ({min(of_one[1:]):.1f}, {max(of_one[1:]):.1f})"
+            for of_one in speeds.values()
+        ]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -203,6 +203,11 @@ def test_every_page_of_the_docs_is_in_the_readme() -> None:
 
 def test_ci_runs_the_commands_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    for command in ("pip install", "-e '.[test]'", 'quire generate "Once upon a time"', "pytest -n 2"):
+    for command in (
+        "pip install",
+        "-e '.[test]'",
+        'quire generate "Once upon a time"',
+        "pytest -n 2",
+    ):
         assert command in script and command in README
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()

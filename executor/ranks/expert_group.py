@@ -16,7 +16,7 @@ import datetime
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,20 +43,22 @@ class ExpertGroup:
         """directory: where the engines find each other, of this group alone; all have the same."""
         self.rank, self.size = rank, size
         self._directory, self._timeout = directory, datetime.timedelta(seconds=timeout_s)
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._gloo: Any = None
         self._is_meeting = False  # this pass is one of all engines
         self._num_rows: list[int] = []  # of each engine in this pass, once they are known
         self.num_passes = 0  # that were of all engines
 
     def connect(self) -> None:
         """Waits for the other engines. Raises EngineDeadError."""
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+        distributed: Any = dist  # whose types are incomplete
+        gloo = distributed.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=HOST)]
         options._timeout, options._threads = self._timeout, 1
         with self._failing():
-            store = dist.FileStore(str(Path(self._directory) / "gloo"), self.size)
+            store = distributed.FileStore(str(Path(self._directory) / "gloo"), self.size)
             store.set_timeout(self._timeout)
-            self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, options)
+            self._gloo = gloo(store, self.rank, self.size, options)
 
     def close(self) -> None:
         self._gloo = None

@@ -81,7 +81,8 @@ class ReplicasClient(EngineClient):
         self._moved_at: dict[str, float] = {}  # requests that moved, until their next token
         self._absent: set[int] = set()  # replicas that were being replaced, or drain
         self._waiter: asyncio.Future | None = None
-        self._waves = WaveCoordinator(clients) if shares_experts(config) else None
+        engines: Sequence[Any] = clients  # MPClients where experts are divided
+        self._waves = WaveCoordinator(engines) if shares_experts(config) else None
         self._utilities = Utilities(
             self._replicas, router, self._lose, self._raise_if_over, self._waves
         )

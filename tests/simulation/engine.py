@@ -23,6 +23,7 @@ from quire.frontend.supervision.recovery import (
     Sleep,
     Start,
     Started,
+    Successors,
     Wait,
 )
 from quire.ipc import messages as m
@@ -332,6 +333,7 @@ class SimulatedSuccessors:
     """In the place of recovery.Successors. `daemon` is that of all clients, if there is one."""
 
     address = "ipc://simulated"
+    check_same_model = Successors.check_same_model
 
     def __init__(self, world: World, config: EngineConfig, daemon: Daemon | None, *, blocks: bool):
         self._world, self.config, self._daemon, self._blocks = world, config, daemon, blocks

@@ -26,7 +26,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import ops, registry
 from .moe import Experts
 
-_UNSUPPORTED = ("pack_linear", "pack_quantized_linear", "pack_gguf_linear")
+_UNSUPPORTED = (
+    *("pack_linear", "pack_quantized_linear", "pack_gguf_linear"),
+    *("expert_outputs", "weighted_sum"),  # parts of fused_moe
+)
 _library = torch.library.Library("quire", "DEF")
 
 

@@ -351,8 +351,8 @@ class Worker:
         self.expert_group.run(self.runner.execute_dummy_batch, self.runner.execute_dummy_batch)
 
     def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
-        """In a stage before the last one: the tokens of its oldest step without them, as in
-        ModelRunnerOutput. Each step's are appended before a step that needs them.
+        """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput. Only a stage
+        before the last one is called, before a step that needs these tokens.
         """
         assert self.runner.elsewhere is not None
         self.runner.elsewhere.append(num_sampled, token_ids)

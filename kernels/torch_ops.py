@@ -27,8 +27,11 @@ from . import ops, registry
 from .moe import Experts
 
 _UNSUPPORTED = (
-    *("pack_linear", "pack_quantized_linear", "pack_gguf_linear"),
-    *("expert_outputs", "weighted_sum"),  # parts of fused_moe
+    "pack_linear",
+    "pack_quantized_linear",
+    "pack_gguf_linear",
+    "expert_outputs",  # with weighted_sum the parts of fused_moe
+    "weighted_sum",
 )
 _library = torch.library.Library("quire", "DEF")
 

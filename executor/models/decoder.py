@@ -121,8 +121,8 @@ class Decoder:
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed. Of
-        a stage before the last one for send_stream; between receive_stream and that.
+        """token_ids [T] i32 or i64, positions [T] i64 -> hidden states [T, hidden_size], normed. A
+        stage before the last one returns what send_stream takes. Call receive_stream before.
         """
         if self.stages.is_first:
             assert self.embed_tokens is not None
@@ -149,20 +149,20 @@ class Decoder:
         return x
 
     def reserve_stream(self, num_tokens: int) -> None:
-        """Of steps of at most so many tokens. Before a step of a stage, and before it is recorded:
-        a program holds the address.
+        """Allocates the residual stream of steps of at most `num_tokens`. Call it before a step is
+        recorded: a program holds the address.
         """
         if not self.stages.is_first:
             self.state = torch.zeros(num_tokens, self.config.hidden_size, dtype=self.dtype)
 
     def receive_stream(self, num_tokens: int) -> None:
-        """Takes what this stage begins with."""
+        """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""
         if not self.stages.is_first:
             received = self.stages.receive(num_tokens, self.config.hidden_size, self.dtype)
             self.state[:num_tokens].copy_(received)
 
     def send_stream(self, hidden: torch.Tensor) -> None:
-        """Sends the next stage what it begins with. hidden: the result of this stage's layers."""
+        """Sends the residual stream to the next stage. hidden: what this stage's call returned."""
         if not self.stages.is_last:
             self.stages.send(hidden if self.stages.is_first else self.state[: len(hidden)])
 

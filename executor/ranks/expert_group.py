@@ -107,9 +107,8 @@ class ExpertGroup:
                 f"a layer of experts got {len(x)} rows in a pass of {self._num_rows[self.rank]}"
             )
         width = x.shape[1] * x.element_size()
-        row = torch.cat([_bytes(x), _bytes(ids)], dim=1)
-        sent = row.repeat(self.size, 1)
-        rows = self._exchange(sent, [len(x)] * self.size, self._num_rows)
+        own = torch.cat([_bytes(x), _bytes(ids)], dim=1)
+        rows = self._exchange([own] * self.size, self._num_rows)
         all_x, all_ids = rows[:, :width].contiguous(), rows[:, width:].contiguous()
         return all_x.view(x.dtype), all_ids.view(ids.dtype), self._num_rows
 
@@ -118,7 +117,7 @@ class ExpertGroup:
         on -> [sum of received, H], in the order of engines.
         """
         if self._is_meeting:
-            return self._exchange(returned, sent, received)
+            return self._exchange(returned.contiguous().split(list(sent)), received)
         num_rows = sum(received)
         out = torch.zeros(num_rows, returned.shape[1], dtype=returned.dtype)
         begin = sum(received[: self.rank])
@@ -127,18 +126,18 @@ class ExpertGroup:
 
     def _told(self, number: int) -> list[int]:
         """The numbers of all engines, of which this one's is `number`."""
-        each = [1] * self.size
-        return self._exchange(torch.full((self.size,), number), each, each).tolist()
+        return self._exchange([torch.tensor([number])] * self.size, [1] * self.size).tolist()
 
-    def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends `sent[i]` rows of x to engine i, in order -> what the engines sent, in order."""
-        out = torch.empty(sum(received), *x.shape[1:], dtype=x.dtype)
-        parts = list(zip(x.contiguous().split(list(sent)), out.split(list(received))))
+    def _exchange(self, sent: Sequence[Tensor], received: Sequence[int]) -> Tensor:
+        """Sends the contiguous rows sent[i] to engine i -> the rows that the engines have sent to
+        this one, in their order; received: how many each.
+        """
+        out = torch.empty(sum(received), *sent[0].shape[1:], dtype=sent[0].dtype)
         works = []
         with self._failing():
             assert self._gloo is not None
             # its collectives take a hundred times as long, in threads of their own
-            for rank, (to, of) in enumerate(parts):
+            for rank, (to, of) in enumerate(zip(sent, out.split(list(received)))):
                 if rank == self.rank:
                     of.copy_(to)
                     continue

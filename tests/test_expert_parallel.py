@@ -29,7 +29,7 @@ class Engines:
     def __init__(self, model: Path, **settings) -> None:
         self.runner = asyncio.Runner()
         own = dict(data_parallel_size=2, enable_expert_parallel=True, engine_restarts=100)
-        args = engine_args(model=str(model), **own, **{**SETTINGS, **settings})
+        args = engine_args(model=str(model), **{**SETTINGS, **own, **settings})
         self.llm = self.runner.run(AsyncLLM.start(args))
 
     def run(self, coroutine):

@@ -65,7 +65,6 @@ def test_two_engines_have_the_bits_of_one(tiny, tmp_path, kind: str, settings: d
         {"dtype": "bfloat16"},
         {"quantization": "int8"},
         {"quantization": "int4", "dtype": "bfloat16"},
-        {"cpu_isa": "none"},
     ],
     ids=str,
 )

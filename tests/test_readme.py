@@ -165,7 +165,7 @@ def test_files_named_on_a_page_exist(page: str) -> None:
             assert anchor in anchors, link
 
 
-FOREIGN = {"--only", "--out", "--write"}  # options of scripts in tests/
+FOREIGN = {"--only", "--out", "--write", "--dist"}  # of scripts in tests/, pytest-xdist
 FOREIGN |= {"--engine-args", "--kv-events-port", "--migration-limit"}  # of examples/dynamo, Dynamo
 
 

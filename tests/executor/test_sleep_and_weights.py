@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-from quire.executor import device as devices
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import generate, start_executor
@@ -53,6 +54,29 @@ def test_random_weights_wake_up_as_they_were(tiny, tmp_path):
     assert outputs(executor) == before
 
 
+# In a process of its own, whose memory nothing else changes.
+SLEEP_AND_WAKE_UP = """
+import json, sys
+from quire.executor.device import resident_bytes
+from quire.tests.executor.driver import start_executor
+
+executor = start_executor(sys.argv[1], load_format="dummy", kv_cache_memory_bytes=128 * 2**20)
+
+def write_everywhere():
+    for layer in executor.worker.model.attention_layers():
+        layer.key_cache.fill_(1.0)
+        layer.value_cache.fill_(1.0)
+    return resident_bytes()
+
+resident = [write_everywhere()]
+for tag in ("kv_cache", "weights"):
+    executor.collective_rpc("sleep", [tag])
+    resident.append(resident_bytes())
+executor.collective_rpc("wake_up", ["weights", "kv_cache"])
+print(json.dumps([*resident, write_everywhere()]))
+"""
+
+
 def test_sleep_releases_memory(tiny, tmp_path):
     """With a cache of 128 MiB, fully written, and 80 MiB of weights, the process shrinks by that
     much and grows again.
@@ -64,30 +88,13 @@ def test_sleep_releases_memory(tiny, tmp_path):
         "layer_types": None,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    executor = start_executor(tmp_path, load_format="dummy", kv_cache_memory_bytes=128 * MIB)
-    worker = executor.worker
-    assert worker.memory_usage()["weights_bytes"] > 75 * MIB
-
-    def write_everywhere() -> None:
-        for layer in worker.model.attention_layers():
-            layer.key_cache.fill_(1.0)
-            layer.value_cache.fill_(1.0)
-
-    write_everywhere()
-    awake = devices.resident_bytes()
-    executor.collective_rpc("sleep", ["kv_cache"])
-    light_sleep = devices.resident_bytes()
-    executor.collective_rpc("sleep", ["weights"])
-    deep_sleep = devices.resident_bytes()
-    print(
-        f"resident: awake {awake / MIB:.0f}, level 1 {light_sleep / MIB:.0f}, level 2 "
-        f"{deep_sleep / MIB:.0f} MiB"
-    )
+    command = [sys.executable, "-P", "-c", SLEEP_AND_WAKE_UP, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    awake, light_sleep, deep_sleep, again = json.loads(done.stdout)
     assert awake - light_sleep > 0.9 * 128 * MIB
     assert light_sleep - deep_sleep > 0.8 * 75 * MIB
-    executor.collective_rpc("wake_up", ["weights", "kv_cache"])
-    write_everywhere()
-    assert devices.resident_bytes() - deep_sleep > 0.9 * (128 + 75) * MIB
+    assert again - deep_sleep > 0.9 * (128 + 75) * MIB
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

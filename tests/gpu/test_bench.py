@@ -54,6 +54,8 @@ NOT_TIMED = {
     "random_gumbel",  # within sample_tokens
     # no model of the benchmark has experts
     "route_experts",
+    "expert_outputs",
+    "weighted_sum",
     "count_experts",
     "fused_moe",
     "add_gated",

@@ -52,6 +52,9 @@ def tokens_of(outputs: list) -> list[tuple[list[int], str, object]]:
 
 def generate(params: list[SamplingParams] = PARAMS, **settings) -> tuple[list, dict]:
     with LLM(**{**SETTINGS, **settings}) as llm:
+        # checks the grammars first: then all requests arrive together, and few blocks are too few
+        first = [msgspec.structs.replace(one, max_tokens=1) for one in params]
+        llm.generate(["a"] * len(first), first, use_tqdm=False)
         result = tokens_of(llm.generate(PROMPTS, params, use_tqdm=False))
         assert llm.llm_engine.client.call_utility("check_integrity")
         return result, llm.llm_engine.client.call_utility("get_metrics")

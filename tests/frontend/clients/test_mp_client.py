@@ -266,7 +266,8 @@ def test_nothing_is_leaked(tmp_path):
         for _ in range(5):
             use(address)
         fail()
-        assert state() == before
+        # threads that other tests have left may end meanwhile
+        assert all(now <= then for now, then in zip(state(), before)), (state(), before)
 
 
 # ---------------------------------------------------------------- asyncio, and reading late

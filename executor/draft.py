@@ -16,7 +16,9 @@ import torch
 
 from ..ipc.config import EngineConfig, LoRAConfig, ModelConfig, resolved
 from ..ipc.errors import InvalidParameterError
+from ..kernels.cpu.native.drafting import Drafting
 from ..kernels.cpu.native.recorder import Limits
+from ..kernels.cpu.native.replay import Program
 from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
 from .kv_cache_memory import KVCacheMemory
@@ -28,6 +30,7 @@ from .runner.input_batch import InputBatch
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses
+from .runner.speculation.draft_rounds import DraftRounds
 from .runner.step_inputs import dummy_step
 
 Report = Callable[[str, float], None]
@@ -162,6 +165,19 @@ class Draft:
             batch = self._batch
             passes.bursts = Bursts(program, batch, batch.block_size, passes.make_inputs)
 
+    def make_rounds(self, program: Program | None) -> None:
+        """program: of the model that verifies; several passes of it and of a head are one call."""
+        drafter, passes = self.drafter, self._passes
+        if not isinstance(drafter, HeadDrafter):
+            return
+        drafter.rounds = None
+        if program is not None and passes.program is not None and passes.bursts is not None:
+            taps, state = passes.model.taps, passes.model.state
+            hidden = program.hidden if taps is None else taps.state
+            sizes = self._batch.block_size, taps is not None
+            drafting = Drafting(program, passes.program, hidden, state, *sizes)
+            drafter.rounds = DraftRounds(drafting, drafter, self._batch)
+
     def run_pass(self, num_tokens: int) -> None:
         """A pass of one-token rows without effect on the cache."""
         self._passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
@@ -169,9 +185,11 @@ class Draft:
     def release_cache(self) -> None:
         for layer in self.attention_layers():
             layer.key_cache = layer.value_cache = None
+        self.make_rounds(None)
         self._passes.program = self._passes.bursts = None
 
     def release_weights(self) -> None:
+        self.make_rounds(None)
         self._passes.model = self._passes.program = self._passes.bursts = None
 
     def reload(self, report: Report) -> None:

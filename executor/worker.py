@@ -211,10 +211,8 @@ class Worker:
         addresses.
         """
         config = self.config
-        max_num_seqs, max_num_tokens = (
-            config.scheduler_config.max_num_seqs,
-            resolved(config.scheduler_config.max_num_batched_tokens),
-        )
+        max_num_seqs = config.scheduler_config.max_num_seqs
+        max_num_tokens = resolved(config.scheduler_config.max_num_batched_tokens)
         num_logits = max_num_logits(config.scheduler_config)
         if self.group.stages.count > 1:
             self.model.reserve_stream(max_num_tokens)
@@ -238,6 +236,8 @@ class Worker:
                 if program is not None and can_burst
                 else None
             )
+            if self.draft is not None:
+                self.draft.make_rounds(program)
         elif not config.device_config.enforce_eager:
             max_model_len = resolved(config.model_config.max_model_len)
             sizes = max_num_seqs, max_model_len, config.cache_config.block_size

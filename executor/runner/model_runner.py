@@ -221,37 +221,28 @@ class ModelRunner:
         step, rows, num_sampled = scheduler_output, list(range(len(slots))), [0] * len(slots)
         num_left, results = scheduler_output.num_passes, []
         while True:
-            drafts, most = speculation.draft(step)
-            self._cut_by_grammars(step.slots, drafts)
-            count = 1
-            if not any(map(len, drafts)):
-                count = min(num_left, most, 1 + min(step.num_lookahead_tokens))
-            burst = None
-            if count > 1:
-                ahead = [count - 1] * len(rows)
-                burst = msgspec.structs.replace(step, num_lookahead_tokens=ahead)
-            if burst is not None and (bursts := self._bursts_for(burst)):
-                result = msgspec.structs.replace(
-                    bursts.run(burst), num_ahead=burst.num_lookahead_tokens
-                )
+            counts = speculation.choose(step)
+            passes = []
+            if self.bursts is not None and not (
+                self.batch.refusals or self._needs_host(step.slots)
+            ):
+                passes = speculation.run_rounds(step, counts, num_left)
+            if passes:
+                num_left -= len(passes)
             else:
-                count = 1
-                result = (
-                    self._verify(step, speculation, drafts)
-                    if any(map(len, drafts))
-                    else self._without_drafts(step)
-                )
-            results.append((rows, result))
-            num_left -= count
-            for row, more in zip(rows, result.num_sampled):
-                num_sampled[row] += more
+                count, result = self._take_passes(step, speculation, counts, num_left)
+                passes, num_left = [(list(range(len(rows))), result)], num_left - count
+            failed: set[int] = set()
+            for indices, result in passes:
+                results.append(([rows[index] for index in indices], result))
+                failed.update(result.errors)
+                for row, more in zip(results[-1][0], result.num_sampled):
+                    num_sampled[row] += more
             rows = [
-                row
-                for row in rows
-                if num_sampled[row] <= room[row] and slots[row] not in result.errors
+                row for row in rows if num_sampled[row] <= room[row] and slots[row] not in failed
             ]
             if not rows or num_left <= 0:
-                return result if len(results) == 1 else merge_outputs(slots, results)
+                return results[0][1] if len(results) == 1 else merge_outputs(slots, results)
             left = [slots[row] for row in rows]
             step = SchedulerOutput(
                 scheduler_output.step,
@@ -262,6 +253,24 @@ class ModelRunner:
                 num_lookahead_tokens=[room[row] - num_sampled[row] for row in rows],
                 num_passes=num_left,
             )
+
+    def _take_passes(
+        self, step: SchedulerOutput, speculation: Speculation, counts: list[int], most: int
+    ) -> tuple[int, ModelRunnerOutput]:
+        """Takes a pass of the model with at most `counts` drafts of each row, or, where there are
+        none, up to `most` in one call. Returns how many.
+        """
+        drafts, at_once = speculation.draft(step, counts)
+        self._cut_by_grammars(step.slots, drafts)
+        if any(map(len, drafts)):
+            return 1, self._verify(step, speculation, drafts)
+        count = min(most, at_once, 1 + min(step.num_lookahead_tokens))
+        if count > 1:
+            ahead = [count - 1] * len(step.slots)
+            burst = msgspec.structs.replace(step, num_lookahead_tokens=ahead)
+            if bursts := self._bursts_for(burst):
+                return count, msgspec.structs.replace(bursts.run(burst), num_ahead=ahead)
+        return 1, self._without_drafts(step)
 
     def _cut_by_grammars(self, slots: list[int], drafts: list[np.ndarray]) -> None:
         """Drops drafts from the first one on that the row's grammar forbids."""

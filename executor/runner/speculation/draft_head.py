@@ -15,6 +15,7 @@ A pass with more positions than may be held, as of a prompt, is computed at once
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
+
+if TYPE_CHECKING:
+    from .draft_rounds import DraftRounds
 
 
 class HeadDrafter:
@@ -38,8 +42,9 @@ class HeadDrafter:
 
     def __init__(self, passes: DraftPasses, batch: InputBatch, max_model_len: int, most_held: int):
         self.passes = passes
+        self.rounds: DraftRounds | None = None  # set by the rank
         self._batch = batch
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         num_slots = len(batch.num_tokens)
         # by slot: positions that the head has computed; hidden states of those that follow
         self._num_computed = np.zeros(num_slots, np.int64)
@@ -95,17 +100,15 @@ class HeadDrafter:
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         batch, drafts = self._batch, [NOTHING] * len(slots)
         chosen = np.array(slots, np.int64)
-        known, num_held = batch.num_tokens[chosen], self._num_held[chosen]
-        is_ready = (num_held > 0) & (self._num_computed[chosen] + num_held == known - 1)
-        wanted = np.where(is_ready, np.array(counts, np.int64), 0).tolist()
-        rows, left = within(list(slots), wanted, room, known, self._max_model_len)
+        known = batch.num_tokens[chosen]
+        wanted = np.where(self.is_ready(chosen), np.array(counts, np.int64), 0).tolist()
+        rows, left = within(list(slots), wanted, room, known, self.max_model_len)
         if not rows:
             return drafts
-        # those with one position first, as in StepInputs
-        first = np.argsort(num_held[rows] != 1, kind="stable")
-        rows, left = np.array(rows)[first], left[first]
+        order = self.order(chosen[rows])
+        rows, left = np.array(rows)[order], left[order]
         drafting, before = chosen[rows], known[rows]
-        goes_on = self._first_drafts(drafting, num_held[rows]) & (left > 1)
+        goes_on = self._first_drafts(drafting) & (left > 1)
         if goes_on.any():
             if not goes_on.all():
                 self._keep_rows(goes_on)
@@ -117,21 +120,47 @@ class HeadDrafter:
             drafts[row] = batch.token_ids[slot, start:end].copy()
         return drafts
 
-    def _first_drafts(self, slots: np.ndarray, num_held: np.ndarray) -> np.ndarray:
+    def is_ready(self, slots: np.ndarray) -> np.ndarray:
+        """slots [B] -> [B] bool: whether what is held reaches to the last known token."""
+        num_held = self._num_held[slots]
+        known = self._batch.num_tokens[slots]
+        return (num_held > 0) & (self._num_computed[slots] + num_held == known - 1)
+
+    def order(self, slots: np.ndarray) -> np.ndarray:
+        """The order of `slots` [B] in a pass over what is held: one position first (StepInputs)."""
+        return np.argsort(self._num_held[slots] != 1, kind="stable")
+
+    def first_inputs(self, slots: np.ndarray, num_ahead: int = 0) -> StepInputs:
+        """The inputs of a pass over what is held of `slots` [B], in their order, and its state.
+        Block tables have room for num_ahead more tokens.
+        """
+        counts = self._num_held[slots].tolist()
+        step = SchedulerOutput(0, slots.tolist(), counts, self._num_computed[slots].tolist(), [])
+        self.passes.make_inputs.restart()
+        inputs = self.passes.make_inputs.for_burst(step, 1 + num_ahead)
+        held = [self._held[slot, :count] for slot, count in zip(step.slots, counts)]
+        torch.cat(held, out=self._state[: sum(counts)])
+        return inputs
+
+    def hold(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        """Holds the rows of `state`: `counts` [B] of each of `slots` [B], before its last token."""
+        end = 0
+        for slot, count in zip(slots.tolist(), counts.tolist()):
+            self._held[slot, :count] = self._state[end : end + count]
+            end += count
+        self._num_computed[slots] = self._batch.num_tokens[slots] - 1 - counts
+        self._num_held[slots] = counts
+
+    def _first_drafts(self, slots: np.ndarray) -> np.ndarray:
         """Computes the positions that are held of `slots` [B] and appends the first draft of each;
         the state has a row for each then. Returns [B] bool: whose logits are finite.
         """
-        batch, state = self._batch, self._state
-        before, counts = batch.num_tokens[slots], num_held.tolist()
-        starts = self._num_computed[slots].tolist()
-        self.passes.make_inputs.restart()
-        inputs = self.passes.make_inputs(SchedulerOutput(0, slots.tolist(), counts, starts, []))
-        held = [self._held[slot, :count] for slot, count in zip(slots.tolist(), counts)]
-        torch.cat(held, out=state[: sum(counts)])
+        before, state = self._batch.num_tokens[slots], self._state
+        inputs = self.first_inputs(slots)
         self.passes.append(slots, *self.passes.forward(inputs))
         if len(inputs.token_ids) > len(slots):
             state[: len(slots)] = state[inputs.logits_indices]
-        return batch.num_tokens[slots] > before
+        return self._batch.num_tokens[slots] > before
 
     def _keep_rows(self, rows: np.ndarray) -> None:
         kept = self._state[: len(rows)][torch.from_numpy(rows)]

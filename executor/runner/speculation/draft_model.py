@@ -34,6 +34,7 @@ class DraftModel:
     """
 
     sees_every_pass = False
+    rounds = None
 
     def __init__(
         self, passes: DraftPasses, batch: InputBatch, max_num_tokens: int, max_model_len: int

@@ -6,7 +6,7 @@ Must not know: how a draft is verified, how many drafts are worth their cost, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,10 +15,15 @@ from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .proposers import NOTHING, Proposer
 
+if TYPE_CHECKING:
+    from .draft_rounds import DraftRounds
+
 
 class Drafter(Protocol):
     # Whether it has to see every pass of the model; one that does not is never shown any.
     sees_every_pass: bool
+    # Drafts and verification of several passes in one call, if this is possible.
+    rounds: DraftRounds | None
 
     def enter(self, slot: int, num_computed: int) -> None:
         """A request entered the slot. The cache has the keys and values of `num_computed` of its
@@ -47,6 +52,7 @@ class LookupDrafter:
     """Drafts that a proposer finds in texts, row by row."""
 
     sees_every_pass = False
+    rounds = None
 
     def __init__(self, proposer: Proposer, batch: InputBatch):
         self.proposer = proposer

@@ -120,34 +120,59 @@ class Speculation:
         self.depth = depth
         self._batch = batch
         self._num_misses = 0  # since the last draft
+        self._are_wanted = False  # whether the last pass wanted drafts of any row
         self._drafts_decodes = False  # whether drafts are wanted of what the last pass computes
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
-    def draft(self, scheduler_output: SchedulerOutput) -> tuple[list[np.ndarray], int]:
-        """The drafts of each row: none where the row does not compute its last known token.
+    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """How many drafts each row is to have."""
+        slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        most = limits if self.depth is None else self.depth.choose(scheduler_output)
+        self._are_wanted = any(most)
+        # a pass whose rows have no room for drafts is followed by passes that have some
+        self._drafts_decodes = self._are_wanted or not any(limits)
+        refusals = self._batch.refusals
+        return [
+            0 if slot in refusals else min(limit, wanted, self.most)
+            for slot, limit, wanted in zip(slots, limits, most)
+        ]
+
+    def draft(
+        self, scheduler_output: SchedulerOutput, counts: list[int]
+    ) -> tuple[list[np.ndarray], int]:
+        """At most `counts` drafts of each row, which `choose` gave: none where the row does not
+        compute its last known token.
 
         Also returns how many passes to run in one call if no row has any: as many as possible where
         drafts are not worth their cost, else twice as many each time that none is found.
         """
-        slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
+        slots = scheduler_output.slots
         room = min(
             self._max_num_tokens - scheduler_output.total_num_scheduled_tokens,
             self._max_num_rows - len(slots),
         )
-        most = limits if self.depth is None else self.depth.choose(scheduler_output)
-        refusals = self._batch.refusals
-        counts = [
-            0 if slot in refusals else min(limit, wanted, self.most)
-            for slot, limit, wanted in zip(slots, limits, most)
-        ]
         drafts = self.drafter.draft(slots, counts, room)
-        # a pass whose rows have no room for drafts is followed by passes that have some
-        self._drafts_decodes = any(most) or not any(limits)
-        if self.drafter.sees_every_pass and any(most):
+        if self.drafter.sees_every_pass and self._are_wanted:
             return drafts, 1  # several passes in one call would be missed
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
-        return drafts, 1 << self._num_misses if any(most) else scheduler_output.num_passes
+        return drafts, 1 << self._num_misses if self._are_wanted else scheduler_output.num_passes
+
+    def run_rounds(
+        self, step: SchedulerOutput, counts: list[int], num_passes: int
+    ) -> list[tuple[list[int], ModelRunnerOutput]]:
+        """The rows and outputs of several passes in one call; none where this is not possible, as
+        for rows whose tokens depend on more than logits and parameters.
+        """
+        rounds = self.drafter.rounds
+        if rounds is None or not (num_rounds := rounds.count(step, counts, num_passes)):
+            return []
+        results = rounds.run(step, counts[0], num_rounds)
+        if self.depth is not None:
+            for rows, result in results:
+                slots = [step.slots[row] for row in rows]
+                self.depth.learn(slots, result.num_drafted, result.num_accepted)
+        return results
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""

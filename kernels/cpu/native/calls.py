@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -81,6 +81,9 @@ class Op(IntEnum):
     ENCODER_ATTENTION = 64
     ADD_LORA = 65
     ADD_LORA_EMBEDDING = 66
+    FIRST_DRAFTS = 67
+    PLACE_DRAFTS = 68
+    ACCEPT_DRAFTS = 69
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -194,12 +197,7 @@ class Ids(IntEnum):
 
 class Embedding(Call):
     _fields_ = _fields(
-        table=c_void_p,
-        out=c_void_p,
-        out_row=c_int64,
-        num_ids=c_int64,
-        size=c_int64,
-        ids=c_int64,
+        table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64, ids=c_int64
     )
 
 

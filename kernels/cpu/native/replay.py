@@ -57,8 +57,8 @@ class Program:
         self._has_token_types = recorder.token_types is not None
         self._has_adapters = recorder.metadata.adapters is not None
         self.timer: CallTimer | None = None  # set while steps are traced
-        # [R of limits, ...], valid after a step
-        self._hidden, *self.of_logits = self._settle(recorder, results, found)
+        # [T of limits, hidden_size] and [R of limits, ...], valid after a step
+        self.hidden, *self.of_logits = self._settle(recorder, results, found)
         self._counts = -1, -1  # T and R of the last step
         self._results: tuple[Tensor, ...] = ()  # the results of the last step
         self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
@@ -116,7 +116,7 @@ class Program:
         if self._counts != counts:
             self._counts = counts
             self._results = (
-                self._hidden[: counts[0]],
+                self.hidden[: counts[0]],
                 *(tensor[: counts[1]] for tensor in self.of_logits),
             )
         return self._results

@@ -7,12 +7,13 @@ import re
 import subprocess
 
 import pytest
-from quire.kernels.cpu.native import calls, lora_calls
+from quire.kernels.cpu.native import calls, draft_calls, lora_calls
 from quire.tests.kernels.native.compiled import ROOT, find_compiler
 
 SOURCES = ROOT / "kernels/cpu/native/src"
 HEADER = "".join(
-    re.sub(r"//.*", "", (SOURCES / name).read_text()) for name in ("abi.h", "abi_lora.h")
+    re.sub(r"//.*", "", (SOURCES / name).read_text())
+    for name in ("abi.h", "abi_lora.h", "abi_drafts.h")
 )
 STRUCTS = re.findall(r"struct (\w+)(?: : (\w+))? \{(.*?)\};", HEADER, re.DOTALL)
 TYPES = {
@@ -45,7 +46,7 @@ def in_array(name: str, of: type) -> tuple[str, type]:
 def structs_in_python() -> dict[str, type[ctypes.Structure]]:
     return {
         n: t
-        for n, t in (vars(calls) | vars(lora_calls)).items()
+        for n, t in (vars(calls) | vars(lora_calls) | vars(draft_calls)).items()
         if isinstance(t, type) and issubclass(t, ctypes.Structure) and t is not ctypes.Structure
     }
 
@@ -83,7 +84,7 @@ def test_operations_and_constants():
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to ask")
 def test_the_compiler_lays_them_out_as_ctypes_does(tmp_path):
-    checks = ['#include <cstddef>\n#include "abi_lora.h"']
+    checks = ['#include <cstddef>\n#include "abi_lora.h"\n#include "abi_drafts.h"']
     for name, struct in structs_in_python().items():
         checks.append(
             f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");'

@@ -6,7 +6,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 19
+#define QUIRE_ABI_VERSION 20
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -79,23 +79,26 @@ enum Op : int32_t {
     OP_ENCODER_ATTENTION,
     OP_ADD_LORA,
     OP_ADD_LORA_EMBEDDING,
+    OP_FIRST_DRAFTS,
+    OP_PLACE_DRAFTS,
+    OP_ACCEPT_DRAFTS,
     NUM_OPS,
 };
 
 // The inputs of one step: T tokens of B requests, laid out as in AttentionMetadata
-// (kernels/ops.py). OP_NEXT_TOKENS writes the members that are not const.
+// (kernels/ops.py). OP_NEXT_TOKENS and abi_drafts.h write the members that are not const.
 struct Step {
-    int64_t num_tokens;              // T
-    int64_t num_requests;            // B
-    int32_t* token_ids;              // [T]
-    int64_t* positions;              // [T]
-    int64_t* slot_mapping;           // [T]
-    const int32_t* query_start_loc;  // [B + 1]
-    int32_t* seq_lens;               // [B]
-    const int32_t* block_tables;     // [B, max_blocks]
-    int64_t block_table_row;         // elements from one request's table to the next
-    int64_t num_logits;              // R
-    const int64_t* logits_indices;   // [R] in [0, T): the tokens whose logits are needed
+    int64_t num_tokens;           // T
+    int64_t num_requests;         // B
+    int32_t* token_ids;           // [T]
+    int64_t* positions;           // [T]
+    int64_t* slot_mapping;        // [T]
+    int32_t* query_start_loc;     // [B + 1]
+    int32_t* seq_lens;            // [B]
+    const int32_t* block_tables;  // [B, max_blocks]
+    int64_t block_table_row;      // elements from one request's table to the next
+    int64_t num_logits;           // R
+    int64_t* logits_indices;      // [R] in [0, T): the tokens whose logits are needed
     // elements from the slot_mapping and block_tables of a group of layers to the next group's
     int64_t num_groups, slot_mapping_group, block_table_group;
     const int32_t* token_types;  // [T], or null if the model has none
@@ -126,8 +129,7 @@ struct AddRmsNorm : Call {
     void* x;
     void* residual;
     const void* weight;
-    int64_t x_row, residual_row;
-    int64_t size;
+    int64_t x_row, residual_row, size;
     double eps;
     int64_t weight_dtype;  // as in RmsNorm
 };
@@ -149,8 +151,7 @@ struct AddLayerNorm : Call {
     void* residual;
     const void* weight;
     const void* bias;
-    int64_t x_row, residual_row;
-    int64_t size;
+    int64_t x_row, residual_row, size;
     double eps;
 };
 
@@ -165,8 +166,7 @@ struct Scale : Call {
 struct Add : Call {
     const void* x;
     void* residual;
-    int64_t x_row, residual_row;
-    int64_t size;
+    int64_t x_row, residual_row, size;
 };
 
 // x [rows, size] -> out [rows, size], of OP_GELU, OP_GELU_TANH, OP_SILU and OP_RELU.

@@ -3,6 +3,7 @@
 #pragma once
 #include "../include/quire/plugin.h"
 #include "abi.h"
+#include "abi_drafts.h"
 #include "abi_lora.h"
 #include "pool.h"
 

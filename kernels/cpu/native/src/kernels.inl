@@ -36,6 +36,7 @@ constexpr Kernels KERNELS;
 #else
 #include "rotary.inl"
 #include "sampling.inl"
+#include "drafts.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -106,5 +107,8 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     encoder_attention,
     add_lora,
     add_lora_embedding,
+    first_drafts,
+    place_drafts,
+    accept_drafts,
 };
 #endif

@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.speculation.drafters import LookupDrafter
-from quire.executor.runner.speculation.proposers import NOTHING, NgramProposer
+from quire.executor.runner.speculation.proposers import NgramProposer
 from quire.executor.runner.speculation.verification import Speculation
 from quire.ipc.step_messages import SchedulerOutput
 
@@ -54,12 +54,11 @@ def test_which_passes_a_head_sees(room: int, wanted: int, is_seen: bool):
     seen = []
     head = SimpleNamespace(
         sees_every_pass=True,
-        draft=lambda slots, counts, room: [NOTHING] * len(slots),
         observe=lambda inputs, hidden: seen.append(inputs),
     )
     depth = SimpleNamespace(choose=lambda step: [wanted], can_gain=lambda num_rows: True)
     speculation = Speculation(head, depth, SimpleNamespace(refusals={}), 4, 64, 64)
-    speculation.draft(SchedulerOutput(0, [0], [1], [5], [], num_lookahead_tokens=[room]))
+    speculation.choose(SchedulerOutput(0, [0], [1], [5], [], num_lookahead_tokens=[room]))
     decode = SimpleNamespace(slots=[0], metadata=SimpleNamespace(num_decodes=1))
     speculation.observe(decode, torch.zeros(1, 8))
     assert bool(seen) is is_seen

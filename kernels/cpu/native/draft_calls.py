@@ -1,0 +1,17 @@
+"""The struct of src/abi_drafts.h: see calls.py.
+
+Must not know: what drafts, tensors.
+"""
+
+from ctypes import c_int64, c_void_p
+
+from .calls import Call
+
+
+class Drafts(Call):
+    _fields_ = [
+        *((name, c_void_p) for name in ("token_ids", "is_finite", "last", "kept")),
+        *((name, c_void_p) for name in ("kept_finite", "accepted", "draw_positions")),
+        *((name, c_void_p) for name in ("hidden", "state")),
+        *((name, c_int64) for name in ("row_bytes", "depth", "kept_row", "block_size")),
+    ]

@@ -45,9 +45,7 @@ def with_drafts(settings: dict[str, Any], method: str | None) -> dict[str, Any]:
         config["model"] = str(Path(heads.__file__).parent / "heads" / method)
     elif method == "draft_model":
         config["model"] = "bundled"
-    # a step of an engine that drafts has several tokens of a row by itself
-    num_steps = min(settings.get("num_scheduler_steps", 0), 1)
-    return settings | {"speculative_config": config, "num_scheduler_steps": num_steps}
+    return settings | {"speculative_config": config}
 
 
 def with_and_without_drafts(settings: list[dict[str, Any]], turn: int) -> list[Any]:

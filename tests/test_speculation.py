@@ -115,6 +115,26 @@ def test_speculation_changes_no_bit(jobs, expected, settings):
             assert metrics["num_preemptions"] > 5
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_several_scheduler_steps_are_as_many_passes(jobs, expected, async_scheduling):
+    """Also where the engine would choose one by itself."""
+    config = {"method": "mtp", "model": str(Path(heads.__file__).parent / "heads" / "mtp")}
+    config |= {"num_speculative_tokens": 2, "adaptive": False}
+    settings = {"num_scheduler_steps": 3, "async_scheduling": async_scheduling}
+    with closing(make_engine(dtype="bfloat16", speculative_config=config, **settings)) as engine:
+        assert_same_bits(jobs, run(engine, jobs), expected)
+        params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+        text = "Once upon a time, there was a little dog. The dog liked to play. " * 3
+        engine.add_request("r", text, params)
+        num_tokens = []
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                num_tokens.append(len(output.outputs[0].token_ids))
+        assert max(np.diff(num_tokens)) > 3  # one pass gives at most that many
+        engine.call_utility("check_integrity")
+        assert engine.get_metrics()["num_accepted_tokens"] > 10
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "auto"])
 def test_lookups_change_no_bit_and_are_accepted(jobs, expected, method):
     config = NGRAM | {"method": method}
@@ -397,7 +417,6 @@ def test_completions_beams_and_stops():
             {"speculative_config": {"prompt_lookup_min": 5, "prompt_lookup_max": 3}},
             "prompt_lookup_min",
         ),
-        ({"speculative_config": {}, "num_scheduler_steps": 4}, "num_scheduler_steps: "),
         ({"speculative_config": {}, "device": "cuda"}, "speculative_config: "),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"model": "bundled"}}, "model needs one of the methods"),

@@ -35,7 +35,7 @@ def schedule_running(
     budget, preempted = scheduler.max_num_batched_tokens, False
     has_stages = scheduler.num_stages > 1
     num_samples_left = most_samples(scheduler, len(scheduler.running))
-    if scheduler.burst_weights_bytes:
+    if scheduler.burst_weights_bytes or scheduler.num_drafting_passes > 1:
         num_passes = burst_length(scheduler)
         scheduler.num_lookahead_slots = lookahead_of(num_passes, scheduler.num_tokens_per_pass)
         if scheduler.drafts and num_passes > 1:
@@ -88,13 +88,13 @@ def burst_length(scheduler: Scheduler) -> int:
     """Passes of the model that the next step may take, each for a token of each request or more.
 
     More than one if no request waits, none has a prompt to compute, all can have as many, and it
-    takes little time. Where a grammar forces tokens, they come without the model, and no lookahead
-    follows.
+    takes little time, or so many are wanted. Where a grammar forces tokens, they come without the
+    model, and no lookahead follows.
     """
-    length = min(
-        MAX_BURST,
-        MAX_BURST_BYTES // (scheduler.burst_weights_bytes * max(1, len(scheduler.running))),
-    )
+    length = scheduler.num_drafting_passes
+    if scheduler.burst_weights_bytes:
+        weights_bytes = scheduler.burst_weights_bytes * max(1, len(scheduler.running))
+        length = min(MAX_BURST, MAX_BURST_BYTES // weights_bytes)
     if scheduler.waiting or length < 2:
         return 1
     for request in scheduler.running:

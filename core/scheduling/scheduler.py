@@ -106,6 +106,8 @@ class Scheduler:
         self.num_tokens_per_pass = 1
         if scheduling.speculative_config is not None:
             self.num_tokens_per_pass += scheduling.speculative_config.num_speculative_tokens
+        # of a step that may verify drafts in several passes; 0: as many as take little time
+        self.num_drafting_passes = scheduling.num_scheduler_steps if self.drafts else 0
         # of the step that is being scheduled
         self.num_lookahead_slots = lookahead_of(
             max(1, scheduling.num_scheduler_steps), self.num_tokens_per_pass

@@ -221,13 +221,11 @@ class ModelRunner:
         step, rows, num_sampled = scheduler_output, list(range(len(slots))), [0] * len(slots)
         num_left, results = scheduler_output.num_passes, []
         while True:
-            counts = speculation.choose(step)
-            passes = []
-            if self.bursts is not None and not (
+            in_rounds = self.bursts is not None and not (
                 self.batch.refusals or self._needs_host(step.slots)
-            ):
-                passes = speculation.run_rounds(step, counts, num_left)
-            if passes:
+            )
+            counts = speculation.choose(step, in_rounds)
+            if in_rounds and (passes := speculation.run_rounds(step, counts, num_left)):
                 num_left -= len(passes)
             else:
                 count, result = self._take_passes(step, speculation, counts, num_left)

@@ -47,12 +47,6 @@ def check_speculation(config: EngineConfig) -> None:
         raise InvalidParameterError(OPTION, "draft_model_config follows from model; leave it out")
     if config.device_config.device == "cuda":
         raise InvalidParameterError(OPTION, "needs device=cpu")
-    if (steps := config.scheduler_config.num_scheduler_steps) > 1:
-        raise InvalidParameterError(
-            "num_scheduler_steps",
-            f"must be 0 or 1 with speculative_config, which decodes several tokens in one step, "
-            f"got {steps}",
-        )
 
 
 def resolve_speculation(scheduler_config: Any, config: EngineConfig, target: ModelConfig) -> Any:

@@ -23,8 +23,9 @@ MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
-# Work of the host for the drafts of a model or a head.
+# Work of the host for the drafts of a model or a head. Rounds in one call share both.
 DRAFTING_S = 300e-6
+MOST_ROUNDS = 8  # in one call, where the gain of an engine is estimated
 PRIOR_DECAY = 0.98  # of what models have drafted for earlier requests, per pass with drafts
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
@@ -96,31 +97,44 @@ class DraftDepth:
         self._tried, self._accepted = [0.0] * num_slots, [0.0] * num_slots
         self._num_without = [0] * num_slots  # passes
 
-    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """Of each row. Rows without lookahead tokens get none."""
+    def choose(self, scheduler_output: SchedulerOutput, in_rounds: bool = False) -> list[int]:
+        """Of each row. Rows without lookahead tokens get none.
+
+        in_rounds: whether passes whose rows all have equally many share a call (DraftRounds).
+        """
         slots, allowed = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         base = len(slots) / self._cost(num_tokens)
         none = [0] * len(slots)
-        if self._best_rate(len(slots), num_tokens) <= base:  # also where all drafts are accepted
+        # even if all drafts are accepted
+        if self._best_rate(len(slots), num_tokens, in_rounds) <= base:
             return none
         rows = [row for row, most in enumerate(allowed) if most > 0]
         if not rows:
             return none
         probabilities = [self._probability(slots[row]) for row in rows]
         counts = Counter(probabilities)  # those of requests without history are equal
+        candidates = [
+            {p: min(self.most, int(threshold / math.log(p))) for p in counts}
+            for threshold in LOG_THRESHOLDS
+        ]
+        if in_rounds:
+            candidates += [dict.fromkeys(counts, depth) for depth in range(1, self.most + 1)]
         depth_of, best_rate = dict.fromkeys(counts, 0), base
-        for threshold in LOG_THRESHOLDS:
-            depths = {p: min(self.most, int(threshold / math.log(p))) for p in counts}
+        for depths in candidates:
             gained, num_drafts, num_drafting = len(slots), 0, 0
             for p, depth in depths.items():
                 gained += counts[p] * p * (1 - p**depth) / (1 - p)
                 num_drafts += counts[p] * depth
                 num_drafting += counts[p] if depth else 0
-            seconds = self._drafting_s(num_drafting, max(depths.values()))
-            rate = gained / (HOST_S + self._cost(num_tokens + num_drafts) + seconds)
-            if rate > best_rate:
-                depth_of, best_rate = depths, rate
+            deepest, num_rounds = max(depths.values()), 1
+            if in_rounds and deepest == min(depths.values()):
+                num_rounds = (1 + min(allowed)) // (deepest + 1)
+                num_rounds = max(1, min(scheduler_output.num_passes, num_rounds))
+            seconds = self._cost(num_tokens + num_drafts)
+            seconds += self._drafting_s(num_drafting, deepest, num_rounds)
+            if gained / seconds > best_rate:
+                depth_of, best_rate = depths, gained / seconds
         best = none
         for row, p in zip(rows, probabilities):
             slot, best[row] = slots[row], depth_of[p]
@@ -131,29 +145,31 @@ class DraftDepth:
                 self._num_without[slot], best[row] = 0, 1
         return best
 
-    def can_gain(self, num_rows: int) -> bool:
+    def can_gain(self, num_rows: int, in_rounds: bool) -> bool:
         """Whether drafts are worth their cost in a step of so many decodes if all are accepted."""
-        return self._best_rate(num_rows, num_rows) > num_rows / self._cost(num_rows)
+        return self._best_rate(num_rows, num_rows, in_rounds) > num_rows / self._cost(num_rows)
 
-    def _best_rate(self, num_rows: int, num_tokens: int) -> float:
+    def _best_rate(self, num_rows: int, num_tokens: int, in_rounds: bool) -> float:
         """Tokens per second if all drafts were accepted, at the best depth."""
+        num_rounds = MOST_ROUNDS if in_rounds else 1
         return max(
             num_rows
             * (depth + 1)
             / (
-                HOST_S
-                + self._cost(num_tokens + num_rows * depth)
-                + self._drafting_s(num_rows, depth)
+                self._cost(num_tokens + num_rows * depth)
+                + self._drafting_s(num_rows, depth, num_rounds)
             )
             for depth in {1, (self.most + 1) // 2, self.most}
         )
 
-    def _drafting_s(self, num_rows: int, depth: int) -> float:
-        """Seconds of drafting for so many rows, at most `depth` drafts of each."""
+    def _drafting_s(self, num_rows: int, depth: int, num_rounds: int) -> float:
+        """Seconds beyond those of the model's pass: for drafts of so many rows, at most `depth` of
+        each, where so many passes share a call.
+        """
         costs = self._draft_costs
         if costs is None or not num_rows:
-            return 0.0
-        return DRAFTING_S + depth * costs(num_rows)
+            return HOST_S / num_rounds
+        return (HOST_S + DRAFTING_S) / num_rounds + depth * costs(num_rows)
 
     def _probability(self, slot: int) -> float:
         """That a draft of the request in this slot is accepted."""

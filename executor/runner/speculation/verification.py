@@ -125,10 +125,11 @@ class Speculation:
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
-    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
-        """How many drafts each row is to have."""
+    def choose(self, scheduler_output: SchedulerOutput, in_rounds: bool) -> list[int]:
+        """How many drafts each row is to have. in_rounds: whether `run_rounds` may follow."""
         slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
-        most = limits if self.depth is None else self.depth.choose(scheduler_output)
+        in_rounds = in_rounds and self.drafter.rounds is not None
+        most = limits if self.depth is None else self.depth.choose(scheduler_output, in_rounds)
         self._are_wanted = any(most)
         # a pass whose rows have no room for drafts is followed by passes that have some
         self._drafts_decodes = self._are_wanted or not any(limits)
@@ -161,8 +162,8 @@ class Speculation:
     def run_rounds(
         self, step: SchedulerOutput, counts: list[int], num_passes: int
     ) -> list[tuple[list[int], ModelRunnerOutput]]:
-        """The rows and outputs of several passes in one call; none where this is not possible, as
-        for rows whose tokens depend on more than logits and parameters.
+        """The rows and outputs of several passes in one call, for rows whose tokens depend on
+        nothing but logits and parameters; none where this is not possible.
         """
         rounds = self.drafter.rounds
         if rounds is None or not (num_rounds := rounds.count(step, counts, num_passes)):
@@ -176,7 +177,7 @@ class Speculation:
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""
-        return self.depth is None or self.depth.can_gain(num_rows)
+        return self.depth is None or self.depth.can_gain(num_rows, self.drafter.rounds is not None)
 
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Shows a pass of the model to a drafter that has to see it, unless no drafts are worth

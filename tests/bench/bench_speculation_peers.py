@@ -3,8 +3,9 @@
     python tests/bench/bench_speculation_peers.py NAME=URL NAME=URL [--rounds 5]
 
 The servers run already, with one model file. A name that begins with "llama" is llama.cpp's server;
-others speak vLLM's names. Each text is asked for once before, so its prompt is in the prefix cache.
-The result is the median of tokens per second; answers of several engines need not be equal.
+others speak vLLM's names. Each round has other names in its texts, because servers remember earlier
+answers. A text's prompt is in the prefix cache before it is timed. The result is the median of
+tokens per second; answers of several engines need not be equal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,25 @@ from typing import Any
 
 import httpx2 as httpx
 from quire.tests.bench.bench_speculation import NUM_TOKENS, SCHEMA, TEXTS
+
+# what stands for these words in a round
+WORDS = ["fox", "river", "committee", "call", "Ada", "Turing"]
+OTHERS = [
+    ["wolf", "lake", "council", "run", "Emmy", "Gauss"],
+    ["bear", "hill", "board", "action", "Mary", "Euler"],
+    ["hare", "field", "assembly", "work", "Carl", "Noether"],
+    ["cat", "garden", "party", "task", "Marie", "Curie"],
+    ["bird", "forest", "company", "job", "Max", "Planck"],
+    ["horse", "road", "society", "step", "Niels", "Bohr"],
+    ["dog", "street", "club", "thing", "Lise", "Meitner"],
+]
+
+
+def variant(text: str, number: int) -> str:
+    """The text of a round, with other words."""
+    for word, other in zip(WORDS, OTHERS[number % len(OTHERS)]):
+        text = text.replace(word, other)
+    return text
 
 
 def body(engine: str, name: str, text: str) -> dict[str, Any]:
@@ -30,6 +50,7 @@ def body(engine: str, name: str, text: str) -> dict[str, Any]:
 
 def speed(client: httpx.Client, asked: dict[str, Any]) -> float:
     """Tokens per second of one request."""
+    client.post("/v1/completions", json=asked | {"max_tokens": 1}).raise_for_status()
     begin = time.perf_counter()
     answer = client.post("/v1/completions", json=asked).raise_for_status().json()
     return answer["usage"]["completion_tokens"] / (time.perf_counter() - begin)
@@ -47,12 +68,13 @@ def main() -> None:
     print("| text | " + " | ".join(clients) + " |\n|---|" + "---|" * len(clients))
     for name, text in TEXTS.items():
         speeds: dict[str, list[float]] = {engine: [] for engine in clients}
-        for number in range(args.rounds + 1):
+        for number in range(args.rounds):
             turn = list(clients)[:: 1 - 2 * (number % 2)]
             for engine in turn:
-                speeds[engine].append(speed(clients[engine], body(engine, name, text)))
+                asked = body(engine, name, variant(text, number))
+                speeds[engine].append(speed(clients[engine], asked))
         cells = [
-            f"{statistics.median(of_one[1:]):.1f} ({min(of_one[1:]):.1f}, {max(of_one[1:]):.1f})"
+            f"{statistics.median(of_one):.1f} ({min(of_one):.1f}, {max(of_one):.1f})"
             for of_one in speeds.values()
         ]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)

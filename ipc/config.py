@@ -414,7 +414,7 @@ class ServiceConfig(Section, frozen=True):
     ] = "restart"
     engine_restarts: Annotated[
         NonNegativeInt,
-        Meta(description="Most restarts of the engine process in 10 minutes; 0: none."),
+        Meta(description="Most engine restarts in 10 minutes, and failed ones in a row; 0: none."),
     ] = 5
     standby: Annotated[
         bool,

@@ -15,8 +15,9 @@ DELAYS_S = (0.0, 1.0, 2.0, 4.0, 8.0)
 
 
 class RestartBudget:
-    """At most `max_restarts` restarts in any PERIOD_S seconds. Restarts between which nothing was
-    computed are delayed more and more.
+    """At most `max_restarts` restarts in any PERIOD_S seconds, and as many starts that fail in a
+    row, which may take longer. Restarts between which nothing was computed are delayed more and
+    more.
     """
 
     def __init__(self, max_restarts: int, clock: Callable[[], float] = time.monotonic):
@@ -25,13 +26,14 @@ class RestartBudget:
         self._spent: deque[float] = deque()  # when, of those within the period
         self._num_in_vain = 0  # restarts since the engine last made progress
 
-    def take(self, *, is_free: bool = False) -> float | None:
+    def take(self, *, is_free: bool = False, num_failed: int = 0) -> float | None:
         """The seconds to wait before the restart that this call counts; None: it is not allowed.
 
         is_free: the death told more about which request causes it. Such a restart is always
-        allowed, because the number of them is bounded, and not counted.
+        allowed, because the number of them is bounded, and not counted. num_failed: starts that
+        have failed since the engine died.
         """
-        if self.max_restarts == 0:
+        if num_failed >= self.max_restarts:
             return None
         now = self._clock()
         if not is_free:

@@ -301,11 +301,11 @@ class SupervisedClient(EngineClient):
         epoch, cause = dead.ready.epoch + 1, death
         while True:
             self._raise_if_over()
-            if (delay_s := self._budget.take(is_free=is_free)) is None:
-                limit = self._budget.max_restarts
+            num_failed, limit = epoch - dead.ready.epoch - 1, self._budget.max_restarts
+            if (delay_s := self._budget.take(is_free=is_free, num_failed=num_failed)) is None:
+                allowed = f"{limit} in 10 minutes, or as many that fail" if limit else "none"
                 raise EngineDeadError(
-                    f"{cause} (it is not started again: engine_restarts={limit} allows "
-                    + (f"{limit} in 10 minutes)" if limit else "none)")
+                    f"{cause} (it is not started again: engine_restarts={limit} allows {allowed})"
                 )
             if dead.was_released:
                 logger.info("%s; this one attaches again in %g s", cause, delay_s)

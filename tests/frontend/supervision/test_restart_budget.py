@@ -42,3 +42,12 @@ def test_a_restart_that_narrows_the_cause_is_not_counted() -> None:
 def test_zero_allows_none() -> None:
     budget = RestartBudget(0)
     assert budget.take() is None and budget.take(is_free=True) is None
+
+
+def test_starts_that_fail_slowly_end_too() -> None:
+    clock, found = Clock(), []
+    budget = RestartBudget(3, clock)
+    for num_failed in range(4):
+        found.append(budget.take(num_failed=num_failed))
+        clock.now += PERIOD_S
+    assert found == [0.0, 1.0, 2.0, None]

@@ -9,6 +9,7 @@ import random
 import resource
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -256,6 +257,19 @@ def test_the_budget_ends(open_engine) -> None:
         engine.call("ping")
     with pytest.raises(EngineDeadError, match="engine_restarts=1"):
         engine.generate(some_requests(1))
+
+
+def test_starts_that_fail_slowly_are_not_repeated_for_ever(open_engine, monkeypatch) -> None:
+    """Each takes longer than the period of the budget, so that no two are in one."""
+    monkeypatch.setattr("quire.frontend.supervision.restart_budget.PERIOD_S", 0.0)
+    engine = open_engine(engine_restarts=2, step_timeout_s=60.0)
+    no_room = "import sys; sys.exit('no room')"
+    engine.client._successors.command = [sys.executable, "-c", no_room]
+    kill(engine.client)
+    with pytest.raises(EngineDeadError, match=r"(?s)no room.*allows 2 in 10 minutes, or as many"):
+        engine.generate(some_requests(2))
+    with pytest.raises(EngineDeadError, match="no room"):
+        engine.call("ping")
 
 
 def test_state_that_was_set_is_set_again(open_engine) -> None:

@@ -17,10 +17,11 @@ import numpy as np
 import psutil
 import torch
 
-from ..ipc.config import resolved
+from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import available_cores, free_memory_bytes, private_memory_bytes
 from ..ipc.models.memory_plan import free_of_share
+from ..ipc.models.ranks import num_ranks
 from ..kernels.cpu.native.library import library
 
 _LIBC = ctypes.CDLL(None)
@@ -48,6 +49,23 @@ def select_device(name: str) -> torch.device:
             "device", f"cuda: {lacking} (quire doctor says what is here); use cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:
+    """Makes GPU number `rank` the one that `select_device` returns. One of several engines sees its
+    own GPUs alone (core/machine_share.py).
+
+    Raises InvalidParameterError if there are fewer GPUs than ranks.
+    """
+    select_device("cuda")  # or its error, where there is none
+    size, count = num_ranks(config), torch.cuda.device_count()
+    if size > count:
+        raise InvalidParameterError(
+            "tensor_parallel_size",
+            f"each of the {size} ranks (tensor_parallel_size * pipeline_parallel_size) needs a GPU "
+            f"of this machine, PyTorch finds {count}",
+        )
+    torch.cuda.set_device(rank)
 
 
 def select_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -216,7 +216,8 @@ class Worker:
         num_logits = max_num_logits(config.scheduler_config)
         if self.group.stages.count > 1:
             self.model.reserve_stream(max_num_tokens)
-        if self.group.size > 1 or self.expert_group.size > 1:
+        is_divided = self.group.size > 1 or self.expert_group.size > 1
+        if is_divided or (self.runner.is_stage and self.device.type != "cpu"):
             logger.info("the model runs operation by operation: others have parts of its layers")
         elif self.device.type == "cpu":
             self.runner.program = program = record_step(
@@ -355,7 +356,7 @@ class Worker:
         before the last one is called, before a step that needs these tokens.
         """
         assert self.runner.elsewhere is not None
-        self.runner.elsewhere.append(num_sampled, token_ids)
+        self.runner.elsewhere.append(num_sampled, token_ids, self.runner.tables)
 
     def start_trace(self, num_steps: int) -> None:
         """Records the next steps, which run one after the other, until `end_trace`."""

@@ -98,7 +98,7 @@ class Decoder:
             for i in self.layer_range
         ]
         # [tokens, hidden_size], of a stage after the first one: the residual stream
-        self.state = torch.empty(0)
+        self.state, self._device = torch.empty(0), make.device
         self.norm: RMSNorm | None = None
         if self.stages.is_last:
             self.norm = make.norm("norm", config.hidden_size, config)
@@ -153,11 +153,14 @@ class Decoder:
         recorded: a program holds the address.
         """
         if not self.stages.is_first:
-            self.state = torch.zeros(num_tokens, self.config.hidden_size, dtype=self.dtype)
+            shape = num_tokens, self.config.hidden_size
+            self.state = torch.zeros(shape, dtype=self.dtype, device=self._device)
 
     def receive_stream(self, num_tokens: int) -> None:
         """Waits for the residual stream [num_tokens, hidden_size] of the stage before."""
         if not self.stages.is_first:
+            if len(self.state) < num_tokens:  # before the cache is sized
+                self.reserve_stream(num_tokens)
             received = self.stages.receive(num_tokens, self.config.hidden_size, self.dtype)
             self.state[:num_tokens].copy_(received)
 

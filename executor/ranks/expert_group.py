@@ -25,9 +25,7 @@ from torch import Tensor
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineDeadError
 from ...ipc.models.expert_parallel import shares_experts
-
-# Engines of one machine: gloo's sockets take no connection from elsewhere.
-HOST = "127.0.0.1"
+from .process_group import make_process_group
 
 T = TypeVar("T")
 
@@ -42,7 +40,7 @@ class ExpertGroup:
     def __init__(self, rank: int = 0, size: int = 1, directory: str = "", timeout_s: float = 60.0):
         """directory: where the engines find each other, of this group alone; all have the same."""
         self.rank, self.size = rank, size
-        self._directory, self._timeout = directory, datetime.timedelta(seconds=timeout_s)
+        self._directory, self._timeout_s = directory, timeout_s
         self._gloo: Any = None
         self._is_meeting = False  # this pass is one of all engines
         self._num_rows: list[int] = []  # of each engine in this pass, once they are known
@@ -51,14 +49,11 @@ class ExpertGroup:
     def connect(self) -> None:
         """Waits for the other engines. Raises EngineDeadError."""
         distributed: Any = dist  # whose types are incomplete
-        gloo = distributed.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=HOST)]
-        options._timeout, options._threads = self._timeout, 1
         with self._failing():
             store = distributed.FileStore(str(Path(self._directory) / "gloo"), self.size)
-            store.set_timeout(self._timeout)
-            self._gloo = gloo(store, self.rank, self.size, options)
+            store.set_timeout(datetime.timedelta(seconds=self._timeout_s))
+            # on the loopback: they are engines of one machine
+            self._gloo = make_process_group(store, self.rank, self.size, self._timeout_s)
 
     def close(self) -> None:
         self._gloo = None

@@ -31,33 +31,41 @@ def rank_command(ends: RankEnds) -> list[str]:
     return [sys.executable, "-P", "-m", "quire.executor.ranks.rank", "--ends", text]
 
 
-def make_ends(config: EngineConfig) -> list[RankEnds]:
-    """Of each rank: all groups of a stage, then those of the next one."""
+def make_ends(config: EngineConfig, *, has_store: bool = False) -> list[RankEnds]:
+    """Of each rank: all groups of a stage, then those of the next one. has_store: tensors do not go
+    through shared memory.
+    """
     device, size = config.device_config, num_ranks(config)
     tp, pp = device.tensor_parallel_size, device.pipeline_parallel_size
     commands = RingEnds.create(size)
     links = [[RingEnds.create(1) for _ in range(pp - 1)] for _ in range(tp)]
     groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
+    store = os.memfd_create("quire-store") if has_store else None
     ends = []
     for rank in range(size):
         stage, part = divmod(rank, tp)
         stages = StageEnds(stage, links[part]) if pp > 1 else None
-        ends.append(RankEnds(rank, size, commands, RingEnds.create(1), groups[stage], stages))
+        replies = RingEnds.create(1)
+        ends.append(RankEnds(rank, size, commands, replies, groups[stage], stages, store))
     return ends
 
 
 def fds_of(ends: RankEnds) -> list[int]:
     """What a rank inherits."""
     parts = ends.commands, ends.replies, ends.group, ends.stages
-    return [fd for part in parts if part is not None for fd in part.fds]
+    store = [] if ends.store is None else [ends.store]
+    return store + [fd for part in parts if part is not None for fd in part.fds]
 
 
 class LocalRanks:
     """Implements Ranks (multiproc_executor.py)."""
 
-    def __init__(self, config: EngineConfig):
+    def __init__(self, config: EngineConfig, *, shares_memory: bool | None = None):
+        """shares_memory: tensors go through memory that the ranks share; by default on CPUs."""
         self._stop_fd, self._interrupt_fd = make_event(), make_event()
-        ends = make_ends(config)
+        if shares_memory is None:
+            shares_memory = config.device_config.device == "cpu"
+        ends = make_ends(config, has_store=not shares_memory)
         self._fds = sorted({fd for of_rank in ends for fd in fds_of(of_rank)})
         self._commands = RingWriter(ends[0].commands, self._take)
         self._readers = [RingReader(of_rank.replies) for of_rank in ends]

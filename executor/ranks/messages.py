@@ -34,6 +34,8 @@ class RankEnds(msgspec.Struct, frozen=True):
     replies: RingEnds
     group: GroupEnds | None  # None: it is alone in its stage
     stages: StageEnds | None  # None: there is one
+    # of the file where ranks on GPUs find each other; None: tensors go through shared memory
+    store: int | None = None
 
 
 class NetworkEnds(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ Must not know: what is said to them, what starts them (ray_ranks.py).
 
 The engine has two sockets for each rank, on one address of its machine. They are CURVE servers as
 in ipc/sockets.py: encrypted, and closed to whoever does not know the key of this start. Addresses
-of the ranks' own connections (gloo_links.py) travel the same way, from one rank to all.
+of the ranks' own connections (torch_links.py) travel the same way, from one rank to all.
 
 A connection that is lost ends both sides: the engine, with the cause, and the rank.
 """
@@ -215,20 +215,20 @@ class NetworkLinks:
         with self._lock, contextlib.suppress(zmq.Again):
             self._replies.send_multipart(frames, zmq.NOBLOCK)
 
-    def make_group(self) -> TensorGroup:
+    def make_group(self, config: EngineConfig) -> TensorGroup:
         """See RankLinks. Waits for the other ranks."""
-        from .gloo_links import gloo_group
+        from .torch_links import network_group
 
         ends = self._ends
         sizes = ends.tensor_parallel_size, ends.pipeline_parallel_size
-        return gloo_group(ends.rank, *sizes, self, self._host, ends.timeout_s)
+        return network_group(ends.rank, *sizes, self, self._host, ends.timeout_s)
 
     def publish(self, name: str, address: bytes) -> None:
-        """See Addresses (gloo_links.py)."""
+        """See Addresses (torch_links.py)."""
         self._send([_ADDRESS, name.encode(), address])
 
     def look_up(self, name: str) -> bytes:
-        """See Addresses (gloo_links.py). In the thread that receives."""
+        """See Addresses (torch_links.py). In the thread that receives."""
         while name not in self._addresses:
             self._receive()
         return self._addresses[name]

@@ -68,8 +68,8 @@ class RankLinks(Protocol):
         """One thread at a time."""
         ...
 
-    def make_group(self) -> TensorGroup:
-        """Once torch may be imported."""
+    def make_group(self, config: EngineConfig) -> TensorGroup:
+        """Once torch may be imported, and the device is chosen."""
         ...
 
 
@@ -90,11 +90,17 @@ class SharedLinks:
         """See RankLinks."""
         self._replies.send(reply)
 
-    def make_group(self) -> TensorGroup:
-        """See RankLinks."""
-        from .shared_links import shared_group
+    def make_group(self, config: EngineConfig) -> TensorGroup:
+        """See RankLinks. Where tensors do not go through shared memory it waits for the others."""
+        if self._ends.store is None:
+            from .shared_links import shared_group
 
-        return shared_group(self._ends)
+            return shared_group(self._ends)
+        from ..device import select_device
+        from .torch_links import local_group
+
+        device = select_device(config.device_config.device)
+        return local_group(self._ends, config.service_config.step_timeout_s, device)
 
 
 class Rank:
@@ -140,9 +146,12 @@ class Rank:
         from .. import lean_import
 
         lean_import.import_torch(config)
+        from ..device import use_gpu_of_rank
         from ..single_process import SingleProcessExecutor
 
-        group = self._links.make_group()
+        if config.device_config.device == "cuda":
+            use_gpu_of_rank(config, self._links.rank)
+        group = self._links.make_group(config)
         self._executor = SingleProcessExecutor(with_threads(config, self._num_threads), group)
 
     def _call(self, call: Call) -> Reply:

@@ -4,7 +4,7 @@ Must not know: what is said to the ranks, what a rank computes.
 
 Ray chooses the nodes (one placement group, a bundle of CPUs for each rank), starts the processes,
 and says why one is gone. What engine and ranks say to each other does not go through Ray
-(network.py, gloo_links.py).
+(network.py, torch_links.py).
 
 Only this module imports Ray, and only when it is used. The actors and the placement group belong to
 the engine's process: Ray ends them when it is gone, and each rank ends itself when it loses its

@@ -2,7 +2,7 @@
 next.
 
 Must not know: layers, models, steps, how the ranks were started, what carries the tensors
-(shared_links.py, gloo_links.py).
+(shared_links.py, torch_links.py).
 
     stage 0   embedding, layers ── residual stream ─▶ stage 1   layers, head
 

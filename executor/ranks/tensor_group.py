@@ -2,7 +2,7 @@
 compute.
 
 Must not know: layers, models, steps, how the ranks were started, what carries their parts
-(shared_links.py, gloo_links.py).
+(shared_links.py, torch_links.py).
 
 Every rank adds the parts in the order of ranks, in fp32, so that all have the same bits, in every
 run and with every exchange.
@@ -87,7 +87,7 @@ class TensorGroup:
         """The sum of all ranks' x, of any shape -> f32."""
         assert self._exchange is not None
         mine = x.reshape(-1)
-        total = torch.empty(mine.shape, dtype=torch.float32)
+        total = torch.empty(mine.shape, dtype=torch.float32, device=x.device)
         for begin in range(0, len(mine), PART_FLOATS):
             piece = mine[begin : begin + PART_FLOATS]
             parts = self._exchange.exchange(piece, len(piece))
@@ -100,7 +100,7 @@ class TensorGroup:
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [R, widths[rank]] f32 of each rank -> [R, sum of widths], side by side."""
         assert self._exchange is not None
-        gathered = torch.empty(len(x), sum(widths), dtype=torch.float32)
+        gathered = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         widest = max(widths)
         num_rows = max(1, PART_FLOATS // widest)
         for begin in range(0, len(x), num_rows):

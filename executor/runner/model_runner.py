@@ -130,12 +130,9 @@ class ModelRunner:
         wake_threads()
         self._apply_differences(scheduler_output)
         if self.elsewhere is not None:
-            self.elsewhere.expect(scheduler_output.slots)
+            return self._begin_elsewhere(scheduler_output, self.elsewhere)
         if not scheduler_output.slots:
             return ModelRunnerOutput([], [])
-        if self.elsewhere is not None:
-            self._begin(scheduler_output)
-            return ModelRunnerOutput([0] * len(scheduler_output.slots), [])
         try:
             if self.speculation is not None and any(scheduler_output.num_lookahead_tokens):
                 return self._speculate(scheduler_output, self.speculation)
@@ -158,6 +155,15 @@ class ModelRunner:
             return None
         return bursts if bursts.fits(scheduler_output) else None
 
+    def _begin_elsewhere(
+        self, scheduler_output: SchedulerOutput, elsewhere: SampledElsewhere
+    ) -> ModelRunnerOutput:
+        """A step of a stage before the last one, whose differences are in the tables."""
+        elsewhere.expect(scheduler_output.slots)
+        if scheduler_output.slots:
+            self._begin(scheduler_output)
+        return ModelRunnerOutput([0] * len(scheduler_output.slots), [])
+
     @torch.inference_mode()
     def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
         """As execute_model, for state on the device, but returns without waiting.
@@ -173,6 +179,9 @@ class ModelRunner:
             self._host_step = None
         self._apply_differences(scheduler_output)
         tables.note_differences(scheduler_output)
+        if self.elsewhere is not None:
+            begun_elsewhere = self._begin_elsewhere(scheduler_output, self.elsewhere)
+            return HostStep(lambda: begun_elsewhere)
         if scheduler_output.slots and not self._needs_host(scheduler_output.slots):
             return launcher.launch(scheduler_output)
         # Plain order: all previous steps are finished first, and this one before the next is

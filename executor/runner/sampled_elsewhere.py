@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from .device_inputs import DeviceTables
 from .input_batch import InputBatch
 
 
@@ -31,9 +32,15 @@ class SampledElsewhere:
         rows = np.array(slots, np.int64)
         self._steps.append((rows, self._batch.entries[rows]))
 
-    def append(self, num_sampled: Sequence[int], token_ids: Sequence[int]) -> None:
+    def append(
+        self,
+        num_sampled: Sequence[int],
+        token_ids: Sequence[int],
+        tables: DeviceTables | None = None,
+    ) -> None:
         """Appends the tokens of the oldest step, as in its ModelRunnerOutput. A slot may have
-        another request by now; its tokens are not changed.
+        another request by now; its tokens are not changed. tables: of a device, which get the
+        tokens with the next step.
         """
         batch, counts = self._batch, np.array(num_sampled, np.int64)
         slots, entries = self._steps.popleft()
@@ -41,6 +48,8 @@ class SampledElsewhere:
             raise ValueError(f"num_sampled: must be of {len(slots)} rows, got {list(num_sampled)}")
         starts, mine = np.cumsum(counts) - counts, batch.entries[slots] == entries
         tokens = np.array(token_ids, np.int32)
+        if tables is not None:
+            tables.note_sampled_by_host(slots[mine])
         for row in np.flatnonzero(mine & (counts > 0)).tolist():
             run = tokens[starts[row] : starts[row] + counts[row]]
             batch.append_runs(slots[row : row + 1], run[None])

@@ -363,6 +363,11 @@ def _check_supported(config: EngineConfig, head_dim: int) -> None:
     """Raises the errors of the engine for unsupported combinations, with short messages."""
     kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
+        if num_ranks(config) > 1:
+            raise InvalidParameterError(
+                "tensor_parallel_size",
+                "quire plan knows no ranks on GPUs, of which each has its own; plan one rank",
+            )
         if kv_cache_dtype == "int8":
             raise InvalidParameterError(
                 "kv_cache_dtype",

@@ -84,8 +84,13 @@ def check_ranks(config: EngineConfig) -> None:
     name = "tensor_parallel_size"
     if config.device_config.tensor_parallel_size == 1:
         name = "pipeline_parallel_size"
+    is_ray = config.device_config.distributed_executor_backend == "ray"
     for is_asked, option in (
-        (config.device_config.device != "cpu", f"device={config.device_config.device}"),
+        (
+            is_ray and config.device_config.device != "cpu",
+            f"device={config.device_config.device} and distributed_executor_backend=ray, whose "
+            "ranks run on CPUs",
+        ),
         (config.lora_config.enable_lora, "enable_lora"),
         (config.scheduler_config.speculative_config is not None, "speculative_config"),
         (config.scheduler_config.preemption_mode == "swap", "preemption_mode=swap"),

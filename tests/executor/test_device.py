@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from quire.executor import device as devices
+from quire.ipc.config import DeviceConfig, EngineConfig
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.machine import available_cores
 from quire.kernels.cpu.native.library import library
@@ -35,6 +36,21 @@ def test_cuda_without_a_gpu_is_refused(built_for, lacking, monkeypatch):
         devices.select_device("cuda")
     assert str(caught.value) == f"device: cuda: {lacking} (quire doctor says what is here); use cpu"
     assert devices.select_device("cpu") == CPU
+
+
+def test_each_rank_has_a_gpu(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: chosen[-1] if chosen else 0)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    sizes = DeviceConfig(device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2)
+    config = EngineConfig(device_config=sizes)
+    devices.use_gpu_of_rank(config, 3)
+    assert devices.select_device("cuda") == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    with pytest.raises(InvalidParameterError, match="each of the 4 ranks .* PyTorch finds 3"):
+        devices.use_gpu_of_rank(config, 0)
 
 
 def test_memory_of_a_gpu(monkeypatch):

@@ -1,7 +1,10 @@
-"""Ranks that share no memory: the same bits as through shared memory, and what a lost rank does."""
+"""Ranks that share no memory: the same bits as through shared memory, and what a lost rank does.
+Those of one machine find each other in a file, as ranks on GPUs do.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from quire.executor.ranks.gloo_links import MAX_PENDING, gloo_group
-from quire.executor.ranks.messages import RankLostError
-from quire.executor.ranks.ring import PART_FLOATS
+from quire.executor.ranks.messages import RankEnds, RankLostError
+from quire.executor.ranks.ring import PART_FLOATS, GroupEnds, RingEnds
 from quire.executor.ranks.tensor_group import TensorGroup
+from quire.executor.ranks.torch_links import MAX_PENDING, local_group, network_group
 from quire.tests.executor.ranks.test_tensor_group import on_ranks
+
+NO_RING = RingEnds(-1, [], [])
 
 
 class Addresses:
@@ -36,27 +41,44 @@ class Addresses:
 
 
 def on_gloo_ranks(
-    tp: int, pp: int, work: Callable[[TensorGroup], Any], *, timeout_s=10.0, leaves_early=False
+    tp: int,
+    pp: int,
+    work: Callable[[TensorGroup], Any],
+    *,
+    timeout_s=10.0,
+    leaves_early=False,
+    is_local=False,
 ) -> list:
     """The results of work(group) in a thread for each rank. leaves_early: the first to be
-    ready closes its connections.
+    ready closes its connections. is_local: of one machine.
     """
     addresses, meeting = Addresses(), threading.Barrier(tp * pp, timeout=20)
+    store = os.memfd_create("store")
+
+    def make(rank: int) -> TensorGroup:
+        if not is_local:
+            return network_group(rank, tp, pp, addresses, "127.0.0.1", timeout_s)
+        events = None if tp == 1 else GroupEnds(-1, [[]] * tp)
+        ends = RankEnds(rank, tp * pp, NO_RING, NO_RING, events, None, store)
+        return local_group(ends, timeout_s, torch.device("cpu"))
 
     def run(rank: int) -> Any:
-        group = gloo_group(rank, tp, pp, addresses, "127.0.0.1", timeout_s)
+        group = make(rank)
         meeting.wait()
         result = work(group)
         if not leaves_early:
             meeting.wait()
         return result
 
-    with ThreadPoolExecutor(tp * pp) as threads:
-        return list(threads.map(run, range(tp * pp)))
+    try:
+        with ThreadPoolExecutor(tp * pp) as threads:
+            return list(threads.map(run, range(tp * pp)))
+    finally:
+        os.close(store)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_joins_have_the_bits_of_those_in_shared_memory(size: int) -> None:
+@pytest.mark.parametrize(("size", "is_local"), [(2, False), (3, False), (2, True)])
+def test_sums_and_joins_have_the_bits_of_those_in_shared_memory(size: int, is_local: bool) -> None:
     def work(group: TensorGroup) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(group.rank)
         small = torch.randn(5, 33, generator=generator)
@@ -71,12 +93,13 @@ def test_sums_and_joins_have_the_bits_of_those_in_shared_memory(size: int) -> No
         ]
 
     wanted = on_ranks(size, work)
-    found = on_gloo_ranks(size, 1, work)
+    found = on_gloo_ranks(size, 1, work, is_local=is_local)
     for of_rank in (*found, *wanted):
         assert all(map(torch.equal, of_rank, wanted[0]))
 
 
-def test_stages_and_groups_at_once() -> None:
+@pytest.mark.parametrize("is_local", [False, True])
+def test_stages_and_groups_at_once(is_local: bool) -> None:
     """Four ranks: each stage adds, and each part has its own links to the other stage."""
 
     def work(group: TensorGroup) -> torch.Tensor:
@@ -89,7 +112,7 @@ def test_stages_and_groups_at_once() -> None:
         assert stages.receive(0, 3, torch.bfloat16).shape == (0, 3)
         return group.all_reduce(received + group.rank)
 
-    _, _, third, fourth = on_gloo_ranks(2, 2, work)
+    _, _, third, fourth = on_gloo_ranks(2, 2, work, is_local=is_local)
     assert torch.equal(third, fourth) and third.tolist() == [[7.0, 7.0]] * 2
 
 

@@ -1,16 +1,18 @@
-"""What connects ranks that share no memory: torch.distributed's gloo, over TCP.
+"""What connects ranks that share no memory, by torch.distributed: gloo over TCP, or NCCL between
+GPUs.
 
 Must not know: layers, models, steps, what the tensors are, how addresses reach the other ranks.
 
-The sums are those of tensor_group.py: gloo only brings each rank the parts of all. Its connections
-are neither authenticated nor encrypted (docs/ranks.md); they are bound to one address.
+The sums are those of tensor_group.py: the backend only brings each rank the parts of all. gloo's
+connections are neither authenticated nor encrypted (docs/ranks.md); they are bound to one address.
+On a GPU all operations are work of its streams, and return before it is done.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,14 +21,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .messages import RankLostError, host_name
+from .messages import RankEnds, RankLostError, host_name
+from .process_group import LOOPBACK, make_process_group
 from .stages import Stages
 from .tensor_group import TensorGroup
 
-# Tensors that a rank has sent and another has not received yet. gloo sends when the other rank
+# Tensors that a rank has sent and another has not received yet. They are sent when the other rank
 # receives, so waiting at once would let two ranks wait for each other.
 MAX_PENDING = 8
 _MAX_TAG = 2**31
+CPU = torch.device("cpu")
 
 
 class Addresses(Protocol):
@@ -42,7 +46,7 @@ class Addresses(Protocol):
 
 
 class _Store(Store):
-    """The addresses of one group, as gloo asks for them."""
+    """The addresses of one group, as gloo asks for them. NCCL asks for more (local_group)."""
 
     def __init__(self, group_name: str, addresses: Addresses):
         super().__init__()
@@ -60,28 +64,32 @@ class _Store(Store):
             self.get(key)
 
 
-class GlooGroup:
+class TorchGroup:
     """Some ranks that can reach each other."""
 
     def __init__(
-        self, addresses: Addresses, name: str, rank: int, size: int, host: str, timeout_s: float
+        self,
+        store: Any,
+        name: str,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        *,
+        host: str = LOOPBACK,
+        device: torch.device = CPU,
     ):
-        """Waits for all ranks of the group `name`. host: the address of this machine that the
-        others know. timeout_s: of each operation.
+        """Waits for all ranks of the group `name`, whose `store` is. host, device, timeout_s: as in
+        make_process_group.
         """
-        self.rank, self.size = rank, size
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._devices = [gloo.create_device(hostname=host, lazy_init=False)]
-        options._timeout = timedelta(seconds=timeout_s)
+        self.rank, self.size, self._device = rank, size, device
         self._pending: deque[tuple[Any, Tensor]] = deque()
         self._what = f"rank {rank} of the group {name}"
         with self._errors():
-            self._group = gloo(_Store(name, addresses), rank, size, options)
+            self._group = make_process_group(store, rank, size, timeout_s, host=host, device=device)
 
     def all_gather(self, mine: Tensor) -> Tensor:
         """mine [n] f32 of each rank -> [size, n]."""
-        parts = torch.empty(self.size, len(mine), dtype=torch.float32)
+        parts = torch.empty(self.size, len(mine), dtype=torch.float32, device=self._device)
         with self._errors():
             self._group.allgather([list(parts.unbind(0))], [mine]).wait()
         return parts
@@ -99,7 +107,7 @@ class GlooGroup:
 
     def receive(self, shape: tuple[int, int], dtype: torch.dtype, of: int) -> Tensor:
         """The next tensor of this size that `of` has sent."""
-        x = torch.empty(shape, dtype=dtype)
+        x = torch.empty(shape, dtype=dtype, device=self._device)
         if x.numel():
             with self._errors():
                 self._group.recv([x.view(-1).view(torch.uint8)], of, _tag(x)).wait()
@@ -118,24 +126,24 @@ def _tag(x: Tensor) -> int:
     return x.nbytes % _MAX_TAG
 
 
-class GlooExchange:
+class TorchExchange:
     """Implements Exchange (tensor_group.py)."""
 
-    def __init__(self, group: GlooGroup):
+    def __init__(self, group: TorchGroup):
         self._group = group
         self.rank, self.size = group.rank, group.size
 
     def exchange(self, piece: Tensor, num_floats: int) -> Tensor:
         """See Exchange."""
-        mine = torch.zeros(num_floats)
+        mine = torch.zeros(num_floats, device=piece.device)
         mine[: len(piece)] = piece
         return self._group.all_gather(mine)
 
 
-class GlooStageLinks:
+class TorchStageLinks:
     """Implements StageLinks (stages.py). The ranks of the group are the stages."""
 
-    def __init__(self, group: GlooGroup):
+    def __init__(self, group: TorchGroup):
         self._group = group
         self.stage, self.count = group.rank, group.size
 
@@ -148,21 +156,71 @@ class GlooStageLinks:
         return self._group.receive(shape, dtype, self.stage - 1)
 
 
-def gloo_group(
-    rank: int, tp_size: int, num_stages: int, addresses: Addresses, host: str, timeout_s: float
+def torch_group(
+    rank: int,
+    tp_size: int,
+    num_stages: int,
+    open_store: Callable[[str], Any],
+    num_on_machine: int,
+    timeout_s: float,
+    *,
+    host: str = LOOPBACK,
+    device: torch.device = CPU,
 ) -> TensorGroup:
     """A rank's view of its group and of the stages. Waits for the ranks that it talks to.
 
-    rank: stage * tp_size + the rank in its group. host, timeout_s: see GlooGroup.
+    rank: stage * tp_size + the rank in its group. open_store: of the name of a group.
+    num_on_machine: as in TensorGroup. host, device, timeout_s: as in make_process_group.
     """
-    addresses.publish(host_name(rank), host.encode())
     stage, part = divmod(rank, tp_size)
+
+    def group(name: str, own_rank: int, size: int) -> TorchGroup:
+        store = open_store(name)
+        return TorchGroup(store, name, own_rank, size, timeout_s, host=host, device=device)
+
     exchange, links = None, None
     if tp_size > 1:
-        name = f"stage-{stage}"
-        exchange = GlooExchange(GlooGroup(addresses, name, part, tp_size, host, timeout_s))
+        exchange = TorchExchange(group(f"stage-{stage}", part, tp_size))
     if num_stages > 1:
-        name = f"part-{part}"
-        links = GlooStageLinks(GlooGroup(addresses, name, stage, num_stages, host, timeout_s))
-    hosts = [addresses.look_up(host_name(other)) for other in range(tp_size * num_stages)]
-    return TensorGroup(exchange, Stages(links), hosts.count(host.encode()))
+        links = TorchStageLinks(group(f"part-{part}", stage, num_stages))
+    return TensorGroup(exchange, Stages(links), num_on_machine)
+
+
+def network_group(
+    rank: int, tp_size: int, num_stages: int, addresses: Addresses, host: str, timeout_s: float
+) -> TensorGroup:
+    """Of ranks on several machines, by gloo; see torch_group."""
+    addresses.publish(host_name(rank), host.encode())
+    size = tp_size * num_stages
+    hosts = [addresses.look_up(host_name(other)) for other in range(size)]
+
+    def open_store(name: str) -> Store:
+        return _Store(name, addresses)
+
+    num_here = hosts.count(host.encode())
+    return torch_group(rank, tp_size, num_stages, open_store, num_here, timeout_s, host=host)
+
+
+def local_group(ends: RankEnds, timeout_s: float, device: torch.device) -> TensorGroup:
+    """Of ranks on this machine that share no memory; see torch_group. Their store is a file.
+
+    They are connected when it returns: NCCL takes its memory now, before that of a cache is
+    measured.
+    """
+    distributed: Any = dist
+    tp_size = 1 if ends.group is None else len(ends.group.events)
+    num_stages = ends.size // tp_size
+
+    def open_store(name: str) -> Any:
+        return distributed.PrefixStore(name, distributed.FileStore(f"/proc/self/fd/{ends.store}"))
+
+    args = ends.rank, tp_size, num_stages, open_store, ends.size, timeout_s
+    group = torch_group(*args, device=device)
+    one = torch.zeros(1, 1, device=device)
+    if group.size > 1:
+        group.all_reduce(one)
+    if not group.stages.is_first:
+        group.stages.receive(1, 1, one.dtype)
+    if not group.stages.is_last:
+        group.stages.send(one)
+    return group

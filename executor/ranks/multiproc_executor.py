@@ -95,7 +95,9 @@ class MultiprocExecutor:
     """Implements Executor (executor/executor.py)."""
 
     def __init__(self, config: EngineConfig, start: Callable[[EngineConfig], Ranks] = LocalRanks):
-        """`config` is resolved. Raises InvalidParameterError for what ranks cannot do."""
+        """`config` is resolved. Raises InvalidParameterError for what ranks or their machine cannot
+        do, after they were ended.
+        """
         check_ranks(config)
         self.config = config
         self.size = size = num_ranks(config)
@@ -126,8 +128,12 @@ class MultiprocExecutor:
             daemon=True,
         )
         self._thread.start()
-        self._send(Configure(config))
-        self._collect()
+        try:
+            self._send(Configure(config))
+            self._collect()
+        except BaseException:
+            self.shutdown()
+            raise
 
     # ------------------------------------------------------------ the interface
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+import torch
 from quire.core.engine_core import EngineCore
 from quire.executor.executor import Executor, make_executor
 from quire.executor.ranks.local_ranks import LocalRanks
@@ -139,8 +140,14 @@ def test_a_model_that_cannot_be_loaded(tiny, tmp_path) -> None:
         executor.execute_model(SchedulerOutput(1, [0], [1], [0], [[1]]))
     executor.shutdown()
     assert are_gone(pids)
-    with pytest.raises(InvalidParameterError, match="device=cuda"):
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="this machine has the GPUs")
+def test_a_machine_that_lacks_the_gpus(tiny) -> None:
+    before = psutil.Process().children()
+    with pytest.raises(InvalidParameterError, match="device: cuda: PyTorch|needs a GPU of this"):
         MultiprocExecutor(make_config(tiny("qwen2"), tensor_parallel_size=2, device="cuda"))
+    assert psutil.Process().children() == before
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -163,9 +163,9 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
     elsewhere = stages.ranks[0].worker.runner.elsewhere
     append = elsewhere.append
 
-    def count(num_sampled: list[int], token_ids: list[int]) -> None:
+    def count(num_sampled: list[int], *args: Any) -> None:
         counts.extend(num_sampled)
-        append(num_sampled, token_ids)
+        append(num_sampled, *args)
 
     monkeypatch.setattr(elsewhere, "append", count)
     one = start_executor(model)

@@ -194,6 +194,7 @@ class Worker:
                 self.config.scheduler_config,
                 self.runner.batch,
                 self._run_verification,
+                self.num_threads,
                 None if self.draft is None else self.draft.drafter,
                 None if self.draft is None else self.draft.run_pass,
             )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from ....ipc.step_messages import SchedulerOutput
 from ..input_batch import InputBatch
 
-MEASURING_ROUNDS, MEASURING_BUDGET_S = 3, 0.2
+MEASURING_BUDGET_S = 0.3
 MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
@@ -35,27 +35,38 @@ MOST_PASSES_WITHOUT = 32
 LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04)]
 
 
-def measure_costs(run_pass: Callable[[int], None], counts: Sequence[int]) -> dict[int, float]:
+def cpu_clock(num_threads: int) -> Callable[[], float]:
+    """Seconds of CPU time of each thread that runs the model: other programs may hold the cores."""
+    if num_threads == 1:
+        return time.thread_time
+    # one thread may have slept while the others worked
+    return lambda: time.process_time() / num_threads
+
+
+def measure_costs(
+    run_pass: Callable[[int], None], counts: Sequence[int], clock: Callable[[], float]
+) -> dict[int, float]:
     """Seconds of a pass by its number of tokens: of MEASURED_AT_LEAST counts, and of those that fit
     in the budget.
 
-    The counts take turns, and the fastest run of each counts: what disturbs the machine disturbs
-    all of them. CPU time of this thread is measured, because other programs may hold its core.
+    The counts take turns, each until it has had its share of the budget, and the fastest run of
+    each counts: what disturbs the machine disturbs all of them.
     """
-    costs = dict.fromkeys(counts, math.inf)
-    begin, num_measured = time.thread_time(), len(counts)
-    for run in range(1 + MEASURING_ROUNDS):  # the first run may set things up
-        for count in counts[:num_measured]:
-            start = time.thread_time()
+    share = MEASURING_BUDGET_S / len(counts)
+    costs: dict[int, float] = {}
+    spent, wanted = dict.fromkeys(counts, 0.0), list(counts)
+    while wanted:
+        for count in wanted:
+            is_late = sum(spent.values()) > MEASURING_BUDGET_S
+            if is_late and len(costs) >= MEASURED_AT_LEAST:
+                return costs
+            start = clock()
             run_pass(count)
-            costs[count] = min(costs[count], time.thread_time() - start)
-            is_late = time.thread_time() - begin > MEASURING_BUDGET_S
-            if run == 0 and is_late and counts.index(count) + 1 >= MEASURED_AT_LEAST:
-                num_measured = counts.index(count) + 1
-                break
-        if time.thread_time() - begin > MEASURING_BUDGET_S:
-            break
-    return {count: costs[count] for count in counts[:num_measured]}
+            seconds = clock() - start
+            costs[count] = min(costs.get(count, math.inf), seconds)
+            spent[count] += seconds
+        wanted = [count for count in wanted if spent[count] < share]
+    return costs
 
 
 class PassCosts:

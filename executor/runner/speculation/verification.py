@@ -27,7 +27,7 @@ from ...sampling.sampler import NOT_FINITE, Sampler
 from ..input_batch import NO_LOGPROBS, InputBatch
 from ..step_inputs import StepInputs
 from ..step_outputs import tokens_by_row
-from .draft_depth import DraftDepth, PassCosts, measure_costs
+from .draft_depth import DraftDepth, PassCosts, cpu_clock, measure_costs
 from .drafters import Drafter, LookupDrafter
 from .proposers import FirstOf, NgramProposer, Proposer
 from .suffix_proposer import SuffixProposer
@@ -51,11 +51,12 @@ def make_speculation(
     scheduler_config: SchedulerConfig,
     batch: InputBatch,
     run_pass: Callable[[int], None],
+    num_threads: int,
     model_drafter: Drafter | None = None,
     run_draft_pass: Callable[[int], None] | None = None,
 ) -> Speculation | None:
     """What an engine that drafts needs, else None. `run_pass` and `run_draft_pass`, of the model
-    and of the one that drafts, take a number of tokens, each with logits.
+    and of the one that drafts, take a number of tokens, each with logits; num_threads compute them.
     """
     wanted = scheduler_config.speculative_config
     if wanted is None:
@@ -65,11 +66,12 @@ def make_speculation(
     depth = None
     if wanted.adaptive:
         counts = [count for count in MEASURED_TOKENS if count <= most_rows]
-        costs = _measured("a pass", wanted.method, run_pass, counts)
+        clock = cpu_clock(num_threads)
+        costs = _measured("a pass", wanted.method, run_pass, counts, clock)
         draft_costs = None
         if run_draft_pass is not None:
             counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
-            draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts)
+            draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts, clock)
         depth = DraftDepth(wanted.num_speculative_tokens, batch, costs, draft_costs)
     max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
     most = wanted.num_speculative_tokens
@@ -77,9 +79,13 @@ def make_speculation(
 
 
 def _measured(
-    what: str, method: str, run_pass: Callable[[int], None], counts: Sequence[int]
+    what: str,
+    method: str,
+    run_pass: Callable[[int], None],
+    counts: Sequence[int],
+    clock: Callable[[], float],
 ) -> PassCosts:
-    costs = measure_costs(run_pass, counts)
+    costs = measure_costs(run_pass, counts, clock)
     logger.info(
         "speculation by %s: %s of %s tokens takes %s ms",
         method,

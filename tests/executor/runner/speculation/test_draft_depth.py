@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import msgspec
 import numpy as np
-from quire.executor.runner.speculation import draft_depth
 from quire.executor.runner.speculation.draft_depth import (
     MOST_PASSES_WITHOUT,
     DraftDepth,
     PassCosts,
+    cpu_clock,
     measure_costs,
 )
 from quire.ipc.step_messages import SchedulerOutput
@@ -71,25 +73,45 @@ def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
     assert depth.choose(step(1)) == make_depth({1: 1.0, 2: 1.5, 8: 4.0}).choose(step(1))
 
 
-def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them(monkeypatch):
+def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them():
     now, runs = [0.0], []
-    monkeypatch.setattr(draft_depth.time, "thread_time", lambda: now[0])
 
     def run_pass(num_tokens: int) -> None:
         runs.append(num_tokens)
         disturbance = 0.5 if runs == [1] else 0.0
         now[0] += num_tokens * scale + disturbance
 
+    def measure() -> dict[int, float]:
+        return measure_costs(run_pass, counts, lambda: now[0])
+
     counts = [1, 2, 4, 8, 16, 32]
     scale = 1e-4
-    costs = measure_costs(run_pass, counts)
+    costs = measure()
     assert list(costs) == counts[:4] and runs == counts[:4]  # the first pass used up the budget
     runs = [0]
-    costs = measure_costs(run_pass, counts)
-    assert runs[1:] == counts * 4
+    costs = measure()
+    assert runs[1:7] == runs[7:13] == counts  # in turns
+    assert all(runs.count(count) * count * scale >= 0.04 for count in counts)
     assert all(abs(seconds - count * scale) < 1e-9 for count, seconds in costs.items())
     scale, runs = 1.0, [0]
-    assert list(measure_costs(run_pass, counts)) == counts[:4] and runs[1:] == counts[:4]
+    assert list(measure()) == counts[:4] and runs[1:] == counts[:4]
+
+
+def test_the_time_of_several_threads_counts():
+    """A thread that sleeps while another one works has not made a pass faster."""
+
+    def run_pass(num_tokens: int) -> None:
+        thread = threading.Thread(target=spin)
+        thread.start()
+        thread.join()
+
+    def spin() -> None:
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.01:
+            pass
+
+    assert measure_costs(run_pass, [1], cpu_clock(1))[1] < 0.005
+    assert measure_costs(run_pass, [1], cpu_clock(2))[1] > 0.005
 
 
 def test_drafts_that_cost_as_much_as_tokens_are_not_drafted():

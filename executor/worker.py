@@ -195,8 +195,7 @@ class Worker:
                 self.runner.batch,
                 self._run_verification,
                 self.num_threads,
-                None if self.draft is None else self.draft.drafter,
-                None if self.draft is None else self.draft.run_pass,
+                *([] if (draft := self.draft) is None else [draft.drafter, draft.run_pass]),
             )
         num_bytes = num_blocks * self.block_bytes
         logger.info(

@@ -47,6 +47,7 @@ class PlacedRequests:
             request.owner,
             request.num_completions,
             replica,
+            request.owner_weight,
         )
         request_id, number = request.request_id, request.num_completions
         left = {request_id}

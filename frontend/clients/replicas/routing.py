@@ -3,9 +3,9 @@
 Must not know: clients, engines, requests.
 
 A request costs a replica what it must compute before the request's first token: the prompts that
-wait there, and the part of the request's own prompt that is not in its prefix cache. Requests that
-run there take part of each step. The cheapest replica is chosen; a cached prefix counts only on a
-replica that is not far above the mean load.
+wait there, as far as their owners' turns come first, and the part of the request's own prompt that
+is not in its prefix cache. Requests that run there take part of each step. The cheapest replica is
+chosen; a cached prefix counts only on a replica that is not far above the mean load.
 
 Sources: the choice between cached and balanced is that of Preble (arXiv 2407.00023); the bound is
 that of consistent hashing with bounded loads (arXiv 1608.01350).
@@ -14,7 +14,7 @@ that of consistent hashing with bounded loads (arXiv 1608.01350).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -50,13 +50,16 @@ def prefix_keys(token_ids: Sequence[int], salt: object = None) -> list[int]:
     return keys
 
 
-def fair_wait(queued: float, own: float, num_others: int, num_tokens: float) -> float:
+def fair_wait(
+    queued: float, own: float, num_tokens: float, others: float, weight: float = 1.0
+) -> float:
     """The tokens that are computed before those of a new request, where owners take turns.
 
-    queued: tokens that wait; own: those of the request's owner; num_others: owners of the rest;
-    num_tokens: the request's own. Other owners get at most as much as this one meanwhile.
+    queued: tokens that wait; own: those of the request's owner; num_tokens: the request's own;
+    others: the weights of the owners of the rest; weight: its owner's. Meanwhile the others get at
+    most what their weights say.
     """
-    return own + min(queued - own, num_others * (own + num_tokens))
+    return own + min(queued - own, others / weight * (own + num_tokens))
 
 
 def cost(wait: float, num_uncached: float, running: float) -> float:
@@ -145,6 +148,18 @@ class Load:
     is_running: bool = False  # it has its first token
 
 
+class Owner:
+    """One who has requests, and what they add to each replica."""
+
+    __slots__ = ("loads", "num_prompts", "queued", "weight")
+
+    def __init__(self, num_replicas: int, weight: float):
+        self.weight = weight
+        self.num_prompts = 0  # that have not ended
+        self.queued = [0.0] * num_replicas  # tokens of prompts without a first token
+        self.loads = [0.0] * num_replicas  # as Router's bases
+
+
 class Router:
     """The loads of `num_replicas` replicas, and the choice between them.
 
@@ -161,7 +176,8 @@ class Router:
         self._total = 0.0  # of the bases
         self._states = [0.0] * num_replicas  # 0.0, REPLACED or LOST
         self._loads = [0.0] * num_replicas  # what `min` compares
-        self._queued_of: list[dict[str, float]] = [defaultdict(float) for _ in range(num_replicas)]
+        self._owners: dict[str, Owner] = {}  # those with requests
+        self._weights = [0.0] * num_replicas  # of the owners with queued prompts
 
     def set_state(self, replica: int, state: float) -> None:
         """0.0: it takes requests; REPLACED: if no other one does; LOST: never."""
@@ -175,12 +191,17 @@ class Router:
         owner: str = "",
         num_requests: int = 1,
         replica: int | None = None,
+        weight: float = 1.0,
     ) -> Load:
         """Chooses the replica of a prompt of `num_tokens` tokens with these keys, unless it is
         given, and adds the prompt there.
 
-        num_requests: the completions that it will have.
+        num_requests: the completions that it will have. weight: of an owner without requests, who
+        keeps it until the last of them ends.
         """
+        if owner not in self._owners:
+            self._owners[owner] = Owner(len(self._loads), weight)
+        self._owners[owner].num_prompts += 1
         if replica is None:
             replica, num_held = self.choose(keys, num_tokens, owner)
         else:
@@ -188,67 +209,85 @@ class Router:
         num_uncached = max(1, num_tokens - num_tokens_of(num_held))
         load = Load(replica, owner, num_tokens, num_uncached)
         self.prefixes.note(replica, keys)
-        self._add_queued(load, 1)
         self._num_requests[replica] += num_requests
-        self._change(replica)
+        self._add(load, num_uncached, 0.0)
         return load
 
-    def choose(self, keys: Sequence[int], num_tokens: int, owner: str) -> tuple[int, int]:
-        """The replica, and how many of the keys it holds."""
-        loads = self._loads
+    def choose(self, keys: Sequence[int], num_tokens: int, name: str) -> tuple[int, int]:
+        """The replica for a prompt of this owner, and how many of the keys it holds.
+
+        Compared are the replica with the least load, those that hold most of the prompt, and, if
+        there are several owners, the one with the least load by this owner: each engine is fair
+        between owners, so shares are right if every owner waits wherever others do.
+        """
+        loads, owner = self._loads, self._owners.get(name)
         least = loads.index(min(loads))
-        candidates = self.prefixes.longest(keys)
+        candidates, most = self.prefixes.longest(keys), most_load(self._total / len(loads))
+        candidates = {one: held for one, held in candidates.items() if self._bases[one] <= most}
+        if owner is not None and len(self._owners) > 1:
+            fewest = min(zip(owner.loads, loads, range(len(loads))))[2]
+            if fewest not in candidates:
+                candidates[fewest] = self.prefixes.num_held(fewest, keys)
         if not candidates:
             return least, 0
         best, best_held = least, self.prefixes.num_held(least, keys)
-        lowest = self._cost(best, best_held, num_tokens, owner)
-        most = most_load(self._total / len(loads))
+        lowest, reserved = self._cost(best, best_held, num_tokens, owner), self._reserved(least)
         for replica, num_held in candidates.items():
-            if loads[replica] <= most:
+            if self._reserved(replica) <= reserved:
                 value = self._cost(replica, num_held, num_tokens, owner)
                 if value < lowest:
                     best, best_held, lowest = replica, num_held, value
         return best, best_held
 
-    def _cost(self, replica: int, num_held: int, num_tokens: int, owner: str) -> float:
+    def _reserved(self, replica: int) -> float:
+        is_full = self._num_requests[replica] >= self._max_num_seqs
+        return self._states[replica] + (FULL if is_full else 0.0)
+
+    def _cost(self, replica: int, num_held: int, num_tokens: int, owner: Owner | None) -> float:
         num_uncached = num_tokens - num_tokens_of(num_held)
-        queued_of = self._queued_of[replica]
-        own = queued_of.get(owner, 0.0)
-        num_others = len(queued_of) - (owner in queued_of)
-        wait = fair_wait(self._queued[replica], own, num_others, num_uncached)
+        own, weight, others = 0.0, 1.0, self._weights[replica]
+        if owner is not None:
+            own, weight = owner.queued[replica], owner.weight
+            others -= weight if own else 0.0
+        wait = fair_wait(self._queued[replica], own, num_uncached, others, weight)
         return cost(wait, num_uncached, self._running[replica])
 
     def begin(self, load: Load) -> None:
         """The request has its first token."""
         if not load.is_running:
-            self._add_queued(load, -1)
             load.is_running = True
-            self._running[load.replica] += load.num_tokens
-            self._change(load.replica)
+            self._add(load, -load.num_uncached, load.num_tokens)
 
     def end(self, load: Load, num_requests: int = 1, *, is_last: bool = True) -> None:
         """So many of the request's completions have ended; `is_last`: none is left."""
-        if is_last:
-            if load.is_running:
-                self._running[load.replica] -= load.num_tokens
-            else:
-                self._add_queued(load, -1)
         self._num_requests[load.replica] -= num_requests
-        self._change(load.replica)
+        if not is_last:
+            return self._change(load.replica)
+        if load.is_running:
+            self._add(load, 0.0, -load.num_tokens)
+        else:
+            self._add(load, -load.num_uncached, 0.0)
+        owner = self._owners[load.owner]
+        owner.num_prompts -= 1
+        if not owner.num_prompts:
+            del self._owners[load.owner]
 
-    def _add_queued(self, load: Load, sign: int) -> None:
-        self._queued[load.replica] += sign * load.num_uncached
-        of_owner = self._queued_of[load.replica]
-        of_owner[load.owner] += sign * load.num_uncached
-        if of_owner[load.owner] <= 0:
-            del of_owner[load.owner]
+    def _add(self, load: Load, queued: float, running: float) -> None:
+        """Adds tokens to the prompts that wait, and to the context of those that run."""
+        replica, owner = load.replica, self._owners[load.owner]
+        self._queued[replica] += queued
+        self._running[replica] += running
+        owner.loads[replica] += queued + RUNNING_WEIGHT * running
+        before = owner.queued[replica]
+        after = owner.queued[replica] = before + queued
+        self._weights[replica] += owner.weight * ((after > 0) - (before > 0))
+        self._change(replica)
 
     def _change(self, replica: int) -> None:
         base = self._queued[replica] + RUNNING_WEIGHT * self._running[replica]
         self._total += base - self._bases[replica]
         self._bases[replica] = base
-        is_full = self._num_requests[replica] >= self._max_num_seqs
-        self._loads[replica] = base + self._states[replica] + (FULL if is_full else 0.0)
+        self._loads[replica] = base + self._reserved(replica)
 
     def num_requests(self, replica: int) -> int:
         """Its unfinished completions."""

@@ -47,17 +47,19 @@ def test_keys_of_long_prompts_are_further_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("queued", "own", "num_others", "num_tokens", "expected"),
+    ("queued", "own", "others", "weight", "expected"),
     [
-        (0, 0, 0, 100, 0),
-        (900, 900, 0, 100, 900),  # one owner: all that came before
-        (900, 0, 1, 100, 100),  # the other owner gets as much as this one meanwhile
-        (900, 200, 1, 100, 500),
-        (900, 200, 7, 100, 900),  # not more than there is
+        (0, 0, 0, 1, 0),
+        (900, 900, 0, 1, 900),  # one owner: all that came before
+        (900, 0, 1, 1, 100),  # the other owner gets as much as this one meanwhile
+        (900, 200, 1, 1, 500),
+        (900, 0, 1, 2, 50),  # half as much, at twice its weight
+        (900, 200, 1, 0.5, 800),
+        (900, 200, 7, 1, 900),  # not more than there is
     ],
 )
-def test_owners_take_turns(queued, own, num_others, num_tokens, expected) -> None:
-    assert fair_wait(queued, own, num_others, num_tokens) == expected
+def test_owners_take_turns(queued, own, others, weight, expected) -> None:
+    assert fair_wait(queued, own, 100, others, weight) == expected
 
 
 def test_the_table_is_what_a_list_of_prompts_says() -> None:
@@ -148,13 +150,14 @@ def test_nothing_is_left_when_all_requests_have_ended() -> None:
         else:
             number = rng.randint(1, 3)
             keys = prefix_keys(prompt(rng.randrange(5), rng.randint(1, 4)))
-            owner = rng.choice("ab")
-            loads.append((router.place(keys, rng.randint(1, 300), owner, number), number))
+            owner, weight = rng.choice([("a", 1.0), ("b", 2.5)])
+            load = router.place(keys, rng.randint(1, 300), owner, number, weight=weight)
+            loads.append((load, number))
     for load, number in loads:
         router.end(load, number)
     assert router._queued == router._running == router._bases == [0.0] * 5
     assert router._num_requests == [0] * 5 and router._total == 0.0
-    assert all(not owners for owners in router._queued_of)
+    assert router._owners == {} and router._weights == [0.0] * 5
 
 
 def test_a_flood_of_one_owner_does_not_repel_another_from_its_prefix() -> None:
@@ -164,3 +167,28 @@ def test_a_flood_of_one_owner_does_not_repel_another_from_its_prefix() -> None:
     for i in range(1, 40):
         router.place(prefix_keys(prompt(i, 2)), 2 * FINE_TOKENS, "flood")
     assert router.choose(keys, 20 * FINE_TOKENS, "b") == (home, 20)
+
+
+def test_each_owner_waits_on_every_replica() -> None:
+    """Requests that arrive in turns: those of one owner must not all go to one replica, where its
+    share would be that of the replica and not what its weight says.
+    """
+    router, queued = Router(2, 100_000, 4), {"a": [0.0, 0.0], "b": [0.0, 0.0]}
+    for i in range(100):
+        for owner, weight in (("a", 3.0), ("b", 1.0)):
+            load = router.place(prefix_keys(prompt(i, 2)), 100, owner, weight=weight)
+            queued[owner][load.replica] += load.num_uncached
+    for tokens in queued.values():
+        assert max(tokens) - min(tokens) <= 200
+
+
+def test_a_prefix_attracts_when_all_replicas_are_full() -> None:
+    router = Router(4, 100_000, 2)
+    for _ in range(16):
+        router.begin(router.place([], 100, "flood"))
+    router.set_state(3, REPLACED)
+    length = 20 * FINE_TOKENS
+    for replica in range(4):
+        keys = prefix_keys(prompt(replica, 20))
+        router.end(router.place(keys, length, "b", replica=replica))
+        assert (router.choose(keys, length + 50, "b")[0] == replica) == (replica != 3)

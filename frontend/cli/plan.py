@@ -150,14 +150,16 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
         memory, free = "memory", " that is free here"
         left = "  left for activations, swap space and others"
         uses = [weights, ("  engine and frontend", plan.runtime_bytes, "")]
+        if plan.num_ranks > 1:
+            of_rank = format_bytes((plan.weights_bytes + room) // plan.num_ranks)
+            per_token += f"; {plan.num_ranks} ranks, each with {of_rank} of weights and cache"
         if (others := plan.num_engines - 1) > 0:
             note = f"{others} more engine{'s' * (others > 1)} with weights of their own"
+            if plan.divides_experts:
+                note += f", 1/{plan.num_engines} of the experts in each"
             uses[1] = ("  engines and frontend", plan.runtime_bytes, note)
             per_token = f"{format_bytes(room)} for each engine, {per_token}"
             room *= plan.num_engines
-        elif plan.num_ranks > 1:
-            of_rank = format_bytes((plan.weights_bytes + room) // plan.num_ranks)
-            per_token += f"; {plan.num_ranks} ranks, each with {of_rank} of weights and cache"
     rest = plan.free_bytes - room
     return [
         (memory + (", as named" if plan.memory_is_named else free), plan.memory_bytes, ""),

@@ -174,12 +174,20 @@ def check_plan(args: EngineArgs) -> Finding:
         plan = make_plan(args)
     except QuireError as error:
         return failure("fits", str(error), "the message names the allowed values")
+    part = f" (1/{plan.num_engines} of the experts)" if plan.divides_experts else ""
     detail = (
-        f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind} in "
+        f"{plan.weights_bytes / GIB:.2f} GiB of weights as {plan.weights_kind}{part} in "
         f"{plan.memory_bytes / GIB:.1f} GiB of free memory"
     )
     if plan.num_engines > 1:
         detail = f"{plan.num_engines} engines, each with {detail} for all"
+    if plan.num_ranks > 1:
+        room = plan.kv_cache_bytes or plan.longest_kv_cache_bytes
+        of_rank = (plan.weights_bytes + room) / plan.num_ranks / GIB
+        each = " of an engine" if plan.num_engines > 1 else ""
+        detail += (
+            f"; {plan.num_ranks} ranks{each}, each with {of_rank:.2f} GiB of weights and cache"
+        )
     if plan.fits:
         longest = max(plan.concurrency)
         number = plan.concurrency[longest] * plan.num_engines

@@ -76,6 +76,17 @@ class ModelSizes:
         packed = sum(quantized_bytes(*shape, bits) for shape, bits in linears)
         return rest * DTYPE_BYTES[dtype] + wider + packed
 
+    def experts_bytes(self, dtype: str, quantization: str | None = None) -> int:
+        """Of weights_bytes, those of the routed experts, which engines may divide."""
+        shapes = NATIVE[self.architecture].weight_shapes(self.config)  # type: ignore[arg-type]
+        rest = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
+        if quantization is None:
+            return rest * DTYPE_BYTES[dtype]
+        linears, bits = _expert_shapes(self.config), QUANTIZATION_BITS[quantization]
+        rest -= sum(rows * columns for rows, columns in linears)
+        packed = sum(quantized_bytes(*shape, bits) for shape in linears)
+        return rest * DTYPE_BYTES[dtype] + packed
+
     def step_bytes(self, dtype: str, num_tokens: int, num_logits: int) -> int:
         """Estimate of the peak memory of a step on a GPU, in bytes: the residual stream, inputs and
         outputs of the widest layer, logits and a copy of them, and the buffers of sampling and of
@@ -174,9 +185,14 @@ def _linear_shapes(
     mlp, num_layers = [(up * inner, hidden), (hidden, inner)], config.num_hidden_layers
     if config.experts is None:
         return (attention + mlp) * num_layers
-    size, shared = config.experts.size, config.experts.shared_size
-    experts = [(2 * size, hidden), (hidden, size)] * config.experts.count
-    if shared:
-        experts += [(2 * shared, hidden), (hidden, shared)]
-    dense = len(config.experts.dense_layers)
-    return attention * num_layers + mlp * dense + experts * (num_layers - dense)
+    shared, dense = config.experts.shared_size, len(config.experts.dense_layers)
+    every = [(2 * shared, hidden), (hidden, shared)] * (num_layers - dense) if shared else []
+    return attention * num_layers + mlp * dense + every + _expert_shapes(config)
+
+
+def _expert_shapes(config: DecoderConfig | EncoderConfig) -> list[tuple[int, int]]:
+    """The same of the routed experts alone."""
+    if (experts := config.experts) is None:
+        return []
+    one = [(2 * experts.size, config.hidden_size), (config.hidden_size, experts.size)]
+    return one * experts.count * (config.num_hidden_layers - len(experts.dense_layers))

@@ -16,6 +16,7 @@ from ...ipc.config import EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes
 from ...ipc.models.architectures import NATIVE
+from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_weights import (
     DTYPE_BYTES,
@@ -74,6 +75,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # Engines (data_parallel_size), which on a CPU share the memory. Figures of weights and of the
     # KV cache are those of one.
     num_engines: int = 1
+    divides_experts: bool = False  # each engine has a part of the experts
     # Ranks of an engine, as if all were on one machine. Figures are those of all together.
     num_ranks: int = 1
     memory_bytes: int  # on a GPU: its total memory
@@ -215,9 +217,11 @@ def make_plan(
         weights_bytes=weights_bytes,
         quantization=config.model_config.quantization,
         keeps_blocks=keeps_blocks,
-        weights_bytes_by_dtype={name: sizes.weights_bytes(name) for name in ("bfloat16", "float32")}
+        weights_bytes_by_dtype={
+            name: _bytes_of_packed(config, sizes, name) for name in ("bfloat16", "float32")
+        }
         | {
-            name: sizes.weights_bytes(dtype, name)
+            name: _bytes_of_packed(config, sizes, dtype, name)
             for name in QUANTIZATION_BITS
             if not memory.is_gpu
         },
@@ -233,6 +237,7 @@ def make_plan(
         max_model_len=resolved(config.model_config.max_model_len),
         device=config.device_config.device,
         num_engines=num_engines,
+        divides_experts=shares_experts(config),
         num_ranks=size,
         memory_share=config.cache_config.gpu_memory_utilization,
         memory_bytes=memory.total_bytes,
@@ -268,7 +273,19 @@ def weights_in_engine(config: EngineConfig, sizes: ModelSizes) -> tuple[int, boo
     if kept_bytes is not None:
         return kept_bytes, True
     model_config = config.model_config
-    return sizes.weights_bytes(model_config.dtype, model_config.quantization), False
+    return _bytes_of_packed(config, sizes, model_config.dtype, model_config.quantization), False
+
+
+def _bytes_of_packed(
+    config: EngineConfig, sizes: ModelSizes, dtype: str, quantization: str | None = None
+) -> int:
+    """Bytes of the weights that one engine has."""
+    num_bytes = sizes.weights_bytes(dtype, quantization)
+    if shares_experts(config):
+        # equally many in each, see check_expert_parallel
+        size = config.device_config.data_parallel_size
+        num_bytes -= sizes.experts_bytes(dtype, quantization) * (size - 1) // size
+    return num_bytes
 
 
 def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 from quire import EngineArgs
+from quire.frontend.model_info import plan as planning
 from quire.frontend.model_info.machine_diagnosis import Finding
-from quire.frontend.model_info.model_diagnosis import check_model
+from quire.frontend.model_info.model_diagnosis import check_model, check_plan
 from quire.frontend.server.config import ServerConfig
 from quire.tests.frontend.tiny_tokenizers import write_byte_fallback_tokenizer
 from quire.tests.tiny_models import CHAT_TEMPLATE, EOS_TOKEN_ID, save_tiny_model
@@ -286,6 +287,33 @@ def test_insufficient_memory(model: Path) -> None:
     assert check(model, max_model_len=9999)["fits"].detail.startswith(
         "max_model_len: must be at most 2048"
     )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "number"),
+    [
+        ({"tensor_parallel_size": 2}, "; 2 ranks, each with 0.19 GiB of weights and cache;", 256),
+        ({"pipeline_parallel_size": 2}, "; 2 ranks, each with 0.25 GiB of weights and cache;", 256),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_size": 2},
+            "; 2 ranks of an engine, each with 0.19 GiB of weights and cache;",
+            512,
+        ),
+        (
+            {"data_parallel_size": 2, "enable_expert_parallel": True},
+            "2 engines, each with 0.00 GiB of weights as float32 (1/2 of the experts) in ",
+            512,
+        ),
+    ],
+)
+def test_ranks_and_divided_experts(
+    arguments: dict[str, Any], words: str, number: int, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(planning, "free_memory_bytes", lambda: 8 * 2**30)
+    model = save_tiny_model(tmp_path, "qwen3_moe")
+    finding = check_plan(EngineArgs(str(model), dtype="float32", device="cpu", **arguments))
+    assert finding.status == "pass" and words in finding.detail, finding.detail
+    assert finding.detail.endswith(f"{number} requests of 2048 tokens at once")
 
 
 def test_without_tokenizer_and_with_random_weights(model: Path) -> None:

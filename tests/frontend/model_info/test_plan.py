@@ -18,6 +18,7 @@ from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.executor.engine_threads import EngineThreads
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
@@ -122,6 +123,36 @@ def test_ranks_allocate_what_the_plan_predicts(
     assert stated.weights_bytes <= weights_bytes < 1.2 * stated.weights_bytes
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "settings"),
+    [
+        ("mixtral", 4, {"dtype": "float32"}),
+        ("qwen3_moe", 2, {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen2_moe", 2, {"dtype": "float32", "quantization": "int4"}),
+        ("gpt_oss", 5, {"dtype": "bfloat16"}),
+        ("gpt_oss", 5, {"dtype": "bfloat16", "quantization": "int8"}),
+    ],
+)
+def test_engines_that_share_experts_allocate_what_the_plan_predicts(
+    kind: str, size: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model", kind))
+    settings = settings | {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    sharing = {"data_parallel_size": size, "enable_expert_parallel": True, "device": "cpu"}
+    stated, whole = plan(model, **settings, **sharing), plan(model, **settings, device="cpu")
+    engines = EngineThreads(model, tmp_path / "group", size, **settings)
+    usages = [engine.collective_rpc("memory_usage")[0] for engine in engines.engines]
+    engines.shutdown()
+    assert [usage["weights_bytes"] for usage in usages] == [stated.weights_bytes] * size
+    assert [usage["kv_cache_bytes"] for usage in usages] == [stated.kv_cache_bytes] * size
+    assert stated.weights_bytes < whole.weights_bytes and stated.divides_experts
+    assert stated.weights_bytes_by_dtype[settings.get("quantization", settings["dtype"])] == (
+        stated.weights_bytes
+    )
+    assert stated.runtime_bytes == size * RUNTIME_BYTES + (size - 1) * stated.weights_bytes
+    assert f"1/{size} of the experts in each" in render(stated)
+
+
 def test_ranks_divide_the_memory(big: str) -> None:
     arguments: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
     one, two = (plan(big, 40 * GIB, tensor_parallel_size=n, **arguments) for n in (1, 2))
@@ -131,8 +162,11 @@ def test_ranks_divide_the_memory(big: str) -> None:
     assert two.num_blocks == int(0.4 * of_rank) // 2**20
     [*_, name, num_bytes] = two.flags
     assert (name, int(num_bytes)) == ("--kv-cache-memory-bytes", two.num_blocks * 2**20)
-    text = render(two)
-    assert "2 ranks, each with 11.2 GiB of weights and cache" in text, text
+    for engines in (1, 2):
+        arguments |= {"data_parallel_size": engines, "max_model_len": 8192}
+        two = plan(big, 40 * GIB, tensor_parallel_size=2, **arguments)
+        of_rank = (two.weights_bytes + two.kv_cache_bytes) / 2 / GIB
+        assert f"2 ranks, each with {of_rank:.1f} GiB of weights and cache" in render(two)
 
 
 def test_windows_multiply_the_requests_that_fit(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from ..ipc.config import LoRAConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
 from .models.adapted_layers import Modules
+from .models.adapters import EmbeddingAdapters, LinearAdapters
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module
@@ -31,7 +32,8 @@ class Loras:
         self._config = config
         self._dtype = dtype
         self._adapters: dict[int, Adapter] = {}  # by number
-        self._modules: Modules = {}  # of the model
+        self._modules: Modules = {}  # of the model, as the next
+        self._layers: list[LinearAdapters | EmbeddingAdapters] = []
         self._shapes: dict[str, Adapted] = {}
         self._heads = 0, 0
         # by place: the number of the adapter there; the least recently used first
@@ -45,6 +47,7 @@ class Loras:
     def use_model(self, model: Any) -> None:
         """Call it before requests enter slots, whenever the model has been replaced."""
         self._modules = model.adapted_modules
+        self._layers = list({id(of): of for of, _ in self._modules.values()}.values())
         self._shapes = {name: of.adapted(i) for name, (of, i) in self._modules.items()}
         self._heads = model.config.num_attention_heads, model.config.num_key_value_heads
         self._places = dict.fromkeys(range(self._config.max_loras))
@@ -114,7 +117,7 @@ class Loras:
         return next((place for place in free if self._places[place] is None), free[0])
 
     def _put(self, place: int, number: int) -> None:
-        for adapters, _ in self._modules.values():
+        for adapters in self._layers:
             adapters.clear(place)
         for name, weights in self._adapters[number].items():
             adapters, index = self._modules[name]

@@ -19,6 +19,7 @@ import httpx2 as httpx
 import psutil
 import pytest
 from quire import LLM, InvalidParameterError, LLMEngine, LoRARequest, SamplingParams
+from quire.executor.weights.lora_files import read_adapter
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.tests.client_forms import ASYNCIO, BLOCKING, blocking_engine, make_async_engine
 from quire.tests.frontend.server.conftest import running_server
@@ -161,6 +162,49 @@ def test_adapters_come_and_go_under_a_stream(llm, folder, alone) -> None:
             engine.remove_lora(number)
     assert len(tokens) == 120 and tokens[:24] == alone[1, 0]
     engine.call_utility("check_integrity")
+
+
+def test_steps_do_not_wait_while_an_adapter_is_read(llm, folder, alone, monkeypatch) -> None:
+    """Files are read by another thread, and adapters are put in place between steps: each step has
+    a token of the stream, however long reading takes.
+    """
+    engine, may_read, readers, placed = llm.llm_engine, threading.Event(), [], []
+    executor = engine.client._engine.core.executor
+    put = executor.worker.loras._put
+
+    def read(*arguments):
+        readers.append(threading.get_ident())
+        assert may_read.wait(60)
+        return read_adapter(*arguments)
+
+    def watch(place: int, number: int) -> None:
+        placed.append(threading.get_ident())
+        put(place, number)
+
+    monkeypatch.setattr("quire.executor.loras.read_adapter", read)
+    monkeypatch.setattr(executor.worker.loras, "_put", watch)
+    long = SamplingParams(temperature=0.0, seed=0, max_tokens=150, ignore_eos=True)
+    engine.add_request("0-0", PROMPT, long)
+    fresh = LoRARequest("fresh", 70, str(folder / "a2"))
+    engine.add_request("2-0", PROMPT, GREEDY, lora_request=fresh)
+    counts, tokens = [], {}
+
+    def step() -> None:
+        for output in engine.step():
+            assert output.error is None, output.error
+            tokens[output.request_id] = tuple(output.outputs[0].token_ids)
+        counts.append(len(tokens.get("0-0", ())))
+
+    while not counts or counts[-1] < 100:
+        step()
+        assert len(counts) < 5 or counts[-1] > counts[-2]
+    assert len(readers) == 1 and "2-0" not in tokens and not placed
+    may_read.set()
+    while engine.has_unfinished_requests():
+        step()
+    assert tokens["0-0"][:24] == alone[0, 0] and tokens["2-0"] == alone[2, 0]
+    assert len(placed) == 1 and readers != [threading.get_ident()] and readers != placed
+    assert engine.remove_lora(70)
 
 
 def cycle(llm: LLM, folder: Path, count: int) -> None:

@@ -44,14 +44,19 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
         elif isinstance(layer, Linear) and layer.takes_adapters:
             if layer.adapters is None:
                 slices = list(layer.shards.values())
-                layer.adapters = LinearAdapters(*sizes, tensor.shape[1], slices, make.dtype)
+                is_head = slices == [model.config.vocab_size]
+                layer.adapters = LinearAdapters(
+                    *sizes, tensor.shape[1], slices, make.dtype, is_common=not is_head
+                )
             # of a model in transformers' code the shards have their full names
             shards = list(layer.shards)
             index = shards.index(module if module in shards else module.rpartition(".")[2])
             modules[module] = layer.adapters, index
     for layer in heads.values():
         ((shard, num_rows),) = layer.shards.items()
-        layer.adapters = LinearAdapters(*sizes, layer.weight.shape[1], [num_rows], make.dtype)
+        layer.adapters = LinearAdapters(
+            *sizes, layer.weight.shape[1], [num_rows], make.dtype, is_common=False
+        )
         modules[shard] = layer.adapters, 0
     model.adapter_rows, model.adapted_modules = rows, modules
 

@@ -20,6 +20,7 @@ from ...ipc.models.checkpoint import read_header
 from ...ipc.models.gguf import GGUFFile, GGUFTensor, read_gguf
 from ...ipc.models.gguf_weights import READABLE_TYPES, architecture_of, is_gguf, is_permuted
 from ...ipc.models.lora_config import CONFIG_NAME, LoraConfig, parse_lora_config
+from ...kernels.lora import in_blocks
 from .gguf import halves_apart
 from .packed_rows import PackedRows
 
@@ -49,12 +50,12 @@ class AdapterWeights(NamedTuple):
     """The adapter of one module, laid out as add_lora and add_lora_embedding take it."""
 
     a: torch.Tensor  # [rank, in_features]; of an embedding [in_features, rank]
-    b: torch.Tensor  # [rank, out_features]
+    b: torch.Tensor  # [blocks, rank, LORA_BLOCK]: kernels.lora.in_blocks
     scale: float
 
     @property
     def rank(self) -> int:
-        return len(self.b)
+        return self.b.shape[1]
 
 
 class _Pair(NamedTuple):
@@ -126,11 +127,14 @@ def _checked(
             f"{path}: {pair.name:.200}: its rank {rank} is higher than max_lora_rank={max_rank}"
         )
     a = (pair.a.t() if module.is_embedding else pair.a).to(dtype).contiguous()
-    b = pair.b.t().to(dtype).contiguous()
+    b = in_blocks(pair.b.to(dtype))
     if not (torch.isfinite(a.sum()) and torch.isfinite(b.sum()) and math.isfinite(pair.scale)):
         raise ModelLoadError(f"{path}: {pair.name:.200}: A or B is not finite in {dtype}")
     # contiguous() returns views of the file where nothing was converted
-    return AdapterWeights(a.clone() if a.data_ptr() == pair.a.data_ptr() else a, b, pair.scale)
+    a, b = (
+        x.clone() if x.data_ptr() == of.data_ptr() else x for x, of in ((a, pair.a), (b, pair.b))
+    )
+    return AdapterWeights(a, b, pair.scale)
 
 
 @contextmanager

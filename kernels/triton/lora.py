@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..lora import LORA_BLOCK, first_blocks
 from ..registry import register
 from .device import PRIORITY, is_cuda
 
@@ -100,13 +101,15 @@ def lora_add_kernel(
     begin,
     size,
     s,
-    COLUMNS: tl.constexpr,
+    first_block,
+    num_blocks,
+    LORA_BLOCK: tl.constexpr,
     SLICES: tl.constexpr,
     MAX_RANK: tl.constexpr,
     BLOCK: tl.constexpr,
     BY_INDEX: tl.constexpr,
 ):
-    """y [T, .] += low B: `size` columns of slice s, from `begin` on."""
+    """y [T, .] += low B: `size` columns of slice s, from `begin` and `first_block` on."""
     row = tl.program_id(0).to(tl.int64)
     place = place_of_row(adapters_ptr, indices_ptr, row, BY_INDEX)
     if place >= 0:
@@ -114,11 +117,13 @@ def lora_add_kernel(
         if rank > 0:
             inner = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
             mask, column = inner < size, begin + inner
+            b_block = place * num_blocks + first_block + inner // LORA_BLOCK
+            b_ptrs = b_ptr + b_block * (MAX_RANK * LORA_BLOCK) + inner % LORA_BLOCK
             sums = tl.zeros((BLOCK,), tl.float32)
             for k in range(rank):
                 low = tl.load(low_ptr + (row * SLICES + s) * MAX_RANK + k)
-                b_row = b_ptr + (place * MAX_RANK + k) * COLUMNS
-                sums += low * tl.load(b_row + column, mask=mask, other=0.0).to(tl.float32)
+                b = tl.load(b_ptrs + k * LORA_BLOCK, mask=mask, other=0.0)
+                sums += low * b.to(tl.float32)
             y_ptrs = y_ptr + row * y_stride + column
             y = tl.load(y_ptrs, mask=mask, other=0.0)
             tl.store(y_ptrs, (y.to(tl.float32) + sums).to(y.dtype), mask=mask)
@@ -194,7 +199,7 @@ def _add(
     slices: list[int],
     by_index: bool,
 ) -> None:
-    begin = 0
+    begin, first = 0, first_blocks(slices)
     for s, size in enumerate(slices):
         block = min(_COLUMN_BLOCK, triton.next_power_of_2(size))
         lora_add_kernel[len(y), triton.cdiv(size, block)](
@@ -207,9 +212,11 @@ def _add(
             begin,
             size,
             s,
-            COLUMNS=b.shape[2],
+            first[s],
+            b.shape[1],
+            LORA_BLOCK=LORA_BLOCK,
             SLICES=len(slices),
-            MAX_RANK=b.shape[1],
+            MAX_RANK=b.shape[2],
             BLOCK=block,
             BY_INDEX=by_index,
             num_warps=max(1, block // 256),  # 16 bytes per thread

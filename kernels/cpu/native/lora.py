@@ -58,7 +58,7 @@ def add_lora_embedding(
         token_ids = token_ids.int()
     step = Step(adapters=adapters.data_ptr(), token_ids=token_ids.data_ptr())
     call = AddLora(in_features=a.shape[1])
-    _submit(Op.ADD_LORA_EMBEDDING, call, step, y, a, b, scales, ranks, [b.shape[2]])
+    _submit(Op.ADD_LORA_EMBEDDING, call, step, y, a, b, scales, ranks, [y.shape[1]])
 
 
 def _submit(
@@ -73,7 +73,8 @@ def _submit(
     slices: list[int],
 ) -> None:
     """Fills in what both operations have, and submits the call."""
-    call.num_places, call.max_rank, call.out_features = b.shape
+    call.num_places, _, call.max_rank, _ = b.shape
+    call.out_features = sum(slices)
     # read until the call has run
     low = empty(len(y), len(slices) * call.max_rank, dtype=torch.float32)
     call.op, call.dtype, call.rows = op, DTYPES[b.dtype], num_rows(y)

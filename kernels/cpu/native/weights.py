@@ -1,4 +1,4 @@
-"""Memory for packed weights, in huge pages where the system has them.
+"""Memory for packed weights and adapters, in huge pages where the system has them.
 
 Must not know: how a weight is packed.
 """
@@ -55,7 +55,31 @@ class _Piece:
             memory.madvise(mmap.MADV_DONTNEED, start, len(memory) - start)
 
 
-_last: _Piece | None = None
+class HugePages:
+    """Allocates tensors one behind the other, so that small ones are in huge pages too."""
+
+    def __init__(self) -> None:
+        self.last: _Piece | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory, 64-byte aligned. Unless it is early memory, it is zeros."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        taken = self.last.take(num_bytes) if self.last is not None else None
+        if taken is None:
+            memory = mmap.mmap(
+                -1,
+                max(num_bytes, _PIECE_BYTES) + _HUGE_PAGE_BYTES,
+                flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+            )
+            piece = _Piece(memory)
+            del memory
+            taken = piece.take(num_bytes)
+            if num_bytes < _PIECE_BYTES:
+                self.last = piece
+        return taken.view(dtype).view(*shape)
+
+
+_weights = HugePages()
 
 
 @contextlib.contextmanager
@@ -64,34 +88,19 @@ def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
 
     None: weights are allocated as usual. Unused pages are released afterwards.
     """
-    global _last
     if memory is None:
         yield
         return
-    _last = piece = _Piece(memory)
+    _weights.last = piece = _Piece(memory)
     del memory
     try:
         yield
     finally:
         piece.give_back()
-        if _last is piece:
-            _last = None
+        if _weights.last is piece:
+            _weights.last = None
 
 
 def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:
     """Uninitialised memory, 64-byte aligned."""
-    global _last
-    num_bytes = math.prod(shape) * dtype.itemsize
-    taken = _last.take(num_bytes) if _last is not None else None
-    if taken is None:
-        memory = mmap.mmap(
-            -1,
-            max(num_bytes, _PIECE_BYTES) + _HUGE_PAGE_BYTES,
-            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-        )
-        piece = _Piece(memory)
-        del memory
-        taken = piece.take(num_bytes)
-        if num_bytes < _PIECE_BYTES:
-            _last = piece
-    return taken.view(dtype).view(*shape)
+    return _weights.empty(*shape, dtype=dtype)

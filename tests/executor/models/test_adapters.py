@@ -14,6 +14,7 @@ from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.lora_files import AdapterWeights
 from quire.ipc.config import LoRAConfig
 from quire.kernels import registry
+from quire.kernels.lora import in_blocks
 
 CONFIG = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=8)
 
@@ -64,7 +65,7 @@ def test_a_place_keeps_nothing_of_the_adapter_before():
     x = torch.randn(3, 6)
 
     def weights(rank: int, columns: int) -> AdapterWeights:
-        return AdapterWeights(torch.randn(rank, 6), torch.randn(rank, columns), 0.5)
+        return AdapterWeights(torch.randn(rank, 6), in_blocks(torch.randn(columns, rank)), 0.5)
 
     adapters.put(1, 0, weights(8, 4))
     adapters.put(1, 1, weights(8, 2))
@@ -75,7 +76,7 @@ def test_a_place_keeps_nothing_of_the_adapter_before():
     y = torch.zeros(3, 6)
     adapters.add(y, x)
     expected = torch.zeros(3, 6)
-    expected[0, 4:] = 0.5 * (x[0] @ new.a.t()) @ new.b
+    expected[0, 4:] = 0.5 * (x[0] @ new.a.t()) @ new.b[0, :, :2]
     torch.testing.assert_close(y, expected)
     assert torch.equal(y[1:], torch.zeros(2, 6))
     logits = torch.zeros(1, 6)

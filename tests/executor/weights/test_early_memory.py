@@ -148,7 +148,7 @@ def make(num_bytes: int) -> mmap.mmap:
 
 
 def test_weights_are_placed_in_it_and_the_rest_is_released():
-    weights._last = None
+    weights._weights.last = None
     before = psutil.Process().memory_info().rss
     with weights.early_memory(make(64 * MIB)):
         first = weights.empty_weight(8 * MIB, dtype=torch.uint8)
@@ -172,4 +172,4 @@ def test_a_failed_start_leaks_nothing():
     before = psutil.Process().memory_info().rss
     with pytest.raises(ValueError, match="no model"), weights.early_memory(make(64 * MIB)):
         raise ValueError("no model")
-    assert weights._last is None and psutil.Process().memory_info().rss - before < 20 * MIB
+    assert weights._weights.last is None and psutil.Process().memory_info().rss - before < 20 * MIB

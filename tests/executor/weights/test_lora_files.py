@@ -10,6 +10,7 @@ import pytest
 import torch
 from quire.executor.weights.lora_files import Adapted, read_adapter
 from quire.ipc.errors import ModelLoadError
+from quire.kernels.lora import in_blocks
 from quire.tests.gguf_files import write_gguf
 from quire.tests.lora_adapters import write_gguf_adapter, write_peft
 from safetensors.torch import save_file
@@ -44,7 +45,7 @@ def test_layout(tmp_path):
     for name, weights in found.items():
         a, b = made[name]
         assert torch.equal(weights.a, a.t() if name == EMBEDDING else a)
-        assert torch.equal(weights.b, b.t())
+        assert torch.equal(weights.b, in_blocks(b))
         assert weights.a.is_contiguous() and weights.b.is_contiguous()
         assert (weights.rank, weights.scale) == (4, 2.0)
 

@@ -33,9 +33,10 @@ OPTIONS = {
 }
 # Under ThreadSanitizer only tests with threads run, because emulated arithmetic is slow there. It
 # does not support forks beside threads.
+THREADED = ("pool", "isas", "passes", "lora", "encoder")
 TESTS = {
     "address": ("tests/kernels/native",),
-    "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in ("pool", "isas", "passes")),
+    "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in THREADED),
 }
 SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_memory and not amx"}
 

@@ -19,7 +19,7 @@ def test_weights_are_disjoint_and_aligned():
 
 
 def test_a_large_weight_has_its_own_memory_and_small_ones_share():
-    weights._last = None
+    weights._weights.last = None
     small, large, other = (
         empty_weight(count, dtype=torch.uint8) for count in (100, 33 * 2**20, 100)
     )
@@ -27,10 +27,10 @@ def test_a_large_weight_has_its_own_memory_and_small_ones_share():
 
 
 def test_memory_is_freed_with_its_last_weight():
-    weights._last = None
+    weights._weights.last = None
     first, second = (empty_weight(weights._PIECE_BYTES // 2, dtype=torch.uint8) for _ in range(2))
     second.fill_(7)
-    piece = weights._last.memory
+    piece = weights._weights.last.memory
     assert piece() is not None
     del first
     assert (second == 7).all()

@@ -9,18 +9,19 @@
 // row's bits depend neither on other rows nor on threads.
 
 // Rows of x and of A that are multiplied at once.
-constexpr int LORA_ROWS = 4, LORA_RANKS = REGISTERS == 32 ? 4 : 2, LORA_RANKS_OF_ONE_ROW = 8;
-// Columns of y whose sums are in registers: pairs of vectors.
+constexpr int LORA_ROWS = 4, LORA_RANKS = REGISTERS == 32 ? 4 : 2;
+// Columns of y that lie together in B, and those whose sums are in registers: pairs of vectors.
+constexpr int LORA_BLOCK = 64;
 constexpr int LORA_PAIRS = 2, LORA_COLUMNS = 2 * LORA_PAIRS * Vec::LANES;
+static_assert(LORA_BLOCK % LORA_COLUMNS == 0);
 constexpr int LORA_ROWS_BESIDE = REGISTERS == 32 ? 4 : 2;
-constexpr int64_t LORA_ROWS_OF_ITEM = 16, LORA_COLUMNS_OF_ITEM = 512;
-// How far ahead rows of B are prefetched: the processor does not follow as many streams as ranks.
-constexpr int64_t LORA_COLUMNS_AHEAD = 256;
+constexpr int64_t LORA_ROWS_OF_ITEM = 16, LORA_BLOCKS_OF_ITEM = 8, LORA_RANKS_OF_ITEM = 8;
 
 // Sums of products of two rows of numbers, lane by lane.
 template <typename T>
 struct LoraDot {
-    static constexpr int STEP = Vec::LANES;
+    // ranks of one row at once: sums that need not wait for each other
+    static constexpr int STEP = Vec::LANES, RANKS_OF_ONE_ROW = 8;
     using Numbers = Vec;
     static Numbers load(const T* p) { return Vec::load(p); }
     static Vec add(Vec sum, Numbers a, Numbers x) { return Vec::fma(a, x, sum); }
@@ -28,7 +29,9 @@ struct LoraDot {
 #ifdef QUIRE_BF16
 template <>
 struct LoraDot<uint16_t> {
-    static constexpr int STEP = 32;
+    // one rank is so short that the next ones begin before it ends, and A is one stream, which the
+    // processor prefetches
+    static constexpr int STEP = 32, RANKS_OF_ONE_ROW = 1;
     using Numbers = __m512i;
     static Numbers load(const uint16_t* p) { return _mm512_loadu_si512(p); }
     static Vec add(Vec sum, Numbers a, Numbers x) {
@@ -54,7 +57,7 @@ inline void lora_dots(const T* const* x, const T* a, int64_t size, float scale, 
     int64_t k = 0;
     for (; k + Dot::STEP <= size; k += Dot::STEP) {
         // of the next ranks; behind the last one lie those of the next slice or adapter
-        for (int rank = 0; rank < RANKS; rank++)
+        for (int rank = 0; RANKS > 1 && rank < RANKS; rank++)
             __builtin_prefetch(a + (RANKS + rank) * size + k, 0, 2);
         add(x, a, k, size);
     }
@@ -88,19 +91,17 @@ void lora_ranks(const T* const* x, const T* a, int64_t ranks, int64_t size, floa
     }
 }
 
-// y[row] += low[row] B for LORA_COLUMNS columns; rows of b are b_row apart.
+// y[row] += low[row] B for LORA_COLUMNS columns of a block.
 template <typename T, typename Y, int ROWS>
-inline void lora_columns(const float* const* low, const T* b, int64_t b_row, int64_t rank,
-                         Y* const* y) {
+inline void lora_columns(const float* const* low, const T* b, int64_t rank, Y* const* y) {
     // bf16 numbers are used in pairs, which needs no instruction to move them
     constexpr bool IN_PAIRS = std::is_same<T, uint16_t>::value && std::is_same<Y, uint16_t>::value;
     constexpr int WIDTH = 2 * Vec::LANES;
     Vec sums[ROWS][2 * LORA_PAIRS];
-    for (int64_t k = 0; k < rank; k++, b += b_row) {
+    for (int64_t k = 0; k < rank; k++, b += LORA_BLOCK) {
         Vec weights[2 * LORA_PAIRS];
         for (int i = 0; i < LORA_PAIRS; i++) {
             const T* p = b + i * WIDTH;
-            __builtin_prefetch(p + LORA_COLUMNS_AHEAD, 0, 2);
             if constexpr (IN_PAIRS) {
                 weights[2 * i] = Vec::first_of_pairs(p);
                 weights[2 * i + 1] = Vec::second_of_pairs(p);
@@ -129,23 +130,27 @@ inline void lora_columns(const float* const* low, const T* b, int64_t b_row, int
         }
 }
 
-// The same for any number of columns.
+// The same for any number of columns, the first of which begins a block; blocks of b are b_block
+// apart.
 template <typename T, typename Y, int ROWS>
-void lora_slice(const float* const* low, const T* b, int64_t b_row, int64_t rank, int64_t columns,
+void lora_slice(const float* const* low, const T* b, int64_t b_block, int64_t rank, int64_t columns,
                 Y* const* y) {
     Y* to[ROWS];
     int64_t column = 0;
     for (; column + LORA_COLUMNS <= columns; column += LORA_COLUMNS) {
         for (int row = 0; row < ROWS; row++) to[row] = y[row] + column;
-        lora_columns<T, Y, ROWS>(low, b + column, b_row, rank, to);
+        lora_columns<T, Y, ROWS>(low, b + column / LORA_BLOCK * b_block + column % LORA_BLOCK, rank,
+                                 to);
     }
-    for (; column < columns; column++)
+    for (; column < columns; column++) {
+        const T* weights = b + column / LORA_BLOCK * b_block + column % LORA_BLOCK;
         for (int row = 0; row < ROWS; row++) {
             float sum = 0;
             for (int64_t k = 0; k < rank; k++)
-                sum = __builtin_fmaf(low[row][k], Number<T>::get(b[k * b_row + column]), sum);
+                sum = __builtin_fmaf(low[row][k], Number<T>::get(weights[k * LORA_BLOCK]), sum);
             put(y[row] + column, Number<Y>::get(y[row][column]) + sum);
         }
+    }
 }
 
 // The rows that have an adapter, ordered by place; ascending within one.
@@ -206,7 +211,7 @@ void lora_low(const AddLora& a, const LoraRows& all, const Worker& worker) {
     const int64_t groups = all.groups(), width = a.num_slices * a.max_rank;
     // whole slices, unless these are too few for the threads
     const int64_t parts =
-        groups * a.num_slices >= 3 * worker.count ? 1 : ceil_div(a.max_rank, LORA_RANKS_OF_ONE_ROW);
+        groups * a.num_slices >= 3 * worker.count ? 1 : ceil_div(a.max_rank, LORA_RANKS_OF_ITEM);
     const int64_t part = ceil_div(a.max_rank, parts), count = groups * a.num_slices * parts;
     for (int64_t item; (item = worker.next(count)) < count;) {
         int64_t first, end;
@@ -224,7 +229,7 @@ void lora_low(const AddLora& a, const LoraRows& all, const Worker& worker) {
                 x[i] = (const T*)a.x + all.rows[row + i] * a.x_row;
                 low[i] = a.low + all.rows[row + i] * width + slice * a.max_rank + rank;
             }
-            lora_ranks<T, ROWS, ROWS == 1 ? LORA_RANKS_OF_ONE_ROW : LORA_RANKS>(
+            lora_ranks<T, ROWS, ROWS == 1 ? LoraDot<T>::RANKS_OF_ONE_ROW : LORA_RANKS>(
                 x, of_a, ranks, a.in_features, a.scales[pair], low);
         });
     }
@@ -251,19 +256,27 @@ void lora_low_of_tokens(const AddLora& a, const Step& step, const LoraRows& all,
 template <typename T, typename Y>
 void lora_add(const AddLora& a, const LoraRows& all, const Worker& worker) {
     const int64_t groups = all.groups(), width = a.num_slices * a.max_rank;
-    int64_t starts[MAX_LORA_SLICES + 1] = {};  // of each slice's items in a group
-    for (int64_t s = 0; s < a.num_slices; s++)
-        starts[s + 1] = starts[s] + ceil_div(a.begin[s + 1] - a.begin[s], LORA_COLUMNS_OF_ITEM);
+    // of each slice: its first item in a group, and its first block
+    int64_t starts[MAX_LORA_SLICES + 1] = {}, first_blocks[MAX_LORA_SLICES + 1] = {};
+    for (int64_t s = 0; s < a.num_slices; s++) {
+        const int64_t blocks = ceil_div(a.begin[s + 1] - a.begin[s], LORA_BLOCK);
+        first_blocks[s + 1] = first_blocks[s] + blocks;
+        starts[s + 1] = starts[s] + ceil_div(blocks, LORA_BLOCKS_OF_ITEM);
+    }
     const int64_t items = starts[a.num_slices], count = groups * items;
+    const int64_t block_size = a.max_rank * LORA_BLOCK;
     for (int64_t item; (item = worker.next(count)) < count;) {
         int64_t first, end, slice = 0;
         const int64_t place = all.find(item / items, first, end), index = item % items;
         while (index >= starts[slice + 1]) slice++;
         const int64_t rank = a.ranks[place * a.num_slices + slice];
         if (rank <= 0) continue;
-        const int64_t column = a.begin[slice] + (index - starts[slice]) * LORA_COLUMNS_OF_ITEM,
-                      columns = std::min(LORA_COLUMNS_OF_ITEM, a.begin[slice + 1] - column);
-        const T* b = (const T*)a.b + place * a.max_rank * a.out_features + column;
+        const int64_t block = (index - starts[slice]) * LORA_BLOCKS_OF_ITEM,
+                      column = a.begin[slice] + block * LORA_BLOCK,
+                      columns =
+                          std::min(LORA_BLOCKS_OF_ITEM * LORA_BLOCK, a.begin[slice + 1] - column);
+        const int64_t of_place = place * first_blocks[a.num_slices] + first_blocks[slice] + block;
+        const T* b = (const T*)a.b + of_place * block_size;
         lora_by_rows<LORA_ROWS_BESIDE>(first, end, [&](int64_t row, auto rows) {
             constexpr int ROWS = decltype(rows)::value;
             const float* low[ROWS];
@@ -272,7 +285,7 @@ void lora_add(const AddLora& a, const LoraRows& all, const Worker& worker) {
                 low[i] = a.low + all.rows[row + i] * width + slice * a.max_rank;
                 y[i] = (Y*)a.y + all.rows[row + i] * a.y_row + column;
             }
-            lora_slice<T, Y, ROWS>(low, b, a.out_features, rank, columns, y);
+            lora_slice<T, Y, ROWS>(low, b, block_size, rank, columns, y);
         });
     }
 }

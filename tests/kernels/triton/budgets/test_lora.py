@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from quire.kernels.lora import LORA_BLOCK, first_blocks
 from quire.kernels.triton import lora
 from quire.tests.kernels.triton.budget import Budget, bf16, combinations, f32, i32
 from torch import Tensor
@@ -14,7 +15,7 @@ def add_lora(y: Tensor, size: int, slices: list[int], by_index: bool = False) ->
         y,
         bf16(len(y), size),
         bf16(PLACES, len(slices), RANK, size),
-        bf16(PLACES, RANK, sum(slices)),
+        bf16(PLACES, first_blocks(slices)[-1], RANK, LORA_BLOCK),
         f32(PLACES, len(slices)),
         i32(PLACES, len(slices)),
         i32(256),
@@ -42,7 +43,7 @@ BUDGETS = [
             bf16(64, 896),
             i32(64),
             bf16(PLACES, 1000, RANK),
-            bf16(PLACES, RANK, 896),
+            bf16(PLACES, 896 // LORA_BLOCK, RANK, LORA_BLOCK),
             f32(PLACES, 1),
             i32(PLACES, 1),
             i32(64),

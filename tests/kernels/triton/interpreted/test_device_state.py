@@ -18,6 +18,7 @@ from quire.ipc.config import LoRAConfig
 from quire.ipc.lora import LoRARequest
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
+from quire.kernels.lora import in_blocks
 from quire.tests.executor.on_device import FakeCapture, LateCopies
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 from quire.tests.kernels.triton.interpreted.test_model import BLOCK_SIZE, build
@@ -54,7 +55,7 @@ def random_adapter(model: Any, seed: int) -> dict[str, AdapterWeights]:
     for name, (layer, index) in model.adapted_modules.items():
         of, rank = layer.adapted(index), 2 + seed
         a = random(of.in_features, rank) if of.is_embedding else random(rank, of.in_features)
-        adapter[name] = AdapterWeights(a, random(rank, of.out_features), 0.5)
+        adapter[name] = AdapterWeights(a, in_blocks(random(of.out_features, rank)), 0.5)
     return adapter
 
 

@@ -5,6 +5,7 @@ Must not know: which adapters should be in memory, requests, names that users gi
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ from .models.adapters import EmbeddingAdapters, LinearAdapters
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module
+
+
+def start_reader() -> ThreadPoolExecutor:
+    """A thread that reads adapters beside steps. torch has no further threads for it: they would
+    take the cores of the native kernels, and look for work a while longer.
+    """
+
+    def settle() -> None:
+        torch.set_num_threads(1)
+        torch.get_num_threads()  # from now on this thread keeps its number
+
+    num_threads = torch.get_num_threads()
+    reader = ThreadPoolExecutor(1, thread_name_prefix="quire-lora", initializer=settle)
+    reader.submit(int).result()
+    torch.set_num_threads(num_threads)  # of all others
+    return reader
 
 
 class Loras:

@@ -18,6 +18,7 @@ from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..ipc.trace import RanksTrace, place_of_function
 from .executor import PendingOutput
+from .loras import start_reader
 from .plugins import naming_plugins
 from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.model_runner import ModelRunner
@@ -135,7 +136,7 @@ class SingleProcessExecutor:
     def read_lora(self, request: LoRARequest) -> Future[str]:
         """See Executor. One adapter is read at a time."""
         if self._reader is None:
-            self._reader = ThreadPoolExecutor(1, thread_name_prefix="quire-lora")
+            self._reader = start_reader()
         stamp: Future[str] = Future()
         loras = self.worker.loras
 

@@ -5,6 +5,7 @@ models against models whose weights are merged.
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from quire import InvalidParameterError, LoRARequest
-from quire.executor.loras import Loras
+from quire.executor.loras import Loras, start_reader
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.config import LoRAConfig
 from quire.ipc.step_messages import SchedulerOutput
@@ -91,6 +92,17 @@ def test_a_rank_without_adapters() -> None:
     assert loras.remove(1) is False
     with pytest.raises(InvalidParameterError, match="lora_request: needs an engine with"):
         loras.read(REQUEST)
+
+
+def test_the_reader_has_no_further_threads_of_torch() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with start_reader() as reader, ThreadPoolExecutor(1) as other:
+            assert reader.submit(torch.get_num_threads).result() == 1
+            assert torch.get_num_threads() == other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def write_adapters(model: Path, directory: Path, count: int = 3) -> list[Path]:

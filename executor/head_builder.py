@@ -16,7 +16,7 @@ from .model_builder import ModelBuilder, select_operations
 from .models.decoder import Decoder
 from .models.draft_heads import DraftHead, Eagle3Head, MTPHead
 from .models.layers import LayerFactory
-from .weights.draft_heads import HeadWeights, fill_eagle3, fill_mtp
+from .weights.draft_heads import HeadWeights, fill_eagle3, fill_mtp, read_known_tokens
 
 OPTION = "speculative_config"
 
@@ -78,8 +78,10 @@ class HeadBuilder:
         head: DraftHead
         if self._method == "eagle3":
             bias = "midlayer.self_attn.q_proj.bias" in weights
-            head = Eagle3Head(make, self.shape, self._tap_layers(), *sizes, bias)
-            fill_eagle3(head, weights, make.fill)
+            tokens = read_known_tokens(weights, model_config.hf_config, self.shape.vocab_size)
+            known = None if tokens is None else tokens.sort().values.int()
+            head = Eagle3Head(make, self.shape, self._tap_layers(), *sizes, bias, known)
+            fill_eagle3(head, weights, tokens, make.fill)
         else:
             names = weights.find_mtp_names(builder.shape.num_hidden_layers)
             bias, norm = (

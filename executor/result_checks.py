@@ -29,6 +29,7 @@ def _half(x: Tensor) -> tuple[tuple[int, ...], torch.dtype]:
 RESULTS: dict[str, Callable[..., tuple[tuple[int, ...], torch.dtype]]] = {
     "embedding": lambda token_ids, table: ((*token_ids.shape, table.shape[1]), table.dtype),
     "gather_rows": lambda x, indices: ((len(indices), *x.shape[1:]), x.dtype),
+    "spread_logits": lambda logits, ids, vocab_size: ((len(logits), vocab_size), torch.float32),
     "rms_norm": _like,
     "silu_and_mul": _half,
     "gelu_tanh_and_mul": _half,

@@ -100,6 +100,9 @@ def make_metadata(
     )
 
 
+ABSENT = -(2.0**100)  # the logit of a token that a head does not know
+
+
 def kv_cache_row(head_dim: int, dtype: torch.dtype) -> int:
     """Elements per token and head in a KV cache of `dtype`.
 
@@ -116,6 +119,13 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 @operation
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """x [T, H], indices [R] i64, each in [0, T) -> [R, H]: the rows whose logits are needed."""
+
+
+@operation
+def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Logits [R, D] f32 of a part of the vocabulary, token_ids [D] i32 ascending, each in [0,
+    vocab_size) -> [R, vocab_size] f32. Those of other tokens are ABSENT.
+    """
 
 
 @operation

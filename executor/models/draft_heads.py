@@ -23,8 +23,6 @@ from .blocks import Attention, GatedMLP
 from .decoder import Decoder, DecoderLayer
 from .layers import LayerFactory, Weights
 
-NEVER = -1e30  # the logit of a token that a head does not know
-
 
 class Eagle3Taps:
     """Adds up what EAGLE-3's fc makes of the inputs of three layers: fc(concat(a, b, c)) is the sum
@@ -97,8 +95,8 @@ class Eagle3Attention(Attention):
 
 
 class Eagle3Head(DraftHead):
-    """`tap_layers`: of the model. Its output head has a row for each token of the model; those that
-    it does not know have a bias of NEVER.
+    """`tap_layers`: of the model. known [D] i32: the tokens that its output head has a row for,
+    ascending; None: all. Others are never drafted.
     """
 
     def __init__(
@@ -109,9 +107,11 @@ class Eagle3Head(DraftHead):
         rows: int,
         max_model_len: int,
         qkv_bias: bool,
+        known: torch.Tensor | None,
     ):
         super().__init__(make, config, rows)
         size, ropes = config.hidden_size, make.ropes(config, max_model_len)
+        self.known = None if known is None else known.to(make.device)
         self.taps = Eagle3Taps(make, config, tap_layers, rows)
         self.self_attn = Eagle3Attention(make, config, ropes, qkv_bias, False, False)
         self.mlp = GatedMLP(make, config, 0, bias=False)
@@ -119,11 +119,19 @@ class Eagle3Head(DraftHead):
         self.hidden_norm = make.norm("hidden_norm", size, config)
         self.before_mlp = make.norm("post_attention_layernorm", size, config)
         self.norm = make.norm("norm", size, config)
-        self.own_head = make.linear(size, {"lm_head": config.vocab_size}, bias=True)
+        num_known = config.vocab_size if known is None else len(known)
+        self.own_head = make.linear(size, {"lm_head": num_known})
 
     def share(self, model: Decoder) -> None:
         super().share(model)
         self.lm_head = self.own_head
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[R, hidden_size] -> [R, vocab_size] f32"""
+        logits = super().compute_logits(hidden)
+        if self.known is None:
+            return logits
+        return self.ops.spread_logits(logits, self.known, self.config.vocab_size)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

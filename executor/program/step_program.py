@@ -49,6 +49,7 @@ OPERATIONS = (
     "encoder_attention",
 )  # what a model may be made of
 LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapters
+PART_OPERATIONS = ("spread_logits",)  # if its head knows a part of the vocabulary
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
@@ -103,6 +104,7 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
         logger.info("the model runs operation by operation: %s", reason)
         return None
     operations = OPERATIONS + (LORA_OPERATIONS if takes_adapters(model) else ())
+    operations += PART_OPERATIONS if getattr(model, "known", None) is not None else ()
     others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
     if len(others) == len(operations):
         logger.info("the model runs operation by operation: there are no native kernels for it")

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
-from ..models.draft_heads import NEVER, Eagle3Head, MTPHead
+from ..models.draft_heads import Eagle3Head, MTPHead
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -90,15 +90,41 @@ class HeadWeights:
         raise ModelLoadError(f"{self.directory}: has no head for multi-token prediction ({tried})")
 
 
-def fill_eagle3(head: Eagle3Head, weights: HeadWeights, fill: Fill) -> None:
-    """Raises ModelLoadError for what is missing or has another shape."""
-    vocab_size, size = head.config.vocab_size, head.config.hidden_size
-    target_of = None
-    if "d2t" in weights:
-        offsets = weights["d2t"].long()
-        target_of = torch.arange(len(offsets)) + offsets
-        if int(target_of.min()) < 0 or int(target_of.max()) >= vocab_size:
-            raise ModelLoadError(f"{weights.directory}: d2t names tokens that the model lacks")
+def read_known_tokens(
+    weights: HeadWeights, hf_config: dict[str, Any], vocab_size: int
+) -> torch.Tensor | None:
+    """[D] i64: the model's token of each token of an EAGLE-3 head's own vocabulary, which differ in
+    d2t; None: they have the same vocabulary.
+
+    Raises ModelLoadError for a map that does not fit.
+    """
+    own_size = hf_config.get("draft_vocab_size") or vocab_size
+    if "d2t" not in weights:
+        if own_size != vocab_size:
+            raise ModelLoadError(
+                f"{weights.directory}: lacks the tensor d2t, which maps the draft_vocab_size="
+                f"{own_size} tokens of the head to the model's {vocab_size}"
+            )
+        return None
+    offsets = weights["d2t"].long()
+    if list(offsets.shape) != [own_size]:
+        raise ModelLoadError(
+            f"{weights.directory}: d2t must have the shape [{own_size}], as draft_vocab_size in "
+            f"config.json says, got {list(offsets.shape)}"
+        )
+    tokens = torch.arange(own_size) + offsets
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ModelLoadError(f"{weights.directory}: d2t names tokens that the model lacks")
+    if len(tokens.unique()) != own_size:
+        raise ModelLoadError(f"{weights.directory}: d2t maps two tokens of the head to one")
+    return tokens
+
+
+def fill_eagle3(
+    head: Eagle3Head, weights: HeadWeights, tokens: torch.Tensor | None, fill: Fill
+) -> None:
+    """tokens: read_known_tokens. Raises ModelLoadError for what is missing or has another shape."""
+    size = head.config.hidden_size
     assert head.taps is not None
     layers = list(head.taps.parts)
 
@@ -106,11 +132,9 @@ def fill_eagle3(head: Eagle3Head, weights: HeadWeights, fill: Fill) -> None:
         if name.startswith("fc."):
             part = layers.index(int(name.split(".")[1]))
             return weights["fc.weight"][:, part * size : (part + 1) * size]
-        if name == "lm_head.weight":
-            return _spread(weights[name], target_of, vocab_size, 0.0)
-        if name == "lm_head.bias":
-            known = torch.zeros(vocab_size if target_of is None else len(target_of))
-            return _spread(known, target_of, vocab_size, NEVER)
+        if name == "lm_head.weight" and tokens is not None:
+            rows = weights[name]
+            return rows[tokens.argsort()] if len(rows) == len(tokens) else rows
         return _columns(weights, *_part(name), size, is_hidden_first=False)
 
     _fill(head.weights(), values_of, fill, weights.directory)
@@ -145,17 +169,6 @@ def _columns(
             f"{weights.directory}: {name} must have {2 * size} columns, got {values.shape[1]}"
         )
     return values[:, size:] if (part == "hidden") != is_hidden_first else values[:, :size]
-
-
-def _spread(
-    rows: torch.Tensor, target_of: torch.Tensor | None, vocab_size: int, absent: float
-) -> torch.Tensor:
-    """Rows of the head's tokens -> rows of all tokens."""
-    if target_of is None:
-        return rows
-    spread = torch.full((vocab_size, *rows.shape[1:]), absent, dtype=rows.dtype)
-    spread[target_of] = rows
-    return spread
 
 
 def _fill(

@@ -1,4 +1,4 @@
-"""Specification of linear layers and row gathers.
+"""Specification of linear layers, row gathers, and logits of a part of the vocabulary.
 
 Must not know: speed.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops import ABSENT
 from ..registry import register
 
 
@@ -19,6 +20,13 @@ def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
 @register("gather_rows", name="reference", priority=0)
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     return x[indices]
+
+
+@register("spread_logits", name="reference", priority=0)
+def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    out = logits.new_full((len(logits), vocab_size), ABSENT)
+    out[:, token_ids.long()] = logits
+    return out
 
 
 @register("pack_linear", name="reference", priority=0)

@@ -72,6 +72,7 @@ NOT_TIMED = {
     # adapters are refused on a GPU
     "add_lora",
     "add_lora_embedding",
+    "spread_logits",  # of heads that draft
     "gather_sampling_parameters",  # when requests enter
 }
 

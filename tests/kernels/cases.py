@@ -480,6 +480,7 @@ SAMPLING_OPS = (
     "sample_tokens",
     "random_gumbel",
     "gather_logprobs",
+    "spread_logits",
 )
 # tests/kernels/test_moe.py
 ROUTING_OPS = ("route_experts", "count_experts", "expert_outputs", "weighted_sum")

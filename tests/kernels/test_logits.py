@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire.kernels.ops import ABSENT
 from quire.tests.kernels.implementations import each
 
 
@@ -66,3 +67,14 @@ def test_penalties_equal_a_plain_implementation(apply_penalties, data):
     torch.testing.assert_close(logits.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(logits[~is_touched], before[~is_touched])
     assert torch.equal(logits.isneginf(), before.isneginf())
+
+
+@each("spread_logits")
+@pytest.mark.parametrize(("rows", "size", "vocab_size"), [(1, 3, 7), (5, 4000, 20_001), (0, 5, 9)])
+def test_logits_of_a_part_of_the_vocabulary(spread_logits, rows, size, vocab_size):
+    torch.manual_seed(7)
+    logits = torch.randn(rows, size + 3)[:, :size]
+    token_ids = torch.randperm(vocab_size)[:size].sort().values.int()
+    expected = torch.full((rows, vocab_size), ABSENT)
+    expected[:, token_ids.long()] = logits
+    assert torch.equal(spread_logits(logits, token_ids, vocab_size), expected)

@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 20
+ABI_VERSION = 21
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -84,6 +84,7 @@ class Op(IntEnum):
     FIRST_DRAFTS = 67
     PLACE_DRAFTS = 68
     ACCEPT_DRAFTS = 69
+    SPREAD_LOGITS = 70
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

@@ -1,9 +1,9 @@
-"""The struct of src/abi_drafts.h: see calls.py.
+"""The structs of src/abi_drafts.h: see calls.py.
 
 Must not know: what drafts, tensors.
 """
 
-from ctypes import c_int64, c_void_p
+from ctypes import c_double, c_int64, c_void_p
 
 from .calls import Call
 
@@ -14,4 +14,12 @@ class Drafts(Call):
         *((name, c_void_p) for name in ("kept_finite", "accepted", "draw_positions")),
         *((name, c_void_p) for name in ("hidden", "state")),
         *((name, c_int64) for name in ("row_bytes", "depth", "kept_row", "block_size")),
+    ]
+
+
+class SpreadLogits(Call):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "token_ids", "out")),
+        *((name, c_int64) for name in ("x_row", "out_row", "size", "vocab_size")),
+        ("absent", c_double),
     ]

@@ -1,4 +1,5 @@
-"""Row gathers of the native library: embeddings, and the rows whose logits are needed.
+"""Gathers of the native library: embeddings, the rows whose logits are needed, and logits of a part
+of the vocabulary.
 
 Must not know: models, requests.
 """
@@ -6,8 +7,10 @@ Must not know: models, requests.
 import torch
 from torch import Tensor
 
+from ...ops import ABSENT
 from ...registry import register
-from .calls import Embedding, GatherRows, Ids, Op, Step
+from .calls import F32, Embedding, GatherRows, Ids, Op, Step
+from .draft_calls import SpreadLogits
 from .program import empty, num_rows, submit
 from .tensors import DTYPES, PRIORITY, is_native
 
@@ -45,4 +48,24 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
         x.shape[1],
     )
     submit(call, Step(logits_indices=indices.data_ptr()))
+    return out
+
+
+@register("spread_logits", name="native", predicate=is_native, priority=PRIORITY)
+def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    out = empty(len(logits), vocab_size, dtype=torch.float32)
+    call = SpreadLogits(
+        Op.SPREAD_LOGITS,
+        F32,
+        num_rows(logits),
+        logits.data_ptr(),
+        token_ids.data_ptr(),
+        out.data_ptr(),
+        logits.stride(0),
+        out.stride(0),
+        len(token_ids),
+        vocab_size,
+        ABSENT,
+    )
+    submit(call)
     return out

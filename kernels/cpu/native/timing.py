@@ -15,6 +15,7 @@ from ... import work
 from ...work import Work
 from . import calls as c
 from .calls import ALL_LOGITS, ALL_TOKENS, Call, Op, Step
+from .draft_calls import SpreadLogits
 from .library import library
 from .lora_calls import AddLora
 
@@ -55,6 +56,7 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.COMBINE_EXPERTS: c.CombineExperts,
     Op.ADD_GATED: c.AddGated,
     Op.EXTERNAL: c.External,
+    Op.SPREAD_LOGITS: SpreadLogits,
     **dict.fromkeys((Op.ADD_LORA, Op.ADD_LORA_EMBEDDING), AddLora),
 }
 
@@ -181,7 +183,7 @@ def work_of(
         size = call.kv_heads * call.head_dim
         num_bytes = 2 * rows * size * (item + ITEM_BYTES[call.cache_dtype])
         return Work(f"[{rows}, {call.kv_heads}, {call.head_dim}] × 2", num_bytes)
-    if isinstance(call, (c.Argmax, c.Sample)):
+    if isinstance(call, (c.Argmax, c.Sample, SpreadLogits)):
         return work.rows_of(rows, call.vocab_size, 4, 1)
     if isinstance(call, (c.RouteExperts, c.SortByExpert, c.CountExperts)):
         return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)

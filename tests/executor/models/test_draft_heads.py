@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.executor.models.draft_heads import NEVER
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.kernels.cpu.native.calls import Op
+from quire.kernels.ops import ABSENT
 from quire.tests.bundled_model import heads
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -90,10 +91,42 @@ def test_tokens_outside_the_head_are_never_drafted(kind, target, tmp_path):
     head = make_head(kind, target)
     heads.save(head, tmp_path, torch.float32)
     with make_llm(kind, tmp_path) as llm:
-        model = llm.llm_engine.client._engine.core.executor.worker.draft.drafter.passes.model
-        logits = model.compute_logits(torch.randn(3, 256))
-    is_never = logits[0] <= NEVER / 2
-    assert int(is_never.sum()) == (0 if kind == "mtp" else len(is_never) - 900)
+        logits = drafting_passes(llm).model.compute_logits(torch.randn(3, 256))
+    is_absent = logits == ABSENT
+    assert is_absent.sum(1).tolist() == 3 * [0 if kind == "mtp" else logits.shape[1] - 900]
+
+
+def drafting_passes(llm: LLM) -> Any:
+    return llm.llm_engine.client._engine.core.executor.worker.draft.drafter.passes
+
+
+def test_a_heads_own_vocabulary_has_any_order(target, tmp_path):
+    """The output head has a row for each token of draft_vocab_size, in whatever order d2t maps them
+    to the model's, and the program has its logits.
+    """
+    head = make_head("eagle3", target)
+    heads.save(head, tmp_path / "ascending", torch.float32)
+    shutil.copytree(tmp_path / "ascending", tmp_path / "mixed")
+
+    def mix(tensors: dict[str, torch.Tensor]) -> None:
+        order = torch.randperm(900, generator=torch.Generator().manual_seed(1))
+        tokens = torch.arange(900) + tensors["d2t"]
+        tensors["d2t"] = tokens[order] - torch.arange(900)
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+
+    mutilate(tmp_path / "mixed", mix)
+    hidden, found = torch.randn(3, 256, generator=torch.Generator().manual_seed(2)), []
+    for name in ("ascending", "mixed"):
+        with make_llm("eagle3", tmp_path / name) as llm:
+            passes = drafting_passes(llm)
+            assert passes.model.own_head.shards == {"lm_head": 900}
+            calls = [] if passes.program is None else passes.program.calls
+            assert not calls or [c.op for c in calls].count(Op.SPREAD_LOGITS) == 1
+            found.append(passes.model.compute_logits(hidden))
+    expected = torch.full_like(found[0], ABSENT)
+    expected[:, head.known] = head.lm_head(hidden)
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(*found)
 
 
 def mutilate(directory: Path, change: Any) -> Path:
@@ -110,6 +143,18 @@ def mutilate(directory: Path, change: Any) -> Path:
         ("mtp", lambda t: t.pop(heads.MIMO + "mlp.up_proj.weight"), "lacks the tensor"),
         ("eagle3", lambda t: t.pop("norm.weight"), "lacks the tensor norm.weight"),
         ("eagle3", lambda t: t.update(d2t=t["d2t"] + 5000), "tokens that the model lacks"),
+        (
+            "eagle3",
+            lambda t: t.update(d2t=-torch.arange(900)),
+            "d2t maps two tokens",
+        ),
+        ("eagle3", lambda t: t.update(d2t=t["d2t"][:800]), r"shape \[900\], as draft_vocab_size"),
+        ("eagle3", lambda t: t.pop("d2t"), "lacks the tensor d2t, which maps"),
+        (
+            "eagle3",
+            lambda t: t.update({"lm_head.weight": torch.ones(800, 256)}),
+            r"shape \[900, 25",
+        ),
         ("eagle3", lambda t: t.update({"norm.weight": torch.ones(3)}), "must have the shape"),
     ],
 )

@@ -7,12 +7,14 @@ import math
 import pytest
 import torch
 from quire.kernels.cpu.native.library import library
+from quire.kernels.reference import linear as reference_rows
 from quire.kernels.reference import sampling as reference
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
 
 if library is None:
     pytest.skip(NEEDS_LIBRARY, allow_module_level=True)
 
+from quire.kernels.cpu.native import rows
 from quire.kernels.cpu.native import sampling as native
 
 VOCAB_SIZES = [1, 3, 64, 65, 1000, 8191, 8193, 20_001]
@@ -131,3 +133,15 @@ def test_log_probabilities_equal_the_references(isa):
                 torch.equal(column[[0, 1, 3, 4]], whole[[0, 1, 3, 4]])
                 for column, whole in zip(others, (ids, logprobs, ranks))
             )
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_logits_of_a_part_of_the_vocabulary(isa, num_threads):
+    torch.manual_seed(7)
+    library.set_num_threads(num_threads)
+    for vocab_size in VOCAB_SIZES:
+        size = 1 + vocab_size // 3
+        token_ids = torch.randperm(vocab_size)[:size].sort().values.int()
+        logits = torch.randn(3, size)
+        expected = reference_rows.spread_logits(logits, token_ids, vocab_size)
+        assert torch.equal(rows.spread_logits(logits, token_ids, vocab_size), expected)

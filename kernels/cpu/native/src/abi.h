@@ -1,12 +1,11 @@
 // The library's C interface. calls.py mirrors every struct; tests compare sizes and offsets.
-//
 // A Call is one operation with its operands' addresses. A Step holds what differs from step to
 // step. quire_run runs calls one after another. Row strides and counts are in elements, not bytes.
 // Rows of an operand are contiguous; the memory between two rows is not accessed.
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 20
+#define QUIRE_ABI_VERSION 21
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -82,6 +81,7 @@ enum Op : int32_t {
     OP_FIRST_DRAFTS,
     OP_PLACE_DRAFTS,
     OP_ACCEPT_DRAFTS,
+    OP_SPREAD_LOGITS,
     NUM_OPS,
 };
 

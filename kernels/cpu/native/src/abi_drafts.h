@@ -28,3 +28,13 @@ struct Drafts : Call {
     int64_t row_bytes;  // of state and hidden
     int64_t depth, kept_row, block_size;
 };
+
+// out [rows, vocab_size] = `absent`, but x [rows, size] at token_ids [size], which ascend.
+struct SpreadLogits : Call {
+    const float* x;
+    const int32_t* token_ids;
+    float* out;
+    int64_t x_row, out_row;
+    int64_t size, vocab_size;
+    double absent;
+};

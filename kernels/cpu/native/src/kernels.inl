@@ -110,5 +110,6 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     first_drafts,
     place_drafts,
     accept_drafts,
+    spread_logits,
 };
 #endif

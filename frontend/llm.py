@@ -86,6 +86,10 @@ class LLM(BlockingCalls):
         with self._turn:
             return self.llm_engine.call_utility(method, *args)
 
+    def restart_engines(self) -> None:
+        with self._turn:
+            self.llm_engine.restart_engines()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

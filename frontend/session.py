@@ -304,6 +304,15 @@ class BlockingCalls(SessionFace, ABC):
         """Calls a method of each worker (Worker.CALLABLE). Returns the results in rank order."""
         return self.call_utility("collective_rpc", method, args or [])
 
+    def restart_engines(self) -> None:
+        """Replaces the engine by a new process, or with data_parallel_size each in turn. Requests
+        that are unfinished continue where they were, on the other engines or the next process.
+
+        Raises EngineUsageError if the engine is not a child process that is replaced when it dies
+        (on_engine_death).
+        """
+        self.session.client.restart_engines()
+
 
 def find_eos_ids(model_config: ModelConfig, own: int | None) -> list[int]:
     """End-of-sequence ids: `own`, the tokenizer's, first. Others are stop reasons, as in vLLM."""

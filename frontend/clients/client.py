@@ -19,6 +19,11 @@ from ...ipc.threads import in_thread
 CLOSED = "this client was shut down"
 QUARANTINED = "the engine died each time it computed this request; see the engine's log"
 OF_A_LOOP = "this client belongs to an asyncio loop: await get_output_async() instead"
+RESTARTED = "the engine is started again"
+NOT_REPLACED = (
+    "restart_engines needs an engine in a child process that is replaced when it dies "
+    "(on_engine_death='restart')"
+)
 
 
 def result_of(message: UtilityResult) -> Any:
@@ -129,12 +134,13 @@ class EngineClient(ABC):
         """
         return {0: await self.call_utility_async(method, *args)}
 
+    def restart_engines(self) -> None:
+        """See BlockingCalls.restart_engines."""
+        raise EngineUsageError(NOT_REPLACED)
+
     async def restart_engines_async(self, drain_timeout_s: float) -> None:
         """See AsyncCalls.restart_engines."""
-        raise EngineUsageError(
-            "restart_engines needs an engine in a child process that is replaced when it dies "
-            "(on_engine_death='restart')"
-        )
+        raise EngineUsageError(NOT_REPLACED)
 
     @abstractmethod
     def shutdown(self) -> None:

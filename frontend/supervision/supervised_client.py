@@ -36,7 +36,7 @@ from ...ipc.messages import (
     FinishReason,
 )
 from ...ipc.threads import in_thread
-from ..clients.client import OF_A_LOOP, QUARANTINED, EngineClient, Restarts
+from ..clients.client import OF_A_LOOP, QUARANTINED, RESTARTED, EngineClient, Restarts
 from ..clients.guard import Guard
 from ..clients.mp_client import MPClient
 from .engine_state import DISPENSABLE, EngineState, check_repeatable
@@ -411,6 +411,13 @@ class SupervisedClient(EngineClient):
                 self._on_called(method, args)
                 return result
 
+    def restart_engines(self) -> None:
+        with self._guard:
+            if self.is_shared:
+                return super().restart_engines()
+            self._unwanted = self._engine
+            self._run_recovery(EngineDeadError(RESTARTED))
+
     def _run_recovery(self, death: EngineDeadError) -> None:
         self._raise_if_over()
         try:
@@ -457,12 +464,11 @@ class SupervisedClient(EngineClient):
             return result
 
     async def restart_engines_async(self, drain_timeout_s: float = 0.0) -> None:
-        self._raise_if_over()
         if self.is_shared:
             return await super().restart_engines_async(drain_timeout_s)
         if self._recovery is None:
             self._unwanted = self._engine
-        await self._recovered(self._engine, EngineDeadError("the engine is started again"))
+        await self._recovered(self._engine, EngineDeadError(RESTARTED))
 
     async def _recovered(self, dead: MPClient, death: EngineDeadError) -> None:
         """Returns when another engine has taken the place of `dead`."""

@@ -6,6 +6,7 @@ import pytest
 from quire import (
     LLM,
     EngineDeadError,
+    EngineUsageError,
     InvalidParameterError,
     LLMEngine,
     RequestOutputKind,
@@ -212,6 +213,8 @@ def test_close_and_context_manager(monkeypatch) -> None:
         assert llm.get_default_sampling_params() == SamplingParams()
         assert llm.get_metrics()["called"] == "get_metrics"
         assert llm.reset_prefix_cache() == {"called": "reset_prefix_cache"}
+        with pytest.raises(EngineUsageError, match="restart_engines needs"):
+            llm.restart_engines()
     assert llm.llm_engine.client.num_shutdowns >= 1
     llm.close()
     with pytest.raises(EngineDeadError):

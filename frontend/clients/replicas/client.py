@@ -414,6 +414,10 @@ class ReplicasClient(EngineClient):
         with self._guard:
             return self._run(self.call_utility_async(method, *args))
 
+    def restart_engines(self) -> None:
+        with self._guard:
+            self._run(self.restart_engines_async(0.0))
+
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if self._is_closed or self._loop is None:
             coroutine.close()

@@ -19,7 +19,11 @@ import pytest
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.supervision.supervised_client import SupervisedClient
-from quire.ipc.errors import EngineDeadError, EngineRestartedError, EngineStartError
+from quire.ipc.errors import (
+    EngineDeadError,
+    EngineRestartedError,
+    EngineStartError,
+)
 from quire.ipc.params import RequestOutputKind, child_seed
 from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import expected_output, make_config, weights_digest

@@ -181,8 +181,12 @@ def test_blocking_code_has_the_same() -> None:
             num_steps += 1
             if num_steps == 20:
                 os.kill(pids(client)[0], signal.SIGKILL)
+            if num_steps == 60:
+                first = pids(client)
+                llm.restart_engines()
+                assert not set(first) & set(pids(client))
         assert_expected(requests, outputs, llm.config)
-        assert client.restarts.num_resumed
+        assert client.restarts.num_resumed and client.restarts.by_cause["request"] == 2
         assert llm.call_utility("ping") == "pong"
 
         async def in_a_loop() -> str:  # as in a notebook

@@ -88,6 +88,8 @@ def main(argv: list[str]) -> int:
 
 def render(plan: Plan) -> str:
     """The plan as lines of text."""
+    on_gpus = plan.device == "cuda" and plan.num_ranks > 1
+    of_each = f" on each of {plan.num_ranks} GPUs" if on_gpus else ""
     context = "no context length in config.json"
     if plan.model_context:
         context = f"context {plan.model_context:,} tokens"
@@ -104,7 +106,7 @@ def render(plan: Plan) -> str:
     if not plan.longest_context:
         lines.append(
             f"It does not fit: max_model_len={plan.max_model_len:,} needs at least "
-            f"{format_bytes(plan.least_memory_bytes)}."
+            f"{format_bytes(plan.least_memory_bytes)}{of_each}."
         )
         if plan.fits_as:
             lines += [f"As {plan.fits_as} it does:", "", command(plan)]
@@ -114,7 +116,7 @@ def render(plan: Plan) -> str:
         lines[-1] += (
             f"; max_model_len={plan.max_model_len:,} needs a KV cache of "
             f"{format_bytes(plan.least_kv_cache_bytes)}, "
-            f"{format_bytes(plan.least_memory_bytes)} in total"
+            f"{format_bytes(plan.least_memory_bytes)} in total{of_each}"
         )
     lines += [
         f"{f'requests of {length:,} tokens at once':<44} {number * plan.num_engines:>10,}"
@@ -134,9 +136,14 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
     per_token = f"{format_bytes(plan.kv_bytes_per_token)} per token"
     if plan.num_window_layers:
         per_token += f"; {plan.num_window_layers} of {plan.num_layers} layers keep a window of them"
+    if plan.num_ranks > 1:
+        of_rank = format_bytes((plan.weights_bytes + room) // plan.num_ranks)
+        per_token += f"; {plan.num_ranks} ranks, each with {of_rank} of weights and cache"
     weights = (f"  weights, {plan.weights_kind}", plan.weights_bytes, others)
     if plan.device == "cuda":
         memory, free, left = "the GPU's memory", "", "  left"
+        if plan.num_ranks > 1:
+            memory = f"the memory of {plan.num_ranks} GPUs"
         share = f"gpu_memory_utilization={plan.memory_share}"
         runtime = [("  CUDA itself, an estimate", plan.runtime_bytes, "")]
         measured = "the engine measures it when it starts"
@@ -150,9 +157,6 @@ def _memory(plan: Plan) -> list[tuple[str, int, str]]:
         memory, free = "memory", " that is free here"
         left = "  left for activations, swap space and others"
         uses = [weights, ("  engine and frontend", plan.runtime_bytes, "")]
-        if plan.num_ranks > 1:
-            of_rank = format_bytes((plan.weights_bytes + room) // plan.num_ranks)
-            per_token += f"; {plan.num_ranks} ranks, each with {of_rank} of weights and cache"
         if (others := plan.num_engines - 1) > 0:
             note = f"{others} more engine{'s' * (others > 1)} with weights of their own"
             if plan.divides_experts:

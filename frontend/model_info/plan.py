@@ -76,9 +76,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     # KV cache are those of one.
     num_engines: int = 1
     divides_experts: bool = False  # each engine has a part of the experts
-    # Ranks of an engine, as if all were on one machine. Figures are those of all together.
+    # Ranks of an engine, as if all were on one machine. Figures are those of all together, and of
+    # as many GPUs.
     num_ranks: int = 1
-    memory_bytes: int  # on a GPU: its total memory
+    memory_bytes: int  # on GPUs: their total memory
     memory_is_named: bool  # False: the free memory of this machine or its GPU
     memory_share: float  # gpu_memory_utilization
     # On a GPU: the share that gpu_memory_utilization leaves to other processes, and what they use
@@ -109,7 +110,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def least_memory_bytes(self) -> int:
         """Memory for the weights and one sequence of max_model_len, as divided by the engine's
-        defaults.
+        defaults; on GPUs that of each.
         """
         if self.device == "cuda":
             needed = (
@@ -118,6 +119,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                 + self.step_bytes
                 + self.least_kv_cache_bytes
             )
+            needed = -(-needed // self.num_ranks)
             total = ceil(needed / self.memory_share)
             return total + (int(total * self.memory_share) < needed)
         return (
@@ -157,8 +159,9 @@ def make_plan(
         config.model_config.hf_config, config.model_config.model, config.model_config.model_impl
     )
     _check_supported(config, sizes.config.head_dim)
+    size = num_ranks(config)
     memory = _measure_memory(config, memory_bytes)
-    step_bytes = _estimate_step(config, sizes) if memory.is_gpu else 0
+    step_bytes = size * _estimate_step(config, sizes) if memory.is_gpu else 0
     dtype, block_size = config.model_config.dtype, config.cache_config.block_size
     bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
     windows = sizes.config.sliding_windows or (0,) * sizes.config.num_hidden_layers
@@ -168,14 +171,14 @@ def make_plan(
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
     weights_bytes, block_bytes = weights_bytes + draft_bytes, block_bytes + draft_block_bytes
-    size = num_ranks(config)
     rank_block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
     # A standby is a second process with weights of its own; it touches its cache when the first is
     # gone.
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
     num_others = num_engines - 1 + config.service_config.standby
     runtime_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
-    runtime_bytes += (size - 1) * (1 + num_others) * RUNTIME_BYTES
+    if not memory.is_gpu:
+        runtime_bytes += (size - 1) * (1 + num_others) * RUNTIME_BYTES
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     free //= size
     room = affordable_blocks(config, rank_block_bytes, free) if free > 0 else 0
@@ -326,22 +329,19 @@ class Memory(msgspec.Struct, frozen=True):
 
 def _measure_memory(config: EngineConfig, memory_bytes: int | None) -> Memory:
     """Bytes of this machine, or of a machine with `memory_bytes`: the free memory of a CPU machine,
-    the total memory of a GPU, which is then assumed to be idle.
+    the total memory of a GPU, which is then assumed to be idle. Each rank has a GPU like the first.
     """
     if config.device_config.device != "cuda":
         return Memory(
             free_memory_bytes() if memory_bytes is None else memory_bytes, 0, RUNTIME_BYTES, False
         )
-    share = config.cache_config.gpu_memory_utilization
+    share, size = config.cache_config.gpu_memory_utilization, num_ranks(config)
     if memory_bytes is not None:
-        return Memory(
-            memory_bytes,
-            memory_bytes - free_of_share(memory_bytes, memory_bytes, share),
-            CUDA_BYTES,
-            True,
-        )
+        withheld = memory_bytes - free_of_share(memory_bytes, memory_bytes, share)
+        return Memory(size * memory_bytes, size * withheld, size * CUDA_BYTES, True)
     free, total = gpu_memory_bytes()  # the CUDA context is already subtracted
-    return Memory(total, total - free_of_share(free, total, share), 0, True)
+    withheld = total - free_of_share(free, total, share)
+    return Memory(size * total, size * withheld, 0, True)
 
 
 def _estimate_step(config: EngineConfig, sizes: ModelSizes) -> int:
@@ -380,11 +380,6 @@ def _check_supported(config: EngineConfig, head_dim: int) -> None:
     """Raises the errors of the engine for unsupported combinations, with short messages."""
     kv_cache_dtype = config.cache_config.kv_cache_dtype
     if config.device_config.device == "cuda":
-        if num_ranks(config) > 1:
-            raise InvalidParameterError(
-                "tensor_parallel_size",
-                "quire plan knows no ranks on GPUs, of which each has its own; plan one rank",
-            )
         if kv_cache_dtype == "int8":
             raise InvalidParameterError(
                 "kv_cache_dtype",

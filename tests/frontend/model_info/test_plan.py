@@ -138,6 +138,8 @@ def test_engines_that_share_experts_allocate_what_the_plan_predicts(
 ) -> None:
     model = str(save_tiny_model(tmp_path / "model", kind))
     settings = settings | {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    if "quantization" in settings:
+        settings["kernels"] = SLOW
     sharing = {"data_parallel_size": size, "enable_expert_parallel": True, "device": "cpu"}
     stated, whole = plan(model, **settings, **sharing), plan(model, **settings, device="cpu")
     engines = EngineThreads(model, tmp_path / "group", size, **settings)
@@ -412,6 +414,34 @@ def test_a_named_gpu_counts_as_idle(big: str, monkeypatch: pytest.MonkeyPatch) -
         )
         == named
     )
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_each_rank_has_a_gpu(big: str, is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the weights and of each block, and a whole step, on each of two GPUs."""
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (23 * GIB, 24 * GIB))
+    memory_bytes = 24 * GIB if is_named else None
+    one, two = (
+        plan(big, memory_bytes, device="cuda", tensor_parallel_size=size) for size in (1, 2)
+    )
+    assert (two.num_ranks, two.memory_bytes) == (2, 48 * GIB)
+    assert (two.weights_bytes, two.block_bytes) == (one.weights_bytes, one.block_bytes)
+    for name in ("withheld_bytes", "runtime_bytes", "step_bytes"):
+        assert getattr(two, name) == 2 * getattr(one, name)
+    free = one.free_bytes + one.weights_bytes // 2
+    assert two.num_blocks == free // (one.block_bytes // 2)
+    assert "the memory of 2 GPUs" in render(two) and "2 ranks, each with" in render(two)
+
+
+def test_two_gpus_fit_what_one_does_not(big: str) -> None:
+    arguments: dict[str, Any] = {"device": "cuda", "max_model_len": 5000}
+    small = plan(big, 8 * GIB, tensor_parallel_size=2, **arguments)
+    assert not plan(big, 14 * GIB, **arguments).fits
+    assert "on each of 2 GPUs" in render(plan(big, 2 * GIB, tensor_parallel_size=2, **arguments))
+    assert small.least_memory_bytes < 14 * GIB
+    for more, fits in ((16, True), (-16, False)):
+        at = small.least_memory_bytes + more
+        assert plan(big, at, tensor_parallel_size=2, **arguments).fits == fits
 
 
 def test_in_fp8_twice_as_much_fits(big: str) -> None:

@@ -2,7 +2,8 @@
 a rule routes, and how long their first tokens take.
 
 Time within an engine is computed, not stepped: between two events all steps are equal, so a
-thousand engines cost what their requests cost.
+thousand engines cost what their requests cost. Conversations are made when they begin, so a day
+costs no more memory than those that go on at the same time, and two numbers per request.
 
     conversation ─▶ request ─▶ rule ─▶ engine: waits ─▶ prefill ─▶ first token ─▶ rows ─▶ end
          ▲                                                                              │
@@ -15,9 +16,13 @@ import heapq
 import math
 import random
 import time
+from array import array
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 from quire.frontend.clients.replicas.routing import (
     COARSE_TOKENS,
     FINE_TOKENS,
@@ -63,8 +68,9 @@ class Turn:
     num_system: int  # tokens of the system prompt
     num_prompt: int
     num_answer: int
-    num_left: int  # turns after this one
     arrival: float
+    # turns after this one: seconds before it, tokens of its message, of its answer
+    later: list[tuple[float, int, int]]
     num_cached: int = 0
     remaining: float = 0.0  # of the prompt, to compute
     load: Load | None = None
@@ -216,49 +222,55 @@ class LeastLoad(Routed):
 RULES = {"round robin": Rule, "least load": LeastLoad, "sticky": Sticky, "router": Routed}
 
 
-@dataclass
 class Result:
-    first_token_s: list[float] = field(default_factory=list)
-    num_prompt: int = 0
-    num_cached: int = 0
-    rule_s: float = 0.0  # spent in the rule
+    def __init__(self) -> None:
+        self.arrival_s, self.first_token_s = array("d"), array("d")  # of each request
+        self.num_prompt = self.num_cached = 0
+        self.rule_s = 0.0  # spent in the rule
 
     @property
     def hit_rate(self) -> float:
         return self.num_cached / self.num_prompt
 
-    def quantile(self, share: float) -> float:
-        return sorted(self.first_token_s)[int(share * (len(self.first_token_s) - 1))]
+    def quantile(self, share: float, since_s: float = 0.0, until_s: float = math.inf) -> float:
+        """Of the time to the first token, of requests that arrive in this time."""
+        arrivals, times = np.frombuffer(self.arrival_s), np.frombuffer(self.first_token_s)
+        return float(np.quantile(times[(arrivals >= since_s) & (arrivals < until_s)], share))
 
     @property
     def rule_us(self) -> float:
         return 1e6 * self.rule_s / len(self.first_token_s)
 
 
-def conversations(traffic: Traffic, seed: int) -> list[Turn]:
-    """The first turns of a day."""
-    rng, when, turns = random.Random(seed), 0.0, []
+def conversations(traffic: Traffic, seed: int) -> Iterator[Turn]:
+    """The first turns of a day, in order of arrival, each with all that follow."""
+    rng, when, number = random.Random(seed), 0.0, 0
     systems = [rng.randint(100, 1500) for _ in range(traffic.num_applications)]
-    weights = [1 / (1 + i) for i in range(traffic.num_applications)]
+    weights = list(accumulate(1 / (1 + i) for i in range(traffic.num_applications)))
     most = traffic.rate * (1 + traffic.swing)
     while (when := when + rng.expovariate(most)) < traffic.day_s:
         share = 1 - traffic.swing * math.cos(2 * math.pi * when / traffic.day_s)
         if rng.random() * (1 + traffic.swing) > share:
             continue
-        [application] = rng.choices(range(traffic.num_applications), weights)
-        num_turns = min(40, 1 + int(rng.expovariate(1 / (traffic.mean_turns - 1))))
+        [application] = rng.choices(range(traffic.num_applications), cum_weights=weights)
+        later = [
+            (
+                rng.expovariate(1 / traffic.think_s),
+                1 + int(rng.expovariate(1 / traffic.mean_message)),
+                1 + int(rng.expovariate(1 / traffic.mean_answer)),
+            )
+            for _ in range(min(40, 1 + int(rng.expovariate(1 / (traffic.mean_turns - 1)))))
+        ]
         system = systems[application]
-        turn = Turn(len(turns), application, system, system, 0, num_turns, when)
-        turns.append(following(turn, traffic, rng, when))
-    return turns
+        yield following(Turn(number, application, system, system, 0, when, later), when)
+        number += 1
 
 
-def following(turn: Turn, traffic: Traffic, rng: random.Random, arrival: float) -> Turn:
-    num_prompt = turn.num_prompt + turn.num_answer
-    num_prompt += 1 + int(rng.expovariate(1 / traffic.mean_message))
-    num_answer = 1 + int(rng.expovariate(1 / traffic.mean_answer))
+def following(turn: Turn, arrival: float) -> Turn:
+    _, num_message, num_answer = turn.later[0]
+    num_prompt = turn.num_prompt + turn.num_answer + num_message
     identity = turn.conversation, turn.application, turn.num_system
-    return Turn(*identity, num_prompt, num_answer, turn.num_left - 1, arrival)
+    return Turn(*identity, num_prompt, num_answer, arrival, turn.later[1:])
 
 
 def simulate(
@@ -269,17 +281,17 @@ def simulate(
     """
     rule, result = kind(number, machine), Result()
     engines = [Engine(machine) for _ in range(number)]
-    first_turns = conversations(traffic, seed)
-    random_of = [random.Random(seed * 1_000_003 + i) for i in range(len(first_turns))]
+    beginnings = conversations(traffic, seed)
+    next_one = next(beginnings, None)
     # (time, order, engine or None, its version, turn that arrives)
     events: list[tuple[float, int, int, int, Turn | None]] = []
-    for order, turn in enumerate(first_turns):
-        events.append((turn.arrival, order, -1, 0, turn))
-    heapq.heapify(events)
-    order = len(events)
-    clock = time.thread_time
-    while events:
-        now, _, index, version, turn = heapq.heappop(events)
+    order, clock = 0, time.thread_time
+    while events or next_one is not None:
+        if next_one is not None and (not events or next_one.arrival <= events[0][0]):
+            now, index, version, turn = next_one.arrival, -1, 0, next_one
+            next_one = next(beginnings, None)
+        else:
+            now, _, index, version, turn = heapq.heappop(events)
         if turn is not None:
             began = clock()
             index = rule.place(turn)
@@ -292,20 +304,21 @@ def simulate(
             engine.add(turn)
             result.num_prompt += turn.num_prompt
             result.num_cached += turn.num_cached
-        began = clock()
+        if first or ended:
+            began = clock()
+            for one in first:
+                rule.begin(one)
+            for one in ended:
+                rule.end(one)
+            result.rule_s += clock() - began
         for one in first:
-            rule.begin(one)
+            result.arrival_s.append(one.arrival)
+            result.first_token_s.append(now - one.arrival)
         for one in ended:
-            rule.end(one)
-        result.rule_s += clock() - began
-        result.first_token_s += [now - one.arrival for one in first]
-        for one in ended:
-            if one.num_left > 0:
-                rng = random_of[one.conversation]
-                when = now + rng.expovariate(1 / traffic.think_s)
+            if one.later:
+                when = now + one.later[0][0]
                 order += 1
-                later = following(one, traffic, rng, when)
-                heapq.heappush(events, (when, order, -1, 0, later))
+                heapq.heappush(events, (when, order, -1, 0, following(one, when)))
         engine.version += 1
         if (when := engine.next_event()) < math.inf:
             order += 1

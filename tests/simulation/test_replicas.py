@@ -42,7 +42,7 @@ def test_the_router_hits_as_often_as_if_nobody_moved_and_balances_better() -> No
 
 
 def turn(number: int, num_prompt: int, num_answer: int) -> Turn:
-    return Turn(number, number, 0, num_prompt, num_answer, 0, 0.0)
+    return Turn(number, number, 0, num_prompt, num_answer, 0.0, [])
 
 
 def test_an_engine_takes_the_time_of_its_steps() -> None:
@@ -86,11 +86,11 @@ def test_an_engine_takes_the_time_of_its_steps() -> None:
 
 def test_every_request_of_a_day_is_answered() -> None:
     traffic = Traffic(rate=2.0, day_s=30.0)
-    turns = conversations(traffic, 0)
+    turns = list(conversations(traffic, 0))
     assert 0.7 * 60 < len(turns) < 1.3 * 60
     middle = [one for one in turns if 10 < one.arrival < 20]
     assert len(middle) > 1.3 * len(turns) / 3  # the day has a peak
-    wanted = sum(1 + one.num_left for one in turns)
+    wanted = sum(1 + len(one.later) for one in turns)
     for kind in RULES.values():
         day = simulate(kind, 3, traffic)
         assert len(day.first_token_s) == wanted and min(day.first_token_s) > 0
@@ -101,6 +101,6 @@ def test_keys_are_as_many_as_those_of_a_text() -> None:
     for length in (0, 15, 16, 500, 512, 575, 576, 3000):
         assert num_keys(length) == len(prefix_keys(range(length)))
         assert num_tokens_of(num_keys(length)) <= length
-    one, other = Turn(1, 0, 300, 1000, 1, 0, 0.0), Turn(2, 0, 300, 1000, 1, 0, 0.0)
+    one, other = Turn(1, 0, 300, 1000, 1, 0.0, []), Turn(2, 0, 300, 1000, 1, 0.0, [])
     shared = set(keys_of(one)) & set(keys_of(other))
     assert len(shared) == num_keys(300) and len(keys_of(one)) == num_keys(1000)

@@ -1,0 +1,123 @@
+"""The plan of several ranks and of engines that share experts: its figures are those of what they
+allocate.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from quire.frontend.cli.plan import render
+from quire.frontend.model_info import plan as planning
+from quire.frontend.model_info.plan import RUNTIME_BYTES
+from quire.tests.executor.engine_threads import EngineThreads
+from quire.tests.executor.rank_threads import RankThreads
+from quire.tests.frontend.model_info.test_plan import GIB, SLOW, plan, save_big
+from quire.tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_big(tmp_path_factory.mktemp("big"))
+
+
+@pytest.mark.parametrize(("tp", "pp", "num_layers"), [(2, 1, 3), (1, 2, 3), (1, 2, 4), (4, 1, 3)])
+def test_ranks_allocate_what_the_plan_predicts(
+    tp: int, pp: int, num_layers: int, tmp_path: Path
+) -> None:
+    """Of two stages the first is larger, with four layers because the other has a large head. With
+    two heads of keys and values, four ranks have heads twice.
+    """
+    shape = {"num_hidden_layers": num_layers, "vocab_size": 4096 if num_layers == 4 else 256}
+    model = str(save_tiny_model(tmp_path, "qwen2", **shape))
+    arguments: dict[str, Any] = {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    stated = plan(model, dtype="float32", device="cpu", **arguments, **sizes)
+    ranks = RankThreads(model, tp, pp, **arguments)
+    try:
+        num_blocks = ranks.determine_num_blocks()
+        usages = ranks.on_each(lambda rank: rank.collective_rpc("memory_usage")[0])
+    finally:
+        ranks.shutdown()
+    cache_bytes = [usage["kv_cache_bytes"] for usage in usages]
+    assert (stated.num_ranks, stated.num_blocks) == (tp * pp, num_blocks)
+    assert stated.kv_cache_bytes == max(cache_bytes) * tp * pp
+    weights_bytes = sum(usage["weights_bytes"] for usage in usages)
+    assert stated.weights_bytes <= weights_bytes < 1.2 * stated.weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "settings"),
+    [
+        ("mixtral", 4, {"dtype": "float32"}),
+        ("qwen3_moe", 2, {"dtype": "bfloat16", "quantization": "int8"}),
+        ("qwen2_moe", 2, {"dtype": "float32", "quantization": "int4"}),
+        ("gpt_oss", 5, {"dtype": "bfloat16"}),
+        ("gpt_oss", 5, {"dtype": "bfloat16", "quantization": "int8"}),
+    ],
+)
+def test_engines_that_share_experts_allocate_what_the_plan_predicts(
+    kind: str, size: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model = str(save_tiny_model(tmp_path / "model", kind))
+    settings = settings | {"max_model_len": 64, "kv_cache_memory_bytes": 200_000}
+    if "quantization" in settings:
+        settings["kernels"] = SLOW
+    sharing = {"data_parallel_size": size, "enable_expert_parallel": True, "device": "cpu"}
+    stated, whole = plan(model, **settings, **sharing), plan(model, **settings, device="cpu")
+    engines = EngineThreads(model, tmp_path / "group", size, **settings)
+    usages = [engine.collective_rpc("memory_usage")[0] for engine in engines.engines]
+    engines.shutdown()
+    assert [usage["weights_bytes"] for usage in usages] == [stated.weights_bytes] * size
+    assert [usage["kv_cache_bytes"] for usage in usages] == [stated.kv_cache_bytes] * size
+    assert stated.weights_bytes < whole.weights_bytes and stated.divides_experts
+    assert stated.weights_bytes_by_dtype[settings.get("quantization", settings["dtype"])] == (
+        stated.weights_bytes
+    )
+    assert stated.runtime_bytes == size * RUNTIME_BYTES + (size - 1) * stated.weights_bytes
+    assert f"1/{size} of the experts in each" in render(stated)
+
+
+def test_ranks_divide_the_memory(big: str) -> None:
+    arguments: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu"}
+    one, two = (plan(big, 40 * GIB, tensor_parallel_size=n, **arguments) for n in (1, 2))
+    assert two.weights_bytes == one.weights_bytes and two.block_bytes == one.block_bytes
+    assert two.runtime_bytes == one.runtime_bytes + RUNTIME_BYTES
+    of_rank = (40 * GIB - one.weights_bytes - 2 * RUNTIME_BYTES) // 2
+    assert two.num_blocks == int(0.4 * of_rank) // 2**20
+    [*_, name, num_bytes] = two.flags
+    assert (name, int(num_bytes)) == ("--kv-cache-memory-bytes", two.num_blocks * 2**20)
+    for engines in (1, 2):
+        arguments |= {"data_parallel_size": engines, "max_model_len": 8192}
+        two = plan(big, 40 * GIB, tensor_parallel_size=2, **arguments)
+        of_rank = (two.weights_bytes + two.kv_cache_bytes) / 2 / GIB
+        assert f"2 ranks, each with {of_rank:.1f} GiB of weights and cache" in render(two)
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_each_rank_has_a_gpu(big: str, is_named: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the weights and of each block, and a whole step, on each of two GPUs."""
+    monkeypatch.setattr(planning, "gpu_memory_bytes", lambda: (23 * GIB, 24 * GIB))
+    memory_bytes = 24 * GIB if is_named else None
+    one, two = (
+        plan(big, memory_bytes, device="cuda", tensor_parallel_size=size) for size in (1, 2)
+    )
+    assert (two.num_ranks, two.memory_bytes) == (2, 48 * GIB)
+    assert (two.weights_bytes, two.block_bytes) == (one.weights_bytes, one.block_bytes)
+    for name in ("withheld_bytes", "runtime_bytes", "step_bytes"):
+        assert getattr(two, name) == 2 * getattr(one, name)
+    free = one.free_bytes + one.weights_bytes // 2
+    assert two.num_blocks == free // (one.block_bytes // 2)
+    assert "the memory of 2 GPUs" in render(two) and "2 ranks, each with" in render(two)
+
+
+def test_two_gpus_fit_what_one_does_not(big: str) -> None:
+    arguments: dict[str, Any] = {"device": "cuda", "max_model_len": 5000}
+    small = plan(big, 8 * GIB, tensor_parallel_size=2, **arguments)
+    assert not plan(big, 14 * GIB, **arguments).fits
+    assert "on each of 2 GPUs" in render(plan(big, 2 * GIB, tensor_parallel_size=2, **arguments))
+    assert small.least_memory_bytes < 14 * GIB
+    for more, fits in ((16, True), (-16, False)):
+        at = small.least_memory_bytes + more
+        assert plan(big, at, tensor_parallel_size=2, **arguments).fits == fits

@@ -1,8 +1,10 @@
 """Ranks as actors of a Ray cluster (`distributed_executor_backend="ray"`): two nodes on this
-machine with room for one rank each. Tokens, and what happens when ranks, a node or the engine die.
+machine. Tokens of one engine and of two replicas, and what happens when ranks, nodes or the engine
+die, and when a node is not replaced.
 """
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -41,12 +43,12 @@ LONG = SamplingParams(max_tokens=400, temperature=0.8, seed=3, ignore_eos=True)
 
 
 @contextlib.contextmanager
-def cluster_of_two() -> Iterator[tuple[Cluster, Any]]:
-    """Yield the cluster, and its second node."""
+def cluster_of_two(num_cpus: int = 1) -> Iterator[tuple[Cluster, Any]]:
+    """Yield the cluster, and its second node. num_cpus: ranks for which a node has room."""
     cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
+        initialize_head=True, head_node_args={"num_cpus": num_cpus, "include_dashboard": False}
     )
-    second = cluster.add_node(num_cpus=1)
+    second = cluster.add_node(num_cpus=num_cpus)
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
         os.environ["RAY_ADDRESS"] = cluster.address  # of the engines
@@ -58,21 +60,20 @@ def cluster_of_two() -> Iterator[tuple[Cluster, Any]]:
 
 
 def rank_processes() -> list[psutil.Process]:
+    return children(lambda command: command[0].startswith("ray::RankActor"))
+
+
+def engine_processes() -> list[psutil.Process]:
+    return children(lambda command: "quire.core.engine_proc" in command)
+
+
+def children(is_wanted: Callable[[list[str]], bool]) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith("ray::RankActor"):
+        with contextlib.suppress(psutil.Error):  # it ends meanwhile
+            if (command := process.cmdline()) and is_wanted(command):
                 found.append(process)
     return found
-
-
-def engine_process() -> psutil.Process:
-    [engine] = [
-        process
-        for process in psutil.Process().children(recursive=True)
-        if "quire.core.engine_proc" in process.cmdline()
-    ]
-    return engine
 
 
 def tokens(outputs: list[Any]) -> list[Any]:
@@ -80,15 +81,27 @@ def tokens(outputs: list[Any]) -> list[Any]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def left_over() -> list[str]:
-    """What a shut down or killed engine has not taken with it."""
-    groups = [
+def placement_groups() -> list[str]:
+    return [
         f"placement group {group['placement_group_id']}"
         for group in ray.util.placement_group_table().values()
         if group["state"] != "REMOVED"
     ]
+
+
+def left_over() -> list[str]:
+    """What a shut down or killed engine has not taken with it."""
+    groups = placement_groups()
     actors = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
     return [*groups, *actors, *(f"process {process.pid}" for process in rank_processes())]
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 150.0) -> None:
+    began = time.monotonic()
+    while not holds():
+        assert time.monotonic() - began < timeout_s, what
+        time.sleep(0.2)
+    note(f"{what} after {time.monotonic() - began:.1f} s")
 
 
 def wait_until_nothing_is_left(timeout_s: float = 10.0) -> None:
@@ -133,6 +146,61 @@ def check_ranks_in_a_cluster(address: str, model_directory: str) -> None:
         wait_until_nothing_is_left()
 
 
+def check_lost_nodes(address: str, model_directory: str) -> None:
+    """Two replicas of two ranks, one on each node, and then a node that is not replaced."""
+    few: dict[str, Any] = {"startup_timeout_s": 60.0, "engine_restarts": 2}
+    messages: list[str] = []
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("quire.replicas").addHandler(handler)
+    with LLM(model_directory, **ARGUMENTS) as one:
+        long = tokens(one.generate(PROMPTS, LONG, use_tqdm=False))
+    with cluster_of_two(2) as (cluster, second):
+        with LLM(model_directory, **RAY, **SIZES[0], **few, data_parallel_size=2) as two:
+            assert len(rank_processes()) == 4 and len(engine_processes()) == 2
+            assert len(placement_groups()) == 2
+            continues(two, long, "a rank of a replica killed", rank_processes()[-1].kill)
+            wait_until(lambda: len(rank_processes()) == 4, "the replica is back")
+            continues(
+                two,
+                long,
+                "the node of a replica killed",
+                lambda: cluster.remove_node(second, allow_graceful=False),
+            )
+            wait_until(lambda: bool(messages), "the replica is given up")
+            assert "has had no room for 2 ranks with 1 CPUs each" in messages[0], messages
+            assert len(engine_processes()) == 1
+            assert tokens(two.generate(PROMPTS, LONG, use_tqdm=False)) == long
+        wait_until_nothing_is_left()
+        third = cluster.add_node(num_cpus=2)
+        ends_without_room(
+            {**RAY, **few, "pipeline_parallel_size": 4},
+            model_directory,
+            lambda: cluster.remove_node(third, allow_graceful=False),
+        )
+        wait_until_nothing_is_left()
+
+
+def ends_without_room(
+    arguments: dict[str, Any], model_directory: str, kill_node: Callable[[], Any]
+) -> None:
+    """The engine waits for room for a bounded time; then requests and later calls get the cause."""
+    with LLM(model_directory, **arguments) as several, ThreadPoolExecutor(1) as pool:
+        outputs = pool.submit(several.generate, PROMPTS, LONG, use_tqdm=False)
+        time.sleep(1.0)
+        assert not outputs.done()
+        began = time.monotonic()
+        kill_node()
+        error = raises(EngineDeadError, outputs.result)
+        took_s = time.monotonic() - began
+        note(f"a node that is not replaced ended the engine after {took_s:.1f} s: {error}")
+        assert "has had no room for 4 ranks with 1 CPUs each" in str(error), error
+        # two starts, each of half the time to start, and what Ray takes to begin them
+        assert 60.0 < took_s < 150.0, took_s
+        again = raises(EngineDeadError, lambda: several.generate(PROMPTS, SHORT, use_tqdm=False))
+        assert "no room" in str(again), again
+
+
 def needs_a_cluster(model_directory: str) -> None:
     """Both are refused by name before or while an engine starts."""
     one = raises(InvalidParameterError, lambda: LLM(model_directory, **RAY))
@@ -174,7 +242,8 @@ def names_the_rank_that_died(model_directory: str) -> None:
 def dies_with_its_engine(model_directory: str) -> None:
     with LLM(model_directory, **RAY, **SIZES[0], on_engine_death="fail"):
         assert len(rank_processes()) == 2
-        engine_process().kill()
+        [engine] = engine_processes()
+        engine.kill()
         wait_until_nothing_is_left()
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SERVER_FLAGS = ("--served-model-name", "quire", "--reasoning-parser", "none")
-TIMEOUT_S = 600
+TIMEOUT_S = 840  # that of ray_ranks takes half of it on a busy machine
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import mmap
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...kernels.cpu.native.weights import HugePages
@@ -81,7 +82,7 @@ class LinearAdapters:
         self.b = zeros(max_loras, self._first[-1], max_rank, LORA_BLOCK, dtype=dtype)
         self.scales = torch.zeros(shape, device=device)
         self.ranks = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._scales, self._ranks = _writable(self.scales), _writable(self.ranks)
+        self._all = [_Writable(x) for x in (self.a, self.b, self.scales, self.ranks)]
 
     def add(self, y: torch.Tensor, x: torch.Tensor, *, is_logits: bool = False) -> None:
         """In place: y [T, sum of slices] += the adapters' part; x [T, in_features]."""
@@ -108,17 +109,32 @@ class LinearAdapters:
     def put(self, place: int, index: int, weights: AdapterWeights) -> None:
         """The adapter of projection `index` into a place, which has been cleared."""
         first, end = self._first[index : index + 2]
-        self.a[place, index, : weights.rank] = weights.a
-        self.b[place, first:end, : weights.rank] = weights.b
-        self._scales[place, index], self._ranks[place, index] = weights.scale, weights.rank
+        a, b, scales, ranks = self._all
+        a[place, index, : weights.rank] = weights.a
+        b[place, first:end, : weights.rank] = weights.b
+        scales[place, index], ranks[place, index] = weights.scale, weights.rank
 
     def clear(self, place: int) -> None:
-        self._ranks[place] = 0
+        self._all[3][place] = 0
 
 
-def _writable(numbers: torch.Tensor) -> Any:
-    """To write single numbers to, which NumPy does ten times as fast."""
-    return numbers.numpy() if numbers.device.type == "cpu" else numbers
+class _Writable:
+    """Writes parts of a tensor. On CPUs NumPy does, with one thread and without torch's time for a
+    call: this happens between two steps.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self._is_on_cpu = tensor.device.type == "cpu"
+        self._target: Any = _as_numpy(tensor) if self._is_on_cpu else tensor
+
+    def __setitem__(self, key: Any, value: torch.Tensor | float) -> None:
+        is_tensor = self._is_on_cpu and isinstance(value, torch.Tensor)
+        self._target[key] = _as_numpy(value) if is_tensor else value
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory; NumPy has no bf16."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class EmbeddingAdapters:

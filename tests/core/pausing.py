@@ -59,6 +59,8 @@ def started(num_requests: int = 3, num_steps: int = 3, **arguments):
     for _ in range(num_steps):
         for outputs in step(core).values():
             collect(outputs, received)
+    if arguments.get("pipeline_parallel_size", 1) > 1:
+        assert core.has_step_in_flight
     return core, requests, received
 
 
@@ -70,6 +72,7 @@ FORMS = {
     # Three requests of 48 tokens take 9 blocks of the 7 available. One request may need 97 tokens.
     "swapping": {"preemption_mode": "swap", "num_gpu_blocks_override": 8, "max_model_len": 97},
     "chunked": {"max_num_batched_tokens": 16},
+    "stages": {"pipeline_parallel_size": 2},
 }
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 

@@ -121,7 +121,7 @@ def test_nothing_is_watched_without_events():
 def cached_in(core: EngineCore) -> set[tuple[str, int | None, int]]:
     manager = core.scheduler.kv_cache_manager
     has_groups = len(manager.layout.windows) > 1
-    offload = core.executor.offload
+    offload = getattr(core.executor, "offload", None)
     return {
         (GPU, int.from_bytes(name[32:]) if has_groups else None, hash_for_routers(name))
         for name in manager.block_pool._cached
@@ -154,6 +154,7 @@ def random_settings(rng: random.Random) -> dict:
         "async_scheduling": rng.random() < 0.3 and not is_offloading,
         "kv_offloading_size": rng.choice([5, 1000]) / 1024 if is_offloading else None,
         "num_scheduler_steps": rng.choice([0, 0, 2]),
+        "pipeline_parallel_size": 1 if is_offloading else rng.choice([1, 2, 3]),
     }
 
 

@@ -6,25 +6,30 @@ from __future__ import annotations
 
 import random
 import threading
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from quire.core.engine_core import EngineCore
+from quire.ipc.kv_events import KVEventsConfig
 from quire.ipc.messages import FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import (
     Answer,
     assert_nothing_left,
+    collect,
     greedy,
     make_request,
     run,
     step,
 )
+from quire.tests.core.kv_cache.test_events import cached_in
 from quire.tests.core.test_random_workloads import Job, drive, random_jobs
 from quire.tests.executor.driver import start_executor
 from quire.tests.executor.rank_threads import RankThreads
+from quire.tests.kv_subscriber import Subscriber
 
 
 def jobs_of(seed: int, num_jobs: int) -> list[Job]:
@@ -188,3 +193,46 @@ def run_with_checks(core: EngineCore) -> dict[str, Answer]:
             core.wait()
         run(core, answers)
     return answers[0]
+
+
+def test_kv_events_and_a_pause_with_steps_in_flight(tiny, tmp_path) -> None:
+    """A subscriber knows what the pool has; a pause changes no token."""
+    model = tiny("qwen2")
+    endpoints = [f"ipc://{tmp_path}/{name}" for name in ("live", "replay")]
+    config = KVEventsConfig(
+        enable_kv_cache_events=True, endpoint=endpoints[0], replay_endpoint=endpoints[1]
+    )
+    few = {"num_gpu_blocks_override": 24}  # blocks are taken from the cache again
+    stages = RankThreads(model, 1, 2, kv_events_config=config, **few)
+    requests = [
+        make_request(f"r{i}", [1 + i % 3] * 40, greedy(max_tokens=20, temperature=0.7, seed=i))
+        for i in range(6)
+    ]
+    core = EngineCore(stages.config, stages)
+    core.scheduler.least_samples = 1
+    answers: dict[str, Answer] = {}
+    with closing(Subscriber(*endpoints)) as subscriber:
+        for request in requests:
+            core.add_request(request)
+        for _ in range(7):
+            for outputs in step(core).values():
+                collect(outputs, answers)
+        assert core.has_step_in_flight
+        paused = core.call_utility("pause", ["keep"])
+        assert not core.has_step_in_flight
+        for outputs in step(core).values():  # what the drained steps owe
+            collect(outputs, answers)
+        assert paused.result(0) is None and not core.has_work()
+        num_tokens = {name: len(answer.tokens) for name, answer in answers.items()}
+        assert step(core) == {} and min(num_tokens.values()) > 0
+        core.call_utility("resume", [])
+        run(core, {0: answers})
+        assert {len(answer.tokens) for answer in answers.values()} == {20}
+        subscriber.read_until(core.kv_events._next_number - 1)
+        assert subscriber.known == cached_in(core) and subscriber.num_checked > 10
+    core.shutdown()
+    one = start_executor(model)
+    alone = EngineCore(one.worker.config, one)
+    for request in requests:
+        alone.add_request(request)
+    check_equal(run(alone)[0], answers)

@@ -216,7 +216,7 @@ class Worker:
         num_logits = max_num_logits(config.scheduler_config)
         if self.group.stages.count > 1:
             self.model.reserve_stream(max_num_tokens)
-        is_divided = self.group.size > 1 or self.expert_group.size > 1
+        is_divided = not self.group.can_record or self.expert_group.size > 1
         if is_divided or (self.runner.is_stage and self.device.type != "cpu"):
             logger.info("the model runs operation by operation: others have parts of its layers")
         elif self.device.type == "cpu":
@@ -225,15 +225,12 @@ class Worker:
                 self._builder.ops,
                 Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits),
                 len(self.kv_cache_windows),
+                self.group.all_agree,
             )
             can_burst = "sample_tokens" in self._builder.ops.native and not self.runner.is_stage
+            batch, block_size = self.runner.batch, config.cache_config.block_size
             self.runner.bursts = (
-                Bursts(
-                    program,
-                    self.runner.batch,
-                    config.cache_config.block_size,
-                    self.runner.host_inputs,
-                )
+                Bursts(program, batch, block_size, self.runner.host_inputs)
                 if program is not None and can_burst
                 else None
             )

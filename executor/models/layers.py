@@ -225,7 +225,7 @@ class LayerFactory:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' x, rounded to its dtype; x itself where there is one rank."""
-        return x if self.group.size == 1 else self.group.all_reduce(x).to(x.dtype)
+        return x if self.group.size == 1 else self.group.all_reduce(x, x.dtype)
 
     def own_experts(self, count: int) -> range:
         """Which of a layer's experts this engine has."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.cpu.native.program import is_recording, part_ids
 from ..ranks.tensor_group import TensorGroup
 from .linear import Embedding, Linear, Packer, Weights
 
@@ -60,7 +61,7 @@ class RowLinear(Linear):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, this rank's in_features] -> [T, out_features], the same on all ranks"""
-        return self._group.all_reduce(super().logits(x)).to(x.dtype)
+        return self._group.all_reduce(super().logits(x), x.dtype)
 
 
 class PartEmbedding(Embedding):
@@ -72,11 +73,14 @@ class PartEmbedding(Embedding):
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden_size], the same on all ranks"""
-        rows = token_ids - self._begin
-        is_elsewhere = (rows < 0) | (rows >= self._count)
-        found = super().__call__(rows.masked_fill(is_elsewhere, 0))
-        part = found.masked_fill(is_elsewhere[:, None], 0)
-        return self._group.all_reduce(part).to(part.dtype)
+        if is_recording():
+            part = super().__call__(part_ids(token_ids, self._begin))
+        else:
+            rows = token_ids - self._begin
+            is_elsewhere = (rows < 0) | (rows >= self._count)
+            found = super().__call__(rows.masked_fill(is_elsewhere, 0))
+            part = found.masked_fill(is_elsewhere[:, None], 0)
+        return self._group.all_reduce(part, part.dtype)
 
 
 class GatheredHead:

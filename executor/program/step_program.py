@@ -91,10 +91,17 @@ def run_op_by_op(
     return hidden, logits, *ops.argmax(logits)
 
 
-def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -> Program | None:
+def record_step(
+    model: Any,
+    ops: OpTable,
+    limits: Limits,
+    num_groups: int = 1,
+    all_agree: Callable[[bool], bool] = bool,
+) -> Program | None:
     """Records the program of a model whose layers have their caches.
 
-    `num_groups`: of layers that have block tables of their own.
+    `num_groups`: of layers that have block tables of their own. `all_agree`: whether something is
+    true on all ranks that have parts of the layers; they run the program together or not at all.
 
     Returns None, and logs why, where the model must run operation by operation. The caches must
     hold nothing in block 0, which is never allocated to a request: it is overwritten during the
@@ -116,18 +123,26 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
             " ".join(others),
         )
         return None
+    program: Program | None = None
+    reason = "another rank cannot record its part"
     try:
         program = _record(model, ops, _recorder_for(model, limits, num_groups))
+    except Exception as error:  # a user's model or layer may raise anything
+        reason = _reason_of(error)
+    if all_agree(program is not None) and program is not None:
         try:
             with uncounted(model):
                 _try(program, model, ops, num_groups)
+        except Exception as error:
+            program, reason = None, _reason_of(error)
         finally:
             for layer in model.attention_layers():
                 layer.key_cache[0] = layer.value_cache[0] = 0
-    except Exception as error:  # a user's model or layer may raise anything
-        reason = (
-            str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
-        )
+        if not all_agree(program is not None):
+            program = None
+    else:
+        program = None
+    if program is None:
         logger.warning(
             "the model runs operation by operation, several times slower for small models; it "
             "cannot be recorded: %s",
@@ -140,6 +155,10 @@ def record_step(model: Any, ops: OpTable, limits: Limits, num_groups: int = 1) -
         program.num_bytes / 2**20,
     )
     return program
+
+
+def _reason_of(error: Exception) -> str:
+    return str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
 
 
 @torch.inference_mode()

@@ -19,10 +19,15 @@ from collections.abc import Callable
 import msgspec
 
 from ...ipc.config import EngineConfig
+from ...ipc.machine import available_cores
 from ...ipc.models.ranks import num_ranks
 from ...ipc.process import ChildProcess
 from .messages import RankEnds
-from .ring import GroupEnds, RingEnds, RingReader, RingWriter, StageEnds, make_event
+from .ring import GroupEnds, RingEnds, RingReader, RingWriter, StageEnds, make_event, set_off
+
+# How long a rank polls for another one's part before it sleeps: about the cost of sleeping and
+# being woken, and almost nothing where that one may need this core.
+AWAKE_S, AWAKE_ON_SHARED_CORE_S = 50e-6, 1e-6
 
 
 def rank_command(ends: RankEnds) -> list[str]:
@@ -41,12 +46,15 @@ def make_ends(config: EngineConfig, *, has_store: bool = False) -> list[RankEnds
     links = [[RingEnds.create(1) for _ in range(pp - 1)] for _ in range(tp)]
     groups = [GroupEnds.create(tp) if tp > 1 else None for _ in range(pp)]
     store = os.memfd_create("quire-store") if has_store else None
+    awake_s = AWAKE_S if available_cores() >= size else AWAKE_ON_SHARED_CORE_S
+    # before the engine is ended for a step that takes too long, which would name no rank
+    timeout_s = 0.9 * config.service_config.step_timeout_s
     ends = []
     for rank in range(size):
         stage, part = divmod(rank, tp)
         stages = StageEnds(stage, links[part]) if pp > 1 else None
-        replies = RingEnds.create(1)
-        ends.append(RankEnds(rank, size, commands, replies, groups[stage], stages, store))
+        replies, times = RingEnds.create(1), (awake_s, timeout_s)
+        ends.append(RankEnds(rank, size, commands, replies, groups[stage], stages, store, *times))
     return ends
 
 
@@ -67,6 +75,7 @@ class LocalRanks:
             shares_memory = config.device_config.device == "cpu"
         ends = make_ends(config, has_store=not shares_memory)
         self._fds = sorted({fd for of_rank in ends for fd in fds_of(of_rank)})
+        self._alarms = [one.group.alarm() for one in ends if one.group is not None]
         self._commands = RingWriter(ends[0].commands, self._take)
         self._readers = [RingReader(of_rank.replies) for of_rank in ends]
         self.names = [f"rank {of_rank.rank} of {len(ends)}" for of_rank in ends]
@@ -120,6 +129,8 @@ class LocalRanks:
     def interrupt(self) -> None:
         """See Ranks."""
         os.eventfd_write(self._interrupt_fd, 1)
+        for alarm in self._alarms:
+            set_off(alarm)
 
     def stop(self) -> None:
         """See Ranks."""

@@ -36,6 +36,8 @@ class RankEnds(msgspec.Struct, frozen=True):
     stages: StageEnds | None  # None: there is one
     # of the file where ranks on GPUs find each other; None: tensors go through shared memory
     store: int | None = None
+    awake_s: float = 0.0  # how long it polls in native code before it sleeps
+    timeout_s: float = 600.0  # how long it waits there
 
 
 class NetworkEnds(msgspec.Struct, frozen=True):

@@ -95,7 +95,7 @@ class SharedLinks:
         if self._ends.store is None:
             from .shared_links import shared_group
 
-            return shared_group(self._ends)
+            return shared_group(self._ends, is_process=True)
         from ..device import select_device
         from .torch_links import local_group
 

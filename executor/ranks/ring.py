@@ -51,17 +51,29 @@ class GroupEnds(msgspec.Struct, frozen=True):
 
     memory: int
     events: list[list[int]]  # [from rank][to rank]; -1 to itself
+    # of the exchange in native code (kernels/cpu/native/ranks.py), whose size the ranks set
+    native_memory: int
 
     @classmethod
     def create(cls, size: int) -> GroupEnds:
         memory = os.memfd_create("quire-tensors")
         os.ftruncate(memory, 2 * size * PART_FLOATS * 4)
         events = [[-1 if a == b else make_event() for b in range(size)] for a in range(size)]
-        return cls(memory, events)
+        native_memory = os.memfd_create("quire-exchange")
+        os.ftruncate(native_memory, mmap.PAGESIZE)
+        return cls(memory, events, native_memory)
+
+    def alarm(self) -> mmap.mmap:
+        """For set_off; valid without the descriptors."""
+        return mmap.mmap(self.native_memory, mmap.PAGESIZE)
 
     @property
     def fds(self) -> list[int]:
-        return [self.memory, *(fd for row in self.events for fd in row if fd >= 0)]
+        return [
+            self.memory,
+            self.native_memory,
+            *(fd for row in self.events for fd in row if fd >= 0),
+        ]
 
 
 class StageEnds(msgspec.Struct, frozen=True):
@@ -73,6 +85,13 @@ class StageEnds(msgspec.Struct, frozen=True):
     @property
     def fds(self) -> list[int]:
         return [fd for ring in self.links for fd in ring.fds]
+
+
+def set_off(alarm: mmap.mmap) -> None:
+    """Ends the exchanges in native code that wait for a rank, and all later ones (LOST in
+    kernels/cpu/native/src/abi_ranks.h).
+    """
+    struct.pack_into("<I", alarm, 0, 1)
 
 
 def make_event(count: int = 0) -> int:

@@ -17,6 +17,8 @@ import os
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.native.library import library
+from ...kernels.cpu.native.ranks import NativeExchange, memory_bytes
 from .messages import RankEnds
 from .ring import PART_FLOATS, GroupEnds, RingReader, RingWriter, StageEnds
 from .stages import Stages
@@ -68,12 +70,26 @@ class RingStageLinks:
         return _tensor(self._reader.receive(), shape, dtype)
 
 
-def shared_group(ends: RankEnds) -> TensorGroup:
-    """A rank's view of its group and of the stages."""
+def shared_group(ends: RankEnds, *, is_process: bool = False) -> TensorGroup:
+    """A rank's view of its group and of the stages. is_process: no other rank runs in this process,
+    whose native code may wait for them.
+    """
     stages = Stages(None if ends.stages is None else RingStageLinks(ends.stages))
     if ends.group is None:
         return TensorGroup(stages=stages)
-    return TensorGroup(SharedExchange(ends.rank % len(ends.group.events), ends.group), stages)
+    exchange = SharedExchange(ends.rank % len(ends.group.events), ends.group)
+    recorded = None
+    if is_process and library is not None:
+        recorded = _native_exchange(ends, ends.group, exchange)
+    return TensorGroup(exchange, stages, recorded=recorded)
+
+
+def _native_exchange(ends: RankEnds, group: GroupEnds, exchange: SharedExchange) -> NativeExchange:
+    num_bytes = memory_bytes(exchange.size, PART_FLOATS)
+    os.ftruncate(group.native_memory, num_bytes)  # no change where another rank did it
+    memory = torch.frombuffer(mmap.mmap(group.native_memory, num_bytes), dtype=torch.uint8)
+    times = ends.awake_s, ends.timeout_s
+    return NativeExchange(memory, exchange.rank, exchange.size, PART_FLOATS, *times)
 
 
 def _bytes(x: Tensor) -> memoryview:

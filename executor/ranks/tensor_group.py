@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...ipc.errors import InvalidParameterError
+from ...kernels.cpu.native.program import is_recording
 from .ring import PART_FLOATS
 from .stages import WHOLE, Stages
 
@@ -38,6 +39,14 @@ class Exchange(Protocol):
         ...
 
 
+class RecordedExchange(Protocol):
+    """What a recorded model calls in place of an Exchange; see NativeExchange (kernels)."""
+
+    def all_reduce(self, x: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+    def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor: ...
+
+
 class TensorGroup:
     """A rank's view of its group. Without an exchange it is the only rank."""
 
@@ -46,16 +55,29 @@ class TensorGroup:
         exchange: Exchange | None = None,
         stages: Stages = WHOLE,
         num_on_machine: int | None = None,
+        recorded: RecordedExchange | None = None,
     ):
         """stages: of the stack, of which this group has one. num_on_machine: ranks on this machine,
-        of all stages and with this one; by default all.
+        of all stages and with this one; by default all. recorded: of the same ranks; None: a model
+        with parts among ranks runs operation by operation.
         """
         self.rank = 0 if exchange is None else exchange.rank
         self.size = 1 if exchange is None else exchange.size
         self.stages = stages
         self.num_ranks = self.size * stages.count  # in all stages
         self.num_on_machine = num_on_machine or self.num_ranks
-        self._exchange = exchange
+        self._exchange, self._recorded = exchange, recorded
+
+    @property
+    def can_record(self) -> bool:
+        """Whether a model's step may be one native call."""
+        return self.size == 1 or self._recorded is not None
+
+    def all_agree(self, mine: bool) -> bool:
+        """Whether it is true on all ranks, which all ask."""
+        if self.size == 1:
+            return mine
+        return float(self.all_reduce(torch.tensor([float(not mine)]))) == 0
 
     def share(self, count: int, name: str) -> int:
         """How many of `count` heads or rows each rank has: equally many, or one that several ranks
@@ -83,9 +105,12 @@ class TensorGroup:
         rank = self.rank if rank is None else rank
         return count * rank // self.size, count * (rank + 1) // self.size
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x, of any shape -> f32."""
+    def all_reduce(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The sum of all ranks' x, of any shape, rounded to dtype."""
         assert self._exchange is not None
+        if is_recording():
+            assert self._recorded is not None
+            return self._recorded.all_reduce(x, dtype)
         mine = x.reshape(-1)
         total = torch.empty(mine.shape, dtype=torch.float32, device=x.device)
         for begin in range(0, len(mine), PART_FLOATS):
@@ -95,11 +120,14 @@ class TensorGroup:
             out.copy_(parts[0, : len(piece)])
             for part in parts[1:]:
                 out += part[: len(piece)]
-        return total.view(x.shape)
+        return total.view(x.shape).to(dtype)
 
     def all_gather(self, x: Tensor, widths: Sequence[int]) -> Tensor:
         """x [R, widths[rank]] f32 of each rank -> [R, sum of widths], side by side."""
         assert self._exchange is not None
+        if is_recording():
+            assert self._recorded is not None
+            return self._recorded.all_gather(x, widths)
         gathered = torch.empty(len(x), sum(widths), dtype=torch.float32, device=x.device)
         widest = max(widths)
         num_rows = max(1, PART_FLOATS // widest)

@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 21
+ABI_VERSION = 22
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -85,6 +85,8 @@ class Op(IntEnum):
     PLACE_DRAFTS = 68
     ACCEPT_DRAFTS = 69
     SPREAD_LOGITS = 70
+    ALL_REDUCE = 71
+    ALL_GATHER = 72
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:
@@ -197,9 +199,10 @@ class Ids(IntEnum):
 
 
 class Embedding(Call):
-    _fields_ = _fields(
-        table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64, ids=c_int64
-    )
+    _fields_ = [
+        *_fields(table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64),
+        *_fields(ids=c_int64, first_id=c_int64, is_part=c_int64),
+    ]
 
 
 class GatherRows(Call):
@@ -424,13 +427,7 @@ class SortByExpert(Call):
 
 
 class CountExperts(Call):
-    _fields_ = _fields(
-        ids=c_void_p,
-        slots=c_void_p,
-        counts=c_void_p,
-        count=c_int64,
-        top_k=c_int64,
-    )
+    _fields_ = _fields(ids=c_void_p, slots=c_void_p, counts=c_void_p, count=c_int64, top_k=c_int64)
 
 
 class CombineExperts(Call):

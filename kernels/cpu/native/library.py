@@ -11,10 +11,15 @@ import os
 from pathlib import Path
 
 from .calls import ABI_VERSION, BlockLayout, Call, Step
+from .rank_calls import LATE, LOST
 
 logger = logging.getLogger(__name__)
 
 ISAS = ("amx", "avx512_bf16", "avx512", "avx2")  # best first
+
+
+class ExchangeError(RuntimeError):
+    """A run has ended because another rank did not come. What it computed is of no use."""
 
 
 class Library:
@@ -155,6 +160,13 @@ class Library:
         )
 
     def _check(self, result: int) -> None:
+        if result > 0:
+            raise ExchangeError(
+                "another rank has failed"
+                if result == LOST
+                else f"rank {result - LATE} of those that share the layers does not come to where "
+                f"their results are added: it hangs, or is stopped"
+            )
         if result != 0:
             raise RuntimeError(
                 f"call {-1 - result} is not an operation of the native kernels for {self.isa}"

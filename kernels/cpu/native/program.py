@@ -57,6 +57,19 @@ def submit(call: Call, step: Step = _NO_STEP) -> None:
         recorder.submit(call, step)
 
 
+def is_recording() -> bool:
+    """Whether this thread's calls are recorded."""
+    return _thread.recorder is not None
+
+
+def part_ids(token_ids: Tensor, first_id: int) -> Tensor:
+    """While a model is recorded: ids for a look-up in a table that begins with `first_id`, and
+    gives zeros for those that it does not have.
+    """
+    assert _thread.recorder is not None
+    return _thread.recorder.part_ids(token_ids, first_id)
+
+
 @contextlib.contextmanager
 def recording(recorder: Recorder, guard: TorchDispatchMode) -> Iterator[None]:
     """A context in which this thread's calls are recorded."""

@@ -105,6 +105,7 @@ class Recorder:
             _Unknown(),
             self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
         )
+        self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
         # by the name of the step's member; in order of groups where these have their own
         self._inputs = {
             "token_ids": [self.token_ids],
@@ -137,12 +138,23 @@ class Recorder:
             )
         return self._rows[len(x)]
 
+    def part_ids(self, token_ids: Tensor, first_id: int) -> Tensor:
+        """See program.part_ids."""
+        if token_ids is not self.token_ids:
+            raise Unrecordable("a part of a table is read with other token_ids than the step's")
+        ids = self._make(token_ids.shape, torch.int32)
+        self._part_ids[ids.data_ptr()] = first_id
+        return ids
+
     def submit(self, call: Call, step: Step) -> None:
         """Checks that the call reads this step's tensors and not copies that the model made, and
         sets which group's it reads.
         """
         for name, kind in step._fields_:
             if kind is not c_void_p or (address := getattr(step, name)) is None:
+                continue
+            if name == "token_ids" and address in self._part_ids:
+                call.first_id, call.is_part = self._part_ids[address], True
                 continue
             if name == "token_ids" and self.token_types is not None:
                 if address == self.token_types.data_ptr():

@@ -18,6 +18,7 @@ from .calls import ALL_LOGITS, ALL_TOKENS, Call, Op, Step
 from .draft_calls import SpreadLogits
 from .library import library
 from .lora_calls import AddLora
+from .rank_calls import AllGather, AllReduce
 
 DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
 ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
@@ -57,6 +58,8 @@ STRUCTS: dict[Op, type[Call]] = {
     Op.ADD_GATED: c.AddGated,
     Op.EXTERNAL: c.External,
     Op.SPREAD_LOGITS: SpreadLogits,
+    Op.ALL_REDUCE: AllReduce,
+    Op.ALL_GATHER: AllGather,
     **dict.fromkeys((Op.ADD_LORA, Op.ADD_LORA_EMBEDDING), AddLora),
 }
 

@@ -22,8 +22,10 @@ from quire.ipc.config import EngineConfig
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.step_messages import SchedulerOutput
+from quire.kernels.cpu.native.library import library
 from quire.tests.core.engine_loop import Answer, collect, greedy, make_request, run, step
 from quire.tests.executor.driver import Driver, generate, make_config, start_executor
+from quire.tests.executor.rank_threads import RankThreads
 
 
 def start(config: EngineConfig) -> MultiprocExecutor:
@@ -65,6 +67,61 @@ def test_tokens_equal_those_of_one_rank(ranks, tiny) -> None:
     several = [row.output for row in generate(ranks, prompts, 20, params)]
     assert several == [row.output for row in generate(one, prompts, 20, params)]
     assert several == [row.output for row in generate(ranks, prompts, 20, params)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "arguments"),
+    [
+        ("qwen2", 2, {}),
+        ("llama", 2, {"dtype": "bfloat16", "quantization": "int8"}),
+        pytest.param("gemma3_text", 2, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("qwen3", 3, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("llama", 4, {"quantization": "int4"}, marks=pytest.mark.slow),
+        pytest.param("mixtral", 2, {"dtype": "bfloat16"}, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", 2, {"quantization": "int8"}, marks=pytest.mark.slow),
+        pytest.param("qwen2", 2, {"pipeline_parallel_size": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_one_native_call_has_the_bits_of_single_operations(tiny, kind, size, arguments) -> None:
+    """Ranks that are threads of one process run operation by operation."""
+    shape = {"num_attention_heads": 6, "num_key_value_heads": 3} if size == 3 else {}
+    model = tiny(kind, **shape)
+    arguments = dict(arguments)
+    stages = arguments.pop("pipeline_parallel_size", 1)
+    one_by_one = RankThreads(model, size, stages, **arguments)
+    assert all(rank.worker.runner.program is None for rank in one_by_one.ranks)
+    parallel = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    native = start(make_config(model, **parallel, **arguments))
+    try:
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(temperature=temperature, seed=3, logprobs=3)
+            prompts = [[1, 2, 3], [7] * 40, [5, 6]]
+            for mine, theirs in zip(
+                generate(native, prompts, 12, params), generate(one_by_one, prompts, 12, params)
+            ):
+                assert mine.output == theirs.output
+                assert [p[1].tolist() for p in mine.logprobs] == [
+                    p[1].tolist() for p in theirs.logprobs
+                ]
+    finally:
+        native.shutdown()
+        one_by_one.shutdown()
+
+
+def test_several_steps_are_one_call(ranks, tiny) -> None:
+    core, one = EngineCore(ranks.config, ranks), start_executor(tiny("qwen2"))
+    prompts, num_steps = [[i + 1, 2, 3] for i in range(4)], 0
+    for i, prompt in enumerate(prompts):
+        core.add_request(make_request(f"r{i}", prompt, greedy(max_tokens=33)))
+    answers: dict[str, Answer] = {}
+    while core.has_work():
+        for outputs in step(core).values():
+            collect(outputs, answers)
+        num_steps += 1
+    wanted = generate(one, prompts, 33)
+    assert [answers[f"r{i}"].tokens for i in range(4)] == [row.output for row in wanted]
+    if library is not None:
+        assert ranks.burst_weights_bytes > 0 and num_steps < 20
 
 
 def test_large_results(ranks) -> None:
@@ -121,6 +178,11 @@ def test_a_trace_has_what_each_rank_did(ranks) -> None:
     assert [len(some) for some in trace.steps.values()] == [2, 2]
     assert all(rank.kernels for some in trace.steps.values() for rank in some)
     assert trace.model_class == "Qwen2ForCausalLM"
+    if library is not None:  # a step is one native call, with what ranks exchange in it
+        for rank in (rank for some in trace.steps.values() for rank in some):
+            ops = [kernel.op for kernel in rank.kernels]
+            assert (ops.count("all_reduce"), ops.count("all_gather")) == (7, 1)
+            assert all(kernel.implementation.startswith("native") for kernel in rank.kernels)
 
 
 def test_a_grammar_is_checked_by_every_rank(ranks) -> None:
@@ -186,6 +248,42 @@ def test_a_rank_that_is_killed_with_steps_in_flight(own_core, tiny, rank: int) -
         executor.collective_rpc("memory_usage")
     own_core.shutdown()
     assert time.monotonic() - died[0] < 1.5 and are_gone(pids)
+
+
+def test_a_rank_that_others_wait_for_is_killed(tiny) -> None:
+    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2))
+    pids = pids_of(executor)
+    died: list[float] = []
+
+    def kill() -> None:
+        os.kill(pids[1], signal.SIGSTOP)  # so that the other one waits within a step
+        time.sleep(0.3)
+        died.append(time.monotonic())
+        os.kill(pids[1], signal.SIGKILL)
+
+    timer = threading.Timer(0.1, kill)
+    timer.start()
+    with pytest.raises(RuntimeError, match=rf"rank 1 of 2 \(pid {pids[1]}\) was killed by SIGK"):
+        while True:
+            generate(executor, [[1, 2, 3]], 20)
+    assert time.monotonic() - died[0] < 1.0
+    timer.join()
+    executor.shutdown()
+    assert time.monotonic() - died[0] < 1.5 and are_gone(pids)
+
+
+@pytest.mark.skipif(library is None, reason="only native code waits for so long, and no longer")
+def test_a_rank_that_is_stopped_is_named(tiny) -> None:
+    executor = start(make_config(tiny("qwen2"), tensor_parallel_size=2, step_timeout_s=2.0))
+    pids, driver = pids_of(executor), Driver(executor)
+    driver.add("r", [1, 2, 3])
+    os.kill(pids[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 0 of 2 failed: .*: rank 1 of those that share"):
+        driver.step({"r": 3})
+    assert 1.8 <= time.monotonic() - begin < 4
+    executor.shutdown()
+    assert are_gone(pids)
 
 
 @pytest.mark.slow

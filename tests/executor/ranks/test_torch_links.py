@@ -58,7 +58,7 @@ def on_gloo_ranks(
     def make(rank: int) -> TensorGroup:
         if not is_local:
             return network_group(rank, tp, pp, addresses, "127.0.0.1", timeout_s)
-        events = None if tp == 1 else GroupEnds(-1, [[]] * tp)
+        events = None if tp == 1 else GroupEnds(-1, [[]] * tp, -1)
         ends = RankEnds(rank, tp * pp, NO_RING, NO_RING, events, None, store)
         return local_group(ends, timeout_s, torch.device("cpu"))
 

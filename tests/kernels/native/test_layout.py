@@ -7,14 +7,12 @@ import re
 import subprocess
 
 import pytest
-from quire.kernels.cpu.native import calls, draft_calls, lora_calls
+from quire.kernels.cpu.native import calls, draft_calls, lora_calls, rank_calls
 from quire.tests.kernels.native.compiled import ROOT, find_compiler
 
 SOURCES = ROOT / "kernels/cpu/native/src"
-HEADER = "".join(
-    re.sub(r"//.*", "", (SOURCES / name).read_text())
-    for name in ("abi.h", "abi_lora.h", "abi_drafts.h")
-)
+HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h")
+HEADER = "".join(re.sub(r"//.*", "", (SOURCES / name).read_text()) for name in HEADERS)
 STRUCTS = re.findall(r"struct (\w+)(?: : (\w+))? \{(.*?)\};", HEADER, re.DOTALL)
 TYPES = {
     "int32_t": ctypes.c_int32,
@@ -46,7 +44,8 @@ def in_array(name: str, of: type) -> tuple[str, type]:
 def structs_in_python() -> dict[str, type[ctypes.Structure]]:
     return {
         n: t
-        for n, t in (vars(calls) | vars(lora_calls) | vars(draft_calls)).items()
+        for of in (calls, lora_calls, draft_calls, rank_calls)
+        for n, t in vars(of).items()
         if isinstance(t, type) and issubclass(t, ctypes.Structure) and t is not ctypes.Structure
     }
 
@@ -84,7 +83,14 @@ def test_operations_and_constants():
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to ask")
 def test_the_compiler_lays_them_out_as_ctypes_does(tmp_path):
-    checks = ['#include <cstddef>\n#include "abi_lora.h"\n#include "abi_drafts.h"']
+    checks = ["#include <cstddef>", *(f'#include "{name}"' for name in HEADERS)]
+    for size in (1, 2, 62, 63, 64):
+        num_bytes = rank_calls.header_bytes(size)
+        checks.append(f'static_assert(header_bytes({size}) == {num_bytes}, "header");')
+    checks.append(
+        f"static_assert(LINE_BYTES == {rank_calls.LINE_BYTES} && LOST == {rank_calls.LOST}"
+        f' && LATE == {rank_calls.LATE}, "lines");'
+    )
     for name, struct in structs_in_python().items():
         checks.append(
             f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");'

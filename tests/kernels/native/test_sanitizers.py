@@ -33,7 +33,7 @@ OPTIONS = {
 }
 # Under ThreadSanitizer only tests with threads run, because emulated arithmetic is slow there. It
 # does not support forks beside threads.
-THREADED = ("pool", "isas", "passes", "lora", "encoder")
+THREADED = ("pool", "isas", "passes", "lora", "encoder", "ranks")
 TESTS = {
     "address": ("tests/kernels/native",),
     "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in THREADED),

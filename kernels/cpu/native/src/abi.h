@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#define QUIRE_ABI_VERSION 21
+#define QUIRE_ABI_VERSION 22
 #define QUIRE_EXPORT extern "C" __attribute__((visibility("default")))
 
 enum Dtype : int32_t { BF16 = 0, F32 = 1, INT8 = 2 };  // INT8: only for caches
@@ -82,6 +82,8 @@ enum Op : int32_t {
     OP_PLACE_DRAFTS,
     OP_ACCEPT_DRAFTS,
     OP_SPREAD_LOGITS,
+    OP_ALL_REDUCE,
+    OP_ALL_GATHER,
     NUM_OPS,
 };
 
@@ -140,8 +142,7 @@ struct LayerNorm : Call {
     const void* weight;
     const void* bias;
     void* out;
-    int64_t x_row, out_row;
-    int64_t size;
+    int64_t x_row, out_row, size;
     double eps;
 };
 
@@ -173,28 +174,27 @@ struct Add : Call {
 struct Activate : Call {
     const void* x;
     void* out;
-    int64_t x_row, out_row;
-    int64_t size;
+    int64_t x_row, out_row, size;
 };
 
 // x [rows, 2 * size] -> out [rows, size]. Also of OP_GELU_TANH_AND_MUL and OP_GELU_AND_MUL.
 struct SiluAndMul : Call {
     const void* x;
     void* out;
-    int64_t x_row, out_row;
-    int64_t size;
+    int64_t x_row, out_row, size;
 };
 
 enum Ids : int64_t { TOKEN_IDS = 0, POSITIONS = 1, TOKEN_TYPES = 2 };  // members of the step
 
-// out [rows, size] = table[ids], table [num_ids, size]; for OP_EMBEDDING_PACKED in the layout of
-// quire_pack_linear. An id outside [0, num_ids) gives NaN.
+// out [rows, size] = table[ids - first_id], table [num_ids, size]; for OP_EMBEDDING_PACKED in the
+// layout of quire_pack_linear. Other ids give NaN, or zeros if the table is a part of one.
 struct Embedding : Call {
     const void* table;
     void* out;
     int64_t out_row;
     int64_t num_ids, size;
     int64_t ids;  // Ids
+    int64_t first_id, is_part;
 };
 
 // out [rows, size] = x[step.logits_indices]
@@ -468,8 +468,8 @@ QUIRE_EXPORT int32_t quire_use_isa(const char* isa);
 QUIRE_EXPORT int32_t quire_set_threads(int32_t num_threads, const int32_t* cores);
 // A hint that a run follows within 0.1 ms.
 QUIRE_EXPORT void quire_wake();
-// Runs the calls in order and returns when all are done. Returns 0, or -1 - i if call i is no
-// operation of the chosen instruction set.
+// Runs the calls in order and returns when all are done. Returns 0; -1 - i if call i is no
+// operation of the chosen instruction set; line 0 of abi_ranks.h if an exchange ended the run.
 QUIRE_EXPORT int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step);
 // As quire_run, and writes when each thread worked on each call: times [num_calls, num_threads, 2],
 // begin and end in nanoseconds of CLOCK_MONOTONIC. Entries of a thread that had no part in a call

@@ -107,13 +107,16 @@ void add(const Call& call, const Step& step, const Worker& worker) {
 }
 
 inline int64_t id_of(const Embedding& a, const Step& step, int64_t row) {
-    return a.ids == TOKEN_IDS   ? step.token_ids[row]
-           : a.ids == POSITIONS ? step.positions[row]
-                                : step.token_types[row];
+    const int64_t id = a.ids == TOKEN_IDS   ? step.token_ids[row]
+                       : a.ids == POSITIONS ? step.positions[row]
+                                            : step.token_types[row];
+    return id - a.first_id;
 }
 
-// a NaN in both types has all bits set
-inline void set_nan(char* row, size_t bytes) { std::memset(row, 0xff, bytes); }
+// The row of an id that the table does not have. A NaN in both types has all bits set.
+inline void set_absent(const Embedding& a, void* row, size_t bytes) {
+    std::memset(row, a.is_part ? 0 : 0xff, bytes);
+}
 
 void embedding(const Call& call, const Step& step, const Worker& worker) {
     const Embedding& a = (const Embedding&)call;
@@ -124,7 +127,7 @@ void embedding(const Call& call, const Step& step, const Worker& worker) {
             int64_t id = id_of(a, step, row);
             char* out = (char*)a.out + row * a.out_row * width;
             if (id < 0 || id >= a.num_ids) {
-                set_nan(out, a.size * width);
+                set_absent(a, out, a.size * width);
             } else {
                 std::memcpy(out, (const char*)a.table + id * a.size * width, a.size * width);
             }

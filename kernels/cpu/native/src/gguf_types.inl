@@ -320,7 +320,7 @@ void embedding_of_blocks(const EmbeddingInt8& a, int64_t rows, const Step& step,
             const int64_t id = id_of(a, step, row), panel = id / PANEL;
             T* out = (T*)a.out + row * a.out_row;
             if (id < 0 || id >= a.num_ids) {
-                set_nan((char*)out, a.size * sizeof(T));
+                set_absent(a, out, a.size * sizeof(T));
                 continue;
             }
             const char *numbers = (const char*)a.table + panel * a.size * F::LINE_OF_K,

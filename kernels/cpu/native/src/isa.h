@@ -5,7 +5,9 @@
 #include "abi.h"
 #include "abi_drafts.h"
 #include "abi_lora.h"
+#include "abi_ranks.h"
 #include "pool.h"
+#include "ranks.h"
 
 // Runs on every thread of the pool; each takes pieces of the call's work. A barrier follows every
 // call.

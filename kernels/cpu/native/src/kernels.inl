@@ -37,6 +37,7 @@ constexpr Kernels KERNELS;
 #include "rotary.inl"
 #include "sampling.inl"
 #include "drafts.inl"
+#include "ranks.inl"
 
 // In the order of Op.
 constexpr Kernel KERNELS[NUM_OPS] = {
@@ -111,5 +112,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     place_drafts,
     accept_drafts,
     spread_logits,
+    all_reduce,
+    all_gather,
 };
 #endif

@@ -298,7 +298,7 @@ void embedding_packed(const Call& call, const Step& step, const Worker& worker) 
             int64_t id = id_of(a, step, row);
             char* out = (char*)a.out + row * a.out_row * width;
             if (id < 0 || id >= a.num_ids) {
-                set_nan(out, bytes);
+                set_absent(a, out, bytes);
                 continue;
             }
             const char* from = (const char*)a.table + id / PANEL * panel_bytes + id % PANEL * 4;

@@ -181,6 +181,7 @@ struct Pool {
     // none
     uint64_t phase_number = 0;
     std::atomic<bool> is_over{true};
+    std::atomic<int32_t> problem{0};  // of a call that failed
 
     static_assert(std::atomic<Place>::is_always_lock_free);
 
@@ -218,7 +219,7 @@ struct Pool {
     void open(uint64_t call, int32_t next) {
         index = next;
         phase_number += 1;
-        if (next < num_calls) place.store(Place{call, 0, 0, 0});
+        if (next < num_calls && !problem.load()) place.store(Place{call, 0, 0, 0});
         else is_over.store(true);
         changes.advance();
     }
@@ -328,9 +329,10 @@ struct Pool {
     }
 
     void run() {
+        problem.store(0);
         if (count == 1) {
             mates[0].takes_pieces = true;
-            for (int32_t i = 0; i < num_calls; i++) {
+            for (int32_t i = 0; i < num_calls && !problem.load(); i++) {
                 mates[0].start_phase(++phase_number);
                 job(Worker{0, 1, this}, argument, i);
             }
@@ -435,6 +437,10 @@ int64_t Worker::next(int64_t count) const { return pool->next(index, count); }
 int64_t Worker::following(int64_t piece, int64_t count) const {
     return pool->following(index, piece, count);
 }
+void Worker::fail(int32_t problem) const {
+    int32_t none = 0;
+    pool->problem.compare_exchange_strong(none, problem);
+}
 void Worker::barrier() const { pool->end_phase(pool->mates[index], 0); }
 void* Worker::scratch(size_t bytes) const { return pool->scratch[index].reserve(bytes); }
 
@@ -457,8 +463,8 @@ bool set_threads(int count, const int32_t* cores) {
 
 void wake_threads() { the_pool->start.wake(); }
 
-void run_on_all(Job job, void* argument, int32_t count) {
-    if (count <= 0) return;
+int32_t run_on_all(Job job, void* argument, int32_t count) {
+    if (count <= 0) return 0;
     Pool& pool = *the_pool;
     if (pool.to_start) set_threads((int)pool.cores.size(), std::vector<int>(pool.cores).data());
     std::lock_guard<std::mutex> lock(pool.running);
@@ -466,4 +472,5 @@ void run_on_all(Job job, void* argument, int32_t count) {
     pool.argument = argument;
     pool.num_calls = count;
     pool.run();
+    return pool.problem.load();
 }

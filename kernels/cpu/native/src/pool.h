@@ -38,6 +38,9 @@ struct Worker {
     // thread that enters the call in a later phase passes the earlier ones without a piece, so work
     // outside of pieces must not depend on having had one.
     void barrier() const;
+    // The run cannot go on: its calls after this one do not run, and run_on_all returns `problem`,
+    // the first one if there are several. The phases of this call end as always.
+    void fail(int32_t problem) const;
     // Memory of this thread alone, 64-byte aligned, valid until the next request in a later call.
     void* scratch(size_t bytes) const;
     // Memory shared by all threads of the run, likewise. Every thread must request the same number
@@ -53,6 +56,6 @@ using Job = void (*)(const Worker&, void* argument, int32_t index);
 bool set_threads(int count, const int32_t* cores);
 // Hints that a run follows soon: sleeping threads wake up and poll for it.
 void wake_threads();
-// Runs calls 0 to count - 1 in order, each on all threads, and returns when all are done. Runs from
-// several threads wait for each other.
-void run_on_all(Job job, void* argument, int32_t count);
+// Runs calls 0 to count - 1 in order, each on all threads, and returns when all are done: 0, or
+// what Worker::fail was called with. Runs from several threads wait for each other.
+int32_t run_on_all(Job job, void* argument, int32_t count);

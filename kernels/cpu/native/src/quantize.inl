@@ -246,7 +246,7 @@ void embedding_int8_rows(const EmbeddingInt8& a, int64_t rows, const Step& step,
             int64_t id = id_of(a, step, row), panel = id / PANEL, lane = id % PANEL;
             T* out = (T*)a.out + row * a.out_row;
             if (id < 0 || id >= a.num_ids) {
-                std::memset(out, 0xff, a.size * sizeof(T));  // a NaN in both types has all bits set
+                set_absent(a, out, a.size * sizeof(T));
                 continue;
             }
             const int8_t* numbers = (const int8_t*)a.table + panel * depth * PANEL + lane * 4;

@@ -116,14 +116,12 @@ void quire_wake() { wake_threads(); }
 int32_t quire_run(const Call* const* calls, int32_t num_calls, const Step* step) {
     if (int32_t problem = check(calls, num_calls)) return problem;
     Run all{calls, step, chosen};
-    run_on_all(run, &all, num_calls);
-    return 0;
+    return run_on_all(run, &all, num_calls);
 }
 
 int32_t quire_run_timed(const Call* const* calls, int32_t num_calls, const Step* step,
                         int64_t* times, int32_t num_threads) {
     if (int32_t problem = check(calls, num_calls)) return problem;
     TimedRun all{{calls, step, chosen}, times, num_threads};
-    run_on_all(run_timed, &all, num_calls);
-    return 0;
+    return run_on_all(run_timed, &all, num_calls);
 }

@@ -224,7 +224,7 @@ class Router:
         least = loads.index(min(loads))
         candidates, most = self.prefixes.longest(keys), most_load(self._total / len(loads))
         candidates = {one: held for one, held in candidates.items() if self._bases[one] <= most}
-        if owner is not None and len(self._owners) > 1:
+        if owner is not None and len(self._owners) > 1 and min(owner.loads) < owner.loads[least]:
             fewest = min(zip(owner.loads, loads, range(len(loads))))[2]
             if fewest not in candidates:
                 candidates[fewest] = self.prefixes.num_held(fewest, keys)

@@ -2,7 +2,7 @@
 flood.
 
     python tests/bench/bench_fairness.py [--flood 800] [--max-tokens 64] [--requests 20] [--model
-    bundled]
+    bundled] [--engines 1]
 
 Three phases on one server: B's requests alone, A's flood alone, and both. B sends one request after
 the other. The goals: B's median first token at most three times that alone plus one step, A's
@@ -56,13 +56,12 @@ async def first_tokens(
     return found
 
 
-async def measure(port: int, engine: psutil.Process, args: argparse.Namespace) -> None:
+async def measure(port: int, engines: list[psutil.Process], args: argparse.Namespace) -> None:
     def client(key: str) -> HttpClient:
         return HttpClient(f"http://127.0.0.1:{port}/v1", {"authorization": f"Bearer {key}"}, 600)
 
     def cpu_s() -> float:
-        times = engine.cpu_times()
-        return times.user + times.system
+        return sum(times.user + times.system for times in (one.cpu_times() for one in engines))
 
     a, b = client("a"), client("b")
     await first_tokens(b, 3, "warm")
@@ -86,7 +85,7 @@ async def measure(port: int, engine: psutil.Process, args: argparse.Namespace) -
             f"B alone {1e3 * alone:.1f} ms, between chunks of A {1e3 * steps:.1f} ms; under A's "
             f"flood median {1e3 * statistics.median(under):.1f} ms, most {1e3 * max(under):.1f} ms "
             f"({len(under)} requests). A alone {num_tokens / seconds:.0f} tokens/s, with B "
-            f"{num_tokens / both_seconds:.0f} ({seconds / both_seconds:.1%}; by the engine's CPU "
+            f"{num_tokens / both_seconds:.0f} ({seconds / both_seconds:.1%}; by the engines' CPU "
             f"time {flood_cpu / both_cpu:.1%})"
         )
     a.close()
@@ -100,18 +99,21 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default="bundled")
+    parser.add_argument("--engines", type=int, default=1)  # data_parallel_size
     args = parser.parse_args()
     port = free_port()
     flags = ["--port", str(port), "--api-key", "a", "--api-key", "b", "--no-access-log"]
+    flags += ["--data-parallel-size", str(args.engines)]
     server = subprocess.Popen([sys.executable, "-m", "quire", "serve", args.model, *flags])
     try:
         wait_until_ready(port, server)
-        [engine] = [
+        engines = [
             child
             for child in psutil.Process(server.pid).children()
             if "quire.core.engine_proc" in child.cmdline()
         ]
-        uvloop.run(measure(port, engine, args))
+        assert len(engines) == args.engines
+        uvloop.run(measure(port, engines, args))
     finally:
         server.terminate()
         server.wait()

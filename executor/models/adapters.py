@@ -128,8 +128,10 @@ class _Writable:
         self._target: Any = _as_numpy(tensor) if self._is_on_cpu else tensor
 
     def __setitem__(self, key: Any, value: torch.Tensor | float) -> None:
-        is_tensor = self._is_on_cpu and isinstance(value, torch.Tensor)
-        self._target[key] = _as_numpy(value) if is_tensor else value
+        if self._is_on_cpu and isinstance(value, torch.Tensor):
+            self._target[key] = _as_numpy(value)
+        else:
+            self._target[key] = value
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:

@@ -151,11 +151,12 @@ class Load:
 class Owner:
     """One who has requests, and what they add to each replica."""
 
-    __slots__ = ("loads", "num_prompts", "queued", "weight")
+    __slots__ = ("loads", "num_on", "num_prompts", "queued", "weight")
 
     def __init__(self, num_replicas: int, weight: float):
         self.weight = weight
         self.num_prompts = 0  # that have not ended
+        self.num_on = [0] * num_replicas  # of these
         self.queued = [0.0] * num_replicas  # tokens of prompts without a first token
         self.loads = [0.0] * num_replicas  # as Router's bases
 
@@ -210,6 +211,7 @@ class Router:
         load = Load(replica, owner, num_tokens, num_uncached)
         self.prefixes.note(replica, keys)
         self._num_requests[replica] += num_requests
+        self._owners[owner].num_on[replica] += 1
         self._add(load, num_uncached, 0.0)
         return load
 
@@ -231,10 +233,11 @@ class Router:
         if not candidates:
             return least, 0
         best, best_held = least, self.prefixes.num_held(least, keys)
-        lowest, reserved = self._cost(best, best_held, num_tokens, owner), self._reserved(least)
+        lowest = self._reserved_for(best, owner), self._cost(best, best_held, num_tokens, owner)
         for replica, num_held in candidates.items():
-            if self._reserved(replica) <= reserved:
-                value = self._cost(replica, num_held, num_tokens, owner)
+            reserved = self._reserved_for(replica, owner)
+            if reserved <= lowest[0]:
+                value = reserved, self._cost(replica, num_held, num_tokens, owner)
                 if value < lowest:
                     best, best_held, lowest = replica, num_held, value
         return best, best_held
@@ -242,6 +245,16 @@ class Router:
     def _reserved(self, replica: int) -> float:
         is_full = self._num_requests[replica] >= self._max_num_seqs
         return self._states[replica] + (FULL if is_full else 0.0)
+
+    def _reserved_for(self, replica: int, owner: Owner | None) -> float:
+        """As `_reserved`, and more if the replica is full and the owner has its share of it."""
+        reserved = self._reserved(replica)
+        if owner is None or reserved != FULL:
+            return reserved
+        others = self._weights[replica] - (owner.weight if owner.queued[replica] else 0.0)
+        share = self._max_num_seqs * owner.weight / (owner.weight + others)
+        has_share = others > 0 and owner.num_on[replica] >= share
+        return reserved + (FULL if has_share else 0.0)
 
     def _cost(self, replica: int, num_held: int, num_tokens: int, owner: Owner | None) -> float:
         num_uncached = num_tokens - num_tokens_of(num_held)
@@ -269,6 +282,7 @@ class Router:
             self._add(load, -load.num_uncached, 0.0)
         owner = self._owners[load.owner]
         owner.num_prompts -= 1
+        owner.num_on[load.replica] -= 1
         if not owner.num_prompts:
             del self._owners[load.owner]
 

@@ -192,3 +192,12 @@ def test_a_prefix_attracts_when_all_replicas_are_full() -> None:
         keys = prefix_keys(prompt(replica, 20))
         router.end(router.place(keys, length, "b", replica=replica))
         assert (router.choose(keys, length + 50, "b")[0] == replica) == (replica != 3)
+
+
+def test_an_owner_with_its_share_of_a_full_replica_goes_to_another() -> None:
+    """Tokens do not tell how long a slot is waited for."""
+    router, keys, length = Router(2, 100_000, 4), prefix_keys(prompt(0, 20)), 20 * FINE_TOKENS
+    for _ in range(16):
+        router.place([], 100, "flood")
+    router.end(router.place(keys, length, "b", replica=0))
+    assert [router.place(keys, length + 5, "b").replica for _ in range(4)] == [0, 0, 1, 1]

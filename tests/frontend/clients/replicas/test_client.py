@@ -186,7 +186,8 @@ def test_blocking_code_has_the_same() -> None:
                 llm.restart_engines()
                 assert not set(first) & set(pids(client))
         assert_expected(requests, outputs, llm.config)
-        assert client.restarts.num_resumed and client.restarts.by_cause["request"] == 2
+        # the killed one may be replaced already
+        assert client.restarts.num_resumed and client.restarts.by_cause["request"] >= 1
         assert llm.call_utility("ping") == "pong"
 
         async def in_a_loop() -> str:  # as in a notebook

@@ -25,9 +25,9 @@ class Bursts:
     def __init__(
         self, program: Program, batch: InputBatch, block_size: int, make_inputs: StepInputMaker
     ):
+        self.program, self.make_inputs = program, make_inputs
         self._passes = Passes(program, block_size)
         self._batch = batch
-        self._make_inputs = make_inputs
 
     def fits(self, scheduler_output: SchedulerOutput) -> bool:
         """Whether run() supports this step: one token of each row, its last known one, and equal
@@ -48,7 +48,7 @@ class Bursts:
         A row whose logits are not finite keeps the tokens before.
         """
         count = 1 + scheduler_output.num_lookahead_tokens[0]
-        inputs = self._make_inputs.for_burst(scheduler_output, count)
+        inputs = self.make_inputs.for_burst(scheduler_output, count)
         slots = inputs.slots
         draw = None
         if draws(self._batch, slots):

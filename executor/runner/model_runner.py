@@ -229,24 +229,22 @@ class ModelRunner:
         slots, room = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         step, rows, num_sampled = scheduler_output, list(range(len(slots))), [0] * len(slots)
         num_left, results = scheduler_output.num_passes, []
+        speculation.drafter.connect(self.bursts)
         while True:
             in_rounds = self.bursts is not None and not (
                 self.batch.refusals or self._needs_host(step.slots)
             )
             counts = speculation.choose(step, in_rounds)
-            if in_rounds and (passes := speculation.run_rounds(step, counts, num_left)):
-                num_left -= len(passes)
-            else:
-                count, result = self._take_passes(step, speculation, counts, num_left)
-                passes, num_left = [(list(range(len(rows))), result)], num_left - count
-            failed: set[int] = set()
-            for indices, result in passes:
-                results.append(([rows[index] for index in indices], result))
-                failed.update(result.errors)
-                for row, more in zip(results[-1][0], result.num_sampled):
-                    num_sampled[row] += more
+            taken = speculation.run_rounds(step, counts, num_left) if in_rounds else None
+            count, result = taken or self._take_passes(step, speculation, counts, num_left)
+            num_left -= count
+            results.append((rows, result))
+            for row, more in zip(rows, result.num_sampled):
+                num_sampled[row] += more
             rows = [
-                row for row in rows if num_sampled[row] <= room[row] and slots[row] not in failed
+                row
+                for row in rows
+                if num_sampled[row] <= room[row] and slots[row] not in result.errors
             ]
             if not rows or num_left <= 0:
                 return results[0][1] if len(results) == 1 else merge_outputs(slots, results)

@@ -14,11 +14,15 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ....ipc.step_messages import SchedulerOutput
 from ..input_batch import InputBatch
 
-MEASURING_BUDGET_S = 0.3
+if TYPE_CHECKING:
+    from .draft_rounds import Rounds
+
+MEASURING_ROUNDS, MEASURING_BUDGET_S = 20, 0.3
 MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
@@ -31,6 +35,9 @@ PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without histor
 DECAY = 0.9  # of what is known, per pass with drafts
 # A request without drafts gets some again after so many passes: its text may repeat itself by now.
 MOST_PASSES_WITHOUT = 32
+# Where no drafts are worth their cost, nothing is learned. So many passes of the same requests
+# follow before the next choice, which takes 5 % of a pass of 32 requests.
+IDLE_PASSES = 7
 # The least probability that a draft and all before it are accepted.
 LOG_THRESHOLDS = [math.log(p) for p in (0.85, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08, 0.04)]
 
@@ -55,7 +62,7 @@ def measure_costs(
     share = MEASURING_BUDGET_S / len(counts)
     costs: dict[int, float] = {}
     spent, wanted = dict.fromkeys(counts, 0.0), list(counts)
-    while wanted:
+    for _ in range(MEASURING_ROUNDS):
         for count in wanted:
             is_late = sum(spent.values()) > MEASURING_BUDGET_S
             if is_late and len(costs) >= MEASURED_AT_LEAST:
@@ -107,18 +114,25 @@ class DraftDepth:
         self._entries = [0] * num_slots  # the requests that the following is about
         self._tried, self._accepted = [0.0] * num_slots, [0.0] * num_slots
         self._num_without = [0] * num_slots  # passes
+        # how many passes like this one get no drafts without another choice
+        self._num_idle = 0
+        self._idle_step: tuple[int, int, int, bool] | None = None
 
-    def choose(self, scheduler_output: SchedulerOutput, in_rounds: bool = False) -> list[int]:
+    def choose(self, scheduler_output: SchedulerOutput, rounds: Rounds | None = None) -> list[int]:
         """Of each row. Rows without lookahead tokens get none.
 
-        in_rounds: whether passes whose rows all have equally many share a call (DraftRounds).
+        rounds: what runs several passes in one call.
         """
         slots, allowed = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         base = len(slots) / self._cost(num_tokens)
         none = [0] * len(slots)
+        step = len(slots), num_tokens, self._batch.num_added, rounds is None
+        if self._num_idle and step == self._idle_step:
+            self._num_idle -= 1
+            return none
         # even if all drafts are accepted
-        if self._best_rate(len(slots), num_tokens, in_rounds) <= base:
+        if self._best_rate(len(slots), num_tokens, rounds is not None) <= base:
             return none
         rows = [row for row, most in enumerate(allowed) if most > 0]
         if not rows:
@@ -129,7 +143,7 @@ class DraftDepth:
             {p: min(self.most, int(threshold / math.log(p))) for p in counts}
             for threshold in LOG_THRESHOLDS
         ]
-        if in_rounds:
+        if rounds is not None and not rounds.is_ragged:
             candidates += [dict.fromkeys(counts, depth) for depth in range(1, self.most + 1)]
         depth_of, best_rate = dict.fromkeys(counts, 0), base
         for depths in candidates:
@@ -139,7 +153,7 @@ class DraftDepth:
                 num_drafts += counts[p] * depth
                 num_drafting += counts[p] if depth else 0
             deepest, num_rounds = max(depths.values()), 1
-            if in_rounds and deepest == min(depths.values()):
+            if rounds is not None and (rounds.is_ragged or deepest == min(depths.values())):
                 num_rounds = (1 + min(allowed)) // (deepest + 1)
                 num_rounds = max(1, min(scheduler_output.num_passes, num_rounds))
             seconds = self._cost(num_tokens + num_drafts)
@@ -154,6 +168,10 @@ class DraftDepth:
             self._num_without[slot] = 0 if best[row] else self._num_without[slot] + 1
             if self._num_without[slot] > MOST_PASSES_WITHOUT:
                 self._num_without[slot], best[row] = 0, 1
+        if not any(best):
+            self._num_idle, self._idle_step = IDLE_PASSES, step
+            for row in rows:
+                self._num_without[slots[row]] += IDLE_PASSES
         return best
 
     def can_gain(self, num_rows: int, in_rounds: bool) -> bool:

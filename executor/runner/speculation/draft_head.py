@@ -27,6 +27,7 @@ from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
 
 if TYPE_CHECKING:
+    from ..bursts import Bursts
     from .draft_rounds import DraftRounds
 
 
@@ -60,6 +61,9 @@ class HeadDrafter:
     def enter(self, slot: int, num_computed: int) -> None:
         # what the prefix cache holds, the head has mostly computed too
         self._num_computed[slot], self._num_held[slot] = num_computed, 0
+
+    def connect(self, bursts: Bursts | None) -> None:
+        pass
 
     def leave(self, slot: int) -> None:
         pass

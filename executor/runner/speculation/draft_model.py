@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from ....ipc.step_messages import SchedulerOutput
+from ..bursts import Bursts
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
@@ -51,6 +52,9 @@ class DraftModel:
         # what the prefix cache holds, the draft model has mostly computed too; where it has not,
         # its drafts are bad
         self._num_computed[slot], self._drafts[slot] = num_computed, NOTHING
+
+    def connect(self, bursts: Bursts | None) -> None:
+        pass
 
     def leave(self, slot: int) -> None:
         pass

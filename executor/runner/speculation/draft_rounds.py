@@ -1,11 +1,12 @@
-"""Several rounds of a head's drafts and their verification in one native call.
+"""Several rounds of drafts and their verification in one native call.
 
 Must not know: how many drafts are worth their cost, the scheduler, files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,17 +18,89 @@ from ..input_batch import InputBatch
 from .draft_head import HeadDrafter
 
 
-class DraftRounds:
-    """For steps of decodes whose tokens depend on nothing but logits and parameters."""
+class RoundsOutput(NamedTuple):
+    """The output of all rounds; of each pass in turn the slots, and how many drafts they had and
+    were accepted.
+    """
 
-    def __init__(self, drafting: Drafting, drafter: HeadDrafter, batch: InputBatch):
-        self._drafting, self._drafter, self._batch = drafting, drafter, batch
+    result: ModelRunnerOutput
+    slots: list[int]
+    num_drafted: list[int]
+    num_accepted: list[int]
+
+
+# Of a request in a round: how many drafts it had; what was drawn after its last token and each
+# draft, whether these are finite, and how many drafts were accepted.
+Verified = tuple[int, list[int], list[bool], int]
+
+
+def collect_rounds(
+    batch: InputBatch, slots: np.ndarray, order: np.ndarray, rounds: Iterable[Iterable[Verified]]
+) -> RoundsOutput:
+    """Appends what was drawn for `slots` [B], which are those of the step in this order [B], as
+    passes that verify drafts do. A row has no more rounds after logits that are not finite.
+    """
+    by_slot = slots.tolist()
+    tokens: list[list[int]] = [[] for _ in by_slot]
+    num_ahead, errors = [-1] * len(by_slot), {}
+    output = RoundsOutput(ModelRunnerOutput([], []), [], [], [])
+    for of_requests in rounds:
+        for index, (num_drafted, drawn, is_finite, count) in enumerate(of_requests):
+            slot = by_slot[index]
+            if slot in errors:
+                continue
+            if not is_finite[count]:
+                errors[slot] = NOT_FINITE
+            tokens[index] += drawn[: count + is_finite[count]]
+            num_ahead[index] += 1 + count
+            output.slots.append(slot)
+            output.num_drafted.append(num_drafted)
+            output.num_accepted.append(count)
+    rows = np.argsort(order).tolist()
+    for index, of_slot in enumerate(tokens):
+        batch.append_runs(slots[index : index + 1], np.array([of_slot], np.int64))
+    return output._replace(
+        result=ModelRunnerOutput(
+            [len(tokens[index]) for index in rows],
+            [token_id for index in rows for token_id in tokens[index]],
+            errors=errors,
+            num_ahead=[num_ahead[index] for index in rows],
+            num_drafted=[count for count in output.num_drafted if count],
+            num_accepted=[
+                count for count, drafted in zip(output.num_accepted, output.num_drafted) if drafted
+            ],
+        )
+    )
+
+
+class Rounds(Protocol):
+    """Several rounds in one call. is_ragged: whether rows may have unequal numbers of drafts."""
+
+    is_ragged: bool
 
     def count(self, step: SchedulerOutput, counts: Sequence[int], num_passes: int) -> int:
         """How many rounds run() can take of a step whose rows are to have `counts` drafts; 0: none.
 
         num_passes: the most passes of the model.
         """
+        ...
+
+    def run(self, step: SchedulerOutput, counts: Sequence[int], num_rounds: int) -> RoundsOutput:
+        """Runs so many rounds with at most `counts` drafts of each row."""
+        ...
+
+
+class DraftRounds:
+    """For steps of decodes whose tokens depend on nothing but logits and parameters, and whose rows
+    have equally many drafts.
+    """
+
+    is_ragged = False
+
+    def __init__(self, drafting: Drafting, drafter: HeadDrafter, batch: InputBatch):
+        self._drafting, self._drafter, self._batch = drafting, drafter, batch
+
+    def count(self, step: SchedulerOutput, counts: Sequence[int], num_passes: int) -> int:
         num_drafts, slots = counts[0], step.slots
         if (
             not num_drafts
@@ -43,13 +116,8 @@ class DraftRounds:
         is_ready = is_last and bool(self._drafter.is_ready(np.array(slots)).all())
         return min(num_passes, room // (num_drafts + 1)) if is_ready else 0
 
-    def run(
-        self, step: SchedulerOutput, num_drafts: int, num_rounds: int
-    ) -> list[tuple[list[int], ModelRunnerOutput]]:
-        """The rows and the output of each round, as of passes that verify drafts. A row has no more
-        rounds after logits that are not finite.
-        """
-        batch, drafter = self._batch, self._drafter
+    def run(self, step: SchedulerOutput, counts: Sequence[int], num_rounds: int) -> RoundsOutput:
+        batch, drafter, num_drafts = self._batch, self._drafter, counts[0]
         slots = np.array(step.slots, np.int64)
         order = drafter.order(slots)
         slots = slots[order]
@@ -71,32 +139,14 @@ class DraftRounds:
                 draw,
             )
         )
-        rounds: list[tuple[list[int], ModelRunnerOutput]] = []
-        goes_on = np.ones(len(slots), bool)
-        for tokens, finite, counts in zip(drawn, is_finite, accepted):
-            is_good = np.take_along_axis(finite, counts[:, None], 1)[:, 0]
-            by_row: dict[int, tuple[list[int], int]] = {}
-            errors = {}
-            for index in np.flatnonzero(goes_on).tolist():
-                count, slot = int(counts[index]), int(slots[index])
-                sampled = tokens[index, : count + is_good[index]]
-                batch.append_runs(slots[index : index + 1], sampled[None])
-                by_row[int(order[index])] = sampled.tolist(), count
-                if not is_good[index]:
-                    errors[slot] = NOT_FINITE
-            goes_on &= is_good
-            rows = sorted(by_row)
-            of_rows = [by_row[row] for row in rows]
-            result = ModelRunnerOutput(
-                [len(sampled) for sampled, _ in of_rows],
-                [token_id for sampled, _ in of_rows for token_id in sampled],
-                errors=errors,
-                num_ahead=[count for _, count in of_rows],
-                num_drafted=[num_drafts] * len(rows),
-                num_accepted=[count for _, count in of_rows],
-            )
-            rounds.append((rows, result))
-            if not goes_on.any():
-                break
+        output = collect_rounds(
+            batch,
+            slots,
+            order,
+            (
+                zip([num_drafts] * len(slots), *(values.tolist() for values in of_round))
+                for of_round in zip(drawn, is_finite, accepted)
+            ),
+        )
         drafter.hold(slots, 1 + accepted[-1])
-        return rounds
+        return output

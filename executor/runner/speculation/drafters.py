@@ -13,22 +13,28 @@ import torch
 
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
-from .proposers import NOTHING, Proposer
+from .draft_rounds import Rounds
+from .lookup_rounds import LookupRounds
+from .proposers import NOTHING, NgramProposer, Proposer
 
 if TYPE_CHECKING:
-    from .draft_rounds import DraftRounds
+    from ..bursts import Bursts
 
 
 class Drafter(Protocol):
     # Whether it has to see every pass of the model; one that does not is never shown any.
     sees_every_pass: bool
     # Drafts and verification of several passes in one call, if this is possible.
-    rounds: DraftRounds | None
+    rounds: Rounds | None
 
     def enter(self, slot: int, num_computed: int) -> None:
         """A request entered the slot. The cache has the keys and values of `num_computed` of its
         tokens.
         """
+        ...
+
+    def connect(self, bursts: Bursts | None) -> None:
+        """Takes what runs several passes of the model in one call, or None; before each step."""
         ...
 
     def leave(self, slot: int) -> None:
@@ -52,11 +58,22 @@ class LookupDrafter:
     """Drafts that a proposer finds in texts, row by row."""
 
     sees_every_pass = False
-    rounds = None
 
     def __init__(self, proposer: Proposer, batch: InputBatch):
         self.proposer = proposer
+        self.rounds: Rounds | None = None
+        self._bursts: Bursts | None = None
         self._batch = batch
+
+    def connect(self, bursts: Bursts | None) -> None:
+        if self._bursts is bursts:
+            return
+        self._bursts, self.rounds = bursts, None
+        proposer = self.proposer
+        if bursts is None or bursts.program.has_adapters or bursts.program.has_token_types:
+            return
+        if isinstance(proposer, NgramProposer):
+            self.rounds = LookupRounds(proposer, bursts, self._batch)
 
     def enter(self, slot: int, num_computed: int) -> None:
         pass

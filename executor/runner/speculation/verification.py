@@ -134,8 +134,8 @@ class Speculation:
     def choose(self, scheduler_output: SchedulerOutput, in_rounds: bool) -> list[int]:
         """How many drafts each row is to have. in_rounds: whether `run_rounds` may follow."""
         slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
-        in_rounds = in_rounds and self.drafter.rounds is not None
-        most = limits if self.depth is None else self.depth.choose(scheduler_output, in_rounds)
+        rounds = self.drafter.rounds if in_rounds else None
+        most = limits if self.depth is None else self.depth.choose(scheduler_output, rounds)
         self._are_wanted = any(most)
         # a pass whose rows have no room for drafts is followed by passes that have some
         self._drafts_decodes = self._are_wanted or not any(limits)
@@ -167,19 +167,17 @@ class Speculation:
 
     def run_rounds(
         self, step: SchedulerOutput, counts: list[int], num_passes: int
-    ) -> list[tuple[list[int], ModelRunnerOutput]]:
-        """The rows and outputs of several passes in one call, for rows whose tokens depend on
-        nothing but logits and parameters; none where this is not possible.
+    ) -> tuple[int, ModelRunnerOutput] | None:
+        """Several passes in one call, for rows whose tokens depend on nothing but logits and
+        parameters: how many, and their output. None where this is not possible.
         """
         rounds = self.drafter.rounds
         if rounds is None or not (num_rounds := rounds.count(step, counts, num_passes)):
-            return []
-        results = rounds.run(step, counts[0], num_rounds)
+            return None
+        result, *learned = rounds.run(step, counts, num_rounds)
         if self.depth is not None:
-            for rows, result in results:
-                slots = [step.slots[row] for row in rows]
-                self.depth.learn(slots, result.num_drafted, result.num_accepted)
-        return results
+            self.depth.learn(*learned)
+        return num_rounds, result
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""

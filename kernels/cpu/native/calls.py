@@ -7,7 +7,7 @@ from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
 from typing import Any
 
-ABI_VERSION = 22
+ABI_VERSION = 23
 
 BF16, F32, INT8 = 0, 1, 2
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
@@ -87,6 +87,8 @@ class Op(IntEnum):
     SPREAD_LOGITS = 70
     ALL_REDUCE = 71
     ALL_GATHER = 72
+    LOOKUP_DRAFTS = 73
+    ACCEPT_LOOKUPS = 74
 
 
 def _fields(**types: type) -> list[tuple[str, type]]:

@@ -23,3 +23,12 @@ class SpreadLogits(Call):
         *((name, c_int64) for name in ("x_row", "out_row", "size", "vocab_size")),
         ("absent", c_double),
     ]
+
+
+class Lookups(Call):
+    _fields_ = [
+        *((name, c_void_p) for name in ("texts", "slots", "num_known", "most")),
+        *((name, c_void_p) for name in ("columns", "sample", "token_ids", "is_finite")),
+        *((name, c_void_p) for name in ("kept", "kept_finite", "starts", "accepted")),
+        *((name, c_int64) for name in ("text_row", "least_equal", "most_equal", "block_size")),
+    ]

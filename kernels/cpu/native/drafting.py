@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops import AttentionMetadata
-from .calls import ALL_LOGITS, BF16, F32, Call, GatherRows, NextTokens, Op, Sample
+from .calls import ALL_LOGITS, BF16, F32, Call, GatherRows, NextTokens, Op, Sample, Step
 from .draft_calls import Drafts
 from .draw import sample_call
 from .replay import Program
@@ -76,36 +76,48 @@ class Drafting:
         step = self._head.fill_step(token_ids, positions, metadata, logits_indices)
         num_requests, width = step.num_requests, num_drafts + 1
         rows = max(len(token_ids), num_requests * width)
-        tables = [metadata, *metadata.groups[1:]] if metadata.groups else [metadata]
-        # the step's arrays, with room for the largest pass
-        arrays = {
-            "token_ids": torch.empty(rows, dtype=torch.int32),
-            "positions": torch.empty(rows, dtype=torch.int64),
-            "slot_mapping": torch.empty(len(tables), rows, dtype=torch.int64),
-            "query_start_loc": metadata.query_start_loc.clone(),
-            "seq_lens": metadata.seq_lens.clone(),
-            "logits_indices": torch.empty(rows, dtype=torch.int64),
-        }
-        arrays["token_ids"][: len(token_ids)] = token_ids
-        arrays["positions"][: len(positions)] = positions
-        arrays["logits_indices"][:num_requests] = logits_indices
-        for group, of_group in enumerate(tables):
-            arrays["slot_mapping"][group, : len(token_ids)] = of_group.slot_mapping
-        for name, array in arrays.items():
-            setattr(step, name, array.data_ptr())
-        step.slot_mapping_group = rows
+        arrays = make_room(step, rows, token_ids, positions, metadata, logits_indices)
         key = num_rounds, num_drafts, draw is not None
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = _Run(self, *key)
         kept = [] if draw is None else run.set_draw(draw, num_requests, width)
         self._head.run(run.pointers, step)
-        del kept
+        del kept, arrays
         count = num_requests * width
         return (
             run.drawn[:, :count].view(num_rounds, num_requests, width),
             run.drawn_finite[:, :count].view(num_rounds, num_requests, width),
             run.accepted[:, :num_requests],
         )
+
+
+def make_room(
+    step: Step,
+    num_rows: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    metadata: AttentionMetadata,
+    logits_indices: Tensor,
+) -> dict[str, Tensor]:
+    """Gives the step arrays of its own with room for `num_rows` tokens, which must outlive it."""
+    tables = [metadata, *metadata.groups[1:]] if metadata.groups else [metadata]
+    arrays = {
+        "token_ids": torch.empty(num_rows, dtype=torch.int32),
+        "positions": torch.empty(num_rows, dtype=torch.int64),
+        "slot_mapping": torch.empty(len(tables), num_rows, dtype=torch.int64),
+        "query_start_loc": metadata.query_start_loc.clone(),
+        "seq_lens": metadata.seq_lens.clone(),
+        "logits_indices": torch.empty(num_rows, dtype=torch.int64),
+    }
+    arrays["token_ids"][: len(token_ids)] = token_ids
+    arrays["positions"][: len(positions)] = positions
+    arrays["logits_indices"][: len(logits_indices)] = logits_indices
+    for group, of_group in enumerate(tables):
+        arrays["slot_mapping"][group, : len(token_ids)] = of_group.slot_mapping
+    for name, array in arrays.items():
+        setattr(step, name, array.data_ptr())
+    step.slot_mapping_group = num_rows
+    return arrays
 
 
 class _Run:

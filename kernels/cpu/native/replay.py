@@ -54,8 +54,8 @@ class Program:
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
         self._step = Step()
-        self._has_token_types = recorder.token_types is not None
-        self._has_adapters = recorder.metadata.adapters is not None
+        self.has_token_types = recorder.token_types is not None
+        self.has_adapters = recorder.metadata.adapters is not None
         self.timer: CallTimer | None = None  # set while steps are traced
         # [T of limits, hidden_size] and [R of limits, ...], valid after a step
         self.hidden, *self.of_logits = self._settle(recorder, results, found)
@@ -150,11 +150,11 @@ class Program:
             logits_indices,
         )
         step = self._step
-        if self._has_token_types:
+        if self.has_token_types:
             if token_types is None or token_types.dtype != torch.int32:
                 raise TypeError("token_types must be a tensor of torch.int32 for this model")
             step.token_types = token_types.data_ptr()
-        if self._has_adapters:
+        if self.has_adapters:
             adapters = metadata.adapters
             if adapters is None or adapters.dtype != torch.int32 or len(adapters) != len(token_ids):
                 raise TypeError("metadata.adapters must be a torch.int32 of each token")

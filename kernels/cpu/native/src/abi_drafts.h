@@ -1,4 +1,5 @@
-// The part of the library's C interface (abi.h) for drafts of a head; draft_calls.py mirrors it.
+// The part of the library's C interface (abi.h) for rounds of drafts and their verification in one
+// run; draft_calls.py mirrors it.
 #pragma once
 #include "abi.h"
 
@@ -37,4 +38,30 @@ struct SpreadLogits : Call {
     int64_t x_row, out_row;
     int64_t size, vocab_size;
     double absent;
+};
+
+// Prompt lookup between passes of the model that verifies: B requests, whose texts are rows of
+// `texts`. The step's arrays have room for `most` + 1 tokens of each request.
+//
+// OP_LOOKUP_DRAFTS: lays out a pass over the last of num_known [B] tokens of each request and at
+// most `most` [B] drafts: what followed the latest place where the longest end of its text stands,
+// of most_equal tokens at most and least_equal at least. sample, unless null: the call that draws,
+// whose columns [rows] are filled from those of `columns` [B].
+// OP_ACCEPT_LOOKUPS: after the model. Copies the drawn token_ids and is_finite to kept and
+// kept_finite [rows] and the first row of each request to starts [B + 1], counts the drafts that
+// were drawn in accepted [B], and appends these and the token after them to the text.
+struct Lookups : Call {
+    int32_t* texts;
+    const int64_t* slots;  // [B]: rows of texts
+    int64_t* num_known;
+    const int64_t* most;
+    const Sample* columns;
+    const Sample* sample;
+    const int64_t* token_ids;
+    const uint8_t* is_finite;
+    int64_t* kept;
+    uint8_t* kept_finite;
+    int64_t* starts;
+    int64_t* accepted;
+    int64_t text_row, least_equal, most_equal, block_size;
 };

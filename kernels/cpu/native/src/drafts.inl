@@ -1,4 +1,4 @@
-// What connects the passes of a head that drafts and of the model that verifies (abi_drafts.h).
+// What connects passes that draft and passes that verify (abi_drafts.h).
 
 // The cache slots of row `row`, which is at `position` of request `request`, in each group.
 inline void place_row(Step& step, int64_t row, int64_t request, int64_t position,
@@ -9,6 +9,16 @@ inline void place_row(Step& step, int64_t row, int64_t request, int64_t position
         step.slot_mapping[group * step.slot_mapping_group + row] =
             blocks[group * step.block_table_group + position / block_size] * block_size +
             position % block_size;
+}
+
+// How many of the drafts in the step's rows [first + 1, first + width) were drawn.
+inline int64_t num_accepted(const Step& step, int64_t first, int64_t width,
+                            const int64_t* token_ids, const uint8_t* is_finite) {
+    int64_t count = 0;
+    while (count < width - 1 && is_finite[first + count] &&
+           token_ids[first + count] == step.token_ids[first + count + 1])
+        count++;
+    return count;
 }
 
 void first_drafts(const Call& call, const Step& constant, const Worker& worker) {
@@ -61,11 +71,8 @@ void accept_drafts(const Call& call, const Step& constant, const Worker& worker)
     std::copy_n(a.token_ids, step.num_logits, a.kept);
     std::copy_n(a.is_finite, step.num_logits, a.kept_finite);
     for (int64_t b = 0; b < step.num_requests; b++) {
-        int64_t first = b * width, count = 0;
-        while (count < a.depth && a.is_finite[first + count] &&
-               a.token_ids[first + count] == step.token_ids[first + count + 1])
-            count++;
-        a.accepted[b] = count;
+        int64_t first = b * width;
+        int64_t count = a.accepted[b] = num_accepted(step, first, width, a.token_ids, a.is_finite);
         int64_t start = step.positions[first];
         for (int64_t row = first; row <= first + count; row++, end++) {
             step.token_ids[end] = (int32_t)a.token_ids[row];
@@ -95,5 +102,69 @@ void spread_logits(const Call& call, const Step& step, const Worker& worker) {
         std::fill(out + first, out + end, (float)a.absent);
         const int32_t* id = std::lower_bound(a.token_ids, ids_end, (int32_t)first);
         for (; id < ids_end && *id < end; id++) out[*id] = x[id - a.token_ids];
+    }
+}
+
+// Where the drafts of `text` [length] begin, or -1 (executor/runner/speculation/proposers.py).
+inline int64_t find_drafts(const int32_t* text, int64_t length, int64_t least, int64_t most) {
+    int64_t found = -1, longest = least - 1;
+    for (int64_t end = length - 1; end-- > 0 && longest < most;) {  // the latest place comes first
+        if (text[end] != text[length - 1]) continue;
+        int64_t count = 1;
+        while (count < most && count <= end && text[end - count] == text[length - 1 - count])
+            count++;
+        if (count > longest) {
+            longest = count;
+            found = end + 1;
+        }
+    }
+    return found;
+}
+
+void lookup_drafts(const Call& call, const Step& constant, const Worker& worker) {
+    const Lookups& a = (const Lookups&)call;
+    if (worker.next(1) != 0) return;
+    Step& step = const_cast<Step&>(constant);
+    int64_t end = 0;
+    for (int64_t b = 0; b < step.num_requests; b++) {
+        const int32_t* text = a.texts + a.slots[b] * a.text_row;
+        int64_t known = a.num_known[b], first = end;
+        int64_t start = a.most[b] ? find_drafts(text, known, a.least_equal, a.most_equal) : -1;
+        int64_t count = start < 0 ? 0 : a.most[b];
+        step.token_ids[first] = text[known - 1];
+        // a place that overlaps the end: the text repeats itself with this period
+        for (int64_t i = 0; i < count; i++)
+            step.token_ids[first + 1 + i] = text[start + i % (known - start)];
+        for (; end <= first + count; end++) {
+            place_row(step, end, b, known - 1 + end - first, a.block_size);
+            step.logits_indices[end] = end;
+            if (!a.sample) continue;
+            const Sample& from = *a.columns;
+            const Sample& to = *a.sample;
+            const_cast<float*>(to.temperature)[end] = from.temperature[b];
+            const_cast<int32_t*>(to.top_k)[end] = from.top_k[b];
+            const_cast<float*>(to.top_p)[end] = from.top_p[b];
+            const_cast<float*>(to.min_p)[end] = from.min_p[b];
+            const_cast<int64_t*>(to.seeds)[end] = from.seeds[b];
+            const_cast<int64_t*>(to.positions)[end] = known + end - first;
+        }
+        step.seq_lens[b] = (int32_t)(known + count);
+        step.query_start_loc[b + 1] = (int32_t)end;
+    }
+    step.num_tokens = step.num_logits = end;
+}
+
+void accept_lookups(const Call& call, const Step& step, const Worker& worker) {
+    const Lookups& a = (const Lookups&)call;
+    if (worker.next(1) != 0) return;
+    std::copy_n(a.token_ids, step.num_logits, a.kept);
+    std::copy_n(a.is_finite, step.num_logits, a.kept_finite);
+    std::copy_n(step.query_start_loc, step.num_requests + 1, a.starts);
+    for (int64_t b = 0; b < step.num_requests; b++) {
+        int64_t first = step.query_start_loc[b], width = step.query_start_loc[b + 1] - first;
+        int64_t count = a.accepted[b] = num_accepted(step, first, width, a.token_ids, a.is_finite);
+        int32_t* text = a.texts + a.slots[b] * a.text_row + a.num_known[b];
+        std::copy_n(a.token_ids + first, count + 1, text);
+        a.num_known[b] += count + 1;
     }
 }

@@ -114,5 +114,7 @@ constexpr Kernel KERNELS[NUM_OPS] = {
     spread_logits,
     all_reduce,
     all_gather,
+    lookup_drafts,
+    accept_lookups,
 };
 #endif

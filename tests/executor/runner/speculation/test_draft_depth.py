@@ -18,6 +18,7 @@ from quire.executor.runner.speculation.draft_depth import (
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
+EQUAL, RAGGED = SimpleNamespace(is_ragged=False), SimpleNamespace(is_ragged=True)
 STEEP = {1: 1.0, 8: 8.0, 64: 64.0}
 
 
@@ -31,7 +32,7 @@ def step(num_rows: int, lookahead: int = 7) -> SchedulerOutput:
 def make_depth(
     costs: dict[int, float], most: int = 7, draft_costs: dict[int, float] | None = None
 ) -> DraftDepth:
-    batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64))
+    batch = SimpleNamespace(num_tokens=np.zeros(64), entries=np.ones(64, np.int64), num_added=1)
     drafting = None if draft_costs is None else PassCosts(draft_costs)
     return DraftDepth(most, batch, PassCosts(costs), drafting)  # type: ignore[arg-type]
 
@@ -70,6 +71,7 @@ def test_a_refused_request_is_tried_again_and_a_new_one_starts_afresh():
     chosen = [depth.choose(step(1))[0] for _ in range(2 * MOST_PASSES_WITHOUT)]
     assert sorted(set(chosen)) == [0, 1] and chosen.count(1) <= 2
     depth._batch.entries[0] += 1
+    depth._batch.num_added += 1
     assert depth.choose(step(1)) == make_depth({1: 1.0, 2: 1.5, 8: 4.0}).choose(step(1))
 
 
@@ -91,7 +93,9 @@ def test_costs_are_measured_in_turns_and_a_slow_pass_ends_them():
     runs = [0]
     costs = measure()
     assert runs[1:7] == runs[7:13] == counts  # in turns
-    assert all(runs.count(count) * count * scale >= 0.04 for count in counts)
+    assert all(
+        runs.count(count) == 20 or runs.count(count) * count * scale > 0.04 for count in counts
+    )
     assert all(abs(seconds - count * scale) < 1e-9 for count, seconds in costs.items())
     scale, runs = 1.0, [0]
     assert list(measure()) == counts[:4] and runs[1:] == counts[:4]
@@ -107,11 +111,11 @@ def test_the_time_of_several_threads_counts():
 
     def spin() -> None:
         begin = time.thread_time()
-        while time.thread_time() - begin < 0.01:
+        while time.thread_time() - begin < 0.004:
             pass
 
-    assert measure_costs(run_pass, [1], cpu_clock(1))[1] < 0.005
-    assert measure_costs(run_pass, [1], cpu_clock(2))[1] > 0.005
+    assert measure_costs(run_pass, [1], cpu_clock(1))[1] < 0.001
+    assert measure_costs(run_pass, [1], cpu_clock(2))[1] > 0.001
 
 
 def test_drafts_that_cost_as_much_as_tokens_are_not_drafted():
@@ -150,14 +154,16 @@ def test_rounds_share_the_work_of_the_host():
     """A pass takes less time than the host's work for its drafts."""
     seconds = {count: 1e-4 * (1 + count / 50) for count in (1, 8, 64)}
     depth = make_depth(seconds, most=4, draft_costs={1: 1e-5, 8: 2e-5})
-    depth.choose(step(3), in_rounds=True)  # from now on it knows the requests
+    depth.choose(step(3), EQUAL)  # from now on it knows the requests
     for _ in range(20):
         depth.learn([0, 1], [4, 4], [3, 3])
         depth.learn([2], [4], [1])
     wide = msgspec.structs.replace(step(3, lookahead=31), num_passes=8)
     assert depth.choose(wide) == [0, 0, 0]
-    first, *others = depth.choose(wide, in_rounds=True)
+    first, *others = depth.choose(wide, EQUAL)
     assert first > 1 and others == [first, first]  # rows of a round have equally many
+    first, _, last = depth.choose(wide, RAGGED)
+    assert first > last
     short = msgspec.structs.replace(wide, num_lookahead_tokens=[31, 31, 1])
-    assert depth.choose(short, in_rounds=True) == [0, 0, 0]
+    assert depth.choose(short, EQUAL) == [0, 0, 0]
     assert depth.can_gain(1, in_rounds=True) and not depth.can_gain(64, in_rounds=False)

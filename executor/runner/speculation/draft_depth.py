@@ -27,8 +27,10 @@ MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 # Work of the host for a pass with drafts beyond that of one without, which may share a call with
 # others. It is about this much for a few rows (ledger, 2026-11-25).
 HOST_S = 120e-6
-# Work of the host for the drafts of a model or a head. Rounds in one call share both.
+# Work of the host for the drafts of a model or a head.
 DRAFTING_S = 300e-6
+# Work of the host for several rounds of drafts and their verification in one call.
+ROUNDS_S = 400e-6
 MOST_ROUNDS = 8  # in one call, where the gain of an engine is estimated
 PRIOR_DECAY = 0.98  # of what models have drafted for earlier requests, per pass with drafts
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
@@ -196,9 +198,10 @@ class DraftDepth:
         each, where so many passes share a call.
         """
         costs = self._draft_costs
-        if costs is None or not num_rows:
-            return HOST_S / num_rounds
-        return (HOST_S + DRAFTING_S) / num_rounds + depth * costs(num_rows)
+        passes = 0.0 if costs is None else depth * costs(num_rows)
+        if num_rounds > 1:
+            return passes + ROUNDS_S / num_rounds
+        return passes + HOST_S + (DRAFTING_S if costs is not None and num_rows else 0.0)
 
     def _probability(self, slot: int) -> float:
         """That a draft of the request in this slot is accepted."""
@@ -212,7 +215,7 @@ class DraftDepth:
         return min(0.99, max(0.01, known))
 
     def learn(
-        self, slots: Sequence[int], num_drafted: Sequence[int], num_accepted: Sequence[int]
+        self, slots: Sequence[int], num_drafted: Sequence[float], num_accepted: Sequence[int]
     ) -> None:
         """Takes the results of a pass, by row."""
         for slot, drafted, accepted in zip(slots, num_drafted, num_accepted):

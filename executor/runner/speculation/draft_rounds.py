@@ -20,12 +20,12 @@ from .draft_head import HeadDrafter
 
 class RoundsOutput(NamedTuple):
     """The output of all rounds; of each pass in turn the slots, and how many drafts they had and
-    were accepted.
+    were accepted, as DraftDepth learns them.
     """
 
     result: ModelRunnerOutput
     slots: list[int]
-    num_drafted: list[int]
+    num_drafted: Sequence[float]
     num_accepted: list[int]
 
 
@@ -43,7 +43,9 @@ def collect_rounds(
     by_slot = slots.tolist()
     tokens: list[list[int]] = [[] for _ in by_slot]
     num_ahead, errors = [-1] * len(by_slot), {}
-    output = RoundsOutput(ModelRunnerOutput([], []), [], [], [])
+    in_turn: list[int] = []
+    drafted: list[int] = []
+    accepted: list[int] = []
     for of_requests in rounds:
         for index, (num_drafted, drawn, is_finite, count) in enumerate(of_requests):
             slot = by_slot[index]
@@ -53,24 +55,21 @@ def collect_rounds(
                 errors[slot] = NOT_FINITE
             tokens[index] += drawn[: count + is_finite[count]]
             num_ahead[index] += 1 + count
-            output.slots.append(slot)
-            output.num_drafted.append(num_drafted)
-            output.num_accepted.append(count)
+            in_turn.append(slot)
+            drafted.append(num_drafted)
+            accepted.append(count)
     rows = np.argsort(order).tolist()
     for index, of_slot in enumerate(tokens):
         batch.append_runs(slots[index : index + 1], np.array([of_slot], np.int64))
-    return output._replace(
-        result=ModelRunnerOutput(
-            [len(tokens[index]) for index in rows],
-            [token_id for index in rows for token_id in tokens[index]],
-            errors=errors,
-            num_ahead=[num_ahead[index] for index in rows],
-            num_drafted=[count for count in output.num_drafted if count],
-            num_accepted=[
-                count for count, drafted in zip(output.num_accepted, output.num_drafted) if drafted
-            ],
-        )
+    result = ModelRunnerOutput(
+        [len(tokens[index]) for index in rows],
+        [token_id for index in rows for token_id in tokens[index]],
+        errors=errors,
+        num_ahead=[num_ahead[index] for index in rows],
+        num_drafted=[count for count in drafted if count],
+        num_accepted=[count for count, of_row in zip(accepted, drafted) if of_row],
     )
+    return RoundsOutput(result, in_turn, drafted, accepted)
 
 
 class Rounds(Protocol):

@@ -19,6 +19,8 @@ from ..input_batch import InputBatch
 from .draft_rounds import RoundsOutput, collect_rounds
 from .proposers import NgramProposer
 
+MISS = 0.25  # refused drafts
+
 
 class LookupRounds:
     """For steps of decodes whose tokens depend on nothing but logits and parameters. Drafts are
@@ -69,4 +71,11 @@ class LookupRounds:
             ]
             for starts, drawn, is_finite, accepted in zip(*(of_all.tolist() for of_all in results))
         ]
-        return collect_rounds(batch, slots, order, rounds)
+        output = collect_rounds(batch, slots, order, rounds)
+        # A round that finds nothing costs a part of what one with a refused draft costs.
+        wanted = dict(zip(step.slots, counts))
+        tried = [
+            count or (MISS if wanted[slot] else 0)
+            for slot, count in zip(output.slots, output.num_drafted)
+        ]
+        return output._replace(num_drafted=tried)

@@ -193,8 +193,7 @@ enum Ids : int64_t { TOKEN_IDS = 0, POSITIONS = 1, TOKEN_TYPES = 2 };  // member
 struct Embedding : Call {
     const void* table;
     void* out;
-    int64_t out_row;
-    int64_t num_ids, size;
+    int64_t out_row, num_ids, size;
     int64_t ids;  // Ids
     int64_t first_id, is_part;
 };
@@ -203,8 +202,7 @@ struct Embedding : Call {
 struct GatherRows : Call {
     const void* x;
     void* out;
-    int64_t x_row, out_row;
-    int64_t size;
+    int64_t x_row, out_row, size;
 };
 
 // In place: rotates the first rotary_dim elements of each head by the step's positions, i paired
@@ -340,8 +338,7 @@ struct Quantize : Call {
     const void* weight;
     void* packed;
     void* scales;
-    int64_t weight_row;
-    int64_t in_features, out_features;
+    int64_t weight_row, in_features, out_features;
 };
 
 // As Embedding, from an int8 table written by Quantize or from GGUF's blocks.

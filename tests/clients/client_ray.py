@@ -79,11 +79,15 @@ def wait_until(holds: Callable[[], bool], timeout_s: float = 90) -> None:
         time.sleep(0.2)
 
 
-def post(address: str, path: str, **body: Any) -> str:
+def post(address: str, path: str, begun: list[str] | None = None, **body: Any) -> str:
+    """The whole answer. `begun` gets its first line, when it is there."""
     data = json.dumps({"model": "quire"} | body).encode()
     request = urllib.request.Request(address + path, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=120) as answer:
-        return answer.read().decode()
+        first = answer.readline().decode()
+        if begun is not None:
+            begun.append(first)
+        return first + answer.read().decode()
 
 
 def read_stream(stream: str) -> tuple[str, str]:
@@ -190,8 +194,11 @@ def survives_a_node(quire: str, ray_address: str, kill: Callable[[], None]) -> N
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         before = pool.map(lambda one: post(quire, one[0], **one[1], stream=True), wanted)
         expected = [read_stream(stream) for stream in before]
-        streams = [pool.submit(post, ray_address, one[0], **one[1], stream=True) for one in wanted]
-        time.sleep(1.0)
+        begun: list[str] = []  # half of them are on each node
+        streams = [
+            pool.submit(post, ray_address, one[0], begun, **one[1], stream=True) for one in wanted
+        ]
+        wait_until(lambda: len(begun) > 0.75 * NUM_STREAMS)
         assert not all(stream.done() for stream in streams)
         began = time.monotonic()
         kill()

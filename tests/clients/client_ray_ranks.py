@@ -96,7 +96,7 @@ def left_over() -> list[str]:
     return [*groups, *actors, *(f"process {process.pid}" for process in rank_processes())]
 
 
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 150.0) -> None:
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
     began = time.monotonic()
     while not holds():
         assert time.monotonic() - began < timeout_s, what
@@ -159,8 +159,9 @@ def check_lost_nodes(address: str, model_directory: str) -> None:
         with LLM(model_directory, **RAY, **SIZES[0], **few, data_parallel_size=2) as two:
             assert len(rank_processes()) == 4 and len(engine_processes()) == 2
             assert len(placement_groups()) == 2
-            continues(two, long, "a rank of a replica killed", rank_processes()[-1].kill)
-            wait_until(lambda: len(rank_processes()) == 4, "the replica is back")
+            victim = rank_processes()[-1]
+            continues(two, long, "a rank of a replica killed", victim.kill)
+            wait_until(lambda: len({*rank_processes()} - {victim}) == 4, "the replica is back")
             continues(
                 two,
                 long,

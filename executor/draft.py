@@ -171,11 +171,12 @@ class Draft:
         if not isinstance(drafter, HeadDrafter):
             return
         drafter.rounds = None
-        if program is not None and passes.program is not None and passes.bursts is not None:
+        head, can_burst = passes.program, passes.bursts is not None
+        if program is not None and isinstance(head, Program) and can_burst:
             taps, state = passes.model.taps, passes.model.state
             hidden = program.hidden if taps is None else taps.state
             sizes = self._batch.block_size, taps is not None
-            drafting = Drafting(program, passes.program, hidden, state, *sizes)
+            drafting = Drafting(program, head, hidden, state, *sizes)
             drafter.rounds = DraftRounds(drafting, drafter, self._batch)
 
     def run_pass(self, num_tokens: int) -> None:

@@ -174,10 +174,10 @@ class Speculation:
         rounds = self.drafter.rounds
         if rounds is None or not (num_rounds := rounds.count(step, counts, num_passes)):
             return None
-        result, *learned = rounds.run(step, counts, num_rounds)
+        output = rounds.run(step, counts, num_rounds)
         if self.depth is not None:
-            self.depth.learn(*learned)
-        return num_rounds, result
+            self.depth.learn(output.slots, output.num_drafted, output.num_accepted)
+        return num_rounds, output.result
 
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""

@@ -20,6 +20,7 @@ from quire.kernels.ops import make_metadata
 LIMITS = Limits(num_tokens=8, num_requests=4, num_logits=4)
 NO_MODEL = (Op.QUANTIZE_INT8, Op.QUANTIZE_INT4, Op.GATHER_LOGPROBS, Op.NEXT_TOKENS)
 NO_MODEL += (Op.FIRST_DRAFTS, Op.PLACE_DRAFTS, Op.ACCEPT_DRAFTS)
+NO_MODEL += (Op.LOOKUP_DRAFTS, Op.ACCEPT_LOOKUPS)
 
 
 @pytest.fixture

@@ -168,7 +168,13 @@ def check_lost_nodes(address: str, model_directory: str) -> None:
                 "the node of a replica killed",
                 lambda: cluster.remove_node(second, allow_graceful=False),
             )
-            wait_until(lambda: bool(messages), "the replica is given up")
+
+            def is_given_up() -> bool:
+                """Blocking code replaces engines in calls, which the other replica answers."""
+                two.generate(PROMPTS[:1], SHORT, use_tqdm=False)
+                return bool(messages)
+
+            wait_until(is_given_up, "the replica is given up")
             assert "has had no room for 2 ranks with 1 CPUs each" in messages[0], messages
             assert len(engine_processes()) == 1
             assert tokens(two.generate(PROMPTS, LONG, use_tqdm=False)) == long

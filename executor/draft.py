@@ -166,18 +166,24 @@ class Draft:
             passes.bursts = Bursts(program, batch, batch.block_size, passes.make_inputs)
 
     def make_rounds(self, program: Program | None) -> None:
-        """program: of the model that verifies; several passes of it and of a head are one call."""
+        """program: of the model that verifies; several passes of it and of what drafts are one
+        call.
+        """
         drafter, passes = self.drafter, self._passes
-        if not isinstance(drafter, HeadDrafter):
-            return
         drafter.rounds = None
-        head, can_burst = passes.program, passes.bursts is not None
-        if program is not None and isinstance(head, Program) and can_burst:
+        draft, can_burst = passes.program, passes.bursts is not None
+        if program is None or not isinstance(draft, Program) or not can_burst:
+            return
+        block_size = self._batch.block_size
+        if isinstance(drafter, HeadDrafter):
             taps, state = passes.model.taps, passes.model.state
             hidden = program.hidden if taps is None else taps.state
-            sizes = self._batch.block_size, taps is not None
-            drafting = Drafting(program, head, hidden, state, *sizes)
-            drafter.rounds = DraftRounds(drafting, drafter, self._batch)
+            drafting = Drafting(program, draft, block_size, hidden, state, taps is not None)
+        elif program.has_adapters or program.has_token_types:
+            return
+        else:
+            drafting = Drafting(program, draft, block_size)
+        drafter.rounds = DraftRounds(drafting, drafter, self._batch)
 
     def run_pass(self, num_tokens: int) -> None:
         """A pass of one-token rows without effect on the cache."""

@@ -11,14 +11,13 @@ import random
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from quire import LLM, LLMEngine, RequestOutput, SamplingParams
 from quire.kernels.cpu.native.library import library
-from quire.tests.bundled_model import heads
+from quire.tests.bundled_model.heads import trained
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.feature_run import GGUF_FILE, GGUF_MODEL, gguf_folder
 from quire.tests.workloads import Job, Result, assert_same, drive, random_jobs
@@ -30,8 +29,8 @@ pytestmark = pytest.mark.skipif(
 # One request of the longest kind fits; the others preempt each other all the time.
 FEW = dict(block_size=8, max_model_len=256, num_gpu_blocks_override=34, num_scheduler_steps=1)
 Logprobs = list[list[tuple[int, float]]]
-HEADS = ["eagle3", "mtp"]  # trained for the bundled model: some of their drafts are right
-METHODS = ["ngram", "draft_model", "suffix", *HEADS]
+TRAINED = ["draft_model", "eagle3", "mtp"]  # some of their drafts are right
+METHODS = ["ngram", "suffix", *TRAINED]
 # proposers and threads; the settings of all tests take turns with them
 DRAFTING = [*zip(METHODS * 2, [1, 2, 1, 2, 1, 2, 1, 2, 1, 2])]
 
@@ -41,10 +40,8 @@ def with_drafts(settings: dict[str, Any], method: str | None) -> dict[str, Any]:
     if method is None:
         return settings
     config = {"method": method, "prompt_lookup_min": 1, "adaptive": False}
-    if method in HEADS:
-        config["model"] = str(Path(heads.__file__).parent / "heads" / method)
-    elif method == "draft_model":
-        config["model"] = "bundled"
+    if method in TRAINED:
+        config["model"] = trained(method)
     return settings | {"speculative_config": config}
 
 
@@ -74,10 +71,7 @@ def assert_drafts(engine: LLMEngine, settings: dict[str, Any]) -> None:
     metrics = engine.call_utility("get_metrics")
     drafted, accepted = metrics["num_draft_tokens"], metrics["num_accepted_tokens"]
     method = settings.get("speculative_config", {}).get("method")
-    if method == "draft_model":  # the model itself, which may be always right
-        assert drafted >= accepted > 0
-    else:
-        assert (drafted > accepted > 0) == (method is not None)
+    assert (drafted > accepted > 0) == (method is not None)
 
 
 def crowded(jobs: list[Job], settings: dict[str, Any]) -> list[Job]:

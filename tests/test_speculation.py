@@ -118,7 +118,7 @@ def test_speculation_changes_no_bit(jobs, expected, settings):
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_several_scheduler_steps_are_as_many_passes(jobs, expected, async_scheduling):
     """Also where the engine would choose one by itself."""
-    config = {"method": "mtp", "model": str(Path(heads.__file__).parent / "heads" / "mtp")}
+    config = {"method": "mtp", "model": heads.trained("mtp")}
     config |= {"num_speculative_tokens": 2, "adaptive": False}
     settings = {"num_scheduler_steps": 3, "async_scheduling": async_scheduling}
     with closing(make_engine(dtype="bfloat16", speculative_config=config, **settings)) as engine:
@@ -228,14 +228,14 @@ def test_a_head_changes_no_bit(method, settings, jobs, expected, tmp_path):
         assert engine.get_metrics()["num_draft_tokens"] > 100
 
 
-TRAINED = sorted(path.parent.name for path in Path(heads.__file__).parent.glob("heads/*/*.json"))
+TRAINED = ["draft_model", "eagle3", "mtp"]
+METHODS = ["auto", "suffix", "ngram", *TRAINED]
 
 
-@pytest.mark.parametrize("method", sorted(set(TRAINED)))
-def test_trained_heads_are_right_most_times(method):
-    """Those of tests/bundled_model/train_heads.py, on the bundled model's chat turns."""
-    directory = Path(heads.__file__).parent / "heads" / method
-    drafting = {"method": method, "model": str(directory), "num_speculative_tokens": 4}
+@pytest.mark.parametrize("method", TRAINED)
+def test_trained_drafters_are_right_most_times(method):
+    """Those of tests/bundled_model, on the bundled model's chat turns."""
+    drafting = {"method": method, "model": heads.trained(method), "num_speculative_tokens": 4}
     messages = [[{"role": "user", "content": text}] for text in ("Who are you?", "Hello! Hi!")]
     answers = []
     for config in (None, drafting | {"adaptive": False}):
@@ -277,10 +277,10 @@ def test_5000_random_requests(count=5000):
             jobs = make_jobs(min(500, count - start), seed=100 + seed)
             expected = run(engine, jobs, aborts=False)
             settings = SETTINGS[1 + seed % (len(SETTINGS) - 1)]
-            config = NGRAM | {
-                "method": ["auto", "suffix", "ngram"][seed % 3],
-                "adaptive": bool(seed % 2),
-            }
+            method = METHODS[seed % len(METHODS)]
+            config = NGRAM | {"method": method, "adaptive": bool(seed % 2)}
+            if method in TRAINED:
+                config["model"] = heads.trained(method)
             settings = settings | {"speculative_config": config}
             with closing(make_engine(dtype="bfloat16", **settings)) as other:
                 assert_same_bits(jobs, run(other, jobs, aborts=False), expected)

@@ -14,6 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 MIMO = "model.mtp_layers.0."
+DRAFTERS = Path(__file__).with_name("drafters")
+
+
+def trained(method: str) -> str:
+    """The directory of what drafts for the bundled model by this method."""
+    return str(DRAFTERS / method)
 
 
 class Norm(nn.Module):
@@ -159,7 +165,15 @@ class Eagle3Head(nn.Module):
 
 
 def save(head: MTPHead | Eagle3Head, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    tensors, config = head.stored()
+    write(*head.stored(), directory, dtype)
+
+
+def write(
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    directory: Path,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     stored = {
         name: (value.to(dtype) if value.is_floating_point() else value).contiguous()

@@ -17,7 +17,7 @@ import heads
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from train import DEFAULT_FOLDER, HERE, Step, learning_rate_factor, make_batch, make_optimizers
+from train import DEFAULT_FOLDER, Step, learning_rate_factor, make_batch, make_optimizers
 from transformers import Qwen2ForCausalLM
 
 EAGLE3_LAYERS = [1, 2, 4]
@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--matrix-lr", type=float, default=3e-3, help="Muon")
     parser.add_argument("--vector-lr", type=float, default=3e-3, help="AdamW")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--output", type=Path, help="default: heads/<kind> beside this file")
+    parser.add_argument("--output", type=Path, help="default: drafters/<kind>")
     return parser.parse_args()
 
 
@@ -110,25 +110,27 @@ def train(arguments: argparse.Namespace) -> None:
         if step % 20 == 19:
             means = [round(sum(column) / 20, 4) for column in zip(*curve[-20:])]
             print(step + 1, *means, f"{time.monotonic() - start:.0f}s", flush=True)
-    directory = arguments.output or HERE / "heads" / arguments.kind
+    directory = arguments.output or heads.DRAFTERS / arguments.kind
     heads.save(head, directory)
-    write_curve(arguments, curve, time.monotonic() - start, directory)
+    columns = [f"agreement of draft {depth + 1}" for depth in range(arguments.depth)]
+    write_curve(arguments, curve, time.monotonic() - start, directory, columns)
 
 
 def write_curve(
-    arguments: argparse.Namespace, curve: list[list[float]], seconds: float, directory: Path
+    arguments: argparse.Namespace,
+    curve: list[list[float]],
+    seconds: float,
+    directory: Path,
+    names: list[str],
+    every: int = 20,
 ) -> None:
-    """Means over twenty steps; the settings beside them."""
-    rows = [
-        [
-            start,
-            *(round(sum(column) / len(column), 4) for column in zip(*curve[start : start + 20])),
-        ]
-        for start in range(0, len(curve), 20)
-    ]
+    """Means over `every` steps; the settings beside them. names: of what follows the loss."""
+    rows = []
+    for start in range(0, len(curve), every):
+        part = curve[start : start + every]
+        rows.append([start, *(round(sum(column) / len(part), 4) for column in zip(*part))])
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    columns = ["first step of twenty", "loss"]
-    columns += [f"agreement of draft {depth + 1}" for depth in range(arguments.depth)]
+    columns = [f"first step of {every}", "loss", *names]
     content = dict(settings=settings, seconds=round(seconds), columns=columns)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     text = json.dumps(content, indent=1)[:-2] + f',\n "curve": [\n{lines}\n ]\n}}\n'

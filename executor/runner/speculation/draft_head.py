@@ -135,20 +135,18 @@ class HeadDrafter:
         return np.argsort(self._num_held[slots] != 1, kind="stable")
 
     def first_inputs(self, slots: np.ndarray, num_ahead: int = 0) -> StepInputs:
-        """The inputs of a pass over what is held of `slots` [B], in their order, and its state.
-        Block tables have room for num_ahead more tokens.
-        """
+        """The inputs of a pass over what is held of `slots` [B], and its state."""
         counts = self._num_held[slots].tolist()
         step = SchedulerOutput(0, slots.tolist(), counts, self._num_computed[slots].tolist(), [])
         self.passes.make_inputs.restart()
         inputs = self.passes.make_inputs.for_burst(step, 1 + num_ahead)
-        held = [self._held[slot, :count] for slot, count in zip(step.slots, counts)]
+        held = [self._held[slot, : self._num_held[slot]] for slot in inputs.slots.tolist()]
         torch.cat(held, out=self._state[: sum(counts)])
         return inputs
 
-    def hold(self, slots: np.ndarray, counts: np.ndarray) -> None:
-        """Holds the rows of `state`: `counts` [B] of each of `slots` [B], before its last token."""
-        end = 0
+    def end_rounds(self, slots: np.ndarray, num_drafts: int, num_accepted: np.ndarray) -> None:
+        """Holds the rows of `state`: those of accepted positions, before the last token."""
+        end, counts = 0, 1 + num_accepted
         for slot, count in zip(slots.tolist(), counts.tolist()):
             self._held[slot, :count] = self._state[end : end + count]
             end += count

@@ -17,6 +17,7 @@ It computes a request's tokens only once drafts of it are wanted, then from wher
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,6 +29,9 @@ from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
 
+if TYPE_CHECKING:
+    from .draft_rounds import DraftRounds
+
 
 class DraftModel:
     """`max_num_tokens`: of one pass. `max_model_len`: the longest text of the draft model, which
@@ -35,14 +39,14 @@ class DraftModel:
     """
 
     sees_every_pass = False
-    rounds = None
 
     def __init__(
         self, passes: DraftPasses, batch: InputBatch, max_num_tokens: int, max_model_len: int
     ):
         self.passes = passes
-        self._batch = batch
-        self._max_num_tokens, self._max_model_len = max_num_tokens, max_model_len
+        self.rounds: DraftRounds | None = None  # set by the rank
+        self.max_model_len = max_model_len
+        self._batch, self._max_num_tokens = batch, max_num_tokens
         num_slots = len(batch.num_tokens)
         # by slot: tokens that are computed, and the last drafts, which stood from there on
         self._num_computed = np.zeros(num_slots, np.int64)
@@ -66,7 +70,7 @@ class DraftModel:
     def draft(self, slots: Sequence[int], counts: Sequence[int], room: int) -> list[np.ndarray]:
         batch, drafts = self._batch, [NOTHING] * len(slots)
         known = batch.num_tokens[list(slots)]
-        rows, left = within(list(slots), list(counts), room, known, self._max_model_len)
+        rows, left = within(list(slots), list(counts), room, known, self.max_model_len)
         if not rows:
             return drafts
         drafting, before = np.array([slots[row] for row in rows]), known[rows]
@@ -81,8 +85,29 @@ class DraftModel:
             self._num_computed[slot] = start
         return drafts
 
-    def _catch_up(self, slots: np.ndarray) -> None:
-        """Computes all known tokens but the last of each slot."""
+    def is_ready(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), bool)
+
+    @torch.inference_mode()
+    def first_inputs(self, slots: np.ndarray, num_ahead: int) -> StepInputs:
+        self.passes.make_inputs.restart()
+        self._catch_up(slots, 2)
+        starts = self._num_computed[slots]
+        counts = self._batch.num_tokens[slots] - starts
+        step = SchedulerOutput(0, slots.tolist(), counts.tolist(), starts.tolist(), [])
+        return self.passes.make_inputs.for_burst(step, num_ahead)
+
+    def end_rounds(self, slots: np.ndarray, num_drafts: int, num_accepted: np.ndarray) -> None:
+        # neither the last token nor the last draft was computed
+        num_missing = 1 + (num_accepted == num_drafts)
+        self._num_computed[slots] = self._batch.num_tokens[slots] - num_missing
+        for slot in slots.tolist():
+            self._drafts[slot] = NOTHING
+
+    def _catch_up(self, slots: np.ndarray, most_left: int = 1) -> None:
+        """Computes all known tokens but the last of each slot, or nothing of one where at most
+        most_left are missing.
+        """
         batch, computed = self._batch, self._num_computed
         ends = batch.num_tokens[slots] - 1
         for slot, end in zip(slots.tolist(), ends.tolist()):
@@ -91,7 +116,7 @@ class DraftModel:
             is_wrong = known != drafted[: len(known)]
             num_right = int(np.argmax(is_wrong)) if is_wrong.any() else len(known)
             computed[slot] = min(end, start + num_right)
-        while len(behind := np.flatnonzero(computed[slots] < ends)):
+        while len(behind := np.flatnonzero(computed[slots] + most_left <= ends)):
             step, room = [], self._max_num_tokens
             for slot, end in zip(slots[behind].tolist(), ends[behind].tolist()):
                 if count := min(end - int(computed[slot]), room):

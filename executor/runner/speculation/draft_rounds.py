@@ -15,7 +15,7 @@ from ....ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ....kernels.cpu.native.drafting import Drafting
 from ...sampling.sampler import NOT_FINITE, draw_parameters, draws
 from ..input_batch import InputBatch
-from .draft_head import HeadDrafter
+from ..step_inputs import StepInputs
 
 
 class RoundsOutput(NamedTuple):
@@ -89,6 +89,28 @@ class Rounds(Protocol):
         ...
 
 
+class PassDrafter(Protocol):
+    """Drafts by passes of its own. max_model_len: the longest text that it continues."""
+
+    max_model_len: int
+
+    def is_ready(self, slots: np.ndarray) -> np.ndarray:
+        """slots [B] -> [B] bool: whether first_inputs() can follow."""
+        ...
+
+    def first_inputs(self, slots: np.ndarray, num_ahead: int) -> StepInputs:
+        """The inputs of the pass that gives the first draft of each of `slots` [B]. Block tables
+        have room for num_ahead more tokens, the draft among them.
+        """
+        ...
+
+    def end_rounds(self, slots: np.ndarray, num_drafts: int, num_accepted: np.ndarray) -> None:
+        """After rounds of `slots` [B], whose tokens are appended: num_accepted [B] of the last
+        one's drafts.
+        """
+        ...
+
+
 class DraftRounds:
     """For steps of decodes whose tokens depend on nothing but logits and parameters, and whose rows
     have equally many drafts.
@@ -96,7 +118,7 @@ class DraftRounds:
 
     is_ragged = False
 
-    def __init__(self, drafting: Drafting, drafter: HeadDrafter, batch: InputBatch):
+    def __init__(self, drafting: Drafting, drafter: PassDrafter, batch: InputBatch):
         self._drafting, self._drafter, self._batch = drafting, drafter, batch
 
     def count(self, step: SchedulerOutput, counts: Sequence[int], num_passes: int) -> int:
@@ -117,11 +139,9 @@ class DraftRounds:
 
     def run(self, step: SchedulerOutput, counts: Sequence[int], num_rounds: int) -> RoundsOutput:
         batch, drafter, num_drafts = self._batch, self._drafter, counts[0]
-        slots = np.array(step.slots, np.int64)
-        order = drafter.order(slots)
-        slots = slots[order]
-        width = num_drafts + 1
-        inputs = drafter.first_inputs(slots, num_rounds * width)
+        num_ahead = num_rounds * (num_drafts + 1)
+        inputs = drafter.first_inputs(np.array(step.slots, np.int64), num_ahead)
+        slots, order = inputs.slots, inputs.order
         draw = None
         if draws(batch, slots):
             known = torch.from_numpy(batch.num_tokens[slots])
@@ -147,5 +167,5 @@ class DraftRounds:
                 for of_round in zip(drawn, is_finite, accepted)
             ),
         )
-        drafter.hold(slots, 1 + accepted[-1])
+        drafter.end_rounds(slots, num_drafts, accepted[-1])
         return output

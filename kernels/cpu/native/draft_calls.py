@@ -14,6 +14,7 @@ class Drafts(Call):
         *((name, c_void_p) for name in ("kept_finite", "accepted", "draw_positions")),
         *((name, c_void_p) for name in ("hidden", "state")),
         *((name, c_int64) for name in ("row_bytes", "depth", "kept_row", "block_size")),
+        ("is_last", c_int64),
     ]
 
 

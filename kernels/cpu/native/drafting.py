@@ -1,4 +1,5 @@
-"""Runs several rounds of drafts and verification at once: passes of a head, then of the model.
+"""Runs several rounds at once: passes of a head or model that drafts, one of the model that
+verifies.
 
 Must not know: models, requests, who chooses the number of rounds and drafts.
 """
@@ -21,25 +22,29 @@ Draw = tuple[Tensor | None, ...]
 
 
 class Drafting:
-    """`hidden` and `state`, both [tokens, hidden_size]: what the model computes for the head, and
-    what the head reads and leaves for its next pass. is_sum: the model adds to `hidden`, so that it
-    has to be zeroed before each pass.
+    """`model` verifies what `draft` drafts; both end with argmax over their logits.
+
+    Of a head, `hidden` and `state`, both [tokens, hidden_size]: what the model computes for it, and
+    what it reads and leaves for its next pass. is_sum: the model adds to `hidden`, so that it has
+    to be zeroed before each pass.
     """
 
     def __init__(
         self,
         model: Program,
-        head: Program,
-        hidden: Tensor,
-        state: Tensor,
+        draft: Program,
         block_size: int,
+        hidden: Tensor | None = None,
+        state: Tensor | None = None,
         is_sum: bool = False,
     ):
-        assert hidden.dtype == state.dtype and hidden.stride() == state.stride()
-        self._model, self._head = model, head
+        self._model, self._draft = model, draft
         self._hidden, self._state = hidden, state
         self._block_size = block_size
-        self._zeros = torch.zeros_like(hidden[0]) if is_sum else None
+        self._zeros = None
+        if hidden is not None and state is not None:
+            assert hidden.dtype == state.dtype and hidden.stride() == state.stride()
+            self._zeros = torch.zeros_like(hidden[0]) if is_sum else None
         # by number of rounds, of drafts, and whether they sample
         self._runs: dict[tuple[int, int, bool], _Run] = {}
 
@@ -47,8 +52,8 @@ class Drafting:
         """Whether so many requests may have so many drafts each; no run is traced call by call."""
         rows, limits = num_requests * (num_drafts + 1), self._model.limits
         return (
-            rows <= min(limits.num_tokens, limits.num_logits, self._head.limits.num_tokens)
-            and num_requests <= min(limits.num_requests, self._head.limits.num_logits)
+            rows <= min(limits.num_tokens, limits.num_logits, self._draft.limits.num_tokens)
+            and num_requests <= min(limits.num_requests, self._draft.limits.num_logits)
             and self._model.timer is None
         )
 
@@ -64,8 +69,8 @@ class Drafting:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Runs `num_rounds` rounds of `num_drafts` drafts for each of B requests.
 
-        The arguments are the first step of the head as its Program takes them, with one row of
-        logits for each request, whose `state` is filled; block tables have room for all rounds.
+        The arguments are the first drafting step as its Program takes them, with one row of logits
+        for each request; the `state` of a head is filled. Block tables have room for all rounds.
         `draw` holds `sample_tokens`' columns for the first draft; None takes the largest logits.
 
         Returns token_ids [num_rounds, B, num_drafts + 1] i64, what the model draws after each
@@ -73,7 +78,7 @@ class Drafting:
         num_accepted [num_rounds, B] i64. `state` then has the rows of the last round's accepted
         positions, 1 + num_accepted of each request. The next run overwrites all results.
         """
-        step = self._head.fill_step(token_ids, positions, metadata, logits_indices)
+        step = self._draft.fill_step(token_ids, positions, metadata, logits_indices)
         num_requests, width = step.num_requests, num_drafts + 1
         rows = max(len(token_ids), num_requests * width)
         arrays = make_room(step, rows, token_ids, positions, metadata, logits_indices)
@@ -81,7 +86,7 @@ class Drafting:
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = _Run(self, *key)
         kept = [] if draw is None else run.set_draw(draw, num_requests, width)
-        self._head.run(run.pointers, step)
+        self._draft.run(run.pointers, step)
         del kept, arrays
         count = num_requests * width
         return (
@@ -124,9 +129,9 @@ class _Run:
     """The calls of all rounds, and the memory of their results."""
 
     def __init__(self, drafting: Drafting, num_rounds: int, num_drafts: int, draws: bool):
-        model, head = drafting._model, drafting._head
-        of_model, of_head = model.of_logits, head.of_logits
-        most_rows, most_requests = len(of_model[1]), len(of_head[1])
+        model, draft = drafting._model, drafting._draft
+        of_model, of_draft = model.of_logits, draft.of_logits
+        most_rows, most_requests = len(of_model[1]), len(of_draft[1])
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64)
@@ -138,16 +143,20 @@ class _Run:
         self.drawn_finite = torch.zeros(num_rounds, most_rows, dtype=torch.bool)
         self._last, self._kept = integers(most_requests), integers(num_drafts, most_requests)
         self._kept_finite = torch.zeros(most_requests, dtype=torch.bool)
-        # of what is sampled, by head and model: logits, tokens, positions
+        # of what is sampled, of drafts and verification: logits, tokens, positions
         self._sampled = [
             (program.of_logits[0], integers(count), integers(count))
-            for program, count in ((head, most_requests), (model, most_rows))
+            for program, count in ((draft, most_requests), (model, most_rows))
         ]
         self._samples = Sample(), Sample()
-        is_bf16 = drafting._state.dtype == torch.bfloat16
+        hidden, state = drafting._hidden, drafting._state
+        is_bf16, places, row_bytes = False, (None, None), 0
+        if hidden is not None and state is not None:
+            is_bf16, row_bytes = state.dtype == torch.bfloat16, state.stride(0) * state.itemsize
+            places = hidden.data_ptr(), state.data_ptr()
         chosen = [
             tokens if draws else program.of_logits[1]
-            for program, (_, tokens, _) in zip((head, model), self._sampled)
+            for program, (_, tokens, _) in zip((draft, model), self._sampled)
         ]
         of_draws = [positions.data_ptr() if draws else None for _, _, positions in self._sampled]
 
@@ -157,18 +166,18 @@ class _Run:
                 BF16 if is_bf16 else F32,
                 ALL_LOGITS,
                 chosen[by].data_ptr(),
-                (of_head, of_model)[by][2].data_ptr(),
+                (of_draft, of_model)[by][2].data_ptr(),
                 self._last.data_ptr(),
                 kept.data_ptr(),
                 self.drawn_finite[round].data_ptr(),
                 self.accepted[round].data_ptr(),
                 of_draws[next_by],
-                drafting._hidden.data_ptr(),
-                drafting._state.data_ptr(),
-                drafting._state.stride(0) * drafting._state.itemsize,
+                *places,
+                row_bytes,
                 num_drafts,
                 most_requests,
                 drafting._block_size,
+                round == num_rounds - 1,
             )
 
         between: list[Call] = [drafts(Op.FIRST_DRAFTS, 0, 0, self._kept)]
@@ -178,7 +187,7 @@ class _Run:
                 F32,
                 ALL_LOGITS,
                 chosen[0].data_ptr(),
-                of_head[2].data_ptr(),
+                of_draft[2].data_ptr(),
                 self._kept[i].data_ptr(),
                 self._kept_finite.data_ptr(),
                 of_draws[0],
@@ -189,15 +198,16 @@ class _Run:
         ]
         placed = drafts(Op.PLACE_DRAFTS, 0, 1, self._kept)
         zeroed: list[Call] = []
-        if (zeros := drafting._zeros) is not None:  # every row is a copy of one
-            rows = 0, drafting._hidden.stride(0), len(zeros)
-            place = zeros.data_ptr(), drafting._hidden.data_ptr()
+        if hidden is not None and (zeros := drafting._zeros) is not None:
+            # every row is a copy of one
+            rows = 0, hidden.stride(0), len(zeros)
+            place = zeros.data_ptr(), hidden.data_ptr()
             zeroed = [GatherRows(Op.GATHER_ROWS, placed.dtype, ALL_LOGITS, *place, *rows)]
         samples = [[sample] if draws else [] for sample in self._samples]
         calls: list[Any] = []
         for round in range(num_rounds):
             for end in between:
-                calls += [*head.calls, *samples[0], end]
+                calls += [*draft.calls, *samples[0], end]
             accepted = drafts(Op.ACCEPT_DRAFTS, 1, 0, self.drawn[round], round)
             calls += [placed, *zeroed, *model.calls, *samples[1], accepted]
         self._calls = calls  # the pointers do not keep them

@@ -3,17 +3,20 @@
 #pragma once
 #include "abi.h"
 
-// Connects the passes of a head that drafts and of the model that verifies, which run as one: B
-// requests, `depth` drafts of each. All change the step into that of the next pass, in its arrays,
-// which have room for B * (depth + 1) tokens.
+// Connects the passes of what drafts and of the model that verifies, which run as one: B requests,
+// `depth` drafts of each. What drafts is a head, which reads `state` and whose positions get the
+// tokens after them, or, where state is null, a model. All change the step into that of the next
+// pass, in its arrays, which have room for B * (depth + 1) tokens.
 //
-// OP_FIRST_DRAFTS: after a pass of the head over several tokens of each request. Keeps their
-// last ones in `last` [B] and the drawn token_ids in kept [B], and moves each one's last row of
-// `state` to the front. OP_NEXT_TOKENS follows the other passes of the head.
+// OP_FIRST_DRAFTS: after a drafting pass over several tokens of each request. Keeps their last ones
+// in `last` [B] and the drawn token_ids in kept [B], and moves each one's last row of `state` to
+// the front. OP_NEXT_TOKENS follows the other drafting passes.
 // OP_PLACE_DRAFTS: lays `last` and the drafts kept [depth, kept_row] side by side.
 // OP_ACCEPT_DRAFTS: after the model. Copies the drawn token_ids and is_finite to kept and
-// kept_finite [B, depth + 1], counts the drafts that were drawn in accepted [B], and lays out the
-// head's pass over their positions, with the rows of `hidden` in `state`.
+// kept_finite [B, depth + 1], counts the drafts that were drawn in accepted [B], and, unless
+// is_last, lays out the drafting pass over the tokens that were not computed: of a head all
+// accepted positions, with the rows of `hidden` in `state`; of a model the last token, after the
+// last draft if all were accepted.
 //
 // draw_positions, unless null: the positions that the next pass draws.
 struct Drafts : Call {
@@ -27,7 +30,7 @@ struct Drafts : Call {
     const void* hidden;
     void* state;
     int64_t row_bytes;  // of state and hidden
-    int64_t depth, kept_row, block_size;
+    int64_t depth, kept_row, block_size, is_last;
 };
 
 // out [rows, vocab_size] = `absent`, but x [rows, size] at token_ids [size], which ascend.

@@ -31,7 +31,8 @@ void first_drafts(const Call& call, const Step& constant, const Worker& worker) 
         int64_t row = step.logits_indices[b];
         a.last[b] = step.token_ids[row];
         a.kept[b] = a.token_ids[b];
-        if (row != b) std::memcpy(state + b * a.row_bytes, state + row * a.row_bytes, a.row_bytes);
+        if (state && row != b)
+            std::memcpy(state + b * a.row_bytes, state + row * a.row_bytes, a.row_bytes);
         step.token_ids[b] = (int32_t)a.token_ids[b];
         place_row(step, b, b, step.positions[row] + 1, a.block_size);
         step.seq_lens[b]++;
@@ -49,7 +50,7 @@ void place_drafts(const Call& call, const Step& constant, const Worker& worker) 
     int64_t width = a.depth + 1;
     // rows move to the back
     for (int64_t b = step.num_requests; b-- > 0;) {
-        int64_t start = step.positions[b] - a.depth + 1;
+        int64_t start = step.positions[b] - a.depth + (a.state != nullptr);
         for (int64_t j = 0; j < width; j++) {
             int64_t row = b * width + j;
             step.token_ids[row] = (int32_t)(j ? a.kept[(j - 1) * a.kept_row + b] : a.last[b]);
@@ -67,23 +68,25 @@ void accept_drafts(const Call& call, const Step& constant, const Worker& worker)
     const Drafts& a = (const Drafts&)call;
     if (worker.next(1) != 0) return;
     Step& step = const_cast<Step&>(constant);
-    int64_t width = a.depth + 1, end = 0;
+    int64_t width = a.depth + 1, end = 0, ahead = a.state != nullptr;
     std::copy_n(a.token_ids, step.num_logits, a.kept);
     std::copy_n(a.is_finite, step.num_logits, a.kept_finite);
     for (int64_t b = 0; b < step.num_requests; b++) {
         int64_t first = b * width;
         int64_t count = a.accepted[b] = num_accepted(step, first, width, a.token_ids, a.is_finite);
-        int64_t start = step.positions[first];
-        for (int64_t row = first; row <= first + count; row++, end++) {
+        int64_t after = step.positions[first] + 1;  // of the token that was drawn in row `first`
+        int64_t begin = a.state ? first : first + count - (count == a.depth);
+        for (int64_t row = begin; row <= first + count; row++, end++) {
             step.token_ids[end] = (int32_t)a.token_ids[row];
-            place_row(step, end, b, start + row - first, a.block_size);
-            std::memcpy((char*)a.state + end * a.row_bytes,
-                        (const char*)a.hidden + row * a.row_bytes, a.row_bytes);
+            if (!a.is_last) place_row(step, end, b, after - ahead + row - first, a.block_size);
+            if (a.state)
+                std::memcpy((char*)a.state + end * a.row_bytes,
+                            (const char*)a.hidden + row * a.row_bytes, a.row_bytes);
         }
-        step.seq_lens[b] = (int32_t)(start + count + 1);
+        step.seq_lens[b] = (int32_t)(after - ahead + count + 1);
         step.query_start_loc[b + 1] = (int32_t)end;
         step.logits_indices[b] = end - 1;
-        if (a.draw_positions) a.draw_positions[b] = start + count + 2;
+        if (a.draw_positions) a.draw_positions[b] = after + count + 1;
     }
     step.num_tokens = end;
     step.num_logits = step.num_requests;

@@ -67,7 +67,7 @@ def test_a_draft_is_what_the_model_draws(arguments):
 
 def test_room_and_context_limit_drafts():
     drafter, batch = enter(start())
-    drafter._max_model_len = 46
+    drafter.max_model_len = 46
     assert [len(draft) for draft in drafter.draft([0, 1, 2], [4, 4, 4], 6)] == [4, 2, 0]
     assert batch.num_tokens[2] == 41
     assert [len(draft) for draft in drafter.draft([2], [9], 60)] == [5]

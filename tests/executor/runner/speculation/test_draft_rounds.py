@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from quire import LLM, SamplingParams
 from quire.executor.runner.speculation.draft_rounds import DraftRounds
 from quire.kernels.cpu.native.library import library
-from quire.tests.bundled_model import heads
+from quire.tests.bundled_model.heads import trained
 
 pytestmark = pytest.mark.skipif(library is None, reason="native kernels are not built here")
 
@@ -21,9 +20,8 @@ MESSAGES = [
 
 
 def make_llm(method: str, **settings: Any) -> LLM:
-    """With a trained head, whose drafts are right most times."""
-    directory = Path(heads.__file__).parent / "heads" / method
-    config = {"method": method, "model": str(directory), "num_speculative_tokens": 4}
+    """With a trained head or draft model, whose drafts are right most times."""
+    config = {"method": method, "model": trained(method), "num_speculative_tokens": 4}
     return LLM(
         engine="inproc",
         enable_prefix_caching=False,
@@ -32,7 +30,7 @@ def make_llm(method: str, **settings: Any) -> LLM:
     )
 
 
-@pytest.fixture(scope="module", params=["mtp", "eagle3"])
+@pytest.fixture(scope="module", params=["draft_model", "eagle3", "mtp"])
 def llm(request: Any) -> Iterator[LLM]:
     with make_llm(request.param, dtype="bfloat16") as llm:
         yield llm

@@ -18,9 +18,6 @@
 
 constexpr int64_t GROUP_BLOCKS = 256, BLOCK_SIZE = 32, BLOCKS = GROUP_BLOCKS / BLOCK_SIZE,
                   WORDS = 4 * PANEL;  // bytes of a panel's words
-// Rows that are multiplied directly by blocks of frequent types; only those, because each number of
-// rows is compiled.
-constexpr int MANY_DIRECT_ROWS = Vec::LANES == 16 ? 8 : 2;
 
 inline float half_at(const char* p) {
     uint16_t bits;
@@ -69,8 +66,13 @@ struct BlockType : BlockKind<MOST_STORED, LESS != 0, HAS_LEAST, PARTS_BESIDE> {
                              LINE_OF_K = PANEL * NUMBER_BYTES / COLUMNS, BLOCK = GROUP * LINE_OF_K,
                              BLOCK_SCALES = PANEL * SCALE_BYTES,
                              SCALES = GROUP / COLUMNS * BLOCK_SCALES;
-    // more rows are multiplied by unpacked panels
-    static constexpr int MAX_DIRECT_ROWS = 2;
+    // Rows that are multiplied by blocks at once, and at all; more by unpacked panels. With 16
+    // registers, many rows do not pay for bits above nibbles.
+    static constexpr int MAX_DIRECT_ROWS = Vec::LANES == 16 ? 8 : 4;
+    static constexpr bool HAS_NO_UPPER_BITS = MOST_STORED == 15 || Own::SIGNED;
+    static constexpr int64_t MOST_DIRECT_ROWS = Vec::LANES == 16 ? 16 : HAS_NO_UPPER_BITS ? 8 : 3;
+    // The scales of large blocks take the registers of a second panel's sums.
+    static constexpr int MOST_PANELS = COLUMNS == GROUP_BLOCKS ? 1 : MAX_EXACT_SUMS;
     static constexpr int ONE_STREAM = 0, ZERO = LESS, SUBS = COLUMNS / BLOCK_SIZE, WRITTEN_OUT = 1;
 
     // What removes ZERO from an exact sum; or the sum of x, which the least weight multiplies.
@@ -128,7 +130,6 @@ struct SmallBlock : BlockType<BLOCK_SIZE, NUMBER_BYTES, SCALE_BYTES, MOST, ZERO,
 };
 
 struct Q8_0 : SmallBlock<32, 127, 0> {
-    static constexpr int MAX_DIRECT_ROWS = MANY_DIRECT_ROWS;
     static ALWAYS_INLINE Ints stored(const char* numbers, int, int, int line) {
         return Ints::load(numbers + line * WORDS).for_add_bytes();
     }
@@ -208,7 +209,6 @@ struct IQ4_NL : SmallBlock<16, 127, 0> {
 // A number is 4 bits of E2M1, doubled to be whole; 12 is added, so that it has no sign. A scale is
 // a power of two, halved: 2**(byte - 128).
 struct MXFP4 : SmallBlock<16, 31, 12, false, 1> {
-    static constexpr int MAX_DIRECT_ROWS = MANY_DIRECT_ROWS;
     alignas(16) static constexpr int8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24,
                                                        12, 11, 10, 9,  8,  6,  4,  0};
     static ALWAYS_INLINE Ints stored(const char* numbers, int, int, int line) {
@@ -230,7 +230,6 @@ struct MXFP4 : SmallBlock<16, 31, 12, false, 1> {
 template <bool FIVE_BITS>
 struct Q45K : BlockType<256, FIVE_BITS ? 160 : 128, 16, FIVE_BITS ? 31 : 15, 0, true> {
     using Base = BlockType<256, FIVE_BITS ? 160 : 128, 16, FIVE_BITS ? 31 : 15, 0, true>;
-    static constexpr int MAX_DIRECT_ROWS = FIVE_BITS ? 2 : MANY_DIRECT_ROWS;
     static constexpr int WRITTEN_OUT = 2;
     static constexpr int64_t NIBBLES = FIVE_BITS ? 8 * WORDS : 0;  // after the high bits
 
@@ -276,7 +275,7 @@ using Q5_K = Q45K<true>;
 // Two scales of 8 bits per 32 numbers. A byte of low bits has numbers i and i + 64 of 128, a byte
 // of high ones i, i + 32, i + 64 and i + 96.
 struct Q6_K : BlockType<256, 192, 18, 63, 32, false, 2> {
-    static constexpr int MAX_DIRECT_ROWS = (MANY_DIRECT_ROWS > 2 ? 4 : 2), WRITTEN_OUT = 4;
+    static constexpr int WRITTEN_OUT = 4;
     static constexpr int64_t HIGH = 32 * WORDS;
 
     static ALWAYS_INLINE Ints stored(const char* numbers, int sub, int i, int line) {

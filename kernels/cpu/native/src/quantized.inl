@@ -94,9 +94,12 @@ struct VectorForm {
     explicit VectorForm(const QuantizedLinear& call, const Worker&) : call(call) {}
 
     static constexpr int panels_at_once(int64_t rows) {
-        // of blocks, a row also has sums in fp32
-        constexpr int MOST = MAX_EXACT_SUMS / 2;
-        return panels_beside((int)rows, Dot::OWN_SCALES && rows > 2 ? MOST : MAX_EXACT_SUMS);
+        if constexpr (Dot::OWN_SCALES) {
+            // of blocks, a row also has sums in fp32
+            const int most = rows > 2 ? MAX_EXACT_SUMS / 2 : MAX_EXACT_SUMS;
+            return std::min(Dot::MOST_PANELS, panels_beside((int)rows, most));
+        }
+        return panels_beside((int)rows, MAX_EXACT_SUMS);
     }
     static constexpr bool one_stream(int64_t rows) { return rows <= Dot::ONE_STREAM; }
 
@@ -402,7 +405,7 @@ struct ManyRows {
 template <typename Dot>
 struct ManyRows<Dot, true> {
     using Form = UnpackedForm<Dot>;
-    static constexpr int64_t FROM = Dot::MAX_DIRECT_ROWS + 1;
+    static constexpr int64_t FROM = Dot::MOST_DIRECT_ROWS + 1;
 };
 
 template <typename Dot>

@@ -202,8 +202,8 @@ def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads
 
 
 def test_who_waits_is_told_that_a_rank_is_gone(libraries) -> None:
-    group = Group(2)
-    calls, _ = recorded(lambda: group.ranks[0].all_reduce(torch.ones(1, 1), torch.float32))
+    group, x = Group(2), torch.ones(1, 1)
+    calls, _ = recorded(lambda: group.ranks[0].all_reduce(x, torch.float32))
     with ThreadPoolExecutor(1) as threads:
         run = threads.submit(libraries[0].run_all, calls.pointers, Step())
         time.sleep(0.1)

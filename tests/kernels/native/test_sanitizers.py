@@ -46,7 +46,10 @@ TESTS = {
     "address": ("tests/kernels/native",),
     "thread": tuple(f"tests/kernels/native/test_{name}.py" for name in THREADED),
 }
-SELECTION = {"address": "not limit_memory", "thread": "not fork and not limit_memory and not amx"}
+SELECTION = {
+    "address": "not limit_memory and not emulation",
+    "thread": "not fork and not limit_memory and not amx and not emulation",
+}
 
 
 def runtime(name: str) -> str:

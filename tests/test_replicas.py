@@ -90,18 +90,19 @@ def converse_with_one(engine: LLMEngine) -> list[list[int]]:
 
 
 async def converse(llm: AsyncLLM) -> list[list[int]]:
-    """The same; each conversation proceeds by itself."""
+    """The same."""
 
-    async def one(number: int) -> list[int]:
-        prompt = opening(number)
-        for turn in range(1, NUM_TURNS + 1):
-            own = params(number, max_tokens=NUM_ANSWER)
-            stream = llm.generate({"prompt_token_ids": prompt}, own, f"{turn}-{number}")
-            outputs = [output async for output in stream]
-            prompt = prompt + list(outputs[-1].outputs[0].token_ids) + message(number, turn)
-        return prompt
+    async def answer(number: int, turn: int, prompt: list[int]) -> list[int]:
+        own = params(number, max_tokens=NUM_ANSWER)
+        stream = llm.generate({"prompt_token_ids": prompt}, own, f"{turn}-{number}")
+        outputs = [output async for output in stream]
+        return prompt + list(outputs[-1].outputs[0].token_ids) + message(number, turn)
 
-    return await asyncio.gather(*map(one, range(NUM_CONVERSATIONS)))
+    prompts = [opening(number) for number in range(NUM_CONVERSATIONS)]
+    for turn in range(1, NUM_TURNS + 1):
+        answers = [answer(number, turn, prompt) for number, prompt in enumerate(prompts)]
+        prompts = await asyncio.gather(*answers)
+    return prompts
 
 
 def test_conversations_hit_the_prefix_cache_as_with_one_engine(one_engine, replicas) -> None:

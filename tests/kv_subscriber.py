@@ -20,6 +20,7 @@ from quire.ipc.kv_events import (
 )
 
 DEADLINE_S = 20.0
+ANSWER_S = 2.0  # then a subscriber asks again: a question to an engine that has ended is lost
 Known = tuple[str | None, int | None, int]  # medium, group of layers, hash
 
 
@@ -40,8 +41,8 @@ class Subscriber:
         self._live = self._context.socket(zmq.SUB)
         self._live.connect(endpoint)
         self._live.subscribe(b"")
-        self._replay = self._context.socket(zmq.DEALER)
-        self._replay.connect(replay_endpoint)
+        self._replay_endpoint = replay_endpoint
+        self._connect_replay()
         self._full: dict[int, bytes] = {}  # the whole hash of each one that was stored
 
     def close(self) -> None:
@@ -61,18 +62,30 @@ class Subscriber:
             if number == self.last + 1 or not self.last + 1:
                 self._apply(number, payload)
 
+    def _connect_replay(self) -> None:
+        self._replay = self._context.socket(zmq.DEALER)
+        self._replay.connect(self._replay_endpoint)
+
     def catch_up(self) -> None:
         """Ask for everything after the last number."""
+        end = time.monotonic() + DEADLINE_S
+        while not self._is_answered():
+            assert time.monotonic() < end, "no answer"
+            self._replay.close(0)  # an answer that comes later is not read
+            self._connect_replay()
+
+    def _is_answered(self) -> bool:
+        """Ask once, and read the answer."""
         self._replay.send_multipart((b"", (self.last + 1).to_bytes(8, "big")))
-        while True:
-            assert self._replay.poll(1000 * DEADLINE_S), "no answer"
+        while self._replay.poll(1000 * ANSWER_S):
             empty, number, payload = self._replay.recv_multipart()
             assert empty == b""
             if number == END_OF_REPLAY:
                 assert payload == b""
-                return
+                return True
             self.num_replayed += 1
             self._apply(int.from_bytes(number, "big"), payload)
+        return False
 
     def read_until(self, number: int) -> None:
         """Read and catch up until this number has been applied."""

@@ -187,10 +187,10 @@ def learning_rate_factor(
     return min((step + 1) / warmup_steps, 1.0, (num_steps - step) / decay_steps)
 
 
-def train_step(
-    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: tuple, factor: float
-) -> tuple[float, float]:
-    loss, accuracy = weighted_loss(model, *batch)
+def update(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], loss: Tensor, factor: float
+) -> None:
+    """A step along the gradients of `loss`; factor: of the learning rates."""
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -198,6 +198,13 @@ def train_step(
             group["lr"] = group["initial_lr"] * factor
         optimizer.step()
         optimizer.zero_grad()
+
+
+def train_step(
+    model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], batch: tuple, factor: float
+) -> tuple[float, float]:
+    loss, accuracy = weighted_loss(model, *batch)
+    update(model, optimizers, loss, factor)
     return loss.item(), accuracy
 
 

@@ -16,7 +16,7 @@ from export import CONFIG
 from heads import DRAFTERS, write
 from tokenizers import Tokenizer
 from torch import Tensor
-from train import DEFAULT_FOLDER, Step, learning_rate_factor, make_batch, make_optimizers
+from train import DEFAULT_FOLDER, Step, learning_rate_factor, make_batch, make_optimizers, update
 from train_heads import GIVEN_WEIGHT, write_curve
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -83,14 +83,8 @@ def train(arguments: argparse.Namespace) -> None:
         rng = Random(f"{arguments.seed} draft model {step}")
         shape = Step(arguments.context, arguments.rows, 0.05, 0.3)
         loss, agreement = loss_of(draft, model, make_batch(rng, tokenizer, shape, ""))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
         factor = learning_rate_factor(step, arguments.steps, arguments.steps // 2)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad()
+        update(draft, optimizers, loss, factor)
         curve.append([loss.item(), agreement])
         if step % 100 == 99:
             means = [round(sum(column) / 100, 4) for column in zip(*curve[-100:])]

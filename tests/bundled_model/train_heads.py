@@ -17,7 +17,7 @@ import heads
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from train import DEFAULT_FOLDER, Step, learning_rate_factor, make_batch, make_optimizers
+from train import DEFAULT_FOLDER, Step, learning_rate_factor, make_batch, make_optimizers, update
 from transformers import Qwen2ForCausalLM
 
 EAGLE3_LAYERS = [1, 2, 4]
@@ -98,14 +98,8 @@ def train(arguments: argparse.Namespace) -> None:
         shape = Step(arguments.context, arguments.rows, 0.05, 0.3)
         batch = make_batch(rng, tokenizer, shape, "")
         loss, agreement = loss_of(head, model, batch, arguments.depth)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         factor = learning_rate_factor(step, arguments.steps, arguments.steps // 2)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * factor
-            optimizer.step()
-            optimizer.zero_grad()
+        update(head, optimizers, loss, factor)
         curve.append([loss.item(), *agreement])
         if step % 20 == 19:
             means = [round(sum(column) / 20, 4) for column in zip(*curve[-20:])]

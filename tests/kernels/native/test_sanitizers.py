@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler"),
 ]
 
-# With checks in line, or with all of UBSan's, one source takes more than ten minutes to compile.
+# With checks in line and all of UBSan's, one source takes more than ten minutes to compile.
 # What the checks left out would find, AddressSanitizer finds where memory is touched; unaligned
 # loads are meant.
 FLAGS = {

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
 SKIPPED = {"build", "dist", "__pycache__", "venv", "node_modules"}  # also every hidden folder
 
-MAX_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
+# files are cut by responsibility: Python has no cap, C++ one that keeps compiling in parallel
+MAX_NATIVE_FILE_LINES, MAX_MODEL_LINES, MAX_FUNCTION_LINES = 500, 150, 125
 MODELS = {
     f"executor/models/{name}.py"
     for name in (
@@ -262,8 +263,8 @@ def test_module_docstring_says_what_it_is(path: Path) -> None:
 
 @per_file(EVERYTHING)
 def test_sizes(path: Path) -> None:
-    num_lines = len(path.read_text().splitlines())
-    assert num_lines <= (MAX_MODEL_LINES if name_of(path) in MODELS else MAX_FILE_LINES)
+    if name_of(path) in MODELS:
+        assert len(path.read_text().splitlines()) <= MAX_MODEL_LINES
     functions = [
         node
         for node in ast.walk(tree_of(path))
@@ -431,5 +432,5 @@ def test_clang_format_agrees() -> None:
     assert done.returncode == 0, done.stderr
     for path in paths:
         lines = path.read_text().splitlines()
-        assert len(lines) <= MAX_FILE_LINES, name_of(path)
+        assert len(lines) <= MAX_NATIVE_FILE_LINES, name_of(path)
         assert [line for line in lines if len(line) > 100] == [], name_of(path)

@@ -391,7 +391,8 @@ class PoolingParams(
     # whether embeddings are normalised, and classes pass through sigmoid or softmax. None: as the
     # model says
     use_activation: bool | None = None
-    # -1: as many as the model can read; None: longer prompts are refused
+    # -1: as many as the model can read; None: as many as the model's files say (max_seq_length); if
+    # they do not say, longer prompts are refused
     truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None  # from submission; then it ends with finish_reason "timeout"
     # compute all tokens of the prompt; resolved by the frontend where pooling reads them all
@@ -402,6 +403,7 @@ class PoolingParams(
     # A model with include_prompt: false leaves them out of pooling
     instruction_length: int = 0
     normalize: bool | None = None  # removed from vLLM, too; refused by its new name
+    must_fit: bool = False  # prompts that would be cut are refused
 
     def __post_init__(self) -> None:
         require(self.normalize is None, "normalize", "was removed; use use_activation")
@@ -412,6 +414,7 @@ class PoolingParams(
             value = getattr(self, name)
             is_valid = value is None or isinstance(value, bool)
             require_kind(is_valid, name, "True, False or None", value)
+        require_kind(isinstance(self.must_fit, bool), "must_fit", "True or False", self.must_fit)
         if self.dimensions is not None:
             require_int("dimensions", self.dimensions, 1, INT64_MAX)
         if self.truncate_prompt_tokens is not None:

@@ -1,4 +1,6 @@
-"""Three models with memory for two, each in a process of its own behind one server."""
+"""Three models with memory for two, each in a process of its own behind one server; and a text
+encoder beside a chat model.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from typing import Any
 import httpx2 as httpx
 import psutil
 import pytest
+from quire import LLM
 from quire.tests.frontend.server.conftest import running_server
+from quire.tests.ipc.models.test_sentence_transformers import chain, write
+from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
 
 NAMES = {"a": "qwen2", "b": "llama", "c": "qwen3"}
@@ -174,3 +179,70 @@ def test_no_process_stays(checkpoints: dict[str, Path]) -> None:
         assert running.process.wait(timeout=20) == 0
     _, alive = psutil.wait_procs(children, timeout=5)
     assert not alive
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Reads at most 16 tokens, as its files say."""
+    folder = save_tiny_encoder(tmp_path_factory.mktemp("rag") / "encoder", "bert")
+    mean = {"word_embedding_dimension": 64, "pooling_mode": "mean"}
+    return write(folder, chain(mean), sentence_bert_config={"max_seq_length": 16})
+
+
+@pytest.fixture(scope="module")
+def rag(
+    checkpoints: dict[str, Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
+    """A chat model and a text encoder with every option of several models, and memory for one and
+    the process of the other.
+    """
+    options = tmp_path_factory.mktemp("options") / "options.toml"
+    cache = "kv_cache_memory_bytes = 16777216"
+    options.write_text(f'[encoder]\ndtype = "float32"\n[chat]\n{cache}\n')
+    with running_server(
+        *(f"chat={checkpoints['a']}", f"encoder={encoder}", "--default", "encoder"),
+        *("--memory-limit", f"{2 * PROCESS_MIB + 10}MiB", "--keep-alive", "5m"),
+        *("--sleep-after", "1m", "--model-wait-s", "60", "--model-options", str(options)),
+        *("--num-threads", "1"),
+    ) as client:
+        yield client
+
+
+def test_a_text_encoder_beside_a_chat_model(rag: httpx.Client, encoder: Path) -> None:
+    """The turns of a retrieval: texts, a chat, texts again. The models take turns in memory."""
+    texts = ["the cat sat", "a dog"]
+    with LLM(str(encoder), dtype="float32", num_threads=1, engine="inproc") as llm:
+        alone = [output.outputs.embedding for output in llm.embed(texts, use_tqdm=False)]
+    chat = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    for phase_of_chat in ("unloaded", "sleeping"):
+        found = rag.post("/v1/embeddings", json={"model": "encoder", "input": texts})
+        assert found.status_code == 200, found.text
+        assert [entry["embedding"] for entry in found.json()["data"]] == alone
+        assert phases(rag) == {"chat": phase_of_chat, "encoder": "ready"}
+        said = rag.post("/v1/chat/completions", json=chat)
+        assert said.status_code == 200, said.text
+        assert said.json()["usage"]["completion_tokens"] > 0
+        assert phases(rag) == {"chat": "ready", "encoder": "unloaded"}
+    wrong = rag.post("/v1/chat/completions", json=chat | {"model": "encoder"}).json()["error"]
+    assert wrong["param"] == "model" and "generates no text" in wrong["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "whole", "cut"),
+    [
+        ("/api/embed", "input", {"truncate": False}, {"truncate": True}),
+        ("/v2/embed", "texts", {"truncate": "NONE"}, {"truncate": "END"}),
+    ],
+)
+def test_a_text_that_may_not_be_cut_is_refused(
+    rag: httpx.Client, path: str, field: str, whole: dict[str, Any], cut: dict[str, Any]
+) -> None:
+    """Although the encoder's own files say where texts are cut."""
+    long = {"model": "encoder", field: ["a cat", "the cat sat on the mat " * 9]}
+    refused = rag.post(path, json=long | whole)
+    assert refused.status_code == 400, refused.text
+    assert "at most 16 (in request 1 of 2" in refused.text
+    short = {"model": "encoder", field: ["a cat"]}
+    for body in (long, long | cut, short | whole):
+        answer = rag.post(path, json=body)
+        assert answer.status_code == 200, answer.text

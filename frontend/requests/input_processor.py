@@ -174,12 +174,12 @@ class InputProcessor:
         if arrival_time is None:
             arrival_time = clock_offset + time.monotonic()
         deadline = began + params.timeout_s if params.timeout_s is not None else 0.0
-        requests = []
+        requests, longest = [], inputs.longest(params)
         for i, (text, token_ids, cache_salt, own) in enumerate(
             inputs.tokenize(read, params, prompt_name)
         ):
             require_text("request_id", request_ids[i])
-            self._at(first + i, num_prompts, self._check_token_ids, token_ids, self._max_model_len)
+            self._at(first + i, num_prompts, self._check_token_ids, token_ids, longest)
             core_request = EngineCoreRequest(
                 request_id=f"{request_ids[i]}-{secrets.token_hex(8)}",
                 prompt_token_ids=token_ids.copy(),  # the caller may change its list
@@ -236,10 +236,11 @@ class InputProcessor:
         require(is_list, "prompt_token_ids", "must be a list of integers")
         require(token_ids, "prompt", "must not be empty")
         if len(token_ids) > most:
+            reads = f"with max_model_len={self._max_model_len} it can have"
+            if most < self._max_model_len - 1:  # of a request that pools and must fit
+                reads = "without being cut it can have"
             raise InvalidParameterError(
-                "prompt",
-                f"is {len(token_ids)} tokens long; with max_model_len={self._max_model_len} it can "
-                f"have at most {most}",
+                "prompt", f"is {len(token_ids)} tokens long; {reads} at most {most}"
             )
         self._check_range("prompt_token_ids", token_ids)
 

@@ -97,10 +97,11 @@ class PoolingInputs:
     def tokenize(
         self, prompts: Sequence[PromptParts], params: PoolingParams, prompt_name: str | None
     ) -> list[PoolingPrompt]:
-        """The tokens of each prompt, cut as `params` and the model say; their length is not
-        checked. Texts are tokenized together.
+        """The tokens of each prompt, cut as `params` and the model say; the length of those that
+        are not cut is not checked (see longest). Texts are tokenized together.
         """
-        pooling, limit = self.pooling, self._limit(params)
+        pooling = self.pooling
+        limit = None if params.must_fit else self._limit(params)
         prefix = self._prefix(prompt_name)
         texts = [
             _text(parts, prefix, pooling.do_lower_case)
@@ -130,6 +131,11 @@ class PoolingInputs:
                 token_ids = cut_ids(token_ids, special, limit)
             found.append(PoolingPrompt(parts.text, token_ids, parts.cache_salt))
         return found
+
+    def longest(self, params: PoolingParams) -> int:
+        """The number of tokens above which a prompt is refused."""
+        limit = self._limit(params) if params.must_fit else None
+        return self._max_model_len if limit is None else limit
 
     def _limit(self, params: PoolingParams) -> int | None:
         """The number of tokens at which prompts are cut; None: they are refused above

@@ -78,9 +78,14 @@ def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:
 
 
 def sized(model: ServedModel, plan: Plan) -> EngineArgs:
-    """The arguments with the planned KV cache: an engine must not measure the memory of others."""
-    arguments: dict[str, Any] = vars(model.args) | {"served_model_name": model.name}
-    if model.args.kv_cache_memory_bytes is None and model.args.num_gpu_blocks_override is None:
+    """The arguments with the planned KV cache: an engine must not measure the memory of others.
+
+    A text encoder has no cache, and its number of blocks does not depend on the memory.
+    """
+    args = model.args
+    arguments: dict[str, Any] = vars(args) | {"served_model_name": model.name}
+    is_set = args.kv_cache_memory_bytes is not None or args.num_gpu_blocks_override is not None
+    if plan.block_bytes and not is_set:
         arguments["kv_cache_memory_bytes"] = plan.kv_cache_bytes
     return EngineArgs(**arguments)
 

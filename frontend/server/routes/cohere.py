@@ -46,7 +46,7 @@ class CohereEmbedBody(msgspec.Struct, kw_only=True):
     embedding_types: list[EmbeddingType] | None = None
     output_dimension: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     max_tokens: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
-    # what happens to texts that are too long; by default they are cut at their end
+    # of texts that are too long: NONE refuses them; by default they are cut at their end
     truncate: Literal["NONE", "START", "END"] | None = None
     images: list[Any] | None = None
     inputs: list[Any] | None = None
@@ -73,7 +73,8 @@ def routes(state: ServerState) -> list[Route]:
         params = PoolingParams(
             task="embed",
             dimensions=body.output_dimension,
-            truncate_prompt_tokens=None if body.truncate == "NONE" else cut,
+            truncate_prompt_tokens=cut,
+            must_fit=body.truncate == "NONE",
         )
         names = {"prompt": "texts", "dimensions": "output_dimension"}
         prompt_name = _prompt_name(pooling, body.input_type)

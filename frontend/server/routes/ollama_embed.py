@@ -32,7 +32,7 @@ class OllamaEmbedBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     input: str | list[str] | None = None
-    truncate: bool | None = None  # true by default: longer texts are cut at their end
+    truncate: bool | None = None  # true by default: longer texts are cut at their end, else refused
     dimensions: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
     options: dict[str, Any] | None = None  # without effect
     keep_alive: float | str | None = None
@@ -64,7 +64,7 @@ def routes(state: ServerState) -> list[Route]:
         call: Call, body: Any, texts: list[str], field: str, **more: Any
     ) -> list[PoolingRequestOutput]:
         cuts = getattr(body, "truncate", None) is not False
-        params = PoolingParams(task="embed", truncate_prompt_tokens=-1 if cuts else None, **more)
+        params = PoolingParams(task="embed", truncate_prompt_tokens=-1, must_fit=not cuts, **more)
         check_number(field, texts, state.server_config.max_prompts_per_request)
         names = {"prompt": field, "prompt_token_ids": field}
         return await run_pooling(

@@ -76,6 +76,19 @@ def test_prompts_may_fill_the_context_and_longer_ones_are_refused_or_cut() -> No
         request("a", PoolingParams(truncate_prompt_tokens=65))
 
 
+@pytest.mark.parametrize("prompt", ["a" * 99, [1] * 99])
+@pytest.mark.parametrize(
+    ("own", "cut", "most"), [(None, -1, 64), (10, None, 10), (10, -1, 10), (10, 8, 8), (None, 8, 8)]
+)
+def test_prompts_that_must_fit_are_never_cut(prompt, own, cut, most: int) -> None:
+    """Also where the model's files have a length at which other prompts are cut."""
+    params = PoolingParams(truncate_prompt_tokens=cut, must_fit=True)
+    pooling = Pooling(max_seq_length=own)
+    with pytest.raises(InvalidParameterError, match=f"prompt: is \\d+ tokens .* at most {most}$"):
+        request(prompt, params, pooling)
+    assert len(request([1] * most, params, pooling).prompt_token_ids) == most
+
+
 def test_named_prompts_and_lower_case() -> None:
     plain = request("query: a cat").prompt_token_ids
     named = Pooling(prompts={"query": "query: ", "none": ""}, default_prompt_name="query")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.models import Models
 from quire.frontend.server.served_models import ServedModel, make_models
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.tiny_encoders import save_tiny_encoder
 
 GIB = 2**30
 
@@ -43,6 +45,16 @@ def test_a_share_that_is_too_small_for_one_sequence() -> None:
     tokens = (1 + -(-one.plan.max_model_len // 16)) * 16
     assert one.needs.kv_cache_bytes == tokens * one.plan.kv_bytes_per_token
     assert one.needs.total_bytes <= models.limit_bytes < 2 * one.needs.total_bytes
+
+
+@pytest.mark.parametrize("limit", ["4GiB", "100MiB"])
+def test_a_text_encoder_has_no_cache(limit: str, tmp_path: Path) -> None:
+    """Neither where it fits nor where its share is too small."""
+    encoder = save_tiny_encoder(tmp_path, "bert")
+    served = [ServedModel("chat", EngineArgs()), ServedModel("rag", EngineArgs(str(encoder)))]
+    models = make_models(served, ServerConfig(memory_limit=limit))
+    slot = models.slots["rag"]
+    assert slot.args.kv_cache_memory_bytes is None and slot.needs.kv_cache_bytes == 0
 
 
 def test_settings() -> None:

@@ -264,7 +264,8 @@ class ServerConfig(Section, frozen=True):
     max_stored_responses: Annotated[
         NonNegativeInt,
         Meta(
-            description="Maximum stored responses of /v1/responses; the oldest are evicted first."
+            description="Maximum stored responses of /v1/responses; the oldest are evicted first, "
+            "those of keys above an equal share before others."
         ),
     ] = 1024
 

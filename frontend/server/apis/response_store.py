@@ -6,73 +6,160 @@ Must not know: HTTP, how a response is generated.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from .responses_items import Item
+
+logger = logging.getLogger(__name__)
 # Of all stored responses, as JSON. A conversation counts in full for each of its responses.
 MAX_BYTES = 256 * 2**20
+ITEM_BYTES = 512  # what an item takes besides its JSON
 
 
 @dataclass(slots=True)
 class Stored:
-    """`input_items`: the whole conversation before the response, earlier responses included."""
+    """`input_items`: the whole conversation before the response, earlier responses included.
+
+    Nobody changes the items: a conversation and its continuations share them.
+    """
 
     response: dict[str, Any]
-    input_items: list[dict[str, Any]]
+    input_items: list[Item]
+    output_items: list[Item]
 
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> list[Item]:
         """The items that precede the next turn."""
-        return [*self.input_items, *self.response["output"]]
+        return [*self.input_items, *self.output_items]
+
+
+class Kept(NamedTuple):
+    """An item of a stored response. `num_bytes` is the length of its JSON."""
+
+    item: Item
+    num_bytes: int
+
+
+class Shelf:
+    """The stored responses of one tenant, the oldest first, and their items by id."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._responses: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
+        # The items with an id by the responses that contain them, the latest response last.
+        self._items: dict[str | None, dict[str, Kept]] = {}
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def put(self, stored: Stored) -> None:
+        response_id = stored.response["id"]
+        num_bytes = len(msgspec.json.encode(stored.response))
+        for item in stored.conversation():
+            kept = self._latest(item.id)
+            # an item of an earlier turn is not encoded again
+            size = (
+                kept.num_bytes
+                if kept is not None and kept.item is item
+                else len(msgspec.json.encode(item))
+            )
+            self._items.setdefault(item.id, {})[response_id] = Kept(item, size)
+            num_bytes += size + ITEM_BYTES
+        self._responses[response_id] = (stored, num_bytes)
+        self.num_bytes += num_bytes
+
+    def get(self, response_id: str) -> Stored | None:
+        found = self._responses.get(response_id)
+        return None if found is None else found[0]
+
+    def pop(self, response_id: str) -> Stored | None:
+        found = self._responses.pop(response_id, None)
+        if found is None:
+            return None
+        stored, num_bytes = found
+        for item in stored.conversation():
+            if (of_id := self._items.get(item.id)) is not None:
+                of_id.pop(response_id, None)
+                if not of_id:
+                    del self._items[item.id]
+        self.num_bytes -= num_bytes
+        return stored
+
+    def pop_oldest(self) -> None:
+        self.pop(next(iter(self._responses)))
+
+    def find_item(self, item_id: str | None) -> Item | None:
+        kept = self._latest(item_id)
+        return None if kept is None else kept.item
+
+    def _latest(self, item_id: str | None) -> Kept | None:
+        of_id = self._items.get(item_id)
+        return of_id[next(reversed(of_id))] if of_id else None
 
 
 class ResponseStore:
-    """Evicts the oldest responses first.
+    """A response is found only by its own tenant. With `most` 0 nothing is stored.
 
-    With `most` 0 nothing is stored. A response is found only by its own tenant.
+    Above a limit, the oldest responses are evicted: those of the tenant that stores, if it has more
+    than an equal share of the limit, else those of the tenant that has most.
     """
 
     def __init__(self, most: int, max_bytes: int = MAX_BYTES):
         self._most = most
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[tuple[str, str], tuple[Stored, int]] = OrderedDict()
-        self._num_bytes = 0
+        self._shelves: dict[str, Shelf] = {}  # none of them is empty
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(map(len, self._shelves.values()))
 
     @property
     def keeps(self) -> bool:
         return self._most > 0
 
     def put(self, tenant: str, stored: Stored) -> None:
-        size = len(msgspec.json.encode((stored.response, stored.input_items)))
-        self._kept[tenant, stored.response["id"]] = (stored, size)
-        self._num_bytes += size
-        while len(self._kept) > self._most or self._num_bytes > self._max_bytes:
-            _, (_, freed) = self._kept.popitem(last=False)
-            self._num_bytes -= freed
+        shelf = self._shelves.setdefault(tenant, Shelf())
+        shelf.put(stored)
+        while len(self) > self._most:
+            self._evict(tenant, {name: len(shelf) for name, shelf in self._shelves.items()})
+        while sum(shelf.num_bytes for shelf in self._shelves.values()) > self._max_bytes:
+            self._evict(tenant, {name: shelf.num_bytes for name, shelf in self._shelves.items()})
+        if self.get(tenant, stored.response["id"]) is None and self.keeps:
+            logger.warning(
+                "the response %s is too large to be stored: all responses together may have %d "
+                "bytes, and each key an equal share",
+                stored.response["id"],
+                self._max_bytes,
+            )
+
+    def _evict(self, tenant: str, sizes: dict[str, int]) -> None:
+        """Evicts one response. `sizes`: how much of the exceeded limit each tenant uses."""
+        own = sizes.get(tenant, 0)
+        if own * len(sizes) < sum(sizes.values()):
+            tenant = max(sizes, key=sizes.__getitem__)
+        self._shelves[tenant].pop_oldest()
+        if not self._shelves[tenant]:
+            del self._shelves[tenant]
 
     def get(self, tenant: str, response_id: str) -> Stored | None:
-        found = self._kept.get((tenant, response_id))
-        return None if found is None else found[0]
+        shelf = self._shelves.get(tenant)
+        return None if shelf is None else shelf.get(response_id)
 
     def pop(self, tenant: str, response_id: str) -> Stored | None:
-        found = self._kept.pop((tenant, response_id), None)
-        if found is None:
+        shelf = self._shelves.get(tenant)
+        if shelf is None:
             return None
-        self._num_bytes -= found[1]
-        return found[0]
+        stored = shelf.pop(response_id)
+        if not shelf:
+            del self._shelves[tenant]
+        return stored
 
-    def find_item(self, tenant: str, item_id: str | None) -> dict[str, Any] | None:
-        """Finds an item in the tenant's conversations, the latest first: clients refer to items by
-        id.
+    def find_item(self, tenant: str, item_id: str | None) -> Item | None:
+        """The item with this id in the tenant's conversations, that of the latest response first:
+        clients refer to items by id.
         """
-        for (owner, _), (stored, _) in reversed(self._kept.items()):
-            if owner == tenant:
-                for item in reversed(stored.conversation()):
-                    if item["id"] == item_id:
-                        return item
-        return None
+        shelf = self._shelves.get(tenant)
+        return None if shelf is None else shelf.find_item(item_id)

@@ -19,6 +19,9 @@ ID_PREFIXES = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
+# The limit of `input` (limits.py) for a conversation with its stored items, by `num_parts`: to read
+# them takes time on the event loop.
+MAX_CONVERSATION = 50_000
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -49,6 +52,12 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     summary: list[ItemPart] | None = None
     encrypted_content: str | None = None
     phase: str | None = None
+
+
+def num_parts(item: Item) -> int:
+    """1 for the item, and 1 for each of its parts."""
+    parts = (item.content, item.output, item.summary)
+    return 1 + sum(len(part) for part in parts if isinstance(part, list))
 
 
 def items_of(input: str | list[Item] | None) -> list[Item]:

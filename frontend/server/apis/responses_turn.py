@@ -6,7 +6,7 @@ HTTP.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,7 @@ from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
+from ..http.limits import FieldLimit
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
 from ..turns.response_format import wants_compact_json
@@ -97,6 +98,9 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """POST /v1/responses. None: the field was not sent."""
+
+    # elsewhere `prompt` is text or token ids; here it is an object
+    field_limits: ClassVar[dict[str, FieldLimit]] = {"prompt": FieldLimit()}
 
     model: str | None = None
     input: str | list[Item] | None = None

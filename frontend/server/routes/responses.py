@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from ..apis.response_store import Stored
 from ..apis.responses_answer import ResponsesAnswer, new_response_id
-from ..apis.responses_items import Item, items_of
+from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
@@ -25,6 +25,7 @@ from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, render_turn
 
 MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
+MAX_REFERENCES = 5_000  # in one request
 
 
 def routes(state: ServerState) -> list[Route]:
@@ -66,11 +67,11 @@ class ResponsesApi:
                 else await prepare_chat(state, call, turn)
             )
         body.store = body.store is not False and self._store.keeps
-        stored_items = [msgspec.to_builtins(item) for item in items] if body.store else []
 
         def keep(response: dict[str, Any]) -> None:
             if body.store:
-                self._store.put(call.tenant, Stored(response, stored_items))
+                output = msgspec.convert(response["output"], list[Item])
+                self._store.put(call.tenant, Stored(response, items, output))
 
         answer = ResponsesAnswer(state, call, body, model, chat, keep)
         return await answer.respond(streams=body.stream)
@@ -93,9 +94,7 @@ class ResponsesApi:
     def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
         """All items of the conversation, those of earlier turns first, and the number of those."""
         self._state.check_generates()
-        items = [
-            self._resolved(call, item, f"input[{i}]") for i, item in enumerate(items_of(body.input))
-        ]
+        items = self._resolved(call, items_of(body.input))
         if body.previous_response_id is None:
             return items, 0
         previous = self._store.get(call.tenant, body.previous_response_id)
@@ -105,20 +104,46 @@ class ResponsesApi:
                 f"kept only if it was stored, and not indefinitely."
             )
             raise invalid("previous_response_id", message, "previous_response_not_found")
-        earlier = msgspec.convert(previous.conversation(), list[Item])
+        earlier = previous.conversation()
+        if sum(map(num_parts, earlier)) + sum(map(num_parts, items)) > MAX_CONVERSATION:
+            raise _too_long("previous_response_id")
         return [*earlier, *items], len(earlier)
 
-    def _resolved(self, call: Call, item: Item, where: str) -> Item:
-        if item.type != "item_reference":
-            return item
-        found = self._store.find_item(call.tenant, item.id)
+    def _resolved(self, call: Call, items: list[Item]) -> list[Item]:
+        """`items` with the stored items in place of the references to them."""
+        num_left = MAX_CONVERSATION - sum(map(num_parts, items))
+        places: dict[str | None, str] = {}  # of the references, by id
+        resolved = []
+        for i, item in enumerate(items):
+            if item.type == "item_reference":
+                where = f"input[{i}].id"
+                if len(places) == MAX_REFERENCES:
+                    raise invalid(
+                        "input",
+                        f"'input' may have at most {MAX_REFERENCES} references to items.",
+                        "array_above_max_length",
+                    )
+                if item.id in places:
+                    raise invalid(
+                        where, f"'{where}' refers to the same item as '{places[item.id]}'."
+                    )
+                places[item.id] = where
+                item = self._found(call, item.id, where)
+                num_left -= num_parts(item)
+                if num_left < 0:
+                    raise _too_long(where)
+            resolved.append(item)
+        return resolved
+
+    def _found(self, call: Call, item_id: str | None, where: str) -> Item:
+        found = self._store.find_item(call.tenant, item_id)
         if found is None:
             raise invalid(
-                f"{where}.id",
-                f"'{where}.id' refers to the item {item.id!r:.100}, which is not stored.",
+                where,
+                f"'{where}' refers to the item {item_id!r:.100}, which is not stored.",
                 "item_not_found",
             )
-        return msgspec.convert(found, Item)
+        return found
 
     # ------------------------------------------------------------ stored responses
 
@@ -169,7 +194,7 @@ class ResponsesApi:
         if query.get("order", "desc") == "desc":
             items = items[::-1]
         if (after := query.get("after")) is not None:
-            ids = [item["id"] for item in items]
+            ids = [item.id for item in items]
             if after not in ids:
                 raise invalid(
                     "after", f"'after' must be the id of one of the items, got {after!r:.100}."
@@ -177,11 +202,20 @@ class ResponsesApi:
             items = items[ids.index(after) + 1 :]
         page = items[: int(limit)]
         ends = (
-            {"first_id": page[0]["id"], "last_id": page[-1]["id"]}
+            {"first_id": page[0].id, "last_id": page[-1].id}
             if page
             else {"first_id": None, "last_id": None}
         )
         return Json({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+
+
+def _too_long(param: str) -> ApiError:
+    return invalid(
+        param,
+        f"'{param}': the conversation may have at most {MAX_CONVERSATION} items and parts of items "
+        f"with those that are stored.",
+        "array_above_max_length",
+    )
 
 
 async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:

@@ -4,19 +4,32 @@ other requests in the meantime.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx2 as httpx
+import msgspec
 import psutil
 import pytest
+from msgspec import inspect
+from quire.frontend.server.apis.response_store import Stored
+from quire.frontend.server.apis.responses_items import MAX_CONVERSATION, Item, ItemPart
+from quire.frontend.server.app import App, all_routes, make_app
+from quire.frontend.server.config import ServerConfig
+from quire.frontend.server.http.limits import LIMITS, FieldLimit
+from quire.frontend.server.routes import cohere, ollama_embed, scores
+from quire.frontend.server.routes import pooling as pooling_routes
+from quire.frontend.server.state import ServerState
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server
+from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine
 
 # ratio of the longest gap to that of an idle server; without the limits it is 500 and more
 MAX_RATIO = 100
@@ -211,3 +224,235 @@ def test_abandoned_texts_take_no_memory_or_turns_and_do_not_delay_the_end() -> N
         abandon(server.base_url.port, "word " * 200_000)
         server.process.terminate()
         assert server.process.wait(timeout=20) == 0  # draining may take 30 s
+
+
+# ------------------------------------------------------------ every list field, by its type
+
+# The values of fields with these names; others have that of their type.
+VALUES = {"role": "user", "type": "text", "model": "bundled", "content": "a", "text": "a"} | {
+    "input": "a",
+    "prompt": "a",
+    "messages": [{"role": "user", "content": "a"}],
+}
+FUNCTION = {"name": "f@", "description": "a", "parameters": {"type": "object"}}
+# Elements that a type alone does not give. "@" becomes the element's number.
+ELEMENTS: dict[str, list[Any]] = {
+    "Item": [
+        {"type": "message", "role": "user", "content": "a"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "item_reference", "id": "stored_@"},
+        {"type": "item_reference", "id": "stored_1"},
+        {"type": "item_reference", "id": "absent_@"},
+    ],
+    "ResponsesTool": [{"type": "function", **FUNCTION}],
+    "Tool": [{"type": "function", "function": FUNCTION}],
+    "AnthropicTool": [{"name": "f@", "input_schema": {"type": "object"}}],
+}
+NUM_STORED = 64  # responses in the full store
+MOST = MAX_CONVERSATION  # of the store for one conversation
+MOST_BYTES = ServerConfig().max_body_bytes
+MAX_GAP_S = 0.25  # of the answers of /health, in seconds of this process
+
+
+def sample(info: inspect.Type, name: str = "") -> Any:
+    """A small valid value of the type."""
+    if isinstance(info, inspect.Metadata):
+        return sample(info.type, name)
+    if isinstance(info, inspect.UnionType):
+        members = [kind for kind in info.types if not isinstance(kind, inspect.NoneType)]
+        return sample(members[0], name)
+    if isinstance(info, inspect.StructType):
+        if known := ELEMENTS.get(info.cls.__name__):
+            return known[0]
+        tag = {info.tag_field: info.tag} if info.tag_field else {}
+        values = {
+            f.encode_name: sample(f.type, f.encode_name)
+            for f in info.fields
+            if f.required or f.encode_name in VALUES
+        }
+        return tag | {name: value for name, value in values.items() if value != {}}
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        return 1
+    if isinstance(info, inspect.BoolType):
+        return True
+    if isinstance(info, inspect.ListType):
+        return [sample(info.item_type)]
+    if isinstance(info, inspect.DictType):
+        return {}
+    if isinstance(info, inspect.LiteralType):
+        return info.values[0]
+    return VALUES.get(name, "a")
+
+
+def lists_in(
+    info: inspect.Type, name: str, seen: tuple[type, ...] = ()
+) -> Iterator[tuple[str, Callable[[int], Any], Any]]:
+    """The path of each list and object in the type, what makes a value of the type in which it has
+    the given number of elements, and one element.
+    """
+    if isinstance(info, inspect.Metadata):
+        yield from lists_in(info.type, name, seen)
+    elif isinstance(info, inspect.UnionType):
+        for member in info.types:
+            yield from lists_in(member, name, seen)
+    elif isinstance(info, inspect.StructType) and info.cls not in seen:
+        for field in info.fields:
+            key = field.encode_name
+            for path, make, element in lists_in(field.type, key, (*seen, info.cls)):
+                yield (
+                    f"{name}.{path}" if name else path,
+                    lambda n, make=make, key=key: sample(info) | {key: make(n)},
+                    element,
+                )
+    elif isinstance(info, inspect.ListType):
+        of_type = getattr(info.item_type, "cls", type(None)).__name__
+        for element in ELEMENTS.get(of_type, [sample(info.item_type)]):
+            yield f"{name}[]", lambda n, element=element: many(element, n), element
+        for path, make, element in lists_in(info.item_type, f"{name}[]", seen):
+            yield path, lambda n, make=make: [make(n)], element
+    elif isinstance(info, inspect.DictType):
+        element = sample(info.value_type)
+        yield f"{name}{{}}", lambda n: {f"key {i}": element for i in range(n)}, element
+
+
+def many(element: Any, number: int) -> list[Any]:
+    text = json.dumps(element)
+    return [
+        json.loads(text.replace("@", str(i))) if "@" in text else element for i in range(number)
+    ]
+
+
+def bodies_at_their_limits(body_type: type[msgspec.Struct]) -> dict[str, bytes]:
+    """By the path of each list in the type, with a number where there are several elements."""
+    found = {}
+    for path, make, element in lists_in(inspect.type_info(body_type), ""):
+        name = re.split(r"[.\[{]", path)[0]
+        own = getattr(body_type, "field_limits", {})
+        limit = own.get(name) or LIMITS.get(name, FieldLimit())
+        text = json.dumps(element)
+        num_values = 1 + sum(map(text.count, ",[{"))
+        most_bytes = min(limit.max_bytes or MOST_BYTES, MOST_BYTES)
+        number = min(limit.max_values // num_values, most_bytes // (len(text) + 14)) - 20
+        found[f"{path} {len(found)}"] = json.dumps(make(number)).encode()
+    return found
+
+
+def fill(state: ServerState) -> None:
+    """Stores responses whose items have the ids stored_0, stored_1, ..., in equal parts."""
+    num_items = MAX_CONVERSATION // 4 // NUM_STORED
+    for i in range(NUM_STORED):
+        items = [
+            Item(
+                type="message",
+                id=f"stored_{i * num_items + j}",
+                role="user",
+                content=[ItemPart(type="input_text", text="a")],
+            )
+            for j in range(num_items)
+        ]
+        state.responses.put("", Stored({"id": f"resp_{i}", "output": []}, items, []))
+
+
+async def longest_gap_s(app: App, path: str, body: bytes) -> tuple[float, httpx.Response]:
+    """The longest time between two answers of /health while the app answers the request, in
+    seconds of this process, which other processes do not change.
+    """
+    gaps: list[float] = []
+
+    async def poll(client: httpx.AsyncClient) -> None:
+        last = time.process_time()
+        while True:
+            assert (await client.get("/health")).status_code == 200
+            now = time.process_time()
+            gaps.append(now - last)
+            last = now
+            await asyncio.sleep(0.002)
+
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://scripted") as client:
+        polling = asyncio.create_task(poll(client))
+        await asyncio.sleep(0.01)
+        answer = await client.post(path, content=body)
+        await asyncio.sleep(0.01)
+        polling.cancel()
+    return max(gaps), answer
+
+
+@pytest.fixture(scope="module")
+def full_state() -> ServerState:
+    """The state of a server with a scripted engine, whose store of responses is full."""
+    config = ServerConfig(chat_template=TOOL_TEMPLATE)
+    state = ServerState(config, "bundled", ScriptedEngine(["a"]))
+    fill(state)
+    return state
+
+
+def body_types(state: ServerState) -> dict[str, type[msgspec.Struct]]:
+    """The types of the bodies by the paths of the routes."""
+    described = {r.path: getattr(r.endpoint, "description", None) for r in all_routes(state)}
+    return {path: found.body for path, found in described.items() if found and found.body}
+
+
+def longest_gaps_s(state: ServerState, paths: Container[str]) -> dict[str, float]:
+    """The longest gap for every list in the bodies of these routes."""
+    app, gaps = make_app(state), {}
+    for path, body_type in body_types(state).items():
+        if path in paths:
+            for name, body in bodies_at_their_limits(body_type).items():
+                gap_s, answer = asyncio.run(longest_gap_s(app, path, body))
+                print(f"{1000 * gap_s:.0f} ms {path} {name} {len(body)} {answer.text[:200]}")
+                assert answer.status_code in (200, 400), answer.text[:200]
+                gaps[f"{path} {name}"] = gap_s
+    return gaps
+
+
+def check_gaps(gaps: dict[str, float], state: ServerState) -> None:
+    too_long = {name: gap_s for name, gap_s in gaps.items() if gap_s > MAX_GAP_S}
+    assert gaps and not too_long, too_long
+    assert len(state.responses) >= NUM_STORED  # no request has changed the store
+
+
+def test_no_list_of_the_responses_api_stops_the_server(full_state: ServerState) -> None:
+    check_gaps(longest_gaps_s(full_state, {"/v1/responses"}), full_state)
+
+
+@pytest.mark.slow
+def test_no_list_of_any_api_stops_the_server(full_state, server, idle_gap_s) -> None:
+    """The scripted engine pools nothing: those APIs are those of a real server."""
+    pooling = {
+        route.path
+        for family in (pooling_routes, scores, cohere, ollama_embed)
+        for route in family.routes(full_state)
+    }
+    of_types = body_types(full_state)
+    check_gaps(longest_gaps_s(full_state, of_types.keys() - pooling), full_state)
+    for path in pooling & of_types.keys():
+        for name, body in bodies_at_their_limits(of_types[path]).items():
+            # a gap that another process caused does not repeat
+            for _ in range(3):
+                with polling_health(server) as took:
+                    answer = server.post(path, content=body)
+                print(f"{1000 * max(took):.0f} ms {path} {name} {len(body)} {answer.text[:200]}")
+                assert answer.status_code in (200, 400), answer.text[:200]
+                if is_short := max(took) < MAX_GAP_S + 5 * idle_gap_s:
+                    break
+            assert is_short, (path, name)
+
+
+def test_the_longest_conversation_does_not_stop_the_server(full_state: ServerState) -> None:
+    """A longer one is refused under the name of the field."""
+    items = [Item(type="message", id=f"long_{i}", role="user", content="") for i in range(MOST)]
+    full_state.responses.put("", Stored({"id": "resp_longest", "output": []}, items[2:], []))
+    full_state.responses.put("", Stored({"id": "resp_longer", "output": []}, items, []))
+    app = make_app(full_state)
+    for name, code in (
+        ("resp_longest", "context_length_exceeded"),
+        ("resp_longer", "array_above_max_length"),
+    ):
+        body = json.dumps({"previous_response_id": name, "input": "a"}).encode()
+        gap_s, answer = asyncio.run(longest_gap_s(app, "/v1/responses", body))
+        assert answer.json()["error"]["code"] == code, answer.text
+        assert gap_s < MAX_GAP_S
+    assert answer.json()["error"]["param"] == "previous_response_id"

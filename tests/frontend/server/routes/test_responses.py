@@ -147,10 +147,13 @@ def test_items_can_be_referred_to() -> None:
         item = (await client.post(URL, json=BODY)).json()["output"][0]
         items = [{"type": "item_reference", "id": item["id"]}, {"role": "user", "content": "go on"}]
         assert (await client.post(URL, json={"input": items})).status_code == 200
-        refusal = (
-            await client.post(URL, json={"input": [{"type": "item_reference", "id": "msg_nobody"}]})
-        ).json()["error"]
-        assert (refusal["code"], refusal["param"]) == ("item_not_found", "input[0].id")
+        for ids, code, param in (
+            (["msg_nobody"], "item_not_found", "input[0].id"),
+            ([item["id"]] * 2, "invalid_value", "input[1].id"),
+        ):
+            items = [{"type": "item_reference", "id": item_id} for item_id in ids]
+            refusal = (await client.post(URL, json={"input": items})).json()["error"]
+            assert (refusal["code"], refusal["param"]) == (code, param)
 
     talk(scripted_app(engine), speak)
     assert "assistant\na thing<|im_end|>" in engine.prompts[1]

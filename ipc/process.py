@@ -299,8 +299,20 @@ def read_key(fd: int, num_bytes: int) -> bytes:
     return key
 
 
+INTERRUPTS_IGNORED = (
+    "SIGINT (Ctrl-C) has no effect: the program that started this process ignores it, as a shell "
+    "does for commands in the background of a script; SIGTERM ends it"
+)
+
+
+def ignores_interrupts() -> bool:
+    """Whether SIGINT is ignored in this process. Quire leaves it ignored, as Unix programs do."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
 class SignalPipe:
-    """Signals as bytes on `read_fd`: one byte per signal, its number; `wake` writes 0.
+    """Signals as bytes on `read_fd`: one byte per signal, its number; `wake` writes 0. A SIGINT
+    that the parent ignores stays ignored.
 
     Create it in the main thread. The C handler writes the bytes, so a thread sees a signal at once
     even while the main thread runs a long kernel.
@@ -313,7 +325,8 @@ class SignalPipe:
         if signals:
             signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         for number in signals:
-            signal.signal(number, lambda *_: None)
+            if number != signal.SIGINT or not ignores_interrupts():
+                signal.signal(number, lambda *_: None)
 
     def wake(self) -> None:
         os.write(self._write_fd, b"\0")

@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,6 +8,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # The repository root holds packages named core, ipc and kernels. On sys.path they would shadow
 # packages of the same name (transformers probes for `kernels`).
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
+
+# A shell without job control ignores SIGINT for what it starts in the background, and programs hand
+# that on to those that they start. Tests of Ctrl-C need programs that it interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # OpenMP's wait policy is fixed when torch is first imported, and tests may import torch before the
 # engine does.

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import clang_format
 import pytest
+from quire.tests.frontend.cli.command import interrupts_ignored
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("frontend", "core", "executor", "kernels", "ipc")
@@ -410,6 +411,20 @@ def test_packages_are_those_that_exist() -> None:
 def test_versions_agree() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f'__version__ = "{version}"' in (ROOT / "__init__.py").read_text()
+
+
+def test_tests_start_programs_that_an_interrupt_ends() -> None:
+    """Also where the shell that runs pytest in the background ignores SIGINT."""
+    handler = "import signal; print(signal.getsignal(signal.SIGINT))"
+    run = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {handler!r}])"
+    with interrupts_ignored():
+        plain, of_tests = (
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            ).stdout
+            for code in (run, f"import quire.tests.conftest; {run}")
+        )
+    assert "default_int_handler" not in plain and "default_int_handler" in of_tests
 
 
 @pytest.mark.parametrize("command", ["check --no-cache", "format --check --no-cache"])

@@ -14,6 +14,7 @@ from functools import partial
 
 from ...ipc.checks import require
 from ...ipc.errors import QuireError
+from ...ipc.process import ignores_interrupts
 from .http_client import CONNECTION_FAILED, CONNECTION_REFUSED, Failure, HttpClient
 from .load import LoadReport, LoadRunner, arrival_times
 from .openai_client import Outcome, RequestOptions, first_model, stream_request
@@ -149,6 +150,9 @@ def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
         runner.interrupt()
 
+    if ignores_interrupts():
+        yield
+        return
     try:
         loop.add_signal_handler(signal.SIGINT, interrupt)
     except (ValueError, RuntimeError):  # not in the main thread, which then handles Ctrl-C

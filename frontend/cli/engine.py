@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ...ipc.errors import InvalidParameterError, QuireError
-from ...ipc.process import exec_daemon
+from ...ipc.process import INTERRUPTS_IGNORED, exec_daemon, ignores_interrupts
 from ..engine_args import EngineArgs
 from .flags import LISTEN, REPLACE, engine_flags, given
 from .parser import Parser
@@ -55,6 +55,8 @@ def main(argv: list[str]) -> int:
                 "data_parallel_size", f"must be 1 for a daemon, which is one engine, got {number}"
             )
     print(f"quire engine: starting {engine_args.model} at {listen}", file=sys.stderr)
+    if ignores_interrupts():
+        print(f"quire engine: {INTERRUPTS_IGNORED}", file=sys.stderr)
     warn_if_too_large(engine_args, given(args, engine_flags()))
     exec_daemon(listen, config, replaces=getattr(args, "replace", False))
 

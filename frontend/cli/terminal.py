@@ -12,17 +12,21 @@ import sys
 import time
 from typing import Any, Self, TextIO
 
+from ...ipc.process import ignores_interrupts
+
 
 class Interrupts:
     """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that
-    a step can complete; the second raises KeyboardInterrupt.
+    a step can complete; the second raises KeyboardInterrupt. Where SIGINT is ignored it stays so.
     """
 
     def __init__(self) -> None:
         self.requested = False
 
     def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        self._previous = signal.getsignal(signal.SIGINT)
+        if not ignores_interrupts():
+            signal.signal(signal.SIGINT, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -24,6 +24,7 @@ import uvicorn
 
 from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging
+from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
@@ -71,6 +72,8 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
             f"warning: {config.host} accepts requests from every host that can reach this machine; "
             f"--api-key requires a key"
         )
+    if ignores_interrupts():
+        tell(INTERRUPTS_IGNORED)
     raise_open_files_limit(config.max_connections)
     try:
         server.run(sockets=[listener])
@@ -215,9 +218,14 @@ class Server(uvicorn.Server):
         self._args = args
         self._engine = engine
         self._has_ended_engine = False
+        self._ignores_interrupts = ignores_interrupts()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second one ends the process at once."""
+        """The first signal drains, the second one ends the process at once. uvicorn sets this
+        handler for a SIGINT that was ignored, too.
+        """
+        if sig == signal.SIGINT and self._ignores_interrupts:
+            return
         if self.should_exit:
             self.force_exit = True
         self.should_exit = True

@@ -7,10 +7,13 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from quire.__main__ import main
@@ -43,6 +46,18 @@ def assert_refused(capsys: pytest.CaptureFixture, arguments: str, sentence: str)
 
 def json_lines(done: subprocess.CompletedProcess) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """SIGINT is ignored in this process and those that it starts, as in those that a shell without
+    job control starts in the background.
+    """
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 ESCAPES = re.compile(r"\x1b(\[[0-9;?]*[A-Za-z]|\][^\x07]*\x07|[=>])")

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from quire.frontend.cli.serve import make_parser, served_models, split_name
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.errors import InvalidParameterError
+from quire.tests.frontend.cli.command import interrupts_ignored
 from quire.tests.frontend.server.conftest import running_server
 
 
@@ -68,6 +70,19 @@ def test_a_signal_ends_the_server_and_its_engine(number: int) -> None:
         client.process.send_signal(number)
         assert client.process.wait(timeout=30) in (0, 130)
         assert "Traceback" not in client.log() and "again" not in client.log()
+
+
+def test_an_ignored_interrupt_stays_ignored_and_the_server_says_so() -> None:
+    with interrupts_ignored(), running_server() as client:
+        [line] = [line for line in client.log().splitlines() if "SIGINT" in line]
+        assert "no effect" in line and "SIGTERM ends it" in line
+        for process in [client.process, *psutil.Process(client.process.pid).children()]:
+            process.send_signal(signal.SIGINT)
+        body = {"prompt": "Once", "max_tokens": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        client.process.terminate()
+        assert client.process.wait(timeout=30) == 0
+        assert "active requests" not in client.log() and "Traceback" not in client.log()
 
 
 @pytest.mark.parametrize(

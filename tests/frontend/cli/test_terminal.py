@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 
+import pytest
 from quire import CompletionOutput, Logprob, RequestOutput
-from quire.frontend.cli.terminal import JsonWriter, TextWriter
+from quire.frontend.cli.terminal import Interrupts, JsonWriter, TextWriter
+from quire.tests.frontend.cli.command import interrupts_ignored
 
 
 def delta(text: str, finish_reason: str | None = None, index: int = 0) -> RequestOutput:
@@ -14,6 +17,20 @@ def delta(text: str, finish_reason: str | None = None, index: int = 0) -> Reques
         index=index, text=text, token_ids=[1], finish_reason=finish_reason
     )
     return RequestOutput("0", "prompt", [1, 2], [completion], finish_reason is not None)
+
+
+def test_an_interrupt_is_a_request_to_stop_unless_it_is_ignored() -> None:
+    with Interrupts() as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    with interrupts_ignored():
+        with Interrupts() as interrupts:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            assert not interrupts.requested
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_text_streams_in_the_order_of_the_prompts() -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
 
+from ....ipc.params import SamplingParams
 from ...outputs import PositionLogprobs
 from ..http.call import Call
 from ..http.errors import ApiError
@@ -20,10 +21,13 @@ from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta
 from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
 from ..turns.token_logprobs import TokenLogprob
+from ..turns.usage import Usage
 from .block_answer import BlockAnswer
+from .responses_tools import CheckedTools, ToolOrigin, custom_input, shown_tool
 from .responses_turn import ResponsesBody
 
-PREFIXES = {TEXT: "msg", REASONING: "rs", CALL: "fc"}
+PREFIXES = {TEXT: "msg", REASONING: "rs"}
+CALL_PREFIXES = {"function": "fc", "custom": "ctc"}
 
 
 def new_response_id() -> str:
@@ -46,16 +50,18 @@ class ResponsesAnswer(BlockAnswer):
         body: ResponsesBody,
         model: str,
         run: AnswerRun,
+        tools: CheckedTools,
         keep: Callable[[dict[str, Any]], None],
     ):
         super().__init__(state, call, run)
+        self._tools = tools
         self._keep = keep
         self._statuses: list[str] = []  # of the blocks that have ended
         self._num_events = 0
         self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not arrived yet
         self._new_logprobs: list[TokenLogprob] = []  # of the next text delta
         self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each text block
-        self._head = _head(body, model, run)
+        self._head = head_of(body, model, run.jobs[0].request_id, run.params)
         self._suffix = self._head["id"].removeprefix("resp_")
 
     # ------------------------------------------------------------ outputs of the engine
@@ -107,24 +113,18 @@ class ResponsesAnswer(BlockAnswer):
         end: dict[str, Any] = {"status": "completed", "completed_at": int(time.time())}
         if last.finish_reason in ("length", "timeout"):
             end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        response = self._head | end | {"output": output, "usage": self._usage()}
+        response = self._head | end | {"output": output, "usage": _usage_object(self._run.usage)}
         self._keep(response)
         return response
-
-    def _usage(self) -> dict[str, Any]:
-        usage = self._run.usage
-        return {
-            "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        }
 
     # ------------------------------------------------------------ items
 
     def _item_id(self, block: Block) -> str:
-        return f"{PREFIXES[block.kind]}_{self._suffix}{block.index:04x}"
+        prefix = PREFIXES.get(block.kind) or CALL_PREFIXES[self._origin(block).type]
+        return f"{prefix}_{self._suffix}{block.index:04x}"
+
+    def _origin(self, block: Block) -> ToolOrigin:
+        return self._tools.origin_of(block.name)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
@@ -137,13 +137,13 @@ class ResponsesAnswer(BlockAnswer):
                 "content": [self._part(block)],
                 "encrypted_content": None,
             }
-        call_id = f"call_{self._suffix}{block.index:04x}"
-        return head | {
-            "type": "function_call",
-            "call_id": call_id,
-            "name": block.name,
-            "arguments": block.text,
-        }
+        origin = self._origin(block)
+        call = {"call_id": f"call_{self._suffix}{block.index:04x}", "name": origin.name}
+        if origin.namespace:
+            call["namespace"] = origin.namespace
+        if origin.type == "custom":
+            return head | {"type": "custom_tool_call", **call, "input": custom_input(block.text)}
+        return head | {"type": "function_call", **call, "arguments": block.text}
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == REASONING:
@@ -173,7 +173,8 @@ class ResponsesAnswer(BlockAnswer):
             if what == START:
                 chunks.append(self._started(block))
             elif what == DELTA:
-                chunks.append(self._delta(block, text))
+                if block.kind != CALL or self._origin(block).type != "custom":
+                    chunks.append(self._delta(block, text))
             else:
                 chunks.append(self._stopped(block, self._statuses[num_ended]))
                 num_ended += 1
@@ -211,9 +212,7 @@ class ResponsesAnswer(BlockAnswer):
         place, text = self._place(block), block.text
         if block.kind == CALL:
             place.pop("content_index")
-            done = self._event(
-                "response.function_call_arguments.done", **place, name=block.name, arguments=text
-            )
+            done = self._call_done(block, place)
         else:
             kind, more = (
                 ("reasoning_text", {})
@@ -225,6 +224,20 @@ class ResponsesAnswer(BlockAnswer):
         return done + self._event(
             "response.output_item.done", output_index=block.index, item=self._item(block, status)
         )
+
+    def _call_done(self, block: Block, place: dict[str, Any]) -> bytes:
+        """A custom tool's text is sent at once: it arrived as JSON."""
+        origin = self._origin(block)
+        if origin.type != "custom":
+            return self._event(
+                "response.function_call_arguments.done",
+                **place,
+                name=origin.name,
+                arguments=block.text,
+            )
+        kind, text = "response.custom_tool_call_input", custom_input(block.text)
+        delta = self._event(f"{kind}.delta", **place, delta=text)
+        return delta + self._event(f"{kind}.done", **place, input=text)
 
     def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
@@ -241,11 +254,39 @@ class ResponsesAnswer(BlockAnswer):
         return self._event("response.failed", response=response)
 
 
-def _head(body: ResponsesBody, model: str, run: AnswerRun) -> dict[str, Any]:
-    """The initial response object: the request's parameters as the server applies them."""
-    params, text = run.params, body.text
+async def without_generation(head: dict[str, Any]) -> AsyncGenerator[bytes, None]:
+    """The events of a response without any output, of which `whole_without_generation` is last."""
+    whole = whole_without_generation(head)
+    for number, (kind, response) in enumerate((("created", head), ("completed", whole))):
+        kind = f"response.{kind}"
+        yield named_event(kind, {"type": kind, "sequence_number": number, "response": response})
+
+
+def whole_without_generation(head: dict[str, Any]) -> dict[str, Any]:
+    return head | {
+        "status": "completed",
+        "completed_at": int(time.time()),
+        "usage": _usage_object(Usage()),
+    }
+
+
+def _usage_object(usage: Usage) -> dict[str, Any]:
     return {
-        "id": run.jobs[0].request_id,
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+def head_of(
+    body: ResponsesBody, model: str, request_id: str, params: SamplingParams
+) -> dict[str, Any]:
+    """The initial response object: the request's parameters as the server applies them."""
+    text = body.text
+    return {
+        "id": request_id,
         "object": "response",
         "created_at": int(time.time()),
         "status": "in_progress",
@@ -273,9 +314,7 @@ def _head(body: ResponsesBody, model: str, run: AnswerRun) -> dict[str, Any]:
             "verbosity": (text and text.verbosity) or "medium",
         },
         "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto",
-        "tools": [
-            msgspec.to_builtins(tool) | {"strict": bool(tool.strict)} for tool in body.tools or []
-        ],
+        "tools": [shown_tool(tool) for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
         "truncation": body.truncation or "disabled",

@@ -12,11 +12,14 @@ from typing import Any
 import msgspec
 
 from ..http.errors import invalid, missing, unsupported
+from .responses_tools import INPUT, called_name
 
 ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
     "reasoning": "rs",
 }
 # The limit of `input` (limits.py) for a conversation with its stored items, by `num_parts`: to read
@@ -47,7 +50,9 @@ class Item(msgspec.Struct, kw_only=True, omit_defaults=True):
     content: str | list[ItemPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None  # of the called tool
     arguments: str | None = None
+    input: str | None = None  # of a custom tool
     output: str | list[ItemPart] | None = None
     summary: list[ItemPart] | None = None
     encrypted_content: str | None = None
@@ -131,23 +136,20 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
             or []
         )
         messages.append({"role": "assistant", "content": "", "reasoning_content": thought})
-    elif item.type == "function_call":
+    elif item.type in ("function_call", "custom_tool_call"):
         call_id = _required(item.call_id, f"{where}.call_id")
-        name = _required(item.name, f"{where}.name")
-        arguments = _required(item.arguments, f"{where}.arguments")
+        name = called_name(_required(item.name, f"{where}.name"), item.namespace)
         names[call_id] = name
         if last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
             messages.append(last)
-        function = {"name": name, "arguments": _arguments(arguments, f"{where}.arguments")}
+        function = {"name": name, "arguments": _arguments(item, where)}
         last.setdefault("tool_calls", []).append(
             {"id": call_id, "type": "function", "function": function}
         )
-    elif item.type == "function_call_output":
+    elif item.type in ("function_call_output", "custom_tool_call_output"):
         if item.call_id is None or item.call_id not in names:
-            raise invalid(
-                f"{where}.call_id", f"'{where}.call_id' must be that of an earlier function_call."
-            )
+            raise invalid(f"{where}.call_id", f"'{where}.call_id' must be that of an earlier call.")
         if item.output is None:
             raise missing(f"{where}.output")
         content = _text(item.output, f"{where}.output")
@@ -162,7 +164,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
     else:
         message = (
             f"'{where}' is of the type {item.type!r:.40}; this server supports message, reasoning, "
-            f"function_call and function_call_output."
+            f"and the calls and outputs of functions and custom tools."
         )
         raise unsupported(f"{where}.type", message)
 
@@ -189,13 +191,18 @@ def _add_message(
         messages.append({"role": role, "content": text})
 
 
-def _arguments(text: str, where: str) -> dict[str, Any]:
+def _arguments(item: Item, where: str) -> dict[str, Any]:
+    if item.type == "custom_tool_call":
+        if item.input is None:
+            raise missing(f"{where}.input")
+        return {INPUT: item.input}
     try:
-        found = msgspec.json.decode(text)
+        found = msgspec.json.decode(_required(item.arguments, f"{where}.arguments"))
     except msgspec.DecodeError:
         found = None
     if not isinstance(found, dict):
-        raise invalid(where, f"'{where}' must be the JSON text of an object.")
+        path = f"{where}.arguments"
+        raise invalid(path, f"'{path}' must be the JSON text of an object.")
     return found
 
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
-from ....ipc.params import StructuredOutputsParams
+from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..http.limits import FieldLimit
@@ -21,6 +21,7 @@ from ..turns.chat_turn import ChatTurn, thinking_variables
 from ..turns.response_format import wants_compact_json
 from ..turns.sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from .responses_items import Item, messages_of
+from .responses_tools import CheckedTools, ResponsesTool, ResponsesToolChoice
 
 # Internal parameter names -> the names in this API, for errors.
 NAMES = {
@@ -49,28 +50,9 @@ IGNORED = (
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "client_metadata",
     "max_tool_calls",
 )
-
-
-class ResponsesTool(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class ResponsesToolRef(msgspec.Struct, kw_only=True):
-    type: str
-    name: str | None = None
-
-
-class ResponsesToolChoice(msgspec.Struct, kw_only=True, omit_defaults=True):
-    type: str
-    name: str | None = None
-    mode: str | None = None
-    tools: list[ResponsesToolRef] | None = None
 
 
 class Format(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -126,11 +108,14 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None  # every prefix is cached
     prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex, about its session
     service_tier: str | None = None  # there is only one
     # rejected
     background: bool | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
+    # with which Codex tries a server out: false asks for no answer
+    generate: bool | None = None
     # extensions of other servers
     top_k: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
     min_p: Probability | None = None
@@ -175,6 +160,7 @@ def turn_of(
     call: Call,
     body: ResponsesBody,
     request_id: str,
+    tools: CheckedTools,
     items: list[Item],
     num_earlier: int,
 ) -> ChatTurn:
@@ -182,27 +168,8 @@ def turn_of(
 
     Raises ApiError, or InvalidParameterError with internal parameter names.
     """
-    format = _structured_outputs(body.text and body.text.format)
-    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
-    sampling = SamplingBody(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        # which token belongs to which item is known only while they arrive
-        stream=body.stream or wants_logprobs,
-        disable_any_whitespace=body.disable_any_whitespace,
-    )
-    params = sampling_params(
-        sampling,
-        state.ready_engine().get_default_sampling_params(),
-        state.server_config,
-        max_tokens=body.max_output_tokens,
-        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        structured_outputs=format,
-    )
-    tools, tool_choice = _tools(body)
+    params = params_of(state, body)
+    call.ignored_params += tools.ignored
     effort = body.reasoning and body.reasoning.effort
     variables = thinking_variables(
         state,
@@ -217,12 +184,35 @@ def turn_of(
         messages_of(body.instructions, items, num_earlier),
         params,
         body.max_output_tokens,
-        tools,
-        tool_choice,
+        tools.functions,
+        tools.choice,
         body.parallel_tool_calls is not False,
         variables | (body.chat_template_kwargs or {}),
         names=NAMES,
         compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+    )
+
+
+def params_of(state: ServerState, body: ResponsesBody) -> SamplingParams:
+    format = _structured_outputs(body.text and body.text.format)
+    wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
+    sampling = SamplingBody(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        # which token belongs to which item is known only while they arrive
+        stream=body.stream or wants_logprobs,
+        disable_any_whitespace=body.disable_any_whitespace,
+    )
+    return sampling_params(
+        sampling,
+        state.ready_engine().get_default_sampling_params(),
+        state.server_config,
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
+        structured_outputs=format,
     )
 
 
@@ -256,73 +246,3 @@ def _structured_outputs(format: Format | None) -> StructuredOutputsParams | None
     if format.schema is None:
         raise missing("text.format.schema")
     return StructuredOutputsParams(json=format.schema)
-
-
-# ------------------------------------------------------------ tools
-
-
-def _tools(body: ResponsesBody) -> tuple[list[dict[str, Any]] | None, Any]:
-    """The tools in the form of OpenAI's chat API, which chat templates expect, and the tool
-    choice.
-    """
-    tools = {}
-    for i, tool in enumerate(body.tools or []):
-        if tool.type != "function":
-            message = (
-                f"'tools[{i}]' is a {tool.type!r:.40}, which OpenAI's servers run; this server "
-                f"supports only functions, which the client runs."
-            )
-            raise unsupported(f"tools[{i}].type", message)
-        if not tool.name:
-            raise missing(f"tools[{i}].name")
-        if tool.name in tools:
-            raise invalid(
-                f"tools[{i}].name", f"'tools[{i}].name': two tools are called {tool.name!r:.60}."
-            )
-        described = {"description": tool.description} if tool.description else {}
-        function = {
-            "name": tool.name,
-            **described,
-            "parameters": tool.parameters or {"type": "object"},
-        }
-        tools[tool.name] = {
-            "type": "function",
-            "function": function | ({"strict": True} if tool.strict else {}),
-        }
-    choice = body.tool_choice
-    if isinstance(choice, ResponsesToolChoice):
-        return _chosen(choice, tools)
-    if choice not in (None, "auto", "none", "required"):
-        raise invalid(
-            "tool_choice",
-            f"'tool_choice' must be none, auto, required or an object that names a function, got "
-            f"{choice!r:.40}.",
-        )
-    if choice == "required" and not tools:
-        raise invalid("tool_choice", "'tool_choice' can be required only with 'tools'.")
-    return None if body.tools is None else list(tools.values()), choice or "auto"
-
-
-def _chosen(
-    choice: ResponsesToolChoice, tools: dict[str, dict[str, Any]]
-) -> tuple[list[dict[str, Any]], Any]:
-    if choice.type == "function":
-        if choice.name not in tools:
-            raise invalid(
-                "tool_choice.name", "'tool_choice.name' must be the name of one of 'tools'."
-            )
-        return list(tools.values()), {"name": choice.name}
-    if choice.type != "allowed_tools":
-        raise unsupported(
-            "tool_choice.type",
-            f"'tool_choice.type' must be function or allowed_tools, got {choice.type!r:.40}.",
-        )
-    if choice.mode not in ("auto", "required"):
-        raise invalid("tool_choice.mode", "'tool_choice.mode' must be auto or required.")
-    allowed = {ref.name for ref in choice.tools or []}
-    if not allowed or any(name not in tools for name in allowed):
-        raise invalid(
-            "tool_choice.tools",
-            "'tool_choice.tools' must name at least one function of 'tools'.",
-        )
-    return [tools[name] for name in tools if name in allowed], choice.mode

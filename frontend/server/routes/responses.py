@@ -13,9 +13,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..apis.response_store import Stored
-from ..apis.responses_answer import ResponsesAnswer, new_response_id
+from ..apis.responses_answer import (
+    ResponsesAnswer,
+    head_of,
+    new_response_id,
+    whole_without_generation,
+    without_generation,
+)
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts
-from ..apis.responses_turn import NAMES, ResponsesBody, check_body, turn_of
+from ..apis.responses_tools import checked_tools
+from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described
@@ -59,8 +66,11 @@ class ResponsesApi:
                 "store", "'store' is not possible: this server runs with --max-stored-responses 0."
             )
         items, num_earlier = self._conversation(call, body)
+        tools = checked_tools(body.tools, body.tool_choice)
+        if body.generate is False or not items:
+            return self._without_generation(call, body, model)
         with named(NAMES):
-            turn = turn_of(state, call, body, new_response_id(), items, num_earlier)
+            turn = turn_of(state, call, body, new_response_id(), tools, items, num_earlier)
             chat = (
                 await prepare_truncated(state, call, turn)
                 if body.truncation == "auto"
@@ -73,8 +83,18 @@ class ResponsesApi:
                 output = msgspec.convert(response["output"], list[Item])
                 self._store.put(call.tenant, Stored(response, items, output))
 
-        answer = ResponsesAnswer(state, call, body, model, chat, keep)
+        answer = ResponsesAnswer(state, call, body, model, chat, tools, keep)
         return await answer.respond(streams=body.stream)
+
+    def _without_generation(self, call: Call, body: ResponsesBody, model: str) -> Any:
+        """The response to a body that asks nothing, with which clients try out a server."""
+        with named(NAMES):
+            params = params_of(self._state, body)
+        body.store = False
+        head = head_of(body, model, new_response_id(), params)
+        if body.stream:
+            return self._state.event_stream(without_generation(head), call)
+        return Json(whole_without_generation(head))
 
     @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
@@ -86,8 +106,9 @@ class ResponsesApi:
         self._state.check_model(body.model)
         check_body(body)
         items, num_earlier = self._conversation(call, body)
+        tools = checked_tools(body.tools, body.tool_choice)
         with named(NAMES):
-            turn = turn_of(self._state, call, body, new_response_id(), items, num_earlier)
+            turn = turn_of(self._state, call, body, new_response_id(), tools, items, num_earlier)
             _, token_ids = await render_turn(self._state, call, turn)
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 

@@ -204,3 +204,54 @@ def test_request_parameters_are_echoed(fields: dict, echoed: dict) -> None:
     assert {
         name: said[name] for name in echoed
     } == echoed and "x-unknown-params" not in answer.headers
+
+
+NAMESPACE = {
+    "type": "namespace",
+    "name": "team",
+    "description": "Agents.",
+    "tools": [
+        {"type": "function", "name": "add", "parameters": {"type": "object"}},
+        {"type": "custom", "name": "patch", "format": {"type": "text"}},
+    ],
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_of_namespaces_and_custom_tools_go_back_as_what_the_client_sent(
+    stream: bool,
+) -> None:
+    texts = [
+        '<tool_call>{"name": "team__add", "arguments": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "team__patch", "arguments": {"input": "a\\n\\"b\\""}}</tool_call>',
+    ]
+    body = {"input": "Go.", "tools": [NAMESPACE], "stream": stream}
+    engine = ScriptedEngine(texts)
+    answer = post(scripted_app(engine), URL, body)
+    assert answer.status_code == 200 and "team__patch" in engine.prompts[0]
+    said = named_events(answer)[-1][1]["response"] if stream else answer.json()
+    assert [
+        {k: v for k, v in item.items() if k not in ("id", "call_id")} for item in said["output"]
+    ] == [
+        {
+            "type": "function_call",
+            "name": "add",
+            "namespace": "team",
+            "arguments": '{"a": 1}',
+            "status": "completed",
+        },
+        {
+            "type": "custom_tool_call",
+            "name": "patch",
+            "namespace": "team",
+            "input": 'a\n"b"',
+            "status": "completed",
+        },
+    ]
+    assert said["tools"] == [NAMESPACE]
+    if stream:
+        told = [(n, d) for n, d in named_events(answer) if "custom_tool_call_input" in n]
+        assert [n.rpartition(".")[2] for n, _ in told] == ["delta", "done"]
+        assert told[0][1]["delta"] == told[1][1]["input"] == 'a\n"b"'
+        arguments = [d for n, d in named_events(answer) if n.endswith("arguments.delta")]
+        assert "".join(d["delta"] for d in arguments) == '{"a": 1}'

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 from quire.frontend.server.apis.responses_items import items_of
+from quire.frontend.server.apis.responses_tools import checked_tools
 from quire.frontend.server.apis.responses_turn import (
     LOGPROBS,
     NAMES,
@@ -61,7 +62,9 @@ def turn(
     body, _ = decode(msgspec.json.encode({"input": input, **fields}), ResponsesBody)
     check_body(body)
     with named(NAMES):
-        return turn_of(state, call or a_call(), body, "resp_1", items_of(body.input), 0)
+        tools = checked_tools(body.tools, body.tool_choice)
+        items = items_of(body.input)
+        return turn_of(state, call or a_call(), body, "resp_1", tools, items, 0)
 
 
 def test_text_is_a_message_of_the_user() -> None:
@@ -231,7 +234,6 @@ def test_ignored_fields_are_reported() -> None:
         ("hi", {"truncation": "hard"}, "truncation"),
         ("hi", {"include": ["everything"]}, "include"),
         ("hi", {"metadata": {str(i): "" for i in range(17)}}, "metadata"),
-        ("hi", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("hi", {"tools": [{"type": "function"}]}, "tools[0].name"),
         ("hi", {"tools": [TOOL, TOOL]}, "tools[1].name"),
         ("hi", {"tool_choice": "required"}, "tool_choice"),

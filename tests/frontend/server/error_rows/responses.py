@@ -7,7 +7,6 @@ from quire.tests.frontend.server.error_rows.bodies import R, Table, resp
 ROWS: Table = {
     ("POST", R): [
         ({}, 400, "input", "missing_required_parameter", "Missing required parameter: 'input'."),
-        (resp(input=[]), 400, "input", "empty_array", "'input' must have at least one item."),
         (resp(input=5), 400, "input", "invalid_type", "expected 'str | array | null', got 'int'."),
         (
             resp(model="gpt-4"),
@@ -38,11 +37,11 @@ ROWS: Table = {
             "'background' is not supported: the client must wait",
         ),
         (
-            resp(tools=[{"type": "web_search"}]),
+            resp(tools=[{"type": "namespace", "name": "a", "tools": [{"type": "function"}]}]),
             400,
-            "tools[0].type",
-            "unsupported_value",
-            "'tools[0]' is a 'web_search', which OpenAI's servers run;",
+            "tools[0].tools[0].name",
+            "missing_required_parameter",
+            "Missing required parameter: 'tools[0].tools[0].name'.",
         ),
         (
             resp(input=[{"role": "user", "content": [{"type": "input_image"}]}]),
@@ -68,6 +67,7 @@ ROWS: Table = {
         (None, 405, None, "method_not_allowed", "/v1/responses does not support GET"),
     ],
     ("POST", R + "/input_tokens"): [
+        (resp(input=[]), 400, "input", "empty_array", "'input' must have at least one item."),
         ({}, 400, "input", "missing_required_parameter", "Missing required parameter: 'input'."),
     ],
 }

@@ -226,12 +226,27 @@ def test_the_same_log_probabilities_as_openais_chat(server: httpx.Client) -> Non
     assert events[2][1]["item"]["content"] == [] and events[3][1]["part"]["logprobs"] == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("probe", [{"input": []}, {"generate": False}])
+def test_a_probe_is_answered_without_generation(probe: dict[str, Any], stream: bool) -> None:
+    engine = ScriptedEngine(["a"])
+    answer = post(scripted_app(engine), URL, BODY | TOOLS | probe | {"stream": stream})
+    if stream:
+        names, events = zip(*named_events(answer), strict=True)
+        assert names == ("response.created", "response.completed")
+        said = events[-1]["response"]
+    else:
+        said = answer.json()
+    assert (said["status"], said["output"], said["usage"]["total_tokens"]) == ("completed", [], 0)
+    assert not engine.prompts
+
+
 def test_errors_have_openais_format() -> None:
     app = scripted_app(ScriptedEngine(["a"]))
     for change, param in (
         ({"background": True}, "background"),
         ({"model": "other"}, "model"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
     ):
         error = post(app, URL, BODY | change).json()["error"]
         assert error.keys() == {"message", "type", "param", "code"} and error["param"] == param

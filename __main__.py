@@ -45,7 +45,7 @@ HELP = "\n".join(
         *(f"  quire {name:<10} {what}" for name, what in COMMANDS.items()),
         "",
         "  quire --version    print the version",
-        "  quire COMMAND --help, --help-all    the common flags; all flags",
+        "  quire help COMMAND    the common flags; quire COMMAND --help-all: all flags",
         "",
         'Try: quire generate "Once upon a time"',
     ]
@@ -108,6 +108,8 @@ def run(argv: list[str]) -> int:
     if command in ("--version", "-V") or (command in COMMANDS and argv[1:] == ["--version"]):
         print(f"quire {__version__}")
         return 0
+    if command == "help" and argv[1:]:
+        return run([*argv[1:], "--help"])
     if command in ("--help", "-h", "--help-all", "help"):
         print(HELP)
         return 0
@@ -141,8 +143,11 @@ def run_command(command: str, argv: list[str]) -> int:
 
 
 def unknown_command(command: str) -> str:
+    from .frontend.arguments.other_engines import COMMANDS as OTHERS
     from .ipc.checks import closest
 
+    if command in OTHERS:
+        return f"unknown command {command!r}; use {OTHERS[command]}"
     near = closest(command, COMMANDS)
     return f"unknown command {command!r}; " + (
         f"did you mean {near!r}?" if near else f"the commands are {', '.join(COMMANDS)}"

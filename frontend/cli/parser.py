@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from ...ipc.checks import closest
+from ..arguments import other_engines
 from ..arguments.vllm_arguments import spelled
 from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
@@ -183,8 +184,20 @@ class Parser(argparse.ArgumentParser):
         marks = [shown] * bool(shown) + [flag.variable] * self.show_all
         return (flag.help + (f" [{', '.join(marks)}]" if marks else "")).replace("%", "%%")
 
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Replaces argparse's method, which takes -t for -tp, and -hf for -h with a value. A value
+        may follow a letter at once only where the flag takes one (-O3).
+        """
+        found = super()._get_option_tuples(option_string)
+        return [match for match in found if match[1] == option_string[:2] and match[0].nargs != 0]
+
     def _unknown(self, word: str) -> str:
         option = word.split("=")[0]
+        if (instead := other_engines.FLAGS.get(option)) is not None:
+            if instead.startswith("--"):
+                is_here = instead in self._option_string_actions
+                instead = f"use {instead}" + ("" if is_here else f", which {self.prog} has not")
+            return f"unknown flag {option}; {instead}"
         hidden = {flag.name for flag in self.hidden}
         known = [
             name.removeprefix("--")

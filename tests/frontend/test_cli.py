@@ -108,7 +108,22 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(
             "generate x --temprature 1",
             "quire generate: unknown flag --temprature; did you mean --temperature?",
         ),
-        ("generate x --temp 1", "unknown flag --temp;"),
+        ("generate x --temp 1", "unknown flag --temp; use --temperature"),
+        # one dash is no abbreviation of -tp, -cc and -h
+        ("generate x -t 2", "quire generate: unknown flag -t; use --num-threads"),
+        ("serve -c 4096", "quire serve: unknown flag -c; use --max-model-len"),
+        ("serve --ctx-size=4096", "unknown flag --ctx-size; use --max-model-len"),
+        ("serve -ngl 99", "unknown flag -ngl; use --device"),
+        ("chat -hf org/name", "unknown flag -hf; the model is an argument without a flag"),
+        ("serve -m x.gguf", "unknown flag -m; the model is an argument without a flag"),
+        ("serve -n 5", "unknown flag -n; use --max-tokens, which quire serve has not"),
+        ("engine -d x --listen ipc://x", "unknown flag -d; see quire engine --help-all"),
+        ("bench serve -n 5", "unknown flag -n; use --max-tokens, which quire bench serve has not"),
+        ("run llama3", "quire: unknown command 'run'; use quire chat MODEL, or quire generate"),
+        ("list", "quire: unknown command 'list'; use quire models"),
+        ("ps", "quire: unknown command 'ps'; use quire top URL"),
+        ("rm x", "quire: unknown command 'rm'; use quire models remove MODEL"),
+        ("help generat", "quire: unknown command 'generat'; did you mean 'generate'?"),
         (
             "generate x --frobnicate",
             "quire generate: unknown flag --frobnicate; see quire generate --help-all",
@@ -166,7 +181,7 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(
         # suggestions must be close
         ("load", "quire: unknown command 'load'; the commands are serve, generate, "),
         ("render", "quire: unknown command 'render'; the commands are serve, generate, "),
-        ("generate x --batch-size 7", "unknown flag --batch-size; see quire generate --help-all"),
+        ("generate x --batch 7", "unknown flag --batch; see quire generate --help-all"),
         ("generate x --foo", "unknown flag --foo; see quire generate --help-all"),
     ],
 )
@@ -209,6 +224,10 @@ def test_version_and_help(capsys: pytest.CaptureFixture) -> None:
     )
     code, out, _ = call(capsys, "--help")
     assert code == 0 and all(f"quire {name}" in out for name in COMMANDS)
+    for words in (("serve",), ("bench", "serve")):
+        code, out, _ = call(capsys, "help", *words)
+        assert code == 0 and (0, out) == call(capsys, *words, "--help")[:2]
+        assert out.startswith(f"usage: quire {' '.join(words)}")
     code, out, err = call(capsys)
     assert code == 2 and out == "" and "usage: quire" in err
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from itertools import takewhile
 from typing import Any
 
@@ -21,8 +22,8 @@ SHORT_ID_LENGTH = 9  # required by Mistral's templates
 
 def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     """Returns copies of the messages in one form: no keys whose value is None, content as text,
-    arguments of tool calls as dicts if they are JSON, reasoning of earlier turns under both of its
-    names, and the function's name in each tool result.
+    arguments of tool calls as dicts if they are JSON, and reasoning of earlier turns under both of
+    its names.
 
     Templates treat a missing key as empty, as in transformers. They would render None as "None".
 
@@ -32,7 +33,6 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise InvalidParameterError("messages", "must be a list of at least one message")
     normalized: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # id of a call -> name of its function
     for i, message in enumerate(messages):
         path = f"messages[{i}]"
         require_kind(isinstance(message, dict), path, "an object with a `role`", message)
@@ -43,15 +43,8 @@ def normalize_messages(messages: Any) -> list[dict[str, Any]]:
             copy["content"] = _content_text(copy["content"], f"{path}.content")
         if copy.get("tool_calls"):
             copy["tool_calls"] = _tool_calls(copy["tool_calls"], f"{path}.tool_calls")
-            names |= {
-                call["id"]: call["function"]["name"]
-                for call in copy["tool_calls"]
-                if isinstance(call.get("id"), str)
-            }
         elif "tool_calls" in copy:
             del copy["tool_calls"]  # []: templates test whether the key exists
-        if copy["role"] == "tool" and "name" not in copy and copy.get("tool_call_id") in names:
-            copy["name"] = names[copy["tool_call_id"]]
         if isinstance(reasoning := copy.get("reasoning_content", copy.get("reasoning")), str):
             copy["reasoning_content"] = copy["reasoning"] = reasoning
         normalized.append(copy)
@@ -137,7 +130,22 @@ def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any
 
 def with_empty_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that fail on a message without content."""
-    return [{**m, "content": m.get("content") or ""} if "tool_calls" in m else m for m in messages]
+    return [m if "content" in m else {**m, "content": ""} for m in messages]
+
+
+def with_result_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that fail on a tool result without the name of its function."""
+    names: dict[str, str] = {}  # id of a call -> name of its function
+    named = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            if isinstance(call.get("id"), str):
+                names[call["id"]] = call["function"]["name"]
+        is_nameless = message["role"] == "tool" and "name" not in message
+        if is_nameless and message.get("tool_call_id") in names:
+            message = {**message, "name": names[message["tool_call_id"]]}
+        named.append(message)
+    return named
 
 
 def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,14 +175,40 @@ def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, 
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
 
 
+def further_instructions(messages: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """The place and role of each instruction that is not the first message. The place is "leading"
+    where only instructions stand before it, else "late".
+    """
+    place = "leading"
+    for i, message in enumerate(messages):
+        if message["role"] not in INSTRUCTING:
+            place = "late"
+        elif i > 0:
+            yield place, message["role"]
+
+
 def with_one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For templates that write only the first system message: all of them become one."""
+    """For templates that refuse or drop further system messages: all of them become one."""
     instructions = [m for m in messages if m["role"] in INSTRUCTING]
-    if not instructions or instructions == messages[:1]:
+    if not instructions:
         return messages
     text = "\n\n".join(m["content"] for m in instructions if m.get("content"))
     others = [m for m in messages if m["role"] not in INSTRUCTING]
     return [{**instructions[0], "content": text}, *others]
+
+
+def with_instruction_for_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that refuse all system messages: the first message of the user begins
+    with the text.
+    """
+    if not any(m["role"] in INSTRUCTING and m.get("content") for m in messages):
+        return messages
+    system, *others = with_one_instruction(messages)
+    for i, message in enumerate(others):
+        if message["role"] == "user":
+            text = f"{system['content']}\n\n{message.get('content', '')}"
+            return [*others[:i], {**message, "content": text}, *others[i + 1 :]]
+    return [{"role": "user", "content": system["content"]}, *others]
 
 
 def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -241,4 +275,7 @@ def with_results_as_json(messages: list[dict[str, Any]]) -> list[dict[str, Any]]
 
 def with_descriptions(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that fail on a tool without a description."""
-    return [{**t, "function": {"description": "", **t["function"]}} for t in tools]
+    return [
+        {**t, "function": {**t["function"], "description": t["function"].get("description", "")}}
+        for t in tools
+    ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_regular_file, read_json_if_exists
-from .chat_messages import normalize_messages
+from .chat_messages import INSTRUCTING, normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
 # Marks the end of the last message. The trailing space shows whether the template trims the
@@ -113,10 +113,10 @@ def render_chat(
         )
     messages = normalize_messages(messages)
     if tools or any(
-        message["role"] == "developer"
-        or (message["role"] == "system" and i > 0)
+        message["role"] in INSTRUCTING
         or message.keys() & {"tool_calls", "reasoning_content"}
-        for i, message in enumerate(messages)
+        or "content" not in message
+        for message in messages
     ):
         messages, tools = _adapted(template, messages, tools)
     if continue_final_message:
@@ -201,4 +201,4 @@ def template_traits(template: str) -> TemplateTraits:
 
     # the result is cached, so it must not depend on the caller's remaining time
     with time_limit(TIME_LIMIT_S / 2, fresh=True):
-        return find_traits(template, try_out)
+        return find_traits(try_out)

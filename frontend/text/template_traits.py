@@ -16,12 +16,15 @@ from itertools import product
 from typing import Any
 
 from .chat_messages import (
+    further_instructions,
     with_arguments_as_text,
     with_content_as_thinking,
     with_descriptions,
     with_empty_content,
+    with_instruction_for_user,
     with_one_call,
     with_one_instruction,
+    with_result_names,
     with_results_as_json,
     with_short_ids,
     with_system_for_developer,
@@ -49,6 +52,8 @@ PROBE_CALL = {
 }
 USER = {"role": "user", "content": "Hello"}
 SYSTEM = {"role": "system", "content": "Be brief."}
+DEVELOPER = {"role": "developer", "content": "Probe as a developer."}
+ANSWER = {"role": "assistant", "content": "Hi!"}
 CALLING = {"role": "assistant", "tool_calls": [PROBE_CALL]}
 TWO_CALLS = {**CALLING, "tool_calls": [PROBE_CALL, {**PROBE_CALL, "id": PROBE_ID[::-1]}]}
 REASONING = "probe thought"
@@ -56,7 +61,6 @@ REASONED = {**CALLING, "reasoning_content": REASONING, "reasoning": REASONING}
 RESULT = {
     "role": "tool",
     "tool_call_id": PROBE_ID,
-    "name": "probe_function",
     "content": '{"probe_result": 1}',
 }
 
@@ -68,10 +72,13 @@ class TemplateTraits:
     arguments_as_text: bool = False
     empty_content: bool = False
     short_ids: bool = False
+    result_names: bool = False  # it fails on results without the function's name
     knows_developer: bool = True
     takes_several_calls: bool = True  # in one turn
     one_call: bool = False  # per message; further ones need messages of their own
-    one_instruction: bool = False  # system message; it does not write later ones
+    takes_system: bool = True  # it does not refuse a system message
+    # place and role of the further instructions that it refuses or drops
+    lost_instructions: frozenset[tuple[str, str]] = frozenset()
     needs_descriptions: bool = False  # of tools
     reads_thinking: bool = False  # reasoning under this name only
     thinking_or_content: bool = False  # not both in a message with calls
@@ -82,26 +89,30 @@ class TemplateTraits:
 
     def adapt(self, messages: Messages) -> Messages:
         """Converts normalized messages to the form that this template reads."""
+        if not self.knows_developer:
+            messages = with_system_for_developer(messages)
+        if not self.takes_system:
+            messages = with_instruction_for_user(messages)
+        elif not self.lost_instructions.isdisjoint(further_instructions(messages)):
+            messages = with_one_instruction(messages)
         if self.arguments_as_text:
             messages = with_arguments_as_text(messages)
         if self.empty_content:
             messages = with_empty_content(messages)
+        if self.result_names:
+            messages = with_result_names(messages)
         if self.short_ids:
             messages = with_short_ids(messages)
         if self.one_call:
             messages = with_one_call(messages)
-        if self.one_instruction:
-            messages = with_one_instruction(messages)
         if self.reads_thinking:
             messages = with_thinking(messages)
         if self.thinking_or_content:
             messages = with_content_as_thinking(messages)
-        if self.results_as_json:
-            messages = with_results_as_json(messages)
-        return messages if self.knows_developer else with_system_for_developer(messages)
+        return with_results_as_json(messages) if self.results_as_json else messages
 
 
-def find_traits(template: str, render: Render) -> TemplateTraits:
+def find_traits(render: Render) -> TemplateTraits:
     """`render(messages, tools)` returns the prompt, and may raise any exception."""
 
     def attempt(messages: Messages, tools: list[dict] | None = None) -> str:
@@ -113,35 +124,69 @@ def find_traits(template: str, render: Render) -> TemplateTraits:
     takes_tools = any(
         "probe_function" in attempt(messages, [PROBE_TOOL]) for messages in ([USER], [SYSTEM, USER])
     )
-    instructed = attempt([SYSTEM, USER, {"role": "system", "content": "Probe twice."}, USER])
-    traits = TemplateTraits(
-        takes_tools,
-        False,
-        knows_developer="developer" in template,
-        one_instruction=SYSTEM["content"] in instructed and "Probe twice." not in instructed,
+    traits = replace(
+        _traits_of_instructions(TemplateTraits(takes_tools, writes_calls=False), attempt),
         needs_descriptions=takes_tools
         and not attempt([USER], [BARE_TOOL])
         and "bare_function" in attempt([USER], with_descriptions([BARE_TOOL])),
     )
+    return _traits_of_calls(traits, attempt)
+
+
+def _traits_of_instructions(traits: TemplateTraits, attempt: Render) -> TemplateTraits:
+    def are_written(*instructed: dict[str, Any]) -> bool:
+        text = attempt([*instructed])
+        return all(m["content"] in text for m in instructed if m["role"] in ("system", "developer"))
+
+    # a template that writes any role into its header does not know this one
+    developer = attempt([DEVELOPER, USER])
+    unknown = attempt([{**DEVELOPER, "role": "probe_role"}, USER])
+    knows_developer = DEVELOPER["content"] in developer and developer.replace(
+        "developer", "probe_role"
+    ) != unknown.replace("developer", "probe_role")
+    takes_system = bool(attempt([SYSTEM, USER])) or not attempt([USER])
+    second = {**SYSTEM, "content": "Probe twice."}
+    lost = set()
+    for further in (second, DEVELOPER) if knows_developer else (second,):
+        if not are_written(SYSTEM, further, USER):
+            lost.add(("leading", further["role"]))
+        if not are_written(SYSTEM, USER, ANSWER, further, USER):
+            lost.add(("late", further["role"]))
+    return replace(
+        traits,
+        knows_developer=knows_developer,
+        takes_system=takes_system,
+        lost_instructions=frozenset(lost if are_written(SYSTEM, USER) else ()),
+    )
+
+
+def _traits_of_calls(traits: TemplateTraits, attempt: Render) -> TemplateTraits:
     num_nones = attempt([USER]).count("None")
-    for short_ids, as_text, empty in product((False, True), repeat=3):
-        found = replace(
-            traits,
-            writes_calls=True,
-            arguments_as_text=as_text,
-            empty_content=empty,
-            short_ids=short_ids,
-        )
-        text = attempt(found.adapt([USER, CALLING]))
-        # 'probe_key' in Python's quotes is an object written where text was expected;
-        # \"probe_key\" is text where an object was expected.
-        is_right = (
-            all(word in text for word in ("probe_function", "probe_key", "probe value"))
-            and "'probe_key'" not in text
-        )
-        if is_right and '\\"probe_key' not in text and text.count("None") <= num_nones:
-            return _with_traits_of_turns(found, attempt)
-    return traits
+    renders = []  # in which form calls are not refused, if they are written in none
+    # some templates take no results, or look at content only where a message follows
+    for turn in ([CALLING, RESULT], [CALLING]):
+        for names, short_ids, as_text, empty in product((False, True), repeat=4):
+            found = replace(
+                traits,
+                writes_calls=True,
+                arguments_as_text=as_text,
+                empty_content=empty,
+                result_names=names,
+                short_ids=short_ids,
+            )
+            text = attempt(found.adapt([USER, *turn]))
+            if not text or text.count("None") > num_nones:
+                continue
+            renders.append(found)
+            # 'probe_key' in Python's quotes is an object written where text was expected;
+            # \"probe_key\" is text where an object was expected.
+            is_right = (
+                all(word in text for word in ("probe_function", "probe_key", "probe value"))
+                and "'probe_key'" not in text
+            )
+            if is_right and '\\"probe_key' not in text:
+                return _with_traits_of_turns(found, attempt)
+    return replace(renders[0], writes_calls=False) if renders else traits
 
 
 def _with_traits_of_turns(traits: TemplateTraits, attempt: Render) -> TemplateTraits:

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
+from ..http.bodies import checked, known_fields, sent_as
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
@@ -111,7 +112,7 @@ class OllamaFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class OllamaTool(msgspec.Struct, kw_only=True):
-    function: OllamaFunction
+    function: Annotated[dict[str, Any], sent_as(OllamaFunction)]
     type: str | None = None
 
 
@@ -225,8 +226,10 @@ async def prepare_ollama_chat(
     ]
     turn = _turn(state, call, request_id, messages, sampling(state, body), body)
     if body.tools is not None:
+        for i, tool in enumerate(body.tools):
+            checked(tool.function, OllamaFunction, f"tools[{i}].function")
         turn.tools = [
-            {"type": "function", "function": msgspec.to_builtins(tool.function)}
+            {"type": "function", "function": known_fields(tool.function, OllamaFunction)}
             for tool in body.tools
         ]
     return await prepare_chat(state, call, turn)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from ..http.bodies import checked, known_fields, sent_as
 from ..http.errors import invalid, missing, unsupported
 from ..turns.response_format import check_name
 
@@ -28,6 +29,9 @@ class Tool(msgspec.Struct, kw_only=True):
     type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
     function: FunctionTool | None = None
     custom: dict[str, Any] | None = None
+
+
+SentTool = Annotated[dict[str, Any], sent_as(Tool)]
 
 
 class NamedFunction(msgspec.Struct, kw_only=True):
@@ -59,7 +63,7 @@ Choice = str | ToolChoice | None
 
 
 def checked_tools(
-    tools: list[Tool] | None, choice: Choice
+    tools: list[SentTool] | None, choice: Choice
 ) -> tuple[list[dict[str, Any]] | None, Any]:
     """Returns the tools that the model may use, and "auto", "none", "required" or {"name": ...}.
 
@@ -78,7 +82,9 @@ def checked_tools(
     return None if tools is None else functions, wanted
 
 
-def _function(tool: Tool, where: str) -> dict[str, Any]:
+def _function(sent: SentTool, where: str) -> dict[str, Any]:
+    """Keeps the order of the client's keys, since a template writes them."""
+    tool = checked(sent, Tool, where)
     if tool.type != "function":
         raise unsupported(
             f"{where}.type",
@@ -94,7 +100,7 @@ def _function(tool: Tool, where: str) -> dict[str, Any]:
         raise invalid(
             path, f"'{path}' must be the JSON schema of an object.", "invalid_function_parameters"
         )
-    return {"type": "function", "function": msgspec.to_builtins(tool.function)}
+    return known_fields(sent, Tool) | {"function": known_fields(sent["function"], FunctionTool)}
 
 
 def _choice(choice: Choice, names: set[str]) -> Any:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import Meta, inspect
 
 from .errors import ApiError, invalid, missing
 from .limits import check_limits
@@ -42,6 +42,39 @@ def decode(
         raise ApiError(400, f"The body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise ApiError(400, "The body is nested too deeply.", code="invalid_json") from None
+
+
+def sent_as(kind: type[msgspec.Struct]) -> Meta:
+    """Annotates a dict that `checked` checks as `kind`. It keeps the keys in the client's order."""
+    [reference], components = msgspec.json.schema_components([kind], ref_template="{name}")
+
+    def written_out(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [written_out(item) for item in schema]
+        if not isinstance(schema, dict):
+            return schema
+        if "$ref" in schema:
+            return written_out(components[schema["$ref"]])
+        return {key: written_out(item) for key, item in schema.items()}
+
+    return Meta(extra={"sent_as": kind}, extra_json_schema=written_out(reference))
+
+
+def known_fields(value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The fields that `kind` has and that are not null, in the client's order."""
+    names = kind.__struct_fields__
+    return {name: v for name, v in value.items() if v is not None and name in names}
+
+
+def checked(value: dict[str, Any], kind: type[Body], path: str) -> Body:
+    """Raises ApiError 400 that names the field under `path`."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        problem = str(error)
+        if PLACE.search(problem) is None:
+            problem += " - at `$`"
+        raise bad_field(problem.replace("`$", f"`$.{path}")) from None
 
 
 # ---------------------------------------------------------------- errors and their location
@@ -137,7 +170,8 @@ def _shape(info: inspect.Type) -> Shape | None:
     if isinstance(info, inspect.StructType):
         return Shape({field.encode_name: _shape(field.type) for field in info.fields})
     if isinstance(info, inspect.Metadata):
-        return _shape(info.type)
+        kind = (info.extra or {}).get("sent_as")
+        return _shape(info.type if kind is None else inspect.type_info(kind))
     if isinstance(info, inspect.ListType):
         elements = _shape(info.item_type)
         return None if elements is None else Shape(elements=elements)

@@ -15,7 +15,7 @@ from ....ipc.checks import INT64_MAX
 from ...text.chat_template import template_variables
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
 from ..apis.openai_messages import Message, plain_messages
-from ..apis.openai_tools import Tool, ToolChoice, checked_tools
+from ..apis.openai_tools import SentTool, ToolChoice, checked_tools
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
 from ..http.openapi import described
@@ -48,7 +48,7 @@ class ChatBody(SamplingBody, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[SentTool] | None = None
     tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..apis.openai_messages import Message, plain_messages
-from ..apis.openai_tools import Tool, checked_tools
+from ..apis.openai_tools import SentTool, checked_tools
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, missing
 from ..http.openapi import described
@@ -38,7 +38,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[Tool] | None = None
+    tools: list[SentTool] | None = None
     # default: true for a text, false for a conversation, whose template writes the special tokens
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None

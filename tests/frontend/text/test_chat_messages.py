@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.text.chat_messages import (
+    further_instructions,
     normalize_messages,
     with_arguments_as_text,
+    with_descriptions,
     with_empty_content,
+    with_instruction_for_user,
     with_one_call,
+    with_one_instruction,
+    with_result_names,
     with_results_as_json,
     with_short_ids,
     with_system_for_developer,
@@ -43,7 +48,7 @@ def test_a_conversation_with_a_call() -> None:
     ]
     assert "content" not in assistant
     assert assistant["reasoning_content"] == assistant["reasoning"] == "Hm."
-    assert tool == {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "one\ntwo"}
+    assert tool == {"role": "tool", "tool_call_id": "call_1", "content": "one\ntwo"}
     assert CONVERSATION[1]["tool_calls"][0]["function"]["arguments"] == '{"a": [1, "é"]}', (
         "the client's own messages must stay as they are"
     )
@@ -173,6 +178,43 @@ def test_forms_that_some_templates_need() -> None:
         "system",
         "user",
     ]
+
+
+def message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def test_instructions_become_one_or_belong_to_the_user() -> None:
+    first, second = message("system", "Be brief."), message("developer", "In French.")
+    user, answer = message("user", "What?"), message("assistant", "That.")
+    assert list(further_instructions([first, second, user, answer, first, second])) == [
+        ("leading", "developer"),
+        ("late", "system"),
+        ("late", "developer"),
+    ]
+    assert list(further_instructions([user, first])) == [("late", "system")]
+    assert list(further_instructions([first, user])) == []
+    one = message("system", "Be brief.\n\nIn French.")
+    assert with_one_instruction([first, user, answer, second]) == [one, user, answer]
+    assert with_one_instruction([user]) == [user]
+    told = message("user", "Be brief.\n\nIn French.\n\nWhat?")
+    assert with_instruction_for_user([first, user, answer, second, user]) == [told, answer, user]
+    assert with_instruction_for_user([first, answer]) == [message("user", "Be brief."), answer]
+    assert with_instruction_for_user([user, answer]) == [user, answer]
+
+
+def test_names_of_results_come_from_their_calls() -> None:
+    _, assistant, tool = normalize_messages(CONVERSATION)
+    orphan, named = {**tool, "tool_call_id": "call_2"}, {**tool, "name": "g"}
+    found = with_result_names([assistant, tool, orphan, named])
+    assert [m.get("name") for m in found] == [None, "f", None, "g"]
+
+
+def test_an_added_description_is_the_last_key() -> None:
+    bare = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    described = {"type": "function", "function": {"description": "D.", "name": "f"}}
+    found = [list(tool["function"]) for tool in with_descriptions([bare, described])]
+    assert found == [["name", "parameters", "description"], ["description", "name"]]
 
 
 def test_one_call_per_message() -> None:

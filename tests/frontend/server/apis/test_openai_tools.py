@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.frontend.server.apis.openai_tools import Tool, ToolChoice, checked_tools
+from quire.frontend.server.apis.openai_tools import SentTool, ToolChoice, checked_tools
 from quire.frontend.server.http.errors import ApiError
 
 ADD = {
@@ -16,7 +16,8 @@ SUB = {"type": "function", "function": {"name": "sub"}}
 
 def checked(tools: Any, choice: Any) -> tuple[Any, Any]:
     return checked_tools(
-        msgspec.convert(tools, list[Tool] | None), msgspec.convert(choice, str | ToolChoice | None)
+        msgspec.convert(tools, list[SentTool] | None),
+        msgspec.convert(choice, str | ToolChoice | None),
     )
 
 
@@ -84,6 +85,14 @@ def test_every_form_of_the_choice(tools: Any, choice: Any, kept: Any, wanted: An
             "invalid_value",
         ),
         ([ADD, ADD], None, "tools[1].function.name", "invalid_value"),
+        ([{}], None, "tools[0].type", "missing_required_parameter"),
+        ([SUB, {"type": 5}], None, "tools[1].type", "invalid_type"),
+        (
+            [{"type": "function", "function": {"name": 5}}],
+            None,
+            "tools[0].function.name",
+            "invalid_type",
+        ),
         ([{"type": "function"}], None, "tools[0].function", "missing_required_parameter"),
         ([{"type": "custom", "custom": {"name": "x"}}], None, "tools[0].type", "unsupported_value"),
         (
@@ -109,3 +118,11 @@ def test_errors_name_the_path(tools: Any, choice: Any, param: str, code: str) ->
 def test_strict_stays_with_its_tool() -> None:
     strict = {"type": "function", "function": ADD["function"] | {"strict": True}}
     assert checked([strict], None) == ([strict], "auto")
+
+
+def test_keys_keep_the_order_of_the_client() -> None:
+    function = {"parameters": {"z": 1, "a": 2}, "description": None, "name": "f"}
+    [tool], _ = checked([{"function": function, "custom": None, "type": "function"}], None)
+    assert list(tool) == ["function", "type"]
+    assert list(tool["function"]) == ["parameters", "name"]
+    assert list(tool["function"]["parameters"]) == ["z", "a"]

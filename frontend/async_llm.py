@@ -402,11 +402,11 @@ class AsyncLLM(AsyncCalls):
                 self._deliver(self.session.take(outputs))
                 # let readers run after every step, even if the next outputs are already available
                 await asyncio.sleep(0)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
             raise
         except EngineDeadError as error:
             self._fail(error)
-        except Exception as error:
+        except BaseException as error:  # a library in Rust panics with one that is no Exception
             logger.exception("the task that reads the engine's outputs failed")
             dead = EngineDeadError(
                 f"reading the engine's outputs failed: {type(error).__name__}: {error}"

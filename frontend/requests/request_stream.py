@@ -25,7 +25,7 @@ class RequestStream:
         self._take_at_once = take_at_once
         self._unread: RequestOutput | None = None
         self._error: EngineDeadError | None = None
-        self._fault: Exception | None = None  # raised by take_at_once; fails this reader only
+        self._fault: BaseException | None = None  # raised by take_at_once; fails this reader only
         self._reader: asyncio.Future | None = None  # the reader's future while it waits
 
     def put(self, output: AnyOutput) -> None:
@@ -46,7 +46,7 @@ class RequestStream:
             try:
                 if take(output):
                     return
-            except Exception as error:
+            except BaseException as error:  # as in AsyncLLM._read_outputs
                 self._fault = error
                 self._wake()
                 return

@@ -18,7 +18,7 @@ from starlette.routing import Match, Route, Router
 from ... import __version__
 from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
-from .http.errors import ApiError, from_status
+from .http.errors import ENDS, ApiError, from_status
 from .http.openapi import description_routes
 from .http.sse import Json
 from .models import Models
@@ -28,7 +28,13 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("quire.access")
-EXPOSED_HEADERS = ("x-request-id", "x-unknown-params", "x-ignored-params", "retry-after")
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-unknown-params",
+    "x-ignored-params",
+    "retry-after",
+    "openai-processing-ms",
+)
 # Polled by probes, scrapers and the page at /.
 POLLS = frozenset(
     {"/health", "/health/ready", "/metrics", "/ping", "/load", "/v1/requests"}
@@ -128,7 +134,7 @@ class App:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *call.headers()]
+                message["headers"] = [*message.get("headers", ()), *call.headers(loop.time())]
             await send(message)
 
         try:
@@ -147,7 +153,9 @@ class App:
             if not call.is_disconnected:
                 raise
             call.task.uncancel()
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             await self._answer_error(
                 error, scope, receive, send_with_headers, has_begun=bool(status)
             )
@@ -173,7 +181,7 @@ class App:
         return config.access_log and (config.access_log_polls or path not in POLLS)
 
     async def _answer_error(
-        self, error: Exception, scope: Any, receive: Any, send: Any, *, has_begun: bool
+        self, error: BaseException, scope: Any, receive: Any, send: Any, *, has_begun: bool
     ) -> None:
         if isinstance(error, HTTPException):
             refusal = from_status(

@@ -9,7 +9,7 @@ import math
 import re
 
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
-PART = re.compile(r"(\d+(?:\.\d+)?|\.\d+)(ms|s|m|h)")
+PART = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)(ms|s|m|h)")
 FORMS = 'must be a duration such as "5m", "1h30m" or a number of seconds; -1: for ever'
 
 

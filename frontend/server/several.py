@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 import msgspec
 from starlette.requests import Request
@@ -130,7 +130,7 @@ def _dispatched(front: ServerState, models: Models) -> list[Route]:
 def _by_query(front: ServerState, models: Models, handlers: dict[str, Endpoint]) -> Endpoint:
     async def endpoint(request: Request) -> Any:
         slot = models.find(request.query_params.get("model"))
-        query = parse_qsl(request.url.query, keep_blank_values=True)
+        query = request.query_params.multi_items()
         rest = urlencode([(name, value) for name, value in query if name != "model"])
         scope = {**request.scope, "query_string": rest.encode()}
         return await handlers[slot.name](Request(scope, request.receive))

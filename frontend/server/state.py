@@ -176,7 +176,7 @@ class ServerState:
         assert self.admission is not None
         return self.admission
 
-    def explain(self, error: Exception) -> ApiError:
+    def explain(self, error: BaseException) -> ApiError:
         """Like from_exception, but an engine that stops during the server's shutdown is reported as
         the shutdown.
         """
@@ -255,7 +255,7 @@ class ServerState:
         """
         config = self.server_config
 
-        def on_error(error: Exception) -> bytes:
+        def on_error(error: BaseException) -> bytes:
             refusal = self.explain(error)
             if refusal.status == 500 and not isinstance(error, ApiError):
                 logger.error("a stream failed (%s)", call.request_id, exc_info=error)

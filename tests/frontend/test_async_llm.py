@@ -376,3 +376,21 @@ def test_an_error_of_the_callback_fails_only_its_reader():
         )
 
     with_llm(test)
+
+
+def test_a_panic_while_outputs_are_read_reaches_every_reader(monkeypatch) -> None:
+    """A library in Rust panics with an exception that is no Exception; nobody waits for ever."""
+
+    class PanicError(BaseException):
+        pass
+
+    def panic(outputs: object) -> None:
+        raise PanicError("unwrap")
+
+    async def test(llm: AsyncLLM) -> None:
+        monkeypatch.setattr(llm.session, "take", panic)
+        with pytest.raises(EngineDeadError, match="PanicError: unwrap"):
+            await collect(llm, "one")
+        assert llm.errored
+
+    with_llm(test)

@@ -66,9 +66,12 @@ class Call:
         """Suffix of ids in the response: chatcmpl-<suffix>."""
         return self.request_id.removeprefix("req-")
 
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """Headers added to every response."""
-        headers = [(b"x-request-id", self.request_id.encode())]
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
+        """Headers added to every response. `now`: by the event loop's clock."""
+        headers = [
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", b"%d" % round(1000 * (now - self.began))),
+        ]
         if self.path.startswith("/v1/messages"):
             headers.append((b"request-id", headers[0][1]))  # Anthropic's name of the header
         for name, params in (

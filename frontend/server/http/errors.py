@@ -20,6 +20,7 @@ Must not know: routes, requests, how a response is sent.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -29,6 +30,9 @@ import msgspec
 
 from ....ipc.errors import EngineDeadError, EngineRestartedError, InvalidParameterError
 
+# They end a task or the process. Every other exception is the failure of a request, also one that
+# is no Exception, such as a panic of a library in Rust.
+ENDS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -175,7 +179,7 @@ def not_found(what: str) -> ApiError:
     return ApiError(404, what, code="not_found")
 
 
-def from_exception(error: Exception, names: dict[str, str] | None = None) -> ApiError:
+def from_exception(error: BaseException, names: dict[str, str] | None = None) -> ApiError:
     """The error that a client receives for `error`.
 
     No internal detail is sent: an unexpected exception becomes INTERNAL, and only the log has the

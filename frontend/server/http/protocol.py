@@ -289,6 +289,7 @@ class Protocol(HttpToolsProtocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "x-request-id": new_request_id([]),
+            "openai-processing-ms": "0",  # no handler has run
             "connection": "close",
         }
         lines = [

@@ -18,6 +18,7 @@ import msgspec
 from starlette.responses import Response
 
 from .call import Call
+from .errors import ENDS
 
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -69,7 +70,7 @@ class EventStream:
     call: Call
     # Converts an exception to the last event. An exception before the first event is raised
     # instead, so that it sets the status.
-    on_error: Callable[[Exception], bytes]
+    on_error: Callable[[BaseException], bytes]
     keep_alive_s: float  # of silence, after which `comment` is sent
     write_timeout_s: float  # for which a client may leave sent data unread
     comment: bytes = COMMENT
@@ -106,7 +107,9 @@ class EventStream:
                 await self._start(send)
             self._disarm()
             await self._write(loop, send, b"", False)
-        except Exception as error:
+        except ENDS:
+            raise
+        except BaseException as error:
             if not self._has_started:
                 raise
             self._disarm()

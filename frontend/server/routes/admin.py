@@ -7,7 +7,6 @@ Must not know: how the engine does it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,12 +18,12 @@ from starlette.routing import Route
 from ....ipc.errors import EnginePausedError, EngineUsageError
 from ...async_llm import AsyncLLM
 from ..http.call import read_body
-from ..http.errors import ApiError, invalid
+from ..http.errors import ApiError
+from ..http.queries import Reader, flag, one_of, read_query, seconds, some_of
 from ..http.sse import Json
 from ..state import ServerState
 
 Action = Callable[..., Awaitable[dict[str, Any]]]  # (engine, **query parameters)
-Reader = Callable[[str, list[str]], Any]  # (name, values) -> value; raises ApiError
 
 
 class LoadLora(msgspec.Struct):
@@ -98,75 +97,25 @@ async def reset_prefix_cache(
     return {"reset": await engine.reset_prefix_cache(reset_running_requests)}
 
 
-# ---------------------------------------------------------------- query parameters
-
-
-def _flag(name: str, values: list[str]) -> bool:
-    value = values[-1].lower()
-    if value not in ("true", "false", "1", "0"):
-        raise invalid(name, f"'{name}' must be true or false, got {values[-1]!r:.40}.")
-    return value in ("true", "1")
-
-
-def _seconds(name: str, values: list[str]) -> float:
-    if not re.fullmatch(r"[0-9]{1,6}(\.[0-9]{1,3})?", values[-1]):
-        raise invalid(name, f"'{name}' must be a number of seconds, got {values[-1]!r:.40}.")
-    return float(values[-1])
-
-
-def _one_of(*choices: str) -> Reader:
-    def read(name: str, values: list[str]) -> str:
-        return _some_of(*choices)(name, values)[-1]
-
-    return read
-
-
-def _some_of(*choices: str) -> Reader:
-    def read(name: str, values: list[str]) -> list[str]:
-        for value in values:
-            if value not in choices:
-                raise invalid(name, f"'{name}' must be {' or '.join(choices)}, got {value!r:.40}.")
-        return values
-
-    return read
-
-
 # path -> (method, action, readers of its query parameters)
 ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
     "/pause": (
         "POST",
         pause,
         {
-            "mode": _one_of("abort", "wait", "keep"),
-            "wait_for_inflight_requests": _flag,
-            "clear_cache": _flag,
+            "mode": one_of("abort", "wait", "keep"),
+            "wait_for_inflight_requests": flag,
+            "clear_cache": flag,
         },
     ),
     "/resume": ("POST", resume, {}),
     "/is_paused": ("GET", is_paused, {}),
-    "/sleep": ("POST", sleep, {"level": _one_of("1", "2")}),
-    "/wake_up": ("POST", wake_up, {"tags": _some_of("weights", "kv_cache")}),
+    "/sleep": ("POST", sleep, {"level": one_of("1", "2")}),
+    "/wake_up": ("POST", wake_up, {"tags": some_of("weights", "kv_cache")}),
     "/is_sleeping": ("GET", is_sleeping, {}),
-    "/restart_engines": ("POST", restart_engines, {"drain_timeout": _seconds}),
-    "/reset_prefix_cache": ("POST", reset_prefix_cache, {"reset_running_requests": _flag}),
+    "/restart_engines": ("POST", restart_engines, {"drain_timeout": seconds}),
+    "/reset_prefix_cache": ("POST", reset_prefix_cache, {"reset_running_requests": flag}),
 }
-
-
-def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
-    """The values of the query parameters that were sent.
-
-    Raises ApiError 400 for an invalid value and for a name that is not in `readers`.
-    """
-    query = request.query_params
-    for name in query:
-        if name not in readers:
-            known = ", ".join(readers) or "none"
-            raise invalid(
-                name,
-                f"Unknown query parameter {name!r:.40}; this route has: {known}.",
-                "unknown_parameter",
-            )
-    return {name: readers[name](name, query.getlist(name)) for name in query}
 
 
 def check_admin(state: ServerState) -> None:

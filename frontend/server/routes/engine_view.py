@@ -5,14 +5,14 @@ Must not know: what is displayed, or by which client.
 
 from __future__ import annotations
 
-import re
 import time
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ..http.errors import ApiError, invalid
+from ..http.errors import ApiError
+from ..http.queries import integer
 from ..http.sse import Json
 from ..request_log import MAX_REQUESTS, FinishedRequest
 from ..state import ServerState
@@ -26,7 +26,7 @@ def routes(state: ServerState) -> list[Route]:
         """`since`: the number of the last step that the caller has seen, -1 for none; the response
         contains the later steps.
         """
-        since = _number(request, "since", default=-1, largest=2**63 - 1)
+        since = integer(request, "since", default=-1, least=-1, most=2**63 - 1)
         engine = state.ready_engine()
         observed = await engine.observe(since, MAX_CELLS)
         config = engine.config
@@ -52,7 +52,7 @@ def routes(state: ServerState) -> list[Route]:
         return Json(await state.ready_engine().expert_load())
 
     async def recent(request: Request) -> Response:
-        limit = _number(request, "limit", default=100, largest=MAX_REQUESTS)
+        limit = integer(request, "limit", default=100, least=0, most=MAX_REQUESTS)
         return Json(
             {"object": "list", "data": [summary_of(one) for one in state.request_log.recent(limit)]}
         )
@@ -79,14 +79,3 @@ def routes(state: ServerState) -> list[Route]:
         Route("/v1/requests/{request_id}/trace", trace),
         Route("/v1/requests/{request_id}", one),
     ]
-
-
-def _number(request: Request, name: str, *, default: int, largest: int) -> int:
-    """A query parameter that is an integer from 0 to `largest`, or its default."""
-    text = request.query_params.get(name, str(default))
-    if re.fullmatch(r"-?[0-9]{1,19}", text) and (int(text) == default or 0 <= int(text) <= largest):
-        return int(text)
-    raise invalid(
-        name,
-        f"{name} must be an integer from {min(default, 0)} to {largest}, got {text[:40]!r}",
-    )

@@ -26,6 +26,7 @@ from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, t
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described
+from ..http.queries import integer
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
@@ -204,12 +205,7 @@ class ResponsesApi:
     async def input_items(self, request: Request) -> Response:
         """The conversation before a response"""
         items, query = self._stored(request).input_items, request.query_params
-        limit = query.get("limit", str(LISTED))
-        if not limit.isdigit() or not 1 <= int(limit) <= MAX_LISTED:
-            raise invalid(
-                "limit",
-                f"'limit' must be an integer between 1 and {MAX_LISTED}, got {limit!r:.40}.",
-            )
+        limit = integer(request, "limit", default=LISTED, least=1, most=MAX_LISTED)
         if query.get("order", "desc") not in ("asc", "desc"):
             raise invalid("order", "'order' must be asc or desc.")
         if query.get("order", "desc") == "desc":
@@ -221,7 +217,7 @@ class ResponsesApi:
                     "after", f"'after' must be the id of one of the items, got {after!r:.100}."
                 )
             items = items[ids.index(after) + 1 :]
-        page = items[: int(limit)]
+        page = items[:limit]
         ends = (
             {"first_id": page[0].id, "last_id": page[-1].id}
             if page

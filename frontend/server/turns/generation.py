@@ -22,6 +22,7 @@ from ...outputs import RequestMetrics, RequestOutput
 from ...pooling_outputs import AnyOutput
 from ..http.call import Call
 from ..http.errors import (
+    ENDS,
     ENGINE_CRASH,
     INTERNAL,
     ApiError,
@@ -190,7 +191,9 @@ async def merged(
             async with aclosing(outputs):
                 async for output in outputs:
                     await queue.put((index, output, None))
-        except Exception as failed:
+        except ENDS:
+            raise
+        except BaseException as failed:
             error = failed
         await queue.put((index, None, error))
 

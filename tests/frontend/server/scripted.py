@@ -48,7 +48,7 @@ class ScriptedEngine:
 
     def __init__(
         self,
-        pieces: list[str | float | Exception],
+        pieces: list[str | float | BaseException],
         reason: str = "stop",
         stop_reason: str | None = None,
     ):
@@ -86,7 +86,7 @@ class ScriptedEngine:
         )
         whole = CompletionOutput(0, "", [])
         for i, piece in enumerate(self.pieces):
-            if isinstance(piece, Exception):
+            if isinstance(piece, BaseException):
                 raise piece
             await asyncio.sleep(piece if isinstance(piece, float) else 0)
             if isinstance(piece, float):

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import logging
 import re
+import time
 from typing import Any
 
 import httpx2 as httpx
@@ -11,6 +12,7 @@ import pytest
 from quire.frontend.server.app import POLLS, make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.state import ServerState
+from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app, talk
 from starlette.routing import Match
 
 
@@ -20,6 +22,78 @@ def test_every_answer_has_an_id(server: httpx.Client) -> None:
     assert (
         server.get("/v1/models", headers={"x-request-id": "mine"}).headers["x-request-id"] == "mine"
     )
+
+
+def test_every_answer_says_how_long_it_took(server: httpx.Client) -> None:
+    body = {"prompt": "The sun", "max_tokens": 16, "ignore_eos": True}
+
+    def took_ms(method: str, path: str, body: Any = None) -> int:
+        text = server.request(method, path, json=body).headers["openai-processing-ms"]
+        assert re.fullmatch("[0-9]+", text)
+        return int(text)
+
+    for path in ("/health", "/v1/models", "/nowhere"):
+        took_ms("GET", path)
+    took_ms("POST", "/v1/completions", {"prompt": 1})
+    took_ms("POST", "/v1/completions", body | {"stream": True})
+    began = time.perf_counter()
+    shown = took_ms("POST", "/v1/completions", body | {"n": 8})
+    assert 0 < shown <= 1000 * (time.perf_counter() - began) + 1
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it: it is no Exception."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/completions", {"prompt": ["a"] * 3}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}),
+        ("/api/chat", {"model": "bundled", "messages": [{"role": "user", "content": "a"}]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/tokenize", {"prompt": "a " * 50_000}),
+    ],
+)
+def test_a_tokenizer_that_panics_is_an_error_of_the_api(
+    path: str, body: dict[str, Any], monkeypatch, caplog
+) -> None:
+    engine = ScriptedEngine(["a"])
+
+    def panic(*_: object, **__: object) -> None:
+        raise PanicException("called `Option::unwrap()` on a `None` value")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", panic)
+    monkeypatch.setattr(engine.tokenizer, "encode_batch", panic)
+    answer = post(scripted_app(engine), path, body)
+    check_internal_error(path, answer.status_code, answer.json())
+    assert "unwrap" not in answer.text and "unwrap" in caplog.text
+    assert answer.headers["x-request-id"] in caplog.text
+
+
+def check_internal_error(path: str, status: int, answer: dict[str, Any]) -> None:
+    """The error has the form of the API of `path`."""
+    assert status == 500
+    if path.startswith("/api/"):
+        assert "Its log has the cause" in answer["error"]
+    elif path == "/v1/messages":
+        assert answer["type"] == "error" and answer["error"]["type"] == "api_error"
+    else:
+        assert answer["error"]["code"] == "internal_error"
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_panic_during_an_answer_ends_only_that_answer(n: int, stream: bool, caplog) -> None:
+    app = scripted_app(ScriptedEngine(["a", PanicException("unwrap")]))
+    body = {"messages": [{"role": "user", "content": "a"}], "n": n, "stream": stream}
+    answer = post(app, "/v1/chat/completions", body)
+    assert '"code":"internal_error"' in answer.text.replace('": "', '":"')
+    assert answer.headers["x-request-id"] in caplog.text and "unwrap" in caplog.text
+    assert talk(app, lambda client: client.get("/health")).status_code == 200
 
 
 def test_unknown_routes_and_methods(server: httpx.Client) -> None:

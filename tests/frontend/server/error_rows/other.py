@@ -39,7 +39,7 @@ ROWS: Table = {
         (None, 405, None, "method_not_allowed", "/health does not support POST"),
     ],
     ("GET", "/v1/engine/state?since=x"): [
-        (None, 400, "since", "invalid_value", "since must be an integer from -1 to"),
+        (None, 400, "since", "invalid_value", "'since' must be an integer from -1 to"),
     ],
     ("GET", "/v1/requests/none"): [
         (

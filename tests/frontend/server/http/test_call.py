@@ -31,7 +31,10 @@ def decode(raw: bytes, **config: str) -> tuple[Body, Call]:
 
 def test_a_good_body() -> None:
     body, call = decode(b'{"name": "x", "count": null}')
-    assert body == Body(name="x") and call.headers() == [(b"x-request-id", b"req-1")]
+    assert body == Body(name="x") and call.headers(1.25) == [
+        (b"x-request-id", b"req-1"),
+        (b"openai-processing-ms", b"1250"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,7 @@ def test_bad_bodies(raw: bytes, code: str | None, param: str | None) -> None:
 def test_unknown_fields_are_listed_refused_or_allowed() -> None:
     raw = b'{"name": "x", "zeta": 1, "alpha": 2}'
     _, call = decode(raw)
-    assert (b"x-unknown-params", b"alpha,zeta") in call.headers()
+    assert (b"x-unknown-params", b"alpha,zeta") in call.headers(1.0)
     assert decode(raw, unknown_params="allow")[1].unknown_params == []
     with pytest.raises(ApiError, match="alpha") as caught:
         decode(raw, unknown_params="error")
@@ -72,7 +75,7 @@ def test_many_unknown_fields_are_truncated_and_cannot_break_the_header() -> None
     names = {f"x{i:03}": 1 for i in range(100)} | {"a\r\nx-evil: 1": 2}
     (value,) = [
         value
-        for name, value in decode(msgspec.json.encode({"name": "x"} | names))[1].headers()
+        for name, value in decode(msgspec.json.encode({"name": "x"} | names))[1].headers(1.0)
         if name == b"x-unknown-params"
     ]
     assert (

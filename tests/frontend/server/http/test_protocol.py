@@ -146,6 +146,7 @@ def error_in(answer: bytes) -> tuple[int, dict[str, Any]]:
         and headers["content-type"] == "application/json"
     )
     assert headers["x-request-id"].startswith("req-") and headers["connection"] == "close"
+    assert headers["openai-processing-ms"] == "0"
     error = json.loads(body)["error"]
     assert error.keys() == {"message", "type", "param", "code"} and error["message"]
     return int(head.split()[1]), error

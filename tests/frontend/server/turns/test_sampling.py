@@ -127,7 +127,7 @@ def test_ignored_fields_are_reported() -> None:
     assert (
         b"x-ignored-params",
         b"user,prompt_cache_key,metadata,store,service_tier,verbosity",
-    ) in call.headers()
+    ) in call.headers(1.0)
     assert (
         checked(store=False, service_tier="auto", metadata={}, verbosity="medium").ignored_params
         == []

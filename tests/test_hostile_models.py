@@ -43,6 +43,20 @@ def pipe(file: str) -> Spoil:
     return apply
 
 
+def link(file: str, target: Path | None = None) -> Spoil:
+    """Makes the file a link to `target`, or to a copy of itself outside the model's directory."""
+
+    def apply(model: Path) -> None:
+        path, outside = model / file, model.parent / "outside"
+        path.parent.mkdir(exist_ok=True)
+        if target is None:
+            path.rename(outside)
+        path.symlink_to(target or outside)
+
+    return apply
+
+
+ENVIRONMENT = Path("/proc/self/environ")
 CASES: dict[str, Spoil] = {
     "no heads": edit(CONFIG, num_attention_heads=0),
     "text for a size": edit(CONFIG, hidden_size="64"),
@@ -65,6 +79,12 @@ CASES: dict[str, Spoil] = {
     "template of another type": edit(TOKENIZER, chat_template=5),
     "templates of another shape": edit(TOKENIZER, chat_template=[{"name": 1, "template": 2}]),
     "tokens of another shape": edit(TOKENIZER, added_tokens_decoder={"9999": {"content": 5}}),
+    "link for config": link(CONFIG),
+    "link for weights": link("model.safetensors"),
+    "link for tokenizer": link("tokenizer.json"),
+    "link for settings of the tokenizer": link(TOKENIZER),
+    "link for template": link("chat_template.jinja", ENVIRONMENT),
+    "link for another template": link("additional_chat_templates/rag.jinja", ENVIRONMENT),
     "special token of another type": edit(TOKENIZER, eos_token=[1]),
 }
 
@@ -100,5 +120,21 @@ def test_a_pipe_that_is_not_needed_is_not_opened(saved: Path, tmp_path: Path) ->
     model = shutil.copytree(saved, tmp_path / "model")
     pipe("another.safetensors")(model)
     args = EngineArgs(str(model), kv_cache_memory_bytes=2**22)
+    LLMEngine.from_engine_args(args, engine="inproc").shutdown()
+    assert [finding for finding in check_model(args) if finding.status == "fail"] == []
+
+
+def test_links_within_the_directory_and_into_the_cache_of_the_hub_are_followed(
+    saved: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(saved, tmp_path / "model")
+    (model / "tokenizer.json").rename(model / "own.json")
+    (model / "tokenizer.json").symlink_to("own.json")
+    blobs = tmp_path / "models--someone--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    (model / "model.safetensors").rename(blobs / "1234")
+    (model / "model.safetensors").symlink_to(blobs / "1234")
+    (tmp_path / "named").symlink_to(model)  # what the user names may be a link
+    args = EngineArgs(str(tmp_path / "named"), kv_cache_memory_bytes=2**22)
     LLMEngine.from_engine_args(args, engine="inproc").shutdown()
     assert [finding for finding in check_model(args) if finding.status == "fail"] == []

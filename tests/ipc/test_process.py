@@ -145,6 +145,41 @@ def test_the_child_gets_the_key_and_nobody_else_sees_it(tmp_path):
     assert process._tail == b"True False\n"
 
 
+def test_secrets_of_this_process_are_not_in_an_engines_environment(monkeypatch):
+    secret = {
+        "HF_TOKEN": "hf_x",
+        "HUGGING_FACE_HUB_TOKEN": "hf_x",
+        "OPENAI_API_KEY": "sk-x",
+        "QUIRE_API_KEY": "sk-x",
+        "OPENAI_APIKEY": "sk-x",
+        "AWS_ACCESS_KEY_ID": "x",
+        "AWS_SECRET_ACCESS_KEY": "x",
+        "Db_Password": "x",
+        "OTEL_EXPORTER_OTLP_HEADERS": "api-key=x",
+        "DATABASE_URL": "postgres://user:x@host/db",
+        "https_proxy": "http://user:x@proxy:80",
+    }
+    kept = {
+        "QUIRE_TOKEN_FILE": "/run/token",
+        "MAX_TOKENS": "5",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "http_proxy": "http://proxy:80",
+        "SONIC_MOE_TOP_K": "2",
+    }
+    for name, value in (secret | kept).items():
+        monkeypatch.setenv(name, value)
+    process = start("import time; print(1, flush=True); time.sleep(100)")
+    try:
+        with open(f"/proc/{process.pid}/environ") as file:
+            found = dict(entry.split("=", 1) for entry in file.read().split("\0") if entry)
+    finally:
+        process.close(0)
+    assert found.keys() & secret.keys() == set()
+    assert {name: found.get(name) for name in kept} == kept
+    assert found["PATH"] == os.environ["PATH"]
+
+
 # A parent that starts a child, and what the child does. The parent prints the child's pid when the
 # child has written its first line, which here is a descriptor's number.
 PARENT = """

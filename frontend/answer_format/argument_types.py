@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from .json_text import json_of
+
 MAX_REFERENCES = 20  # a schema may refer to itself
 TYPE_NAMES = {
     str: "string",
@@ -127,17 +129,17 @@ def can_stand_alone(schema: dict[str, Any], types: frozenset[str]) -> bool:
 def to_json(text: str, types: frozenset[str]) -> str:
     """The JSON of an argument: the literal, if its type is allowed, else the text as a string."""
     if types == {"string"}:
-        return json.dumps(text, ensure_ascii=False)
+        return json_of(text)
     try:
         value = read_literal(text)
-        json.dumps(value, allow_nan=False)  # 1e999 has become infinite
+        json_of(value)  # 1e999 has become infinite
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return json_of(text)
     name = TYPE_NAMES[type(value)]
     if name == "number" and value.is_integer() and "integer" in types and "number" not in types:
         value, name = int(value), "integer"
     is_allowed = not types or name in types or (name == "integer" and "number" in types)
-    return json.dumps(value if is_allowed and name != "string" else text, ensure_ascii=False)
+    return json_of(value if is_allowed and name != "string" else text)
 
 
 def read_literal(text: str) -> Any:

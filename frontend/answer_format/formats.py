@@ -205,13 +205,17 @@ class AnswerFormat:
         reasoning: bool = True,
         prompt_text: str = "",
         parallel_tool_calls: bool = True,
+        calls_are_valid: bool = False,
+        continued: str = "",
     ) -> AnswerParser:
         """Makes the parser of one completion.
 
         `tools` are in the form of OpenAI's chat API; their schemas give types that some formats do
         not write. With None or [], no text is parsed as a call. `reasoning` False keeps reasoning
         in the content, with its marks. `prompt_text` is the rendered prompt, whose end may begin
-        the reasoning. Without `parallel_tool_calls` only the first call is returned.
+        the reasoning. Without `parallel_tool_calls` only the first call is returned. With
+        `calls_are_valid`, for answers under the grammar of `forced`, arguments are passed on before
+        their call is whole. `continued` is the beginning of the answer, if the prompt ends with it.
         """
         schemas = dict(functions_of(tools or []))
         marks = self.reasoning_marks if reasoning else None
@@ -220,9 +224,20 @@ class AnswerFormat:
             marks,
             schemas,
             begins_in_reasoning=marks is not None and marks.is_open_at_end_of(prompt_text),
+            is_within_reasoning=marks is not None and marks.has_text_open_in(continued),
             max_calls=None if parallel_tool_calls and self.several_calls else 1,
             harmony_header=header_at_end_of(prompt_text) if self.is_harmony else None,
+            calls_are_valid=calls_are_valid,
         )
+
+    def prompt_before(self, prompt_text: str, continued: str) -> str:
+        """What `parser` and the grammars are to be told of a prompt that ends with the text of the
+        message to be continued: that reasoning is open, if the message leaves it open.
+        """
+        marks = self.reasoning_marks
+        if marks is None or self.is_harmony or not marks.is_left_open_in(continued):
+            return prompt_text
+        return marks.start
 
     def forced(
         self,

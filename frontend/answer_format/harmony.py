@@ -101,7 +101,10 @@ class HarmonyCalls(ToolFormat):
         """`mark`: the header of a message to a function."""
         name = function_of(mark, calls)
         yield from stream.skip_space()
-        if (yield from stream.peek()) in ("", "<"):  # no text
+        character = yield from stream.peek()
+        if not character and (calls.schemas.get(name) or {}).get("required"):
+            raise Malformed  # the answer breaks off
+        if character in ("", "<"):  # no text
             calls.start(name)
             calls.emit_arguments("{}")
             return
@@ -149,13 +152,15 @@ def read_messages(
             speech = reasoning if is_reasoning else content
             speech.begin_message()
             if call_format is not None and is_call:
+                calls.begin()
                 yield from call_format.read(stream, calls, header)
+                calls.end()
         except Malformed:
             if mark in ENDS and speech is reasoning:
                 stream.position = stream.retry_position
                 stream.drop()
             else:
-                stream.give_up()
+                calls.give_up()
             if mark in ENDS:
                 speech = content
         stream.sink = speech

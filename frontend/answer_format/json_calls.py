@@ -6,11 +6,12 @@ Must not know: which models use them (formats.py).
 from __future__ import annotations
 
 import json
+from collections.abc import Generator
 from dataclasses import dataclass
 
 from .forced import Functions, write_json_calls
 from .grammar_text import GrammarText
-from .json_text import read_held_json, read_held_string, read_json
+from .json_text import read_held_json, read_held_string, read_json, repaired_object
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import Calls, ListedCalls
 
@@ -39,16 +40,18 @@ class JsonCalls(ListedCalls):
         return character == "{"
 
     def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
-        return read_call_object(stream, calls, only_known=only_known)
+        return read_call_object(stream, calls, only_known=only_known, end=self.end)
 
 
 NAME_KEYS = frozenset({"name", "tool_name"})
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
 
-def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = False) -> Reader:
+def read_call_object(
+    stream: TextStream, calls: Calls, *, only_known: bool = False, end: str = ""
+) -> Reader:
     """`only_known`: an object that does not name a tool of this request is a JSON answer, not a
-    call.
+    call. The bracket that closes the object may be missing before `end`, a mark, or at the end.
     """
     yield from stream.expect("{")
     name, arguments, has_started = None, None, False
@@ -72,13 +75,30 @@ def read_call_object(stream: TextStream, calls: Calls, *, only_known: bool = Fal
         yield from stream.skip_space()
         if not (yield from stream.accept(",")):
             break
-    yield from stream.expect("}")
-    if name is None:
+        yield from stream.skip_space()
+        if (yield from stream.peek()) == "}":
+            break
+    has_arguments = has_started or arguments is not None
+    if not (yield from stream.accept("}")) and not (
+        has_arguments and (yield from _stands_before(stream, end))
+    ):
+        raise Malformed
+    if not name:
         raise Malformed
     if not has_started:
         calls.start(name)
         calls.emit_arguments(_plain_arguments(arguments or "{}"))
     stream.drop()
+
+
+def _stands_before(stream: TextStream, mark: str) -> Generator[None, None, bool]:
+    """Whether the mark or the end of the text comes next."""
+    if not (yield from stream.peek()):
+        return True
+    if not mark or not (yield from stream.accept(mark)):
+        return False
+    stream.position -= len(mark)
+    return True
 
 
 def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
@@ -95,8 +115,12 @@ def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
 
 
 def _plain_arguments(text: str) -> str:
-    """Some models write null for no arguments, or the arguments' JSON as a string."""
-    value = json.loads(text, strict=False)
-    if value is None:
-        return "{}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    """The object that a value means: some models write null for no arguments, or the arguments'
+    JSON as a string. Raises Malformed for other values.
+    """
+    value = json.loads(text)
+    if isinstance(value, str):
+        return repaired_object(value or "{}")
+    if not isinstance(value, dict | None):
+        raise Malformed
+    return "{}" if value is None else text

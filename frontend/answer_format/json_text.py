@@ -1,29 +1,41 @@
-"""Reads JSON from a TextStream character by character, so that arguments stream while the model
-writes them.
+"""Reads JSON from a TextStream character by character, so that arguments can stream while the model
+writes them, and repairs what can only have been meant in one way.
 
 Must not know: what the JSON means.
+
+Repairs: control characters in strings and backslashes before other characters than JSON's are
+escaped, an escaped apostrophe is one, half of a surrogate pair becomes U+FFFD, Python's True, False
+and None get their names in JSON, and a comma before a closing bracket is dropped. Everything else
+that is not JSON, such as NaN, is Malformed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Generator
+from typing import Any
 
 from .text_stream import Malformed, Reader, TextStream
 
 MAX_DEPTH = 200
 MAX_SCALAR_LENGTH = 1000
 STRING_RUN = re.compile(r'[^"\\\x00-\x1f]*')
-ESCAPE = re.compile(r'["\\/bfnrt]|u[0-9a-fA-F]{4}')
+ESCAPED = '"\\/bfnrt'
+STRING_OR_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}]')
+HEX_DIGITS = frozenset("0123456789abcdefABCDEF")
+JSON_SPACE = " \n\t\r"
 SCALAR_CHARACTERS = re.compile(r"[-+.0-9A-Za-z]*")
+PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 
 
 def read_json(stream: TextStream) -> Reader:
     """Consumes one value.
 
-    Raises Malformed at the first character that is not JSON, or if the text ends within the value.
+    Raises Malformed at the first character that is not JSON and cannot be repaired, or if the text
+    ends within the value.
     """
     closers: list[str] = []
     while True:
@@ -55,7 +67,11 @@ def _read_end_of_value(stream: TextStream, closers: list[str]) -> Generator[None
     """
     while closers:
         yield from _skip_json_space(stream)
-        if (yield from stream.accept(",")):
+        if (yield from stream.peek()) == ",":
+            if (yield from stream.peek_past(1, JSON_SPACE)) == closers[-1]:
+                stream.replace(1, "")
+                continue
+            stream.position += 1
             if closers[-1] == "}":
                 yield from _read_key(stream)
             return True
@@ -71,10 +87,7 @@ def _read_key(stream: TextStream) -> Reader:
 
 
 def read_string(stream: TextStream) -> Reader:
-    """Consumes a string with its quotes.
-
-    Control characters such as raw line breaks, which JSON forbids and models write, are escaped.
-    """
+    """Consumes a string with its quotes."""
     yield from stream.expect('"')
     while True:
         if not (yield from stream.peek()):
@@ -88,29 +101,49 @@ def read_string(stream: TextStream) -> Reader:
         if character == "\\":
             yield from _read_escape(stream)
         elif character and character < " ":
-            _escape_control_character(stream, character)
+            stream.replace(1, json.dumps(character)[1:-1])
 
 
 def _read_escape(stream: TextStream) -> Reader:
     """Passes an escape on as a whole, never the backslash alone."""
-    for length in (2, 6):
-        while len(stream.buffer) < stream.position + length:
-            if not (yield from stream.more()):
-                raise Malformed
-        if stream.buffer[stream.position + 1] != "u":
-            break
-    if not ESCAPE.fullmatch(stream.buffer, stream.position + 1, stream.position + length):
+    escaped = yield from _ahead(stream, 1)
+    code = (yield from _code_ahead(stream, 0)) if escaped == "u" else None
+    if escaped in ESCAPED:
+        stream.position += 2
+    elif escaped == "'":
+        stream.replace(2, "'")
+    elif code is None:
+        stream.replace(1, "\\\\")
+    elif not 0xD800 <= code < 0xE000:
+        stream.position += 6
+    else:
+        second = (yield from _code_ahead(stream, 6)) if code < 0xDC00 else None
+        if second is not None and 0xDC00 <= second < 0xE000:
+            stream.position += 12
+        else:
+            stream.replace(6, "\\ufffd")
+
+
+def _code_ahead(stream: TextStream, offset: int) -> Generator[None, None, int | None]:
+    """The number in the escape \\uXXXX at `offset`; None for any other text."""
+    for i, expected in enumerate("\\u"):
+        if (yield from _ahead(stream, offset + i)) != expected:
+            return None
+    digits = ""
+    for i in range(4):
+        digit = yield from _ahead(stream, offset + 2 + i)
+        if digit not in HEX_DIGITS:
+            return None
+        digits += digit
+    return int(digits, 16)
+
+
+def _ahead(stream: TextStream, offset: int) -> Generator[None, None, str]:
+    """The character at `offset`, in a string: the text does not end before it."""
+    character = yield from stream.peek_past(offset, "")
+    if not character:
         raise Malformed
-    stream.position += length
-
-
-def _escape_control_character(stream: TextStream, character: str) -> None:
-    if stream.sink is None:
-        stream.position += 1
-        return
-    stream.flush()
-    stream.position += 1
-    stream.emit(stream.sink(json.dumps(character)[1:-1]))
+    return character
 
 
 def _read_scalar(stream: TextStream) -> Reader:
@@ -122,26 +155,66 @@ def _read_scalar(stream: TextStream) -> Reader:
             raise Malformed
         if end < len(stream.buffer) or stream.has_ended or not (yield from stream.more()):
             break
-    if not SCALAR.fullmatch(stream.buffer, stream.position, end):
+    text = stream.buffer[stream.position : end]
+    if text in PYTHON_NAMES:
+        stream.replace(len(text), PYTHON_NAMES[text])
+        return
+    number = SCALAR.fullmatch(text)
+    if not number or ((number[2] or number[3]) and math.isinf(float(text))):
         raise Malformed
     stream.position = end
 
 
 def read_held_json(stream: TextStream) -> Generator[None, None, str]:
-    """Consumes one value without passing it on; returns its text."""
+    """Consumes one value without passing it on; returns its text, repaired."""
     assert stream.sink is None
     start = stream.position
     yield from read_json(stream)
-    return stream.buffer[start : stream.position]
+    return stream.consumed_since(start)
 
 
 def read_held_string(stream: TextStream) -> Generator[None, None, str]:
     """The text that a JSON string denotes."""
     start = stream.position
     yield from read_string(stream)
-    return json.loads(stream.buffer[start : stream.position], strict=False)
+    return json.loads(stream.consumed_since(start))
+
+
+def repaired_object(text: str) -> str:
+    """The text of a JSON object, repaired. Raises Malformed for any other text."""
+
+    def read() -> Generator[None, None, str]:
+        if (yield from stream.peek()) != "{":
+            raise Malformed
+        found = yield from read_held_json(stream)
+        if (yield from stream.peek()):
+            raise Malformed
+        return found
+
+    stream = TextStream()
+    stream.append(text.strip())
+    stream.has_ended = True
+    try:
+        next(read())
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("a reader waited for text after the end")
+
+
+def json_of(value: Any) -> str:
+    """The JSON of a value that may have halves of surrogate pairs, which no text may have.
+
+    Raises ValueError for numbers that JSON does not have, and beyond MAX_DEPTH.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    depth = 0
+    for found in STRING_OR_BRACKET.findall(text) if isinstance(value, (dict, list)) else ():
+        depth += (found in "[{") - (found in "]}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"is nested deeper than {MAX_DEPTH}")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _skip_json_space(stream: TextStream) -> Reader:
-    while (yield from stream.peek()) in (" ", "\n", "\t", "\r"):
+    while (character := (yield from stream.peek())) and character in JSON_SPACE:
         stream.position += 1

@@ -62,7 +62,7 @@ class NamedCalls(ToolFormat):
             yield from self._read_call(stream, calls)
             yield from stream.skip_space()
             yield from stream.accept(self.call_end)
-            stream.drop()
+            calls.end_call()
             yield from stream.skip_space()
             if not (yield from stream.accept(self.call_start)):
                 break

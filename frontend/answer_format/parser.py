@@ -19,12 +19,15 @@ class AnswerParser:
     """The parts do not depend on how the text is cut.
 
     Everything except the marks and the whitespace around them appears in a part. Text that looks
-    like a call and is not one becomes content. A call that breaks off keeps the arguments already
-    passed on.
+    like a call and is not one becomes content, as does a call that breaks off: the arguments of
+    every call are a JSON object.
 
-    `tool_format` None: no tool calls; `reasoning_marks` None: no reasoning. Calls beyond
+    `tool_format` None: no tool calls; `reasoning_marks` None: no reasoning, which may begin in the
+    prompt, with its mark only or with text (`is_within_reasoning`). Calls beyond
     `max_calls` are dropped. `harmony_header`: for answers in this format, what the prompt holds of
-    the first message's header (harmony.header_at_end_of).
+    the first message's header (harmony.header_at_end_of). `calls_are_valid`: a grammar constrains
+    the calls, so their arguments are passed on as they arrive; they are an object unless the answer
+    breaks off.
     """
 
     def __init__(
@@ -34,14 +37,17 @@ class AnswerParser:
         schemas: dict[str, dict[str, Any]],
         *,
         begins_in_reasoning: bool = False,
+        is_within_reasoning: bool = False,
         max_calls: int | None = None,
         harmony_header: str | None = None,
+        calls_are_valid: bool = False,
     ):
         self._stream = TextStream()
-        self._calls = Calls(self._stream, schemas)
+        self._calls = Calls(self._stream, schemas, are_valid=calls_are_valid)
         self._tool_format = tool_format
         self._reasoning_marks = reasoning_marks
         self._begins_in_reasoning = begins_in_reasoning
+        self._is_within_reasoning = is_within_reasoning
         self._max_calls = max_calls
         self._harmony_header = harmony_header
         # from here on all text is content: feed(text) would be [Content(text)]
@@ -93,7 +99,9 @@ class AnswerParser:
     def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
         """Only at the beginning of the answer: an answer may mention <think> later."""
         stream = self._stream
-        if not self._begins_in_reasoning:
+        if self._is_within_reasoning:
+            pass  # all of the text continues it
+        elif not self._begins_in_reasoning:
             yield from stream.skip_space()
             if not (yield from stream.accept(marks.start)):
                 stream.position = 0
@@ -101,7 +109,8 @@ class AnswerParser:
         elif marks.start:
             yield from stream.skip_space()
             yield from stream.accept(marks.start)  # some models open it again
-        yield from stream.skip_space()
+        if not self._is_within_reasoning:
+            yield from stream.skip_space()
         stream.drop()
         stream.sink = Reasoning
         yield from stream.read_until((marks.end,))
@@ -118,11 +127,13 @@ class AnswerParser:
                     mark = yield from stream.read_until(tool_format.starts)
                     if mark is None:
                         return
+                self._calls.begin()
                 yield from tool_format.read(stream, self._calls, mark)
+                self._calls.end()
                 yield from self._drop_last_space()
                 may_be_bare = has_called = True
             except Malformed:
-                stream.give_up()
+                self._calls.give_up()
                 may_be_bare = False
 
     def _drop_last_space(self) -> Reader:

@@ -6,7 +6,6 @@ Must not know: which models use them (formats.py).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from .argument_types import plain_arguments, read_literal
 from .forced import Functions, write_json_call, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
+from .json_text import json_of
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ListedCalls
 
@@ -79,7 +79,7 @@ class PythonCalls(ListedCalls):
 
     def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
         if (yield from stream.peek()) == "{":
-            yield from read_call_object(stream, calls, only_known=only_known)
+            yield from read_call_object(stream, calls, only_known=only_known, end=self.end)
         else:
             yield from _read_call(stream, calls, only_known)
 
@@ -127,11 +127,7 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
     try:
         if not character:
             raise Malformed
-        return json.dumps(
-            read_literal(stream.buffer[start : stream.position]),
-            ensure_ascii=False,
-            allow_nan=False,
-        )
+        return json_of(read_literal(stream.buffer[start : stream.position]))
     except (ValueError, RecursionError):
         raise Malformed from None
 

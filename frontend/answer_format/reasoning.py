@@ -41,6 +41,14 @@ class ReasoningMarks:
         """
         return prompt_text.rstrip().endswith(self.end)
 
+    def is_left_open_in(self, text: str) -> bool:
+        """Whether an unfinished answer ends within its reasoning."""
+        return text.lstrip().startswith(self.start) and self.end not in text
+
+    def has_text_open_in(self, text: str) -> bool:
+        """Whether it ends within reasoning that has text already."""
+        return self.is_left_open_in(text) and text.strip() != self.start
+
     def write_content(self, grammar: GrammarText, content: str) -> str:
         """A grammar for an answer without reasoning, from a grammar for its content."""
         return content

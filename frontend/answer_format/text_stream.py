@@ -11,7 +11,8 @@ the text is cut, so a reader decides on characters only, never on the current en
               0                      position        len
 
 Consumed text is passed on through the open sink (content, say) whenever the reader pauses. Without
-a sink it is kept, so that it can become content if it turns out not to be a call.
+a sink it is kept, so that it can become content if it turns out not to be a call. Between `hold`
+and `release` the parts wait too, and become content again if the reader gives up.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class TextStream:
         # where content continues if the reader of a mark fails: after the mark, which cannot match
         # again
         self.retry_position = 0
+        self._held: list[str] | None = None  # the text behind the parts that wait
+        self._num_released = 0  # parts that do not wait, while others do
+        self._retry_held = 0  # retry_position in the held text
+        # (position, length, text): consumed text that `replace` changed, while there is no sink
+        self._replacements: list[tuple[int, int, str]] = []
 
     # ------------------------------------------------------------ for readers
 
@@ -57,6 +63,20 @@ class TextStream:
             if not (yield from self.more()):
                 return ""
         return self.buffer[self.position]
+
+    def peek_past(self, count: int, skipped: str) -> Generator[None, None, str]:
+        """The first character that is not in `skipped`, from `count` characters ahead, or "" at the
+        end.
+        """
+        while True:
+            index = self.position + count
+            if index >= len(self.buffer):
+                if not (yield from self.more()):
+                    return ""
+            elif self.buffer[index] in skipped:
+                count += 1
+            else:
+                return self.buffer[index]
 
     def accept(self, literal: str) -> Generator[None, None, bool]:
         """Consumes `literal` if it comes next."""
@@ -121,7 +141,40 @@ class TextStream:
 
     def drop(self) -> None:
         """Discards the consumed text: it belongs to the format, or a part contains it."""
+        if self._held is not None:
+            self._held.append(self.buffer[: self.position])
         self.buffer, self.position, self.retry_position = self.buffer[self.position :], 0, 0
+        self._replacements.clear()
+
+    def replace(self, length: int, text: str) -> None:
+        """Consumes `length` characters and passes on `text` in their place."""
+        if self.sink is None:
+            self._replacements.append((self.position, length, text))
+            self.position += length
+            return
+        self.flush()
+        self.position += length
+        if text:
+            self.emit(self.sink(text))
+        else:
+            self.drop()
+
+    def consumed_since(self, start: int) -> str:
+        """The consumed text from the position `start`, with what `replace` put into it."""
+        pieces = []
+        for position, length, text in self._replacements:
+            if position >= start:
+                pieces += [self.buffer[start:position], text]
+                start = position + length
+        return "".join([*pieces, self.buffer[start : self.position]])
+
+    def hold(self) -> None:
+        """Lets the parts that follow wait for `release`, so that `give_up` can take them back."""
+        self._held, self._num_released = [], len(self.parts)
+        self._retry_held = self.retry_position
+
+    def release(self) -> None:
+        self._held = None
 
     def flush(self) -> None:
         """Passes on the consumed text, if there is a sink."""
@@ -133,9 +186,14 @@ class TextStream:
         self.sink = None
 
     def give_up(self) -> None:
-        """After Malformed: what was not passed on is read again, as content."""
+        """After Malformed: what was not passed on, or was held, is read again, as content."""
         self.close_sink()
+        if self._held is not None:
+            del self.parts[self._num_released :]
+            self.buffer = "".join([*self._held, self.buffer])
+            self._held, self.retry_position = None, self._retry_held
         self.position = self.retry_position
+        self._replacements.clear()
 
     # ------------------------------------------------------------ for the writer
 
@@ -143,7 +201,9 @@ class TextStream:
         self.buffer += text
 
     def take_parts(self) -> list[Part]:
-        parts, self.parts = self.parts, []
+        count = len(self.parts) if self._held is None else self._num_released
+        parts, self.parts = self.parts[:count], self.parts[count:]
+        self._num_released = 0
         return parts
 
 

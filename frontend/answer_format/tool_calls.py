@@ -5,13 +5,13 @@ Must not know: the text of any format.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .answer import ToolCallArguments, ToolCallStart
 from .argument_types import allowed_types
+from .json_text import json_of
 from .text_stream import Reader, TextStream
 
 if TYPE_CHECKING:
@@ -23,13 +23,43 @@ MAX_NAME_LENGTH = 256
 
 
 class Calls:
-    """`schemas`: the request's tools by name, each with the JSON schema of its arguments."""
+    """`schemas`: the request's tools by name, each with the JSON schema of its arguments.
 
-    def __init__(self, stream: TextStream, schemas: dict[str, dict[str, Any]]):
+    A call is passed on when it is whole, so that text which turns out to be no call becomes
+    content. If `are_valid`, because a grammar constrains the calls, it is passed on as it arrives.
+    """
+
+    def __init__(
+        self, stream: TextStream, schemas: dict[str, dict[str, Any]], *, are_valid: bool = False
+    ):
         self.schemas = schemas
         self._stream = stream
-        self._index = -1
+        self.are_valid = are_valid
+        self._index = self._last_whole = -1
         self._before_key = "{"
+
+    def begin(self) -> None:
+        """The stream stands after a mark: a call may follow."""
+        if not self.are_valid:
+            self._stream.hold()
+
+    def end_call(self) -> None:
+        """The consumed text ends a call, after which another may follow."""
+        self._stream.drop()
+        self._last_whole = self._index
+        self._stream.release()
+        self.begin()
+
+    def end(self) -> None:
+        """No call follows."""
+        self._last_whole = self._index
+        self._stream.release()
+
+    def give_up(self) -> None:
+        """After Malformed: what follows the last whole call is content."""
+        self._stream.give_up()
+        if not self.are_valid:
+            self._index = self._last_whole
 
     def start(self, name: str) -> None:
         self._index += 1
@@ -44,7 +74,7 @@ class Calls:
         self._before_key = "{"
 
     def key(self, key: str) -> None:
-        self.emit_arguments(f"{self._before_key}{json.dumps(key, ensure_ascii=False)}: ")
+        self.emit_arguments(f"{self._before_key}{json_of(key)}: ")
         self._before_key = ", "
 
     def end_object(self) -> None:
@@ -56,7 +86,7 @@ class Calls:
 
     def string_part(self, text: str) -> ToolCallArguments:
         """A part of the inside of a string among the arguments."""
-        return ToolCallArguments(self._index, json.dumps(text, ensure_ascii=False)[1:-1])
+        return ToolCallArguments(self._index, json_of(text)[1:-1])
 
     def types_of(self, name: str, key: str) -> frozenset[str]:
         """The types that the schema allows for this argument; empty: any."""
@@ -118,6 +148,7 @@ class ListedCalls(ToolFormat):
         while True:
             yield from stream.skip_space()
             yield from self.read_call(stream, calls, only_known=not mark)
+            calls.end_call()
             yield from stream.skip_space()
             has_comma = (is_list or self.may_have_commas) and (yield from stream.accept(","))
             if not has_comma and (is_list or not self.begins_call((yield from stream.peek()))):
@@ -126,7 +157,9 @@ class ListedCalls(ToolFormat):
             yield from stream.expect("]")
             yield from stream.skip_space()
         if mark and self.end:
-            yield from stream.accept(self.end)
+            for stray in ("", "}", "}\n"):  # one bracket too many is a common mistake
+                if (yield from stream.accept(stray + self.end)):
+                    break
         stream.drop()
 
     @abstractmethod

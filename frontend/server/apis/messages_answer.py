@@ -92,16 +92,12 @@ def _stop(end: ChoiceDelta) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A content block of a whole response.
-
-    The arguments of a truncated call are not a JSON object; the response's stop_reason is then
-    max_tokens.
-    """
+    """A content block of a whole response."""
     if block.kind == TEXT:
         return {"type": "text", "text": block.text}
     if block.kind == REASONING:
         return {"type": "thinking", "thinking": block.text, "signature": _signature(block)}
-    return _tool_use(block) | {"input": block.arguments() or {}}
+    return _tool_use(block) | {"input": block.arguments()}
 
 
 def _tool_use(block: Block) -> dict[str, Any]:

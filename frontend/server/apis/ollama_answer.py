@@ -102,15 +102,12 @@ def _text(blocks: list[Block], kind: str) -> str:
 
 
 def _call(block: Block) -> dict[str, Any] | None:
-    """None if the block is not a call, or if the call is truncated: its arguments are not a JSON
-    object, and the response's done_reason is length.
-    """
-    arguments = block.arguments() if block.kind == CALL else None
-    if arguments is None:
+    """None if the block is not a call."""
+    if block.kind != CALL:
         return None
     return {
         "id": f"call_{secrets.token_hex(12)}",
-        "function": {"name": block.name, "arguments": arguments},
+        "function": {"name": block.name, "arguments": block.arguments()},
     }
 
 

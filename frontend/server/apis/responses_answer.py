@@ -43,6 +43,9 @@ class ResponsesAnswer(BlockAnswer):
     `keep` is called with the complete response before it is sent.
     """
 
+    # as OpenAI's; a client that waits for events does not count comments
+    comment = named_event("keepalive", {"type": "keepalive"})
+
     def __init__(
         self,
         state: ServerState,

@@ -190,6 +190,7 @@ def turn_of(
         variables | (body.chat_template_kwargs or {}),
         names=NAMES,
         compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        streams_calls=True,
     )
 
 

@@ -132,6 +132,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         cache_salt=body.cache_salt,
         names=names,
         compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        streams_calls=True,
     )
 
 

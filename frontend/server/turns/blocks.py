@@ -33,15 +33,9 @@ class Block:
     def text(self) -> str:
         return "".join(self.pieces)
 
-    def arguments(self) -> dict[str, Any] | None:
-        """The arguments of a call; None if they are not a JSON object because the response was
-        truncated within them.
-        """
-        try:
-            found = msgspec.json.decode(self.text or "{}")
-        except msgspec.DecodeError:
-            return None
-        return found if isinstance(found, dict) else None
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call, for APIs in which a call is passed on when it is whole."""
+        return msgspec.json.decode(self.text, type=dict[str, Any])
 
 
 class Blocks:

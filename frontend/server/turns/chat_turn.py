@@ -17,6 +17,7 @@ import msgspec
 
 from ....ipc.params import SamplingParams
 from ...answer_format import AnswerFormat
+from ...text.chat_messages import normalize_messages
 from ...text.chat_template import ChatTemplateTimeError, template_variables
 from ..http.call import Call
 from ..http.errors import invalid
@@ -51,10 +52,19 @@ class ChatTurn:
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
     compact_json: bool = False  # for call arguments constrained by a grammar
+    # the API has a form for a call that max_tokens cuts, so a forced call need not wait for its end
+    streams_calls: bool = False
 
     @property
     def wants_tools(self) -> bool:
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def continued_text(self) -> str:
+        """The text of the message that the answer continues, or ""."""
+        if not self.continue_final_message:
+            return ""
+        return normalize_messages(self.messages[-1:])[0].get("content", "")
 
     def shown_tools(self) -> list[dict[str, Any]] | None:
         """The tools as the model sees them, without `strict`, which concerns only the server.
@@ -116,10 +126,16 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> Answer
     check_context(state, token_ids, params, turn.names)
     check_room(state, token_ids, turn.max_tokens, turn.names)
     tools = turn.tools if turn.wants_tools else None
-    params, names = shape_answer(format, turn, params, text, call)
+    before = format.prompt_before(text, turn.continued_text)
+    params, names = shape_answer(format, turn, params, before, call)
     job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
     make_parser = partial(
-        format.parser, tools, prompt_text=text, parallel_tool_calls=turn.parallel_tool_calls
+        format.parser,
+        tools,
+        prompt_text=before,
+        continued=turn.continued_text,
+        parallel_tool_calls=turn.parallel_tool_calls,
+        calls_are_valid=turn.streams_calls and turn.tool_choice != "auto",
     )
     return AnswerRun(state, call, [job], make_parser)
 

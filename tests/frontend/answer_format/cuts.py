@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 from quire.frontend.answer_format import Answer, AnswerFormat, Part, collect
 
 
@@ -34,7 +35,9 @@ def parse_pieces(
 def parse(
     answer_format: AnswerFormat, text: str, tools: list[dict] | None = None, **options: Any
 ) -> Answer:
-    """Parse the whole answer. Fail if another split of the text gives another result."""
+    """Parse the whole answer. Fail if another split of the text gives another result, or if the
+    arguments of a call are not a JSON object.
+    """
     whole = collect(parse_pieces(answer_format, [text], tools, **options))
     for pieces in (
         list(text),
@@ -43,7 +46,14 @@ def parse(
         random_pieces(text, 3),
     ):
         assert collect(parse_pieces(answer_format, pieces, tools, **options)) == whole, pieces
+    for call in whole.tool_calls:
+        assert_object(call.arguments)
     return whole
+
+
+def assert_object(arguments: str) -> None:
+    """Fail unless the text is a JSON object in UTF-8, as a strict parser reads it."""
+    assert isinstance(msgspec.json.decode(arguments.encode()), dict), arguments
 
 
 def random_pieces(text: str, seed: int) -> list[str]:

@@ -97,7 +97,7 @@ def test_messages(text, answer) -> None:
         ),
         (
             '<|channel|>commentary to=functions.f<|message|>{"a": b}',
-            Answer("b}", "", [ToolCall("f", '{"a": ')]),
+            Answer('{"a": b}'),
         ),
     ],
 )
@@ -106,19 +106,20 @@ def test_text_that_does_not_follow_the_format_is_content(text, answer) -> None:
 
 
 def test_wherever_the_answer_breaks_off() -> None:
-    """No mark and no piece of a header is passed on as text."""
+    """No mark and no piece of a header is passed on as text. Of a call that breaks off, the
+    arguments are.
+    """
     text = f"{THINK}{PREAMBLE}{CALL}"
     whole = parse(HARMONY, text)
     for end in range(len(text)):
         if any(text[:end].endswith(mark[:n]) for mark in TOKENS for n in range(1, len(mark))):
             continue  # within a mark, which is one token
         answer = parse(HARMONY, text[:end])
-        assert whole.content.startswith(answer.content), text[:end]
+        assert f"{whole.content}\n{F.arguments}".startswith(answer.content), text[:end]
         assert whole.reasoning.startswith(answer.reasoning)
         for call in answer.tool_calls:
-            assert call.name == "f"
             # a call of a function without arguments has no text
-            assert F.arguments.startswith(call.arguments) or text[:end].endswith(MESSAGE)
+            assert call == F or (text[:end].endswith(MESSAGE) and call == ToolCall("f", "{}"))
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from quire.frontend.answer_format import (
     Answer,
     AnswerFormat,
+    Content,
     ToolCall,
     ToolCallArguments,
     ToolCallStart,
     detect,
 )
 from quire.frontend.answer_format.json_calls import JsonCalls
-from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
+from quire.tests.frontend.answer_format.cuts import TOOLS, parse, parse_pieces
 
 HERMES = detect("<tool_call>")
 BARE = AnswerFormat(
@@ -75,11 +78,75 @@ def test_text_that_is_not_a_call_stays_content(inner) -> None:
     assert parse(HERMES, text) == Answer(text, "", [])
 
 
-def test_a_broken_call_loses_no_text() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": 1,, "b": 2}}</tool_call>'
-    assert parse(HERMES, text) == Answer(', "b": 2}}</tool_call>', "", [ToolCall("f", '{"a": 1,')])
-    # truncated by max_tokens
-    assert parse(HERMES, text[:44]) == Answer("", "", [ToolCall("f", '{"a": ')])
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (r'{"a": "\d+\.txt"}', {"a": r"\d+\.txt"}),
+        (r'{"a": "C:\work\x"}', {"a": r"C:\work\x"}),
+        (r'{"a": "it\'s", "b\'": 1}', {"a": "it's", "b'": 1}),
+        (r'{"a": "\u12, \u00e9, \ud83e\udd16, \ud83e!"}', {"a": "\\u12, é, 🤖, \ufffd!"}),
+        ('{"a": "one\ntwo\tthree"}', {"a": "one\ntwo\tthree"}),
+        ('{"a": True, "b": [False, None]}', {"a": True, "b": [False, None]}),
+        ('{"a": [1, 2,], "b": {"c": 3 ,\n}, }', {"a": [1, 2], "b": {"c": 3}}),
+        (json.dumps(r'{"a": "\d", "b": True,}'), {"a": r"\d", "b": True}),  # as a string
+        ('""', {}),
+    ],
+)
+@pytest.mark.parametrize(
+    "call", ['{"name": "f", "arguments": ARGUMENTS}', '{"arguments": ARGUMENTS, "name": "f",}']
+)
+def test_what_can_only_be_meant_in_one_way_is_repaired(call, written, meant) -> None:
+    text = f"<tool_call>{call.replace('ARGUMENTS', written)}</tool_call>"
+    answer = parse(HERMES, text)
+    assert (answer.content, [call.name for call in answer.tool_calls]) == ("", ["f"])
+    assert json.loads(answer.tool_calls[0].arguments) == meant
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "NaN",
+        '{"a": NaN}',
+        '{"a": -Infinity}',
+        '{"a": 1e999}',
+        '{"a": 1,, "b": 2}',
+        '{"a": tru}',
+        '{"a": "say "hi" now"}',
+        '{"a": 1 "b": 2}',
+        '{"a": (1)}',
+        '"Bern"',
+        '"[1]"',
+        '"{\\"a\\": NaN}"',
+        "[1]",
+        "5",
+        "true",
+    ],
+)
+@pytest.mark.parametrize(
+    "call", ['{"name": "f", "arguments": ARGUMENTS}', '{"arguments": ARGUMENTS, "name": "f"}']
+)
+def test_a_call_without_an_object_stays_content_as_a_whole(call, written) -> None:
+    text = f"a <tool_call>{call.replace('ARGUMENTS', written)}</tool_call> b"
+    assert parse(HERMES, text) == Answer(text, "", [])
+
+
+@pytest.mark.parametrize(
+    "end", ["}</tool_call>", "</tool_call>", "", "}}</tool_call>", "}}\n</tool_call>"]
+)
+def test_a_closing_bracket_may_be_missing_or_stand_twice(end) -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}'
+    assert parse(HERMES, text + end) == Answer("", "", [ToolCall("f", '{"a": 1}')])
+
+
+def test_a_call_that_max_tokens_cuts_stays_content() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    whole = text.index("}}") + 1
+    assert [bool(parse(HERMES, text[:end]).tool_calls) for end in range(1, len(text))] == [
+        end >= whole for end in range(1, len(text))
+    ]
+    assert parse(HERMES, f"{text}\n{text[:40]}") == Answer(
+        f"\n{text[:40]}", "", [ToolCall("f", '{"a": 1}')]
+    )
 
 
 def test_a_call_after_a_broken_one_is_found() -> None:
@@ -87,7 +154,30 @@ def test_a_call_after_a_broken_one_is_found() -> None:
     assert parse(HERMES, text) == Answer('<tool_call>{"name"', "", [ToolCall("g", "{}")])
 
 
-def test_arguments_are_streamed_as_they_arrive() -> None:
+def streamed(pieces: list[str], **options: bool) -> list[list]:
+    """Return the parts that each piece completes."""
+    parser = HERMES.parser(TOOLS, **options)
+    return [parser.feed(piece) for piece in pieces]
+
+
+def test_a_call_is_passed_on_when_it_is_whole() -> None:
+    text = 'Well.<tool_call>{"name": "f", "arguments": {"a": "b"}}</tool_call>'
+    said = streamed(list(text))
+    assert [i for i, parts in enumerate(said) if any(isinstance(p, ToolCallStart) for p in parts)]
+    first = next(i for i, parts in enumerate(said) if not set(map(type, parts)) <= {Content})
+    assert text[: first + 1].endswith("}}")
+
+
+def test_a_forced_call_is_passed_on_as_it_arrives() -> None:
+    pieces = ['<tool_call>{"name": "f", "arguments": {"a', '": "b', '"}}</tool_call>']
+    assert streamed(pieces, calls_are_valid=True) == [
+        [ToolCallStart(0, "f"), ToolCallArguments(0, '{"a')],
+        [ToolCallArguments(0, '": "b')],
+        [ToolCallArguments(0, '"}')],
+    ]
+
+
+def test_arguments_keep_their_pieces() -> None:
     pieces = [
         "<tool",
         '_call>{"name": "f", ',

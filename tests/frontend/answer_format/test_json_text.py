@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format.answer import Content
-from quire.frontend.answer_format.json_text import read_json
+from quire.frontend.answer_format.json_text import json_of, read_json, repaired_object
 from quire.frontend.answer_format.text_stream import Malformed, TextStream
 
 VALUES = st.recursive(
@@ -48,7 +48,7 @@ def test_every_value_is_unchanged(value, ascii_only, indent, size) -> None:
 
 @settings(deadline=None)
 @given(st.text(alphabet='{}[]",:\\ 01-.eEtrufalsn\n', max_size=12), st.integers(1, 3))
-def test_accepts_what_python_accepts(text, size) -> None:
+def test_accepts_what_python_accepts_and_repairs_the_rest_or_refuses_it(text, size) -> None:
     try:
         value, end = json.JSONDecoder(strict=False).raw_decode(text.lstrip(" \n"))
         end += len(text) - len(text.lstrip(" \n"))
@@ -62,8 +62,8 @@ def test_accepts_what_python_accepts(text, size) -> None:
         # be the start of something else.
         assert end is None or text[:end].lstrip(" \n")[0] not in '{["'
     else:
-        assert json.loads(passed) == value
-        assert rest == text[end:]
+        read_again = json.loads(passed)
+        assert end is None or (read_again == value and rest == text[end:])
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,14 @@ def test_accepts_what_python_accepts(text, size) -> None:
         "{",
         '{"a"',
         '{"a": }',
-        "[1,]",
+        "[,]",
+        "[1,,]",
         "{,}",
-        '"\\x"',
-        '"\\u12g4"',
+        "NaN",
+        "1e999",
+        "nan",
+        '"\\',
+        '"\\u12',
         '"abc',
         "tru",
         "01",
@@ -91,9 +95,37 @@ def test_refusals(text) -> None:
             read(pieces)
 
 
-def test_raw_control_characters_become_escapes() -> None:
-    for pieces in (['{"a": "x\ny\t\x01"}'], list('{"a": "x\ny\t\x01"}')):
-        assert read(pieces) == ('{"a": "x\\ny\\t\\u0001"}', "")
+@pytest.mark.parametrize(
+    ("text", "repaired"),
+    [
+        ('{"a": "x\ny\t\x01"}', '{"a": "x\\ny\\t\\u0001"}'),
+        (r'["\d\\d", "\'", "\u12g4"]', r'["\\d\\d", "\'", "\\u12g4"]'.replace(r"\'", "'")),
+        (r'"\ud83e\udd16 \ud83e \udd16\ud83e"', r'"\ud83e\udd16 \ufffd \ufffd\ufffd"'),
+        ("[True, False, None,\n]", "[true, false, null\n]"),
+        ('{"a": {"b": 1, },}', '{"a": {"b": 1 }}'),
+    ],
+)
+def test_repairs(text, repaired) -> None:
+    for pieces in ([text], list(text)):
+        assert read(pieces) == (repaired, "")
+    assert repaired == json.dumps(json.loads(repaired), ensure_ascii="ud83e" in text) or "," in text
+
+
+def test_an_object_as_text() -> None:
+    assert repaired_object(' {"a": "\\d", "b": [1,]}\n') == '{"a": "\\\\d", "b": [1]}'
+    for text in ("", "5", "[]", '{"a": 1} x', '{"a": 1'):
+        with pytest.raises(Malformed):
+            repaired_object(text)
+
+
+def test_the_json_of_values_that_json_does_not_have() -> None:
+    assert json_of(["\ud83e\udd16", "\ud83e", "é"]) == '["🤖", "\ufffd", "é"]'
+    deep = json.loads("[" * 201 + "]" * 201)
+    for value in (float("nan"), float("inf"), deep):
+        with pytest.raises(ValueError):
+            json_of(value)
+    assert json_of(deep[0]) == "[" * 200 + "]" * 200
+    assert json_of(["[" * 300]) == '["' + "[" * 300 + '"]'
 
 
 def test_text_is_streamed_at_once() -> None:
@@ -113,8 +145,8 @@ def test_text_is_streamed_at_once() -> None:
         "c",
         "",
         '\\u00e9"',
-        ", ",
-        '"n": ',
+        "",  # a comma waits for what follows it
+        ', "n": ',
         "",
         "",
         "12}",

@@ -21,7 +21,9 @@ from quire.frontend.answer_format import (
 )
 from quire.frontend.answer_format.formats import TOOL_FORMATS
 from quire.frontend.answer_format.reasoning import ReasoningMarks
-from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
+from quire.frontend.text.chat_template import render_chat
+from quire.tests.frontend.answer_format.cuts import function, parse, parse_pieces
+from quire.tests.frontend.answer_format.templates import TEMPLATES
 
 FORMAT = detect("<think> </think> <tool_call>")
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
@@ -135,6 +137,28 @@ def test_splits_and_invalid_text_do_not_matter(name, data, prompt) -> None:
     answer_format = detect("</think>", name)
     answer = parse(answer_format, data.draw(texts(answer_format)), prompt_text=prompt)
     assert all(call.name for call in answer.tool_calls)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_may_break_off_anywhere(name) -> None:
+    """Calls are whole, wherever the answer ends."""
+    tools = [function("f", a="string", b="array", c="boolean")]
+    tools[0]["function"]["parameters"]["required"] = ["a"]
+    values = {"a": "x\\d'", "b": [1, {"k": None}], "c": True}
+    template, user = TEMPLATES[name], {"role": "user", "content": "f"}
+    call = {"name": "f", "arguments": json.dumps(values)}
+    calls = [{"id": f"functions.f:{i}", "type": "function", "function": call} for i in (0, 1)]
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    prompt = render_chat(template, [user], tools=tools, add_generation_prompt=True)
+    text = render_chat(template, [user, turn], tools=tools).removeprefix(prompt)
+    answer_format, most = detect(template), 0
+    for end in range(len(text)):
+        for pieces in ([text[:end]], list(text[:end])):
+            answer = collect(parse_pieces(answer_format, pieces, tools))
+            for found in answer.tool_calls:
+                assert (found.name, json.loads(found.arguments)) == ("f", values), text[:end]
+            most = max(most, len(answer.tool_calls))
+    assert most == (2 if answer_format.several_calls else 1)
 
 
 @settings(max_examples=200, deadline=None)

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from quire.tests.frontend.answer_format.templates import TEMPLATES
 from quire.tests.frontend.server.conftest import running_server
-from quire.tests.frontend.server.scripted import named_events
+from quire.tests.frontend.server.scripted import ScriptedEngine, named_events, post, scripted_app
 
 SCHEMA = {
     "type": "object",
@@ -232,3 +232,128 @@ def test_the_other_apis_return_the_call(server) -> None:
     (block,) = [block for block in answer["content"] if block["type"] == "tool_use"]
     jsonschema.validate(block["input"], SCHEMA)
     assert answer["stop_reason"] == "tool_use"
+
+
+# ---------------------------------------------------------------- calls that a model writes freely
+
+ADD = {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"]}
+FLAT = {"type": "function", "name": "add", "parameters": ADD}
+NESTED = {"type": "function", "function": {"name": "add", "parameters": ADD}}
+HELLO = [{"role": "user", "content": "hi"}]
+BODIES = {
+    "/v1/chat/completions": {"messages": HELLO, "tools": [NESTED]},
+    "/v1/responses": {"input": HELLO, "tools": [FLAT], "store": False},
+    "/v1/messages": {
+        "messages": HELLO,
+        "max_tokens": 200,
+        "tools": [{"name": "add", "input_schema": ADD}],
+    },
+    "/api/chat": {"messages": HELLO, "tools": [NESTED]},
+}
+WRITTEN = r'<tool_call>{"name": "add", "arguments": {"a": "\d\'", "b": [True, 1,],}}</tool_call>'
+MEANT = {"a": "\\d'", "b": [True, 1]}
+
+
+def said(path: str, pieces: list[str], streams: bool, reason: str) -> tuple[str, list[Any], str]:
+    """Return (content, arguments of each call, the reason of the end) as the API tells them."""
+    app = scripted_app(ScriptedEngine(pieces, reason))
+    answer = post(app, path, {"model": "bundled", "stream": streams} | BODIES[path])
+    assert answer.status_code == 200, answer.text
+    if path == "/v1/chat/completions":
+        return of_chat(answer, streams)
+    if path == "/v1/responses":
+        whole = named_events(answer)[-1][1]["response"] if streams else answer.json()
+        texts = [item["content"][0]["text"] for item in whole["output"] if "content" in item]
+        calls = [json.loads(i["arguments"]) for i in whole["output"] if "arguments" in i]
+        return "".join(texts), calls, whole["status"]
+    if path == "/v1/messages":
+        return of_messages(answer, streams)
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    calls = [c for line in lines for c in line["message"].get("tool_calls", ())]
+    text = "".join(line["message"]["content"] for line in lines)
+    return text, [call["function"]["arguments"] for call in calls], lines[-1]["done_reason"]
+
+
+def of_chat(answer: httpx.Response, streams: bool) -> tuple[str, list[Any], str]:
+    if not streams:
+        choice = answer.json()["choices"][0]
+        calls = called(choice["message"]) if choice["message"].get("tool_calls") else []
+        content = choice["message"]["content"] or ""
+        return content, [json.loads(call[1]) for call in calls], choice["finish_reason"]
+    lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if line][:-1]
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    arguments: dict[int, str] = {}
+    for choice in choices:
+        for call in choice["delta"].get("tool_calls", ()):
+            index = call["index"]
+            arguments[index] = arguments.get(index, "") + call["function"]["arguments"]
+    text = "".join(choice["delta"].get("content") or "" for choice in choices)
+    return text, [json.loads(a) for a in arguments.values()], choices[-1]["finish_reason"]
+
+
+def of_messages(answer: httpx.Response, streams: bool) -> tuple[str, list[Any], str]:
+    if not streams:
+        whole = answer.json()
+        texts = [block["text"] for block in whole["content"] if block["type"] == "text"]
+        calls = [block["input"] for block in whole["content"] if block["type"] == "tool_use"]
+        return "".join(texts), calls, whole["stop_reason"]
+    events = [data for _, data in named_events(answer)]
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    kinds = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    json_text = "".join(delta.get("partial_json", "") for delta in deltas)
+    calls = [json.loads(json_text)] if "tool_use" in kinds else []
+    text = "".join(delta.get("text", "") for delta in deltas)
+    return text, calls, events[-2]["delta"]["stop_reason"]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_arguments_leave_as_an_object_or_not_at_all(path, streams) -> None:
+    """Whatever is repaired, broken beyond repair, or cut by max_tokens."""
+    for pieces in ([WRITTEN], list(WRITTEN)):
+        text, calls, reason = said(path, pieces, streams, "stop")
+        assert (text, calls) == ("", [MEANT])
+        assert reason in ("tool_calls", "completed", "tool_use", "stop")
+    for arguments in ('{"a": NaN}', '{"a": 1,, "b": 2}', '"Bern"', "[1]"):
+        broken = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'
+        text, calls, reason = said(path, list(broken), streams, "stop")
+        assert (text, calls) == (broken, [])
+        assert reason in ("completed", "end_turn", "stop")
+    whole = WRITTEN.index("}}") + 1
+    for end in range(len("<tool_call>"), len(WRITTEN), 7):
+        text, calls, reason = said(path, list(WRITTEN[:end]), streams, "length")
+        if end < whole:
+            assert (text, calls) == (WRITTEN[:end], [])
+        else:  # the mark at the end may be cut too
+            assert calls == [MEANT] and "</tool_call>".startswith(text)
+        assert reason in ("length", "incomplete", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "choice"),
+    [
+        ("/v1/chat/completions", {"tool_choice": "required"}),
+        ("/v1/responses", {"tool_choice": "required"}),
+        ("/v1/messages", {"tool_choice": {"type": "any"}}),
+    ],
+)
+def test_a_forced_call_that_max_tokens_cuts(path, choice) -> None:
+    """OpenAI's APIs stream the arguments as they are written, so they tell how far they came, and
+    the reason. Anthropic's has no form for half a call.
+    """
+    app = scripted_app(ScriptedEngine(list(WRITTEN[:60]), "length"))
+    found = post(app, path, {"model": "bundled"} | BODIES[path] | choice).json()
+    if path == "/v1/messages":
+        assert found["content"] == [{"type": "text", "text": WRITTEN[:60]}]
+        assert found["stop_reason"] == "max_tokens"
+    elif path == "/v1/responses":
+        (item,) = found["output"]
+        assert (item["type"], item["status"], found["status"]) == (
+            "function_call",
+            "incomplete",
+            "incomplete",
+        )
+        assert item["arguments"].startswith('{"a": ')
+    else:
+        ((_, arguments),) = called(found["choices"][0]["message"])
+        assert arguments.startswith('{"a": ') and found["choices"][0]["finish_reason"] == "length"

@@ -129,7 +129,10 @@ def test_a_truncated_answer() -> None:
         {"reason": "max_output_tokens"},
         None,
     )
-    assert [item["status"] for item in whole["output"]] == ["completed", "completed", "incomplete"]
+    assert [(item["type"], item["status"]) for item in whole["output"]] == [
+        ("reasoning", "completed"),
+        ("message", "incomplete"),
+    ]
     events = named_events(post(app, URL, BODY | {"stream": True}))
     assert events[-1][0] == "response.incomplete" and without_ids(
         events[-1][1]["response"]

@@ -36,6 +36,30 @@ def test_tools_of_a_model_without_them_are_refused() -> None:
     assert caught.value.parameter == "tools"
 
 
+@pytest.mark.parametrize(
+    ("prefill", "reasoning", "content"),
+    [
+        ("<think>", "so.", "Yes."),
+        ("<think>\nI think", " so.", "Yes."),
+        ([{"type": "text", "text": "\n<think>Hm"}], " so.", "Yes."),
+        ("<think>Hm.</think>\n\nIt is", "", " so.</think>Yes."),
+        ("Is <think> a mark?", "", " so.</think>Yes."),
+    ],
+)
+def test_an_answer_continues_in_the_reasoning_that_its_beginning_left_open(
+    prefill: str | list, reasoning: str, content: str
+) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": prefill}]
+    answer = run_turn(
+        ScriptedEngine([" so.", "</think>", "Yes."]),
+        num_reasoning_tokens=int(bool(reasoning)),
+        messages=messages,
+        continue_final_message=True,
+        add_generation_prompt=False,
+    ).answer()
+    assert (answer.reasoning, answer.content) == (reasoning, content)
+
+
 STRICT = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
 CHOICE = StructuredOutputsParams(choice=["a", "b"])
 

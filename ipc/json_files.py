@@ -13,6 +13,7 @@ from .errors import ModelLoadError
 
 MAX_BYTES = 128 * 2**20  # an index of a hundred thousand tensors has 10 MB
 MAX_NESTING = 64
+LFS_POINTER, MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -55,15 +56,28 @@ def read_json_if_exists(path: Path) -> dict[str, Any]:
 
 
 def check_regular_file(path: Path) -> None:
-    """Raises ModelLoadError for a file that is missing, or is none: to open a pipe would block."""
+    """Raises ModelLoadError for a file that is missing, or is none: to open a pipe would block.
+    Also for the pointer that Git leaves in the place of a file where its extension LFS is missing.
+    """
     try:
         is_regular, exists = path.is_file(), path.exists()
+        is_pointer = is_regular and path.stat().st_size < MAX_POINTER_BYTES and _is_pointer(path)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not exists:
         raise ModelLoadError(f"{path.parent} has no {path.name}")
     if not is_regular:
         raise ModelLoadError(f"{path} is not a regular file")
+    if is_pointer:
+        raise ModelLoadError(
+            f"{path} is a pointer of Git LFS in the place of the file; get the files with: "
+            f"git -C {path.parent} lfs pull"
+        )
+
+
+def _is_pointer(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER
 
 
 def _integer(text: str) -> int | float:

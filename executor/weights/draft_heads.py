@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.json_files import check_regular_file
 from ..models.draft_heads import Eagle3Head, MTPHead
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
@@ -64,6 +65,7 @@ class HeadWeights:
         self._files: dict[str, Path] = {}  # by the names of tensors
         try:
             for path in sorted(directory.glob("*.safetensors")):
+                check_regular_file(path)
                 with safe_open(path, "pt") as file:
                     self._files |= dict.fromkeys(file.keys(), path)
         except (SafetensorError, OSError) as error:

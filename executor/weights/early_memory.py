@@ -116,7 +116,7 @@ def matrices(files: list[Path]) -> list[tuple[int, int, int]]:
             header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
         header.pop("__metadata__", None)
         for name, tensor in header.items():
-            if name.startswith(OTHER_PARTS):
+            if OTHER_PARTS.match(name):
                 continue
             (start, end), shape = tensor["data_offsets"], tensor["shape"]
             if len(shape) == 2:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from ...ipc.models.stacked_experts import (
     Piece,
     stacked_pieces,
 )
-from ...ipc.models.stored_names import is_ignored, stored_by_name
+from ...ipc.models.stored_names import StoredNames, find_stored_names, is_ignored
 from ..device import release_mapped
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
@@ -79,12 +78,13 @@ def load_weights(
         return
     missing, tied = dict(model.weights()), model.tied_weights()
     dtype = next(iter(missing.values())).dtype
-    if is_native := isinstance(model.config, (DecoderConfig, EncoderConfig)):
-        missing = stored_by_name(missing, model.config, directory)
+    ignores: Callable[[str], bool] | None = None
+    if isinstance(model.config, (DecoderConfig, EncoderConfig)):
+        in_files = find_stored_names(missing, model.config, directory)
+        missing = {in_files.of(name): tensor for name, tensor in missing.items()}
+        tied = {in_files.of(name): in_files.of(tied[name]) for name in tied}
+        ignores = _ignores(model, in_files)
     shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
-    ignores = partial(is_ignored, config=model.config) if is_native else None
-    if (is_elsewhere := getattr(model, "is_elsewhere", None)) is not None:
-        ignores = _either(ignores, is_elsewhere)
     experts = getattr(model.config, "experts", None)
     num_experts = 0 if experts is None else experts.count
     origin = check_checkpoint(directory, shapes, tied, quantization, ignores, num_experts)
@@ -126,10 +126,15 @@ def load_weights(
     _check_tied(tied, origin, dtype)
 
 
-def _either(
-    first: Callable[[str], bool] | None, second: Callable[[str], bool]
-) -> Callable[[str], bool]:
-    return second if first is None else lambda name: first(name) or second(name)
+def _ignores(model: Any, names: StoredNames) -> Callable[[str], bool]:
+    """Whether the model has no place for a stored tensor, and needs none."""
+    is_elsewhere = getattr(model, "is_elsewhere", lambda name: False)
+
+    def ignores(stored: str) -> bool:
+        own = names.own(stored)
+        return is_ignored(own, model.config) or is_elsewhere(own)
+
+    return ignores
 
 
 def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:

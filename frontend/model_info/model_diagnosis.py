@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from ...ipc.models.decoder_config import unread_keys
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ...ipc.models.resolve_pooling import resolve_pooling
-from ...ipc.models.stored_names import is_ignored, stored_by_name
+from ...ipc.models.stored_names import find_stored_names, is_ignored
 from ..answer_format import detect
 from ..engine_args import EngineArgs
 from ..server.config import ServerConfig
@@ -150,8 +149,13 @@ def check_weights(
         else:
             table: Any = NATIVE[sizes.architecture]
             shapes, tied = table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
-            shapes = stored_by_name(shapes, sizes.config, directory)
-        ignores = partial(is_ignored, config=sizes.config)
+        names = find_stored_names(shapes, sizes.config, directory)
+        shapes = {names.of(name): shape for name, shape in shapes.items()}
+        tied = {names.of(name): names.of(tied[name]) for name in tied}
+
+        def ignores(name: str) -> bool:
+            return is_ignored(names.own(name), sizes.config)
+
         origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")

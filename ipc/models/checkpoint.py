@@ -9,6 +9,7 @@ other.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
@@ -91,7 +92,7 @@ def _weight_file_names(directory: Path) -> list[str]:
 # of integers, that old checkpoints of encoders have
 BUFFERS = ("position_ids", "token_type_ids")
 # Tensors of multimodal models that their text part does not need.
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.")
+OTHER_PARTS = re.compile(r"(module\.|_orig_mod\.)*(model\.)?(vision_tower|multi_modal_projector)\.")
 
 
 def check_checkpoint(
@@ -143,7 +144,7 @@ def check_checkpoint(
     origin: dict[str, Path] = {}
     for path in files:
         for name, tensor in read_header(path).items():
-            if name.startswith(OTHER_PARTS):
+            if OTHER_PARTS.match(name):
                 continue
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config

@@ -9,14 +9,18 @@ another task has heads that are not needed. BERT's oldest checkpoints say gamma 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from .architectures import TEXT_PREFIX
 from .checkpoint import find_weight_files, read_header
 from .gguf_weights import is_gguf
 
-T = TypeVar("T")
+_WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
+# where files may have a base model: in a multimodal one, as transformers wrote and writes it, or
+# in the base of that; in a model with a head; alone
+_PLACES = ("model.language_model.", "language_model.model.", TEXT_PREFIX, "model.", "")
 
 # of heads for other tasks (in front of a name, with or without the base's prefix), and buffers
 _NOT_POOLED = re.compile(
@@ -25,29 +29,67 @@ _NOT_POOLED = re.compile(
     r"generator_predictions|generator_lm_head|predictions|sop_classifier)\.|"
     r"(^|\.)(position_ids|token_type_ids|inv_freq|original_inv_freq)$"
 )
-_MTP_HEADS = ("model.mtp_layers.", "mtp.")  # of MiMo and of Qwen
+_MTP_HEADS = ("model.mtp_layers.", "mtp_layers.", "mtp.")  # of MiMo and of Qwen
 _OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
-def in_checkpoint(
-    by_name: Mapping[str, T], base_prefix: str, stored: Collection[str]
-) -> dict[str, T]:
-    """`by_name` with the names that the checkpoint has for a model's.
+class StoredNames:
+    """The names that a checkpoint has for a model's tensors, and the model's for a checkpoint's.
 
-    A name loses `base_prefix` if no stored one begins with it, and takes an old ending if the
-    checkpoint has that instead.
+    They differ by what stands in front of the base model's names, which is found once, from the
+    names in the checkpoint: nothing where the base model alone was saved; what a model around it
+    adds; the modules of torch that wrap a model while it is trained. BERT's oldest checkpoints
+    have other endings besides.
     """
-    is_bare = bool(base_prefix) and not any(name.startswith(base_prefix) for name in stored)
 
-    def name_in(name: str) -> str:
-        name = name.removeprefix(base_prefix) if is_bare else name
+    def __init__(self, base_prefix: str, names: Collection[str], stored: Collection[str]):
+        """base_prefix: of the base model's tensors in `names`, which are those of the model."""
+        self._wrapper = _wrapper_of(stored)
+        self._stored = {name.removeprefix(self._wrapper) for name in stored}
+        self._base = base_prefix
+        own = {name.removeprefix(base_prefix) for name in names if name.startswith(base_prefix)}
+        first = {name.partition(".")[0] for name in own}
+        places = (base_prefix, *_PLACES)
+        self._place = next(
+            (p for p in places if self._has(f"{p}{one}." for one in first)), places[0]
+        )
+
+    def of(self, name: str) -> str:
+        """The checkpoint's name for a tensor of the model, whether it has that tensor or not."""
+        if name.startswith(self._base):
+            inner = self._place + name.removeprefix(self._base)
+        else:  # a head, beside the base model
+            bare = name.removeprefix(TEXT_PREFIX)
+            places = (name, bare, TEXT_PREFIX + bare)
+            inner = next((p for p in places if self._has([f"{p.rpartition('.')[0]}."])), name)
         for new, old in _OLD_ENDINGS.items():
-            other = name.removesuffix(new) + old
-            if name.endswith(new) and name not in stored and other in stored:
-                return other
-        return name
+            other = inner.removesuffix(new) + old
+            if inner.endswith(new) and inner not in self._stored and other in self._stored:
+                inner = other
+        return self._wrapper + inner
 
-    return {name_in(name): value for name, value in by_name.items()}
+    def own(self, name: str) -> str:
+        """The model's name for a tensor of the checkpoint, as far as it is the base model's."""
+        inner = name.removeprefix(self._wrapper)
+        is_inside = self._place and inner.startswith(self._place)
+        return self._base + inner.removeprefix(self._place) if is_inside else inner
+
+    def _has(self, starts: Iterable[str]) -> bool:
+        starts = tuple(starts)
+        return any(name.startswith(starts) for name in self._stored)
+
+
+def _wrapper_of(stored: Collection[str]) -> str:
+    """What every name has in front, of _WRAPPERS."""
+    found = ""
+    while stored:
+        longer = [
+            found + one for one in _WRAPPERS if all(n.startswith(found + one) for n in stored)
+        ]
+        if not longer:
+            break
+        found = longer[0]
+    return found
 
 
 def is_ignored(name: str, config: Any) -> bool:
@@ -60,9 +102,12 @@ def is_ignored(name: str, config: Any) -> bool:
     return not config.has_lm_head and _NOT_POOLED.search(name) is not None
 
 
-def stored_by_name(by_name: Mapping[str, T], config: Any, directory: Path) -> dict[str, T]:
-    """in_checkpoint for the files of `directory`; a GGUF file has names of its own."""
+def find_stored_names(names: Collection[str], config: Any, directory: Path) -> StoredNames:
+    """For the files of `directory`, by their headers; `names` of a GGUF file are its own.
+
+    Raises ModelLoadError for files that are not there or not readable.
+    """
     if is_gguf(directory):
-        return dict(by_name)
+        return StoredNames("", names, names)
     stored = {name for path in find_weight_files(directory) for name in read_header(path)}
-    return in_checkpoint(by_name, config.base_prefix, stored)
+    return StoredNames(config.base_prefix, names, stored)

@@ -6,9 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from quire import LLM
+from quire.executor.weights.draft_heads import HeadWeights
+from quire.frontend.engine_args import EngineArgs
+from quire.frontend.model_info.model_diagnosis import check_model
 from quire.ipc import json_files
 from quire.ipc.errors import ModelLoadError
 from quire.ipc.json_files import MAX_NESTING, read_json, read_json_if_exists
+from quire.ipc.models.gguf import read_gguf
+from quire.tests.tiny_models import save_tiny_model
 
 
 def test_an_object_is_read(tmp_path: Path) -> None:
@@ -46,6 +52,36 @@ def test_other_content_is_refused(content: bytes, problem: str | None, tmp_path:
     with pytest.raises(ModelLoadError, match=problem) as caught:
         read_json(path)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+POINTER = (
+    "version https://git-lfs.github.com/spec/v1\n"
+    "oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n"
+)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "model.gguf", "draft"]
+)
+def test_a_pointer_of_git_lfs_says_what_it_is(name: str, tmp_path: Path) -> None:
+    """Whichever file of a model it stands for; also where the weights are a draft head's."""
+    directory = save_tiny_model(tmp_path / "model")
+    is_head = name == "draft"
+    path = directory / ("model.safetensors" if is_head else name)
+    path.write_text(POINTER)
+    with pytest.raises(ModelLoadError) as caught:
+        if is_head:
+            HeadWeights(directory)
+        elif name == "model.gguf":
+            read_gguf(path)
+        else:
+            LLM(str(directory), engine="inproc")
+    message = str(caught.value)
+    assert f"{path} is a pointer of Git LFS" in message and "lfs pull" in message
+    if not is_head:
+        model = path if name == "model.gguf" else directory
+        findings = list(check_model(EngineArgs(str(model))))
+        assert any(one.status == "fail" and "Git LFS" in one.detail for one in findings)
 
 
 def test_a_path_that_is_not_a_file_is_not_opened(tmp_path: Path) -> None:

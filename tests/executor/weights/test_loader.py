@@ -5,8 +5,10 @@ names it. Also random weights.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from quire.executor.models import find_model_class
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import fill_with_random_weights, load_weights
+from quire.frontend.engine_args import EngineArgs
+from quire.frontend.model_info.model_diagnosis import check_model
 from quire.ipc.errors import ModelLoadError
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, start_executor
@@ -74,6 +78,49 @@ def test_every_tensor_is_loaded_into_its_parameter(kind, num_shards, tiny):
     loaded = load(directory)
     assert loaded.keys() == stored.keys()
     assert all(torch.equal(loaded[name], stored[name]) for name in stored)
+
+
+PLACES = ["", "language_model.", "model.language_model.", "language_model.model.", "module.model."]
+
+
+def placed(change: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Moves the base model to `change`; a head stays beside it."""
+    wrapper = next((one for one in ("module.", "_orig_mod.") if change.startswith(one)), "")
+    outer = "language_model." if change == "language_model.model." else ""
+    for name in list(tensors):
+        is_inner = name.startswith("model.")
+        new = change + name.removeprefix("model.") if is_inner else wrapper + outer + name
+        tensors[new] = tensors.pop(name)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "_orig_mod.model.", "_orig_mod."])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_prefixes_of_names_change_nothing(place, is_tied, broken, tiny):
+    """Also where the head is the embedding, whose name has the prefix too."""
+    expected = load(tiny("qwen2", tie_word_embeddings=is_tied))
+    directory = broken(partial(placed, place), tie_word_embeddings=is_tied)
+    loaded = load(directory)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+    findings = {one.name: one for one in check_model(EngineArgs(str(directory)))}
+    assert findings["weights"].status == "pass", findings["weights"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_missing_tensor_is_named_as_the_others_are(place, broken):
+    """Of a tied model, whose head has no tensor of its own."""
+
+    def change(tensors):
+        placed(place, tensors)
+        tensors.pop(f"{place}embed_tokens.weight")
+
+    directory = broken(change, tie_word_embeddings=True)
+    message = rf"no file has the tensor {place}embed_tokens\.weight; read"
+    with pytest.raises(ModelLoadError, match=message):
+        load(directory)
+    findings = {one.name: one for one in check_model(EngineArgs(str(directory)))}
+    assert findings["weights"].status == "fail"
+    assert re.search(message, findings["weights"].detail)
 
 
 def test_merged_projections_are_filled_by_rows(tiny):

@@ -19,7 +19,12 @@ import torch
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
-from ..ipc.machine import available_cores, free_memory_bytes, private_memory_bytes
+from ..ipc.machine import (
+    available_cores,
+    free_memory_bytes,
+    private_memory_bytes,
+    total_memory_bytes,
+)
 from ..ipc.models.memory_plan import free_of_share
 from ..ipc.models.ranks import num_ranks
 from ..kernels.cpu.native.library import library
@@ -192,6 +197,11 @@ def resident_bytes() -> int:
 def free_bytes(device: torch.device) -> int:
     """Free memory of the device."""
     return free_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory of the device that this process could use."""
+    return total_memory_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
 
 
 def free_host_bytes(*, has_standby: bool) -> int:

@@ -16,7 +16,7 @@ import torch
 from .. import __version__
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
-from ..ipc.models.memory_plan import plan_num_blocks, plan_num_host_blocks
+from ..ipc.models.memory_plan import check_cache_size, plan_num_blocks, plan_num_host_blocks
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
@@ -149,11 +149,22 @@ class Worker:
     def determine_num_blocks(self) -> int:
         """The number of KV-cache blocks to allocate, including the null block.
 
-        Raises NotEnoughMemoryError if one full sequence does not fit.
+        Raises NotEnoughMemoryError if one full sequence does not fit, and for more than the memory
+        that there is.
         """
-        return plan_num_blocks(
-            self.config, self.block_bytes, self._free_for_cache(), self.kv_cache_windows
+        block_bytes, num_sharing = self.block_bytes, self.group.num_on_machine
+        num_blocks = plan_num_blocks(
+            self.config, block_bytes, self._free_for_cache(), self.kv_cache_windows
         )
+        if self.device.type == "cpu":
+            num_sharing *= self.config.device_config.data_parallel_size
+        else:  # each has a GPU of its own
+            num_sharing = 1
+        free, total = devices.free_bytes(self.device), devices.total_bytes(self.device)
+        num_bytes = num_sharing * num_blocks * block_bytes
+        if warning := check_cache_size(self.config.cache_config, num_bytes, free, total):
+            logger.warning(warning)
+        return num_blocks
 
     def _free_for_cache(self) -> int:
         """Bytes: on a CPU the free memory, which steps and other programs share; on a GPU what the

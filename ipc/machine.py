@@ -132,6 +132,13 @@ def cgroup_free_memory(root: Path = Path("/")) -> int | None:
     return min(free, default=None)
 
 
+def cgroup_memory_limit(root: Path = Path("/")) -> int | None:
+    """The smallest memory limit of this process's cgroups in bytes; None: no limit."""
+    names = ("memory.max", "memory.limit_in_bytes")
+    found = (_read(d / name) for d in _cgroup_directories(root, "memory") for name in names)
+    return min((int(limit) for limit in found if limit not in (None, "max")), default=None)
+
+
 def _cgroup_directories(root: Path, controller: str) -> list[Path]:
     """The cgroup of this process and its ancestors, in the v2 tree and in the v1 tree of
     `controller`.
@@ -163,6 +170,15 @@ def free_memory_bytes() -> int:
     free = psutil.virtual_memory().available
     limit = cgroup_free_memory()
     return free if limit is None else min(free, limit)
+
+
+def total_memory_bytes() -> int:
+    """Memory that this process could ever use: the machine's, or its cgroup's limit if that is
+    less.
+    """
+    total = psutil.virtual_memory().total
+    limit = cgroup_memory_limit()
+    return total if limit is None else min(total, limit)
 
 
 def private_memory_bytes(pid: int) -> int:

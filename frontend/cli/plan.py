@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -71,11 +72,14 @@ def _size(text: str) -> int:
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
     from ..engine_args import EngineArgs
-    from ..model_info.plan import make_plan
+    from ..model_info.plan import check_cache, make_plan
 
     arguments = given(args, engine_flags())
     with naming_sources(args.settings):
-        plan = make_plan(EngineArgs(**arguments), args.memory, arguments)
+        engine_args = EngineArgs(**arguments)
+        plan = make_plan(engine_args, args.memory, arguments)
+        if exceeds := check_cache(engine_args, plan):
+            print(f"quire plan: {exceeds}", file=sys.stderr)
     if args.json:
         names = ("fits", "least_memory_bytes", "least_kv_cache_bytes")
         derived = {name: getattr(plan, name) for name in names}

@@ -32,7 +32,7 @@ from .model_files import (
     read_hf_config,
 )
 from .model_sizes import ModelSizes, StoredSizes, measure_model
-from .plan import make_plan
+from .plan import check_cache, make_plan
 
 GIB = 2**30
 MARK = "QUIRE-MARK"  # a word that does not occur in any template
@@ -176,6 +176,7 @@ def check_weights(
 def check_plan(args: EngineArgs) -> Finding:
     try:
         plan = make_plan(args)
+        exceeds = check_cache(args, plan)
     except QuireError as error:
         return failure("fits", str(error), "the message names the allowed values")
     part = f" (1/{plan.num_engines} of the experts)" if plan.divides_experts else ""
@@ -195,7 +196,11 @@ def check_plan(args: EngineArgs) -> Finding:
     if plan.fits:
         longest = max(plan.concurrency)
         number = plan.concurrency[longest] * plan.num_engines
-        return passed("fits", f"{detail}; {number} requests of {longest} tokens at once")
+        detail += f"; {number} requests of {longest} tokens at once"
+        if exceeds:
+            fix = "a smaller one, or none: the KV cache then follows from the free memory"
+            return warning("fits", f"{detail}; {exceeds}", fix)
+        return passed("fits", detail)
     if plan.longest_context:
         detail += (
             f"; a sequence of at most {plan.longest_context} tokens fits, "

@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from ...ipc.config import EngineConfig, config_fields, resolved
+from ...ipc.config import CacheConfig, EngineConfig, config_fields, resolved
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
-from ...ipc.machine import free_memory_bytes
+from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.models.gguf import read_gguf
@@ -29,6 +29,7 @@ from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,
     QUANTIZATION_BITS,
     affordable_blocks,
+    check_cache_size,
     fitting_tokens,
     free_of_share,
     plan_num_blocks,
@@ -318,6 +319,22 @@ def _bytes_of_blocks(config: EngineConfig, sizes: ModelSizes) -> int | None:
     dense = sizes.weights_bytes(model_config.dtype)
     saved = saved_bytes(shapes, quantization, DTYPE_BYTES[model_config.dtype])
     return dense - saved if saved else None
+
+
+def check_cache(args: EngineArgs, plan: Plan) -> str:
+    """check_cache_size of a plan; the engine calls that when it starts."""
+    on_gpus = plan.device == "cuda"
+    there_is = plan.memory_bytes
+    if not (on_gpus or plan.memory_is_named):
+        there_is = total_memory_bytes()
+    if args.distributed_executor_backend == "ray":  # each machine has some of the ranks
+        return ""
+    cache_config = CacheConfig(
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        num_gpu_blocks_override=args.num_gpu_blocks_override,
+    )
+    num_bytes = plan.kv_cache_bytes * plan.num_engines
+    return check_cache_size(cache_config, num_bytes, plan.free_bytes, there_is)
 
 
 class Memory(msgspec.Struct, frozen=True):

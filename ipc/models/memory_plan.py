@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ..config import EngineConfig, resolved
+from ..config import CacheConfig, EngineConfig, resolved
 from ..errors import NotEnoughMemoryError
 from .kv_layout import make_layout
 
@@ -139,6 +139,33 @@ def _most_blocks(config: EngineConfig, windows: Sequence[int]) -> int:
     max_model_len = resolved(config.model_config.max_model_len)
     blocks_per_sequence = make_layout(config, windows).most_blocks(max_model_len)
     return 1 + blocks_per_sequence * config.scheduler_config.max_num_seqs
+
+
+def check_cache_size(
+    cache_config: CacheConfig, num_bytes: int, free_bytes: int, total_bytes: int
+) -> str:
+    """Checks a KV cache whose size the user sets; others follow from the free memory. Its pages are
+    allocated when they are written, so the system would accept any size, and end the process later.
+
+    num_bytes: of the caches of all engines and ranks that share this memory. total_bytes: that
+    there is at all. Returns a warning if it is more than is free, or "". Raises
+    NotEnoughMemoryError if it is more than there is.
+    """
+    name = "num_gpu_blocks_override"
+    if cache_config.num_gpu_blocks_override is None:
+        name = "kv_cache_memory_bytes"
+        if cache_config.kv_cache_memory_bytes is None:
+            return ""
+    asked = f"the KV cache would take {num_bytes} bytes"
+    if num_bytes > total_bytes:
+        raise NotEnoughMemoryError(
+            name,
+            f"{asked}, this machine has {total_bytes} bytes of memory for it; without {name} "
+            f"the KV cache follows from the free memory",
+        )
+    if num_bytes > free_bytes:
+        return f"{name}: {asked}, {max(0, free_bytes)} bytes are free: it may not hold what it has"
+    return ""
 
 
 def plan_num_host_blocks(

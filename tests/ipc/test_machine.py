@@ -53,6 +53,7 @@ def test_cgroup_cpu_quota(tmp_path, files, cores):
 def test_no_cgroup_means_no_limit(tmp_path):
     assert machine.cgroup_cpu_quota(tmp_path) is None
     assert machine.cgroup_free_memory(tmp_path) is None
+    assert machine.cgroup_memory_limit(tmp_path) is None
 
 
 def test_cgroup_free_memory(tmp_path):
@@ -64,12 +65,14 @@ def test_cgroup_free_memory(tmp_path):
         "sys/fs/cgroup/memory.max": "max",
     }
     assert machine.cgroup_free_memory(write(tmp_path / "v2", v2)) == 450
+    assert machine.cgroup_memory_limit(tmp_path / "v2") == 1000
     v1 = {
         "proc/self/cgroup": "9:memory:/job",
         "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "1000",
         "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "900",
     }
     assert machine.cgroup_free_memory(write(tmp_path / "v1", v1)) == 100
+    assert machine.cgroup_memory_limit(tmp_path / "v1") == 1000
 
 
 def test_threads_follow_affinity_and_quota(monkeypatch):
@@ -86,6 +89,14 @@ def test_free_memory_is_the_smaller_of_machine_and_cgroup(monkeypatch):
     assert machine.free_memory_bytes() == 12345
     monkeypatch.setattr(machine, "cgroup_free_memory", lambda: None)
     assert 0 < machine.free_memory_bytes() <= psutil.virtual_memory().total
+
+
+def test_all_memory_is_that_of_the_smaller_of_machine_and_cgroup(monkeypatch):
+    monkeypatch.setattr(machine, "cgroup_memory_limit", lambda: 12345)
+    assert machine.total_memory_bytes() == 12345
+    for limit in (None, 2**63):  # v1 writes a number where there is no limit
+        monkeypatch.setattr(machine, "cgroup_memory_limit", lambda limit=limit: limit)
+        assert machine.total_memory_bytes() == psutil.virtual_memory().total
 
 
 def test_descriptors_are_counted_and_the_limit_is_raised():

@@ -11,13 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 from quire import LLM, EngineArgs, InvalidParameterError, ModelLoadError
+from quire.executor import device
+from quire.executor.worker import Worker
 from quire.frontend.cli.plan import render
 from quire.frontend.model_info import gguf_header
 from quire.frontend.model_info import plan as planning
-from quire.frontend.model_info.model_diagnosis import check_model
+from quire.frontend.model_info.model_diagnosis import check_model, check_plan
 from quire.frontend.model_info.plan import CUDA_BYTES, RUNTIME_BYTES, Plan, make_plan, round_down
 from quire.ipc.errors import NotEnoughMemoryError
 from quire.ipc.models.memory_plan import free_of_share
+from quire.tests.frontend.cli.command import call
 from quire.tests.tiny_encoders import save_tiny_encoder
 from quire.tests.tiny_models import save_tiny_model
 
@@ -241,6 +244,52 @@ def test_the_engines_error_suggests_the_largest_value_that_works(
     assert plan(model, **arguments).longest_context == fitting
     with LLM(model, engine="inproc", **arguments, max_model_len=fitting):
         pass
+
+
+@pytest.mark.parametrize(
+    ("size", "copies", "status"),
+    [
+        ({"kv_cache_memory_bytes": 2**26}, 1, "pass"),
+        ({"kv_cache_memory_bytes": 3 * 2**29}, 1, "warn"),
+        ({"kv_cache_memory_bytes": 2**31 + 2**20}, 1, "fail"),
+        ({"kv_cache_memory_bytes": 40 * 10**12}, 1, "fail"),
+        ({"num_gpu_blocks_override": 2**31 // (768 * 16) + 1}, 1, "fail"),
+        ({"kv_cache_memory_bytes": 3 * 2**29}, 2, "fail"),  # engines that share the memory
+    ],
+)
+def test_plan_doctor_and_engine_agree_on_a_cache_of_a_given_size(
+    size: dict[str, int],
+    copies: int,
+    status: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """On a machine with 2 GiB, of which 1.4 are free."""
+    model = str(save_tiny_model(tmp_path, "qwen2"))
+    for module in (planning, device):
+        monkeypatch.setattr(module, "free_memory_bytes", lambda: 1433 * 2**20)
+        monkeypatch.setattr(module, "total_memory_bytes", lambda: 2**31)
+    arguments = {"dtype": "float32", **size}
+    of_engine = arguments | {"data_parallel_size": copies}
+    finding = check_plan(EngineArgs(model, **of_engine))
+    assert finding.status == status, finding
+    [(name, value)] = size.items()
+    flags = f"--{name.replace('_', '-')} {value} --dtype float32 --data-parallel-size {copies}"
+    code, _, err = call(capsys, "plan", model, *flags.split())
+    assert (code != 0, name in err) == (status == "fail", status != "pass"), err
+    engine_config = EngineArgs(model, **of_engine).create_engine_config()
+    worker = Worker(engine_config)
+    worker.load_model(lambda stage, fraction: None)
+    caplog.clear()
+    if status == "fail":
+        with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* has 2147483648 bytes"):
+            worker.determine_num_blocks()
+        assert f"{name}: " in finding.detail and "2147483648" in finding.detail
+        return
+    worker.determine_num_blocks()
+    assert (f"{name}: the KV cache would take" in caplog.text) == (status == "warn")
 
 
 def test_refused_models_have_no_plan(big: str, tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from quire.ipc.config import EngineConfig
+from quire.ipc.config import CacheConfig, EngineConfig
 from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from quire.ipc.failures import pack_exception, unpack_exception
-from quire.ipc.models.memory_plan import check_weights_fit, plan_num_blocks
+from quire.ipc.models.memory_plan import check_cache_size, check_weights_fit, plan_num_blocks
 
 BLOCK_BYTES = 1000
 PLENTY = 10**12
@@ -82,6 +82,20 @@ def test_one_sequence_must_fit(arguments, parameter, blocks, fitting):
         "kv_cache_memory_bytes",
     ):
         assert figure in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "size", [{"kv_cache_memory_bytes": 1}, {"num_gpu_blocks_override": 1}], ids=str
+)
+def test_a_cache_of_a_given_size_must_fit_into_the_machine(size):
+    """What is more than there is is refused; more than is free now gives a warning."""
+    config, (name,) = CacheConfig(**size), size
+    assert check_cache_size(config, 1000, free_bytes=1000, total_bytes=2000) == ""
+    warning = check_cache_size(config, 2000, free_bytes=1000, total_bytes=2000)
+    assert warning.startswith(f"{name}: the KV cache would take 2000 bytes, 1000 bytes are free")
+    with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* 2001 bytes, this machine has 2000"):
+        check_cache_size(config, 2001, free_bytes=1000, total_bytes=2000)
+    assert check_cache_size(CacheConfig(), 2001, free_bytes=1000, total_bytes=2000) == ""
 
 
 def test_weights_must_fit():

@@ -28,6 +28,7 @@ from .model_info.model_files import (
     eos_token_ids,
     find_model_directory,
     read_generation_config,
+    recommended_sampling,
 )
 from .outputs import RequestMetrics
 from .pooling_outputs import AnyOutput
@@ -339,9 +340,15 @@ def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
     except InvalidParameterError as error:
         raise InvalidParameterError("override_generation_config", str(error)) from None
     source = model_config.generation_config
-    directory = model_config.model if source == "auto" else source
+    directory, note = model_config.model if source == "auto" else source, ""
     if source != NO_GENERATION_CONFIG:
-        arguments = default_sampling_arguments(read_generation_config(Path(directory))) | arguments
+        recommended, is_of_gguf = recommended_sampling(Path(directory))
+        arguments = recommended | arguments
+        if is_of_gguf:
+            note = (
+                "; the GGUF file names none, and these are usual for such files: "
+                f'generation_config="{NO_GENERATION_CONFIG}" samples from all tokens'
+            )
     try:
         params = SamplingParams(**arguments)
     except InvalidParameterError as error:
@@ -349,7 +356,8 @@ def default_sampling_params(model_config: ModelConfig) -> SamplingParams:
         raise ModelLoadError(f"generation_config.json in {directory}: {error}; {remedy}") from None
     if arguments:
         logger.info(
-            "default sampling parameters: %s",
+            "default sampling parameters: %s%s",
             ", ".join(f"{name}={value}" for name, value in arguments.items()),
+            note,
         )
     return params

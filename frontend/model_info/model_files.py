@@ -33,6 +33,10 @@ SAMPLING_KEYS = {
     key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 } | {"max_new_tokens": "max_tokens"}
 
+# For a chat with a GGUF file that recommends nothing: llama.cpp's defaults, near Ollama's. Such
+# files are used with these programs, and their blocks of a few bits make rare tokens likelier.
+GGUF_CHAT_SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95}
+
 
 def find_model_directory(
     model: str,
@@ -217,3 +221,16 @@ def default_sampling_arguments(generation_config: dict[str, Any]) -> dict[str, A
         for key, parameter in SAMPLING_KEYS.items()
         if (value := generation_config.get(key)) is not None
     }
+
+
+def recommended_sampling(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The arguments of SamplingParams that a model recommends, and whether they are
+    GGUF_CHAT_SAMPLING, since its file has a chat template and recommends nothing.
+    """
+    arguments = default_sampling_arguments(read_generation_config(directory))
+    if not is_gguf(directory) or arguments.keys() - {"max_tokens"}:
+        return arguments, False
+    is_chat = "tokenizer.chat_template" in read_gguf(directory).metadata
+    if not is_chat and not directory.with_name("chat_template.jinja").exists():
+        return arguments, False
+    return GGUF_CHAT_SAMPLING | arguments, True

@@ -86,7 +86,13 @@ ENDING_TOKENS = frozenset(
 MESSAGE_END, CALL_END = "<|end|>", "<|call|>"
 CONTROL_TOKEN = 3  # of tokenizer.ggml.token_type
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
-_SAMPLING_KEYS = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING_KEYS = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 
 
 def gguf_config(file: GGUFFile) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from quire import ModelLoadError
+from quire import ModelLoadError, SamplingParams
 from quire.frontend.model_info import model_files
 from quire.frontend.model_info.model_files import (
     default_sampling_arguments,
@@ -18,6 +18,8 @@ from quire.frontend.model_info.model_files import (
     read_generation_config,
     read_hf_config,
 )
+from quire.frontend.session import default_sampling_params
+from quire.ipc.config import ModelConfig
 from quire.tests.gguf_files import write_gguf
 
 
@@ -144,6 +146,40 @@ def test_generation_config(tmp_path) -> None:
         "max_tokens": 99,
         "repetition_penalty": 1.1,
     }
+
+
+CHAT = {"general.architecture": "llama", "tokenizer.chat_template": "{{ messages }}"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "beside", "expected"),
+    [
+        (CHAT, {}, {"temperature": 0.8, "top_k": 40, "top_p": 0.95}),
+        # what the model's author recommends stands alone
+        (CHAT | {"general.sampling.top_k": 20}, {}, {"top_k": 20}),
+        (CHAT, {"top_p": 0.5}, {"top_p": 0.5}),
+        # a base model samples from what it has learned
+        ({"general.architecture": "llama"}, {}, {}),
+    ],
+)
+def test_a_gguf_file_that_recommends_no_sampling_has_usual_defaults(
+    metadata: dict, beside: dict, expected: dict, tmp_path: Path, caplog
+) -> None:
+    path = write_gguf(tmp_path / "model.gguf", metadata)
+    if beside:
+        (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+
+    def defaults(**settings) -> SamplingParams:
+        return default_sampling_params(ModelConfig(model=str(path), **settings))
+
+    with caplog.at_level("INFO"):
+        assert defaults() == SamplingParams(**expected)
+    is_usual = len(expected) == 3
+    line = "temperature=0.8, top_k=40, top_p=0.95; the GGUF file names none"
+    assert (line in caplog.text) == is_usual
+    assert defaults(generation_config="none") == SamplingParams()
+    overridden = defaults(override_generation_config={"temperature": 0.1})
+    assert overridden == SamplingParams(**expected | {"temperature": 0.1})
 
 
 def test_eos_token_ids() -> None:

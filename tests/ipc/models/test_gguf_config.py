@@ -196,11 +196,13 @@ def test_every_end_token(tmp_path: Path) -> None:
         "tokenizer.ggml.token_type": [2, 3, 3, 3, 1],  # the last one is an ordinary word
         "general.sampling.temp": 0.1,
         "general.sampling.top_k": 64,
+        "general.sampling.penalty_repeat": 1.1,
     }
     assert gguf_generation_config(_file(tmp_path, metadata)) == {
         "eos_token_id": [2, 3],
         "temperature": 0.1,
         "top_k": 64,
+        "repetition_penalty": 1.1,
     }
     assert gguf_generation_config(_file(tmp_path, {})) == {}
 

@@ -17,8 +17,8 @@ COPY . .
 # Quire's own wheel, then the wheels that it names. Without a compiler the first would have no
 # native kernels, so the file is checked.
 RUN pip wheel --no-deps --wheel-dir /wheels . \
-    && python -m zipfile --list /wheels/quire-*.whl | grep native/_native.so \
-    && pip wheel --only-binary :all: --wheel-dir /wheels /wheels/quire-*.whl
+    && python -m zipfile --list /wheels/quire_engine-*.whl | grep native/_native.so \
+    && pip wheel --only-binary :all: --wheel-dir /wheels /wheels/quire_engine-*.whl
 
 FROM python:${PYTHON}-slim
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \

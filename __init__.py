@@ -4,6 +4,8 @@ Must not know: anything at import time; names resolve on first use, so that `imp
 milliseconds.
 """
 
+import os
+import sys
 from importlib import import_module
 
 __version__ = "0.1.0"
@@ -48,9 +50,30 @@ def __getattr__(name: str):
         return import_module(".kernels.testing", __name__)
     if name not in _HOME:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    if (other := shadowed_package()) is not None:
+        import warnings
+
+        warnings.warn(
+            f"quire is imported from {__path__[0]}, which the import path names before the "
+            f"installed package in {other}; to use that one, rename the folder or run the program "
+            f"elsewhere",
+            stacklevel=2,
+        )
     value = getattr(import_module("." + _HOME[name], __name__), name)
     globals()[name] = value
     return value
+
+
+def shadowed_package() -> str | None:
+    """The directory of a second package named quire that this one hides: of the installed one,
+    where a clone lies beside the script. None where there is none.
+    """
+    for entry in sys.path:
+        other = os.path.join(entry, "quire")
+        if os.path.isfile(os.path.join(other, "__init__.py")):
+            if not os.path.samefile(other, __path__[0]):
+                return other
+    return None
 
 
 def __dir__() -> list[str]:

@@ -454,8 +454,8 @@ class ServiceConfig(Section, frozen=True):
     otlp_traces_endpoint: Annotated[
         str | None,
         Meta(
-            description="Where OpenTelemetry spans go, one tree per request (pip install "
-            "'quire[tracing]')."
+            description="Where OpenTelemetry spans go, one tree per request (needs the "
+            "packages opentelemetry-sdk and opentelemetry-exporter-otlp)."
         ),
     ] = None
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False

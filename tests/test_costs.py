@@ -1,12 +1,15 @@
 """Fixed costs of Quire: imports, memory of the frontend, CPU time of idle processes."""
 
 import json
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import quire
 from quire.__main__ import COMMANDS
 
 HEAVY = {
@@ -80,6 +83,28 @@ def test_import_quire_loads_nothing_heavy() -> None:
     )
     assert loaded & HEAVY == set()
     assert [name for name in loaded if name.startswith("quire.")] == []
+
+
+def test_a_clone_beside_a_script_that_hides_the_installed_package_is_named(tmp_path: Path) -> None:
+    scripts, installed = tmp_path / "scripts", tmp_path / "installed"
+    (installed / "quire").mkdir(parents=True)
+    (installed / "quire" / "__init__.py").touch()
+    scripts.mkdir()
+    (scripts / "quire").symlink_to(Path(quire.__file__).parent)
+    (scripts / "hello.py").write_text("from quire import SamplingParams\n")
+
+    def warnings_of(path: Path) -> str:
+        environment = os.environ | {"PYTHONPATH": str(path)}
+        command = [sys.executable, scripts / "hello.py"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    hidden = warnings_of(installed)
+    assert f"quire is imported from {scripts / 'quire'}, " in hidden
+    assert f"before the installed package in {installed / 'quire'};" in hidden
+    assert "hello.py:1: " in hidden
+    assert warnings_of(scripts) == ""
 
 
 def test_import_quire_takes_milliseconds() -> None:

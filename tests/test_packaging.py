@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from quire.frontend.model_info.machine_diagnosis import DISTRIBUTION
 from quire.tests.test_readme import FILE, read_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +78,22 @@ def test_the_license_is_apache_2() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert PROJECT["license"] == "Apache-2.0" and PROJECT["license-files"] == ["LICENSE"]
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_nothing_installs_the_other_project_called_quire() -> None:
+    """On the package index `quire` is another project, so `quire[tracing]` would install that."""
+    assert PROJECT["name"] == DISTRIBUTION != "quire"
+    names = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    texts = {
+        name: (ROOT / name).read_text()
+        for name in names
+        if name.endswith((".py", ".md", ".yml", "Dockerfile", "run")) and (ROOT / name).is_file()
+    }
+    other = re.compile(r"quire\[[a-z,]+\]|pip install [^`\n&]*(?<![/\w.-])quire(?![\w/-])")
+    assert other.search("pip install 'quire[ray]'") and other.search("pip install -U quire")
+    found = [name for name, text in texts.items() if other.search(text)]
+    assert found == ["tests/test_packaging.py"]
+    assert "frontend/telemetry/tracing.py" in texts and "docs/ranks.md" in texts
 
 
 def test_the_changelog_has_this_version() -> None:

@@ -9,10 +9,11 @@ import os
 import platform
 import re
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from ... import __version__
 
 
 def describe_machine() -> dict[str, Any]:
@@ -34,7 +35,7 @@ def describe_machine() -> dict[str, Any]:
         "load_average": list(os.getloadavg()),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "quire": version("quire"),
+        "quire": __version__,
     }
 
 

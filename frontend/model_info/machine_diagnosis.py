@@ -21,6 +21,7 @@ from typing import Literal
 import msgspec
 import psutil
 
+from ... import shadowed_package
 from ...ipc.errors import QuireError
 from ...ipc.machine import available_cores, cgroup_cpu_quota, cgroup_free_memory, free_memory_bytes
 from .cpu import (
@@ -46,6 +47,7 @@ X86_FEATURES = (
     "fma",
 )
 ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
+DISTRIBUTION = "quire-engine"  # as in pyproject.toml
 CUDA_LIBRARY = "libcuda.so.1"
 
 
@@ -100,12 +102,18 @@ def check_packages() -> Iterator[Finding]:
     """The libraries that Quire requires, in the required versions. Nothing is imported."""
     from packaging.requirements import Requirement
 
+    if (other := shadowed_package()) is not None:
+        yield warning(
+            "package",
+            f"the folder quire in {Path(other).parent} is hidden by the one that this program uses",
+            "run the program from another folder, or rename the folder",
+        )
     try:
-        requirements = [Requirement(text) for text in metadata.requires("quire") or ()]
+        requirements = [Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
         yield warning(
             "libraries",
-            "quire is not installed as a package, so the required versions are unknown",
+            f"{DISTRIBUTION} is not installed as a package, so the required versions are unknown",
             "pip install -e .",
         )
         return

@@ -45,7 +45,9 @@ def check_installed(parameter: str, *modules: str) -> None:
             found = False
         if not found:
             raise InvalidParameterError(
-                parameter, f"needs {module}, which is not installed: pip install 'quire[tracing]'"
+                parameter,
+                f"needs {module}, which is not installed: pip install opentelemetry-sdk "
+                f"opentelemetry-exporter-otlp",
             )
 
 

@@ -122,9 +122,7 @@ def _check_ray(config: EngineConfig) -> None:
             "data_parallel_cores", f"names cores of this machine; must be empty with {name}=ray"
         )
     if not _is_installed("ray"):
-        raise InvalidParameterError(
-            name, "ray needs the package ray: pip install 'quire[ray]', or pip install ray"
-        )
+        raise InvalidParameterError(name, "ray needs the package ray: pip install ray")
 
 
 def _is_installed(module: str) -> bool:

@@ -13,6 +13,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from quire import __version__
+
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -43,7 +45,7 @@ def write_result(model: str, workload: str, numbers: dict[str, Any]) -> Path:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "python": platform.python_version(),
     }
-    runs.append({**stamp, "quire": version("quire"), "torch": version("torch"), **numbers})
+    runs.append({**stamp, "quire": __version__, "torch": version("torch"), **numbers})
     RESULTS.mkdir(exist_ok=True)
     path.write_text(json.dumps(runs, indent=1) + "\n")
     return path

@@ -290,7 +290,7 @@ def test_a_missing_exporter_is_reported_before_an_engine_starts(monkeypatch):
     with pytest.raises(
         InvalidParameterError,
         match=r"otlp_traces_endpoint: needs opentelemetry.exporter.no_such_thing.*pip install "
-        r"'quire\[tracing\]'",
+        "opentelemetry-sdk opentelemetry-exporter-otlp",
     ):
         LLMEngine.from_engine_args(
             EngineArgs("no such model", otlp_traces_endpoint="http://localhost:4317")

@@ -79,7 +79,7 @@ def test_ray(models, monkeypatch) -> None:
     with pytest.raises(InvalidParameterError, match="data_parallel_cores: .* must be empty with"):
         check(tensor_parallel_size=2, data_parallel_size=2, data_parallel_cores=["0", "1"])
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(InvalidParameterError, match=r"needs the package ray: pip install 'quire"):
+    with pytest.raises(InvalidParameterError, match="needs the package ray: pip install ray"):
         check(pipeline_parallel_size=2)
     monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
     sys.modules["ray"].__spec__ = ModuleSpec("ray", None)

@@ -31,7 +31,7 @@ def read_json_list(path: Path) -> list[Any]:
 
 
 def _read(path: Path, kind: type) -> Any:
-    check_regular_file(path)
+    check_model_file(path)
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ModelLoadError(f"{path} has {size:,} bytes, the most is {MAX_BYTES:,}")
@@ -78,6 +78,22 @@ def check_regular_file(path: Path) -> None:
 def _is_pointer(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(LFS_POINTER)) == LFS_POINTER
+
+
+def check_model_file(path: Path, directory: Path | None = None) -> None:
+    """Raises ModelLoadError also for a link that leads out of the model's directory (default: the
+    file's), unless into the hub's cache: a model must not name other files of this machine.
+    """
+    check_regular_file(path)
+    if not path.is_symlink() and directory is None:
+        return
+    own, target = (directory or path.parent).resolve(), path.resolve()
+    folder = target.parent  # the hub's cache: models--owner--name/blobs/DIGEST
+    is_cached = folder.name == "blobs" and folder.parent.name.startswith("models--")
+    if not is_cached and not target.is_relative_to(own):
+        raise ModelLoadError(
+            f"{path} is a link out of the model's directory, to {target}; copy the file instead"
+        )
 
 
 def _integer(text: str) -> int | float:

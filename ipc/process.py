@@ -11,6 +11,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import re
 import select
 import signal
 import subprocess
@@ -29,6 +30,13 @@ TAIL_LINES = 12
 TERMINATE_TIMEOUT_S = 1.0
 STACKS_SIGNAL = signal.SIGUSR2  # makes an engine write the stacks of its threads to stderr
 _PR_SET_PDEATHSIG = 1
+# HF_TOKEN, OPENAI_API_KEY, QUIRE_API_KEY, OTEL_EXPORTER_OTLP_HEADERS; not QUIRE_TOKEN_FILE, a path
+_SECRET_NAME = re.compile(
+    r"(^|_|API)(KEYS?|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|HEADERS)(_ID)?$"
+    r"|SECRET|PASSWORD",
+    re.IGNORECASE,
+)
+_SECRET_IN_ADDRESS = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
 def engine_command(
@@ -67,13 +75,24 @@ def exec_daemon(address: str, config: EngineConfig, *, replaces: bool = False) -
         file.write(msgspec.json.encode(config))
     os.lseek(stdin, 0, os.SEEK_SET)
     os.dup2(stdin, 0)
-    os.execv(command[0], command)
+    os.execve(command[0], command, engine_environment())
 
 
 def _log_arguments() -> list[str]:
     """The child logs as this process does."""
     level = logging.getLogger("quire").getEffectiveLevel()
     return ["--log-format", current_format(), "--log-level", str(level)]
+
+
+def engine_environment() -> dict[str, str]:
+    """This process's variables without keys, tokens and passwords, by name or in an address: an
+    engine needs none, and /proc shows a process's variables to every program of its user.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not _SECRET_NAME.search(name) and not _SECRET_IN_ADDRESS.search(value)
+    }
 
 
 # ---------------------------------------------------------------- the parent's side
@@ -138,6 +157,7 @@ class ChildProcess:
                 stdout=stderr_fd,
                 stderr=stderr_fd,
                 pass_fds=self._pass_fds,
+                env=engine_environment(),
                 start_new_session=True,
             )
             self.pid = self._popen.pid

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ...ipc.errors import ModelLoadError
+from ...ipc.json_files import check_model_file
 from ...ipc.models.gguf import part_names
 
 # small files of a repository that override what is in the GGUF file
@@ -110,7 +111,10 @@ def find_in_directory(directory: Path) -> Path | None:
         raise ModelLoadError(
             f"{directory} holds several models; name one of the files: {', '.join(models)}"
         )
-    return directory / models[0] if models else None
+    if not models:
+        return None
+    check_model_file(directory / models[0])
+    return directory / models[0]
 
 
 def find_on_hub(wanted: HubFile, revision: str | None, download_dir: str | None) -> Path:

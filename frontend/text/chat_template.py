@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ...ipc.json_files import check_regular_file, read_json_if_exists
+from ...ipc.json_files import check_model_file, read_json_if_exists
 from .chat_messages import INSTRUCTING, normalize_messages
 from .template_traits import TemplateTraits, find_traits
 
@@ -56,7 +56,7 @@ def read_chat_templates(directory: Path, tokenizer_config: dict[str, Any]) -> di
         *sorted(directory.glob("additional_chat_templates/*.jinja")),
     ):
         if path.exists():
-            check_regular_file(path)
+            check_model_file(path, directory)
             name = "default" if path.parent == directory else path.stem
             try:
                 templates[name] = path.read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ import msgspec
 import tokenizers
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ...ipc.json_files import check_regular_file, read_json_if_exists
+from ...ipc.json_files import check_model_file, read_json_if_exists
 from ...ipc.models.gguf import read_gguf
 from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
 from ...ipc.models.gguf_weights import is_gguf
@@ -188,7 +188,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
             "name a tokenizer= that has one, or give skip_tokenizer_init=True to work on token ids"
         )
         raise ModelLoadError(f"{path.parent} has no {path.name}; {remedy}")
-    check_regular_file(path)
+    check_model_file(path)
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception

@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from ..errors import ModelLoadError
-from ..json_files import check_regular_file, read_json
+from ..json_files import check_model_file, check_regular_file, read_json
 from .gguf import read_gguf
 from .gguf_weights import check_gguf_tensors, is_gguf
 from .quantization_config import MXFP4, CheckpointQuantization
@@ -53,7 +53,7 @@ def missing_weight_files(directory: Path) -> list[str]:
     missing = [name for name in names if not (directory / name).exists()]
     for name in names:
         if name not in missing:
-            check_regular_file(directory / name)
+            check_model_file(directory / name)
     return missing
 
 
@@ -278,7 +278,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
     Raises ModelLoadError for a file that is truncated, too long or no safetensors file.
     """
-    check_regular_file(path)
+    check_model_file(path)
     try:
         with path.open("rb") as file:
             file_bytes = path.stat().st_size

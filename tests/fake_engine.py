@@ -9,15 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 from quire.core import engine_proc
+from quire.core.engine_core import EngineCore
 from quire.core.engine_proc import leave, main
 from quire.core.scheduling.scheduler import Scheduler
+from quire.ipc import errors
+from quire.ipc.codec import Decoder
 from quire.ipc.config import EngineConfig
+from quire.ipc.messages import AbortRequests, EngineCoreOutputs, EngineMessage, PaceOutputs
 from quire.ipc.params import StructuredOutputsParams
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.fakes import FakeExecutor
@@ -39,6 +44,7 @@ class TroubledExecutor(FakeExecutor):
     - "slow_call_s": the duration of collective_rpc, in seconds.
     - "grammar_delay_s": the duration of a grammar check, in seconds.
     - "idle_s": how long a client of a daemon must have been idle to be released.
+    - "records": it computes nothing and keeps what it receives; see record_messages.
     """
 
     def __init__(self, config: EngineConfig):
@@ -47,6 +53,7 @@ class TroubledExecutor(FakeExecutor):
         self.delay_s = self.trouble.get("delay_s", 0.0)
         self.raise_at_step = self.trouble.get("raise_at_step")
         engine_proc.IDLE_S = self.trouble.get("idle_s", engine_proc.IDLE_S)
+        self.records = Records() if "records" in self.trouble else None
 
     def load_model(self, report) -> None:
         report("load weights", 0.5)
@@ -81,6 +88,8 @@ class TroubledExecutor(FakeExecutor):
 
     def collective_rpc(self, method: str, *args) -> list:
         time.sleep(self.trouble.get("slow_call_s", 0.0))
+        if self.records is not None and method in self.records.calls:
+            return [self.records.calls[method](*args)]
         return super().collective_rpc(method, *args)
 
     def check_grammar(
@@ -89,6 +98,55 @@ class TroubledExecutor(FakeExecutor):
         future: Future[None] = Future()
         threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()
         return future
+
+
+def record_messages(set_attribute: Callable[[type, str, Callable], None] = setattr) -> None:
+    """Makes every EngineCore of this process whose executor has "records" in hf_overrides keep the
+    messages of its clients, instead of acting on them.
+    """
+    messages: dict[str, Callable] = {
+        "add_request": lambda request: request,
+        "abort_requests": AbortRequests,
+        "pace_outputs": PaceOutputs,
+    }
+    for name, as_message in messages.items():
+        set_attribute(EngineCore, name, _recording(getattr(EngineCore, name), as_message))
+
+
+def _recording(act: Callable, as_message: Callable) -> Callable:
+    def record(core: EngineCore, value, client_index: int = 0) -> None:
+        records = core.executor.records
+        if records is None:
+            return act(core, value, client_index)
+        records.messages.append(msgspec.msgpack.encode(as_message(value)))
+        records.hand_out = lambda outputs: core.hand_out({client_index: outputs})
+
+    return record
+
+
+class Records:
+    """What an engine has received, and more methods of collective_rpc for tests of clients."""
+
+    def __init__(self):
+        self.messages: list[bytes] = []
+        self.hand_out: Callable[[EngineCoreOutputs], None] | None = None  # to the last sender
+        self.calls = {"received": self.received, "send": self.send, "same": self.same}
+        self.calls["refuse"] = self.refuse
+        self._decoder = Decoder(EngineMessage, 2**24)
+
+    def received(self) -> list[bytes]:
+        return self.messages
+
+    def send(self, *frames: bytes) -> None:
+        """Sends encoded EngineCoreOutputs to the client whose message came last, if any has."""
+        if self.hand_out is not None:
+            self.hand_out(self._decoder.decode(frames))
+
+    def same(self, *args) -> list:
+        return list(args)
+
+    def refuse(self, error_type: str, *args) -> None:
+        raise getattr(errors, error_type)(*args)
 
 
 def raise_once(executor: TroubledExecutor, owner: type, name: str) -> None:
@@ -153,4 +211,5 @@ def state_of(process: Path) -> str:
 
 
 if __name__ == "__main__":
+    record_messages()
     leave(main(make_executor=TroubledExecutor))

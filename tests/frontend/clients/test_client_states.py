@@ -183,7 +183,9 @@ def test_errors_of_the_utilities_that_change_the_engine(open_driver):
 
 
 def test_a_death_ends_a_wait(open_driver):
-    driver = open_driver(hf_overrides={"raise_at_step": 3}, engine_restarts=0)
+    # slow steps: the call waits before the engine fails
+    overrides = {"raise_at_step": 3, "delay_s": 0.05}
+    driver = open_driver(hf_overrides=overrides, engine_restarts=0)
     driver.client.add_request(long_requests(1)[0])
     with pytest.raises(EngineDeadError, match="scripted failure"):
         driver.call("pause", "wait")

@@ -15,6 +15,7 @@ import time
 
 import psutil
 import pytest
+from quire.frontend.clients import mp_client
 from quire.frontend.clients.mp_client import MAX_QUEUED_OUTPUTS, MPClient
 from quire.ipc.errors import (
     EngineDeadError,
@@ -28,6 +29,7 @@ from quire.tests.fake_engine import COMMAND, daemon, is_gone, stop, wait_until
 from quire.tests.fakes import make_config
 
 LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=250))
+SHORT = EngineCoreRequest("short", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=9))
 CAUSE = "was killed by SIGKILL"
 
 
@@ -57,6 +59,53 @@ def kill_later(pid: int, delay_s: float = 0.2) -> list[float]:
 
     threading.Thread(target=kill).start()
     return killed_at
+
+
+# ---------------------------------------------------------------- numbers of messages
+
+
+def test_a_message_that_comes_twice_counts_once(monkeypatch):
+    again: list = []
+
+    def receive_twice(pull) -> list | None:
+        if again:
+            return again.pop()
+        frames = receive(pull)
+        again.extend([] if frames is None else [frames])
+        return frames
+
+    receive, has_message = mp_client.receive, mp_client.has_message
+    monkeypatch.setattr(mp_client, "has_message", lambda pull: again or has_message(pull))
+    monkeypatch.setattr(mp_client, "receive", receive_twice)
+    client = open_client()
+    client.add_request(SHORT)
+    tokens: list[int] = []
+    while len(tokens) < SHORT.sampling_params.max_tokens:
+        outputs = client.get_output()
+        assert outputs.first_indices == [len(tokens)]
+        tokens += outputs.token_ids
+    assert client.call_utility("ping") == "pong"  # its answer comes twice, too
+    assert client.num_bad_frames >= len(tokens) - 1
+    client.shutdown()
+
+
+def test_a_message_that_is_lost_ends_the_engine(monkeypatch):
+    num_received = 0
+
+    def receive(pull) -> list | None:
+        nonlocal num_received
+        frames = receive_all(pull)
+        num_received += frames is not None
+        return None if num_received == 3 else frames
+
+    receive_all = mp_client.receive
+    monkeypatch.setattr(mp_client, "receive", receive)
+    client = open_client()
+    client.add_request(LONG)
+    with pytest.raises(EngineDeadError, match="messages of the engine were lost on their way"):
+        for _ in range(300):
+            client.get_output()
+    client.shutdown()
 
 
 # ---------------------------------------------------------------- the engine dies

@@ -11,20 +11,19 @@ Each side learns from the end of the connection that the other is gone.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import os
 import socket
 import struct
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from .errors import EngineStartError, InvalidParameterError, QuireError
+from .errors import EngineStartError, InvalidParameterError
 from .messages import PROTOCOL, Attach, Served, TurnedAway
+from .socket_files import directory_lock
 from .sockets import Wire, ipc_path
 
 TOKEN_VARIABLE = "QUIRE_TOKEN_FILE"
@@ -166,8 +165,7 @@ def bind_door(address: str, *, is_for_all_users: bool = False) -> socket.socket:
     path = ipc_path(address, "listen")
     if not path.parent.is_dir():
         raise InvalidParameterError("listen", f"{path.parent} is not a directory")
-    # two daemons that start at the same time must not both take the address
-    with _directory_lock(path.parent):
+    with directory_lock(path.parent):
         if path.exists() and not path.is_socket():
             raise InvalidParameterError("listen", f"{path} is a file, not a socket")
         if (pid := listener_pid(path)) is not None:
@@ -260,21 +258,3 @@ def answer(visitor: socket.socket, message: Served | TurnedAway) -> None:
 
 def _socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-@contextmanager
-def _directory_lock(path: Path, timeout_s: float = 5.0):
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise QuireError(f"{path} is locked by another process") from error
-                time.sleep(0.02)
-        yield
-    finally:
-        os.close(fd)

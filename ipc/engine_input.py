@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import zmq
@@ -44,6 +43,7 @@ from .messages import (
     UtilityCall,
 )
 from .process import SignalPipe
+from .socket_files import SocketFile
 from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
 
 # consecutive messages of one client before signals and other clients are handled
@@ -156,7 +156,7 @@ class EngineInput:
         self._num_joined = 0
         self._num_own_descriptors = 0  # of a daemon without clients
         self._listener: socket.socket | None = None
-        self._listener_path: Path | None = None
+        self._listener_file: SocketFile | None = None
         self._token: bytes | None = None
         self._visitors: dict[socket.socket, float] = {}  # until when each may send its Attach
         self._served_doors: list[socket.socket] = []  # of clients that the closed thread served
@@ -182,7 +182,8 @@ class EngineInput:
 
         door, token: as of ipc/door.py.
         """
-        self._listener, self._listener_path, self._token = door, ipc_path(address), token
+        self._listener, self._token = door, token
+        self._listener_file = SocketFile(ipc_path(address))
         self._num_own_descriptors = num_open_descriptors()
         self._watch(door.fileno(), self._on_door)
 
@@ -415,9 +416,9 @@ class EngineInput:
     def _close_listener(self) -> None:
         for visitor in list(self._visitors):
             self._dismiss(visitor)
-        if self._listener is not None and self._listener_path is not None:
+        if self._listener is not None and self._listener_file is not None:
             self._unwatch(self._listener.fileno())
-            self._listener_path.unlink(missing_ok=True)
+            self._listener_file.remove()
             self._listener.close()
             self._listener = None
 
@@ -448,6 +449,6 @@ class EngineInput:
 
         The kernel releases the rest.
         """
-        if self._listener is not None and self._listener_path is not None:
-            self._listener_path.unlink(missing_ok=True)
+        if self._listener is not None and self._listener_file is not None:
+            self._listener_file.remove()
         os._exit(exit_code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import gc
 import logging
@@ -25,6 +26,7 @@ import uvicorn
 from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
+from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
@@ -38,6 +40,7 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 tell = functools.partial(announce, logger, "quire serve")
+BACKLOG = 2048  # connections that wait to be accepted
 OTHER_FILES = 128  # files that a process has open besides its connections
 
 
@@ -50,6 +53,7 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
     configure_logging(logging.INFO, config.log_format)
     check_certificate(config)
     listener = open_port(config)
+    socket_file = None if config.uds is None else SocketFile(Path(config.uds))
     # start and end are logged here
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if isinstance(args, list):
@@ -78,8 +82,8 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
     try:
         server.run(sockets=[listener])
     finally:
-        if config.uds is not None:
-            Path(config.uds).unlink(missing_ok=True)
+        if socket_file is not None:
+            socket_file.remove()
     if server.failure is not None:
         raise server.failure
     return 0
@@ -128,16 +132,13 @@ def open_port(config: ServerConfig) -> socket.socket:
     path, host, port = config.uds, config.host, config.port
     try:
         if path is not None:
-            listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            if Path(path).is_socket() and not is_listening(path):
-                Path(path).unlink()
-            listener.bind(path)
+            listener = bind_socket_file(Path(path))
         else:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             listener = socket.socket(family, socket.SOCK_STREAM)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((host, port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         is_unknown = isinstance(error, socket.gaierror)
         name = "uds" if path is not None else "host" if is_unknown else "port"
@@ -148,9 +149,25 @@ def open_port(config: ServerConfig) -> socket.socket:
     return listener
 
 
+def bind_socket_file(path: Path) -> socket.socket:
+    """Listens before it lets go of the lock, so that another process sees it."""
+    with directory_lock(path.absolute().parent):
+        if path.is_socket() and not is_listening(str(path)):
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            listener.listen(BACKLOG)
+        except BaseException:
+            listener.close()
+            raise
+    return listener
+
+
 def is_listening(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        return client.connect_ex(path) == 0
+        client.setblocking(False)  # a listener whose queue is full would not answer
+        return client.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def raise_open_files_limit(max_connections: int) -> None:
@@ -241,7 +258,10 @@ class Server(uvicorn.Server):
                 state.engine.client.begin_drain()
 
     def _on_hangup(self) -> None:
-        """SIGHUP: reads the key file again."""
+        """SIGHUP: reads the key file again. It never ends the server, also without a file."""
+        if self.state.server_config.api_key_file is None:
+            logger.warning("SIGHUP has no effect: there is no file of keys (--api-key-file)")
+            return
         try:
             self.state.keys.read()
         except InvalidParameterError as error:
@@ -250,8 +270,7 @@ class Server(uvicorn.Server):
             logger.info("the keys have been reloaded")
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.state.server_config.api_key_file is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._on_hangup)
         loading = asyncio.create_task(self._load())
         try:
             await super().serve(sockets)

@@ -414,6 +414,21 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+def test_a_server_on_a_socket_survives_sighup_and_leaves_its_successors_file(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "quire.sock"
+    with tempfile.TemporaryFile("w+") as log, server_writing_to(log, path) as (client, leaving):
+        leaving.send_signal(signal.SIGHUP)  # there is no file of keys
+        wait_until(lambda: "SIGHUP has no effect" in os.pread(log.fileno(), 10**6, 0).decode())
+        assert client.get("/health").status_code == 200
+        path.unlink()  # as an administrator who replaces a server does
+        with open_port(ServerConfig(uds=str(path))):
+            leaving.terminate()
+            assert leaving.wait(timeout=30) == 0
+            assert path.is_socket()
+
+
 def answers_ready(client: httpx.Client) -> bool:
     try:
         return client.get("/health/ready").status_code == 200

@@ -8,6 +8,7 @@ Must not know: what a sub-command does. Its module is imported only when it is s
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -84,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except OSError as error:  # a full disk behind `>`, a limit of the system
         _discard_output()
+        if error.errno == errno.EBADF and not error.filename:
+            return fail("standard output is closed", EXIT_FAILURE)
         where = f"{error.filename}: " if error.filename else ""
         return fail(f"{where}{error.strerror or error}", EXIT_FAILURE)
 
@@ -96,11 +99,18 @@ def _discard_output() -> None:
 
 def open_missing_streams() -> None:
     """Opens the null device for each standard stream that was closed when the program started
-    (cron, `>&-`). Python sets such a stream to None.
+    (cron, `>&-`), so that no file of the program takes its number. Python sets such a stream to
+    None. Writing to standard output stays an error, as it is for every file that is closed.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, mode, flags in (
+        ("stdin", "r", os.O_RDONLY),
+        ("stdout", "w", os.O_RDONLY),
+        ("stderr", "w", os.O_WRONLY),
+    ):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            number = os.open(os.devnull, flags)
+            os.set_inheritable(number, True)  # an engine that is started needs it for the same
+            setattr(sys, name, open(number, mode))
 
 
 def run(argv: list[str]) -> int:

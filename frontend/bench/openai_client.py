@@ -77,10 +77,10 @@ class Outcome:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for a single token."""
+        """Seconds per token after the first; None for a single token, and for an empty answer."""
         return (
             (self.token_times[-1] - self.token_times[0]) / (self.num_output_tokens - 1)
-            if self.num_output_tokens > 1
+            if self.num_output_tokens > 1 and self.token_times  # usage may count hidden tokens
             else None
         )
 

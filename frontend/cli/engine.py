@@ -24,6 +24,7 @@ DESCRIPTION = (
 )
 COMMON = (
     "dtype",
+    "quantization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

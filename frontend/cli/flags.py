@@ -75,6 +75,7 @@ class Flag:
     positional: bool = False
     # the default comes from elsewhere: the model's recommendation, a random number
     decided_later: bool = False
+    topic: str = ""  # names a group of the full help
 
     @property
     def option(self) -> str:
@@ -131,8 +132,11 @@ REPLACE = Flag(
 
 
 def engine_flags(*, without: Collection[str] = ()) -> list[Flag]:
-    fields = config_fields().items()
-    return _flags_of({name: field for name, (_, field) in fields if name not in without})
+    fields = {name: found for name, found in config_fields().items() if name not in without}
+    return [
+        replace(flag, topic=fields[flag.name][0].removesuffix("_config"))
+        for flag in _flags_of({name: field for name, (_, field) in fields.items()})
+    ]
 
 
 def server_flags() -> list[Flag]:

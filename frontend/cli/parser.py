@@ -42,11 +42,16 @@ class Parser(argparse.ArgumentParser):
         )
 
     def add_flags(self, title: str, flags: Iterable[Flag], common: tuple[str, ...]) -> None:
-        """Adds a group of flags. Those not named in `common` appear under --help-all only."""
-        group = self.add_argument_group(title)
+        """Adds a group of flags. Those not named in `common` appear under --help-all only, which
+        shows a group for each topic.
+        """
         self.groups.append((title, list(flags)))
+        shown: dict[str, Any] = {}
         for flag in self.groups[-1][1]:
-            group.add_argument(
+            heading = f"{title}: {flag.topic}" if self.show_all and flag.topic else title
+            if heading not in shown:
+                shown[heading] = self.add_argument_group(heading)
+            shown[heading].add_argument(
                 *flag.options,
                 dest=flag.name,
                 default=argparse.SUPPRESS,

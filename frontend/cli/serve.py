@@ -32,6 +32,8 @@ COMMON = ("host", "port", "api_key")
 COMMON_ENGINE = (
     "served_model_name",
     "dtype",
+    "quantization",
+    "num_threads",
     "max_model_len",
     "max_num_seqs",
     "kv_cache_memory_bytes",

@@ -31,7 +31,7 @@ from .values import plain_type
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
-COMMON_ENGINE = ("model", "dtype", "seed", "engine")
+COMMON_ENGINE = ("model", "dtype", "quantization", "num_threads", "seed", "engine")
 SEED_HELP = "Seed of the random numbers: the same seed, prompts and flags give the same tokens."
 
 LORA = Flag("lora", str | None, None, "Directory of a LoRA adapter, which every prompt uses.")
@@ -81,17 +81,33 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
         from ..llm_engine import LLMEngine
 
         engine_args = EngineArgs(**arguments)
-        notice = Dim(sys.stderr)(f"loading {engine_args.model} ...") if sys.stderr.isatty() else ""
-        print(notice, end="\r" if notice else "", file=sys.stderr, flush=True)
-        with naming_sources(args.settings), plan_beneath(engine_args, given(args, engine_flags())):
+        with (
+            loading_notice(engine_args.model),
+            naming_sources(args.settings),
+            plan_beneath(engine_args, given(args, engine_flags())),
+        ):
             engine = LLMEngine.from_engine_args(engine_args, engine=kind)
     try:
         if lora_request is not None:
             engine.add_lora(lora_request)
-        print("\x1b[K" if notice else "", end="", file=sys.stderr, flush=True)
         yield engine
     finally:
         engine.shutdown()
+
+
+@contextmanager
+def loading_notice(model: str) -> Iterator[None]:
+    """Shows a line on stderr, if that is a terminal, until the context ends in whatever way; then
+    the line is empty again, also of the ^C that a terminal shows.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(Dim(sys.stderr)(f"loading {model} ..."), end="\r", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def lora_of(args: argparse.Namespace) -> LoRARequest | None:

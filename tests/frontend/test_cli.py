@@ -91,8 +91,13 @@ def test_help_shows_the_most_used_flags_and_help_all_all_of_them(
                 if flag not in ("--help", "--help-all", "--config", "--print-config")
             ]
         )
-        <= 11
+        <= 13
     )
+    assert "\n  --quantization" in short and "\n  --num-threads" in short
+    topics = ("model", "load", "cache", "scheduler", "lora", "device", "service")
+    headings = [f"\nengine: {topic}:\n" for topic in topics]
+    assert [heading for heading in headings if heading not in full] == []
+    assert "\nengine:\n" in short and "\nengine: " not in short
     assert "\n  --dtype {auto,bfloat16,float32,float16}" in short
     if module is generate:
         missing = [

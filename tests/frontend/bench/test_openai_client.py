@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from quire.frontend.bench.http_client import HttpClient
+from quire.frontend.bench.load import LoadReport
 from quire.frontend.bench.openai_client import (
+    NO_TOKENS,
     Outcome,
     RequestOptions,
     StreamReader,
@@ -16,6 +18,8 @@ from quire.frontend.bench.openai_client import (
     first_model,
     stream_request,
 )
+from quire.frontend.bench.report import format_results, results_as_json
+from quire.frontend.bench.statistics import summarize_run
 from quire.tests.scripted_server import (
     DIE,
     HANG,
@@ -247,6 +251,18 @@ def test_times_of_an_outcome() -> None:
     single = Outcome(start=10.0, num_output_tokens=1, token_times=[11.0], end=11.0)
     assert (single.ttft, single.tpot, single.itls) == (1.0, None, [])
     assert Outcome(start=10.0).ttft is None
+
+
+def test_an_empty_answer_whose_usage_counts_tokens_has_no_time_per_token() -> None:
+    """As that of a model that thinks where nobody sees it."""
+    outcome = Outcome(start=10.0, num_output_tokens=5, end=13.0, failure=NO_TOKENS)
+    assert (outcome.tpot, outcome.ttft, outcome.itls) == (None, None, [])
+    results = summarize_run([outcome], 3.0, {"tpot": 0.05, "ttft": 1.0})
+    assert (results.num_good, results.num_failures) == (0, 1)
+    report = LoadReport([outcome], start=10.0, duration_s=3.0, client_cpu_s=0.0)
+    [row] = results_as_json(report, results)["requests"]
+    assert (row["tpot_s"], row["num_output_tokens"]) == (None, 5)
+    assert "failed requests" in format_results(report, results, {"tpot": 0.05})
 
 
 def test_the_time_of_a_chunk_is_that_of_its_bytes() -> None:

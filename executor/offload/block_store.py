@@ -24,7 +24,6 @@ import fcntl
 import logging
 import mmap
 import os
-import stat
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,8 @@ from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ...ipc.own_files import UntrustedFileError, open_own
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,8 @@ class BlockStore:
         is taken as it is used. `identity`: 32 bytes for all that blocks depend on.
         `tracks_changes`: for take_changes.
 
-        A file that is damaged, or of another identity, is emptied, which is logged. One with
+        A file that is damaged, or of another identity, is emptied, and one that is not this user's
+        own (ipc/own_files.py) is made again, which is logged. One with
         another number of places keeps it. Raises StoreError, OSError.
         """
         self.path = path
@@ -416,13 +418,16 @@ def _open(path: Path | None) -> int:
     if path is None:
         return os.memfd_create("quire-kv-offload", os.MFD_CLOEXEC)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    fd = os.open(path, flags, 0o600)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        os.close(fd)
-        raise StoreError(f"{path} is not a file of this user")
-    return fd
+    flags = os.O_RDWR | os.O_CREAT
+    try:
+        return open_own(path, flags)
+    except UntrustedFileError as error:
+        logger.warning("%s; it is not read, and made again", error)
+    try:
+        path.unlink()
+        return open_own(path, flags)
+    except OSError as error:
+        raise StoreError(f"{path} cannot be made again: {error}") from error
 
 
 def _checksum(name: bytes, buffers: Buffers) -> int:

@@ -50,7 +50,7 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
         return []
     try:
         cache = PackedCache.of(config)
-        if cache is not None and not cache.path.exists():
+        if cache is not None and not cache.may_be_read():
             cache = None
         files = weight_files(Path(config.model_config.model)) if cache is None else [cache.path]
         num_stored = sum(path.stat().st_size for path in files)

@@ -6,17 +6,13 @@ Must not know: GGUF files, scores, the tokenizers library.
     <SHA-256 of the pieces>.merges
         SHA-256 of the rest; the indices of all left pieces, then of all right ones, 4 bytes each
 
-An entry that is damaged is ignored and written again. A writer renames a file of its own, so
-readers see whole files.
+An entry that is damaged, or not this user's own (ipc/own_files.py), is ignored and written again.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import sys
-import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -25,10 +21,12 @@ from typing import Any
 
 import msgspec
 
+from ..own_files import UntrustedFileError, read_own, replace_own
 from ..user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 LAYOUT = b"2"
+MOST_BYTES = 2**28  # of an entry; half a million merges take 4 MiB
 LEAST_PIECES = 2**16  # the merges of smaller vocabularies are found in less than 0.2 s
 
 
@@ -85,8 +83,11 @@ def find_merges(pieces: Sequence[str]) -> Merges:
 def _read(path: Path, pieces: Sequence[str]) -> Merges | None:
     """None if there is no entry, or none that can be used, which is logged."""
     try:
-        content = path.read_bytes()
+        content = read_own(path, MOST_BYTES)
     except FileNotFoundError:
+        return None
+    except UntrustedFileError as error:
+        logger.warning("%s; it is not read, and written again", error)
         return None
     except OSError as error:
         logger.warning("%s: cannot be read: %s", path, error)
@@ -111,15 +112,7 @@ def _write(path: Path, merges: Merges) -> None:
         lefts.byteswap()
         rights.byteswap()
     rest = lefts.tobytes() + rights.tobytes()
-    name = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(".writing", path.name, path.parent)
-        with open(descriptor, "wb") as file:
-            file.write(sha256(rest).digest() + rest)
-        os.replace(name, path)
+        replace_own(path, lambda file: file.writelines([sha256(rest).digest(), rest]))
     except OSError as error:
         logger.info("%s: not kept: %s", path, error)
-        if name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(name)

@@ -234,13 +234,10 @@ def test_a_disk_that_fails_is_no_end(tmp_path, caplog, monkeypatch):
 def test_what_cannot_be_used_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(StoreError, match="no block of 6000 bytes fits"):
         plan_layout(BLOCK_BYTES, 10_000)
-    (tmp_path / "link.kv").symlink_to(tmp_path / "store.kv")
-    with pytest.raises(OSError):
-        open_store(tmp_path / "link.kv")
     with pytest.raises(OSError):
         open_store(tmp_path)
     monkeypatch.setattr(block_store.os, "geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(StoreError, match="is not a file of this user"):
+    with pytest.raises(StoreError, match="cannot be made again: .* belongs to user"):
         open_store(tmp_path / "other.kv")
 
 

@@ -5,14 +5,13 @@ Must not know: torch, the engine, the effect of a resolved value.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 from msgspec import inspect
 
-from ..ipc.checks import closest
+from ..ipc.checks import unknown_argument
 from ..ipc.config import EngineConfig, config_fields
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
@@ -68,7 +67,7 @@ class EngineArgs:
             if name in fields:
                 setattr(self, name, _checked(name, value, fields[name][1]))
             elif not vllm_arguments.accept(name, value):
-                raise InvalidParameterError(name, _unknown(name, fields))
+                raise InvalidParameterError(name, unknown_argument(name, fields))
         for name, (_, field) in fields.items():
             if not hasattr(self, name):
                 setattr(self, name, _default(field))
@@ -176,13 +175,6 @@ def replace(section: Any, **changes: Any) -> Any:
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:
     return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-
-
-def _unknown(name: str, fields: Iterable[str]) -> str:
-    near = closest(name, fields)
-    return (
-        f"there is no such argument; did you mean {near}?" if near else "there is no such argument"
-    )
 
 
 def _checked(name: str, value: Any, field: msgspec.structs.FieldInfo) -> Any:

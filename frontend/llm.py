@@ -5,12 +5,14 @@ Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
+
+import msgspec
 
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
-from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, require_sampling
 from .arguments import vllm_arguments
 from .arguments.engine_arguments import EngineArguments
 from .clients.guard import Guard
@@ -130,10 +132,67 @@ class LLM(BlockingCalls):
         with self._turn:
             requests = self._process(several, params, priorities, loras)
             outputs = self._run(requests, use_tqdm, trace_headers)
-        if len(outputs) == 1 and (parameter := outputs[0].error_parameter) is not None:
-            problem = (outputs[0].error or "").removeprefix(f"{parameter}: ")
-            raise InvalidParameterError(parameter, problem)
+        if len(outputs) == 1 and outputs[0].error_parameter is not None:
+            raise _refusal(outputs[0])
         return outputs
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        trace_headers: dict[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Returns an iterator over what is new of one prompt's outputs, as soon as it is there:
+
+            for output in llm.stream("Once upon a time"):
+                print(output.outputs[0].text, end="", flush=True)
+
+        The parameters are those of `generate`; output_kind is DELTA. Raises InvalidParameterError
+        at once. Other calls that generate raise RuntimeError until the iterator is read to its end
+        or closed, which aborts the request; leaving the loop closes it. Any thread may read it.
+        """
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        delta = RequestOutputKind.DELTA
+        params = msgspec.structs.replace(require_sampling(params), output_kind=delta)
+        with self._turn:
+            self._require_idle()
+            request = self.llm_engine.process_inputs(
+                str(self._num_requests),
+                prompt,
+                params,
+                priority=priority,
+                lora_request=lora_request,
+            )
+            self._num_requests += 1
+            for adapter in to_reload([lora_request]):
+                self.llm_engine.add_lora(adapter)
+        return self._read_stream(request, trace_headers)
+
+    def _read_stream(
+        self, request: ProcessedRequest, trace_headers: dict[str, str] | None
+    ) -> Iterator[RequestOutput]:
+        """Submits the request when it is read first, since an iterator that never was is not
+        closed.
+        """
+        with self._turn:
+            self._require_idle()
+            self.llm_engine.submit(request, trace_headers)
+        try:
+            while self.llm_engine.has_unfinished_requests():
+                with self._turn:
+                    outputs = self.llm_engine.step()
+                for output in outputs:
+                    assert isinstance(output, RequestOutput)  # of what was submitted here
+                    if output.error_parameter is not None:
+                        raise _refusal(output)
+                    yield output
+        finally:
+            if self.llm_engine.has_unfinished_requests():
+                with self._turn:
+                    self.llm_engine.abort_request(request.request_id)
 
     def _process(
         self,
@@ -224,7 +283,7 @@ class LLM(BlockingCalls):
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: str | Sequence[Message] | Sequence[str | Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
@@ -238,7 +297,8 @@ class LLM(BlockingCalls):
         tokenization_kwargs: dict[str, Any] | None = None,
         mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Returns one answer per conversation; `messages` is one conversation or several.
+        """Returns one answer per conversation; `messages` is one conversation or several. Text
+        alone stands for a conversation of one message, the user's.
 
         For the other parameters see `generate` and Tokenizer.apply_chat_template.
         """
@@ -248,10 +308,12 @@ class LLM(BlockingCalls):
             raise InvalidParameterError(
                 "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"
             )
-        is_one = bool(messages) and isinstance(messages[0], dict)
+        is_one = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], dict))
         conversations: Any = [messages] if is_one else messages
         prompts = []
         for conversation in conversations:
+            if isinstance(conversation, str):
+                conversation = [{"role": "user", "content": conversation}]
             text = tokenizer.apply_chat_template(
                 list(conversation),
                 tools=tools,
@@ -311,8 +373,8 @@ class LLM(BlockingCalls):
         self._pool(
             several, params, pooling_task, found.__setitem__, use_tqdm, prompt_name, trace_headers
         )
-        if len(found) == 1 and (parameter := found[0].error_parameter) is not None:
-            raise InvalidParameterError(parameter, found[0].error.removeprefix(f"{parameter}: "))
+        if len(found) == 1 and found[0].error_parameter is not None:
+            raise _refusal(found[0])
         return found
 
     @overload
@@ -435,8 +497,8 @@ class LLM(BlockingCalls):
     def _require_idle(self) -> None:
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError(
-                "requests that were added through llm_engine are unfinished: step it until they "
-                "end, or abort them"
+                "requests of llm_engine or a stream are unfinished: step the engine until they "
+                "end, or abort them; read the stream to its end, or close it"
             )
 
     def _run(
@@ -465,3 +527,9 @@ class LLM(BlockingCalls):
         finally:
             progress.close()
         return [finished[request.request_id] for request in requests]
+
+
+def _refusal(output: RequestOutput | PoolingRequestOutput) -> InvalidParameterError:
+    """The error of a request of which the engine refused a parameter."""
+    parameter = output.error_parameter or ""
+    return InvalidParameterError(parameter, (output.error or "").removeprefix(f"{parameter}: "))

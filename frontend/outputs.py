@@ -5,7 +5,8 @@ Must not know: messages, tokenizers, how an output is produced (output_processor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -91,8 +92,18 @@ def _between(begin_ts: float, end_ts: float) -> float | None:
     return end_ts - begin_ts if begin_ts and end_ts else None
 
 
+class AsDict:
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps, also those of the objects within."""
+        values = asdict(self)  # type: ignore[call-overload]  # of a dataclass
+        values.pop("kind_is_delta", None)
+        return values
+
+
 @dataclass(slots=True)
-class CompletionOutput:
+class CompletionOutput(AsDict):
     """One continuation of the prompt.
 
     `token_ids` includes the stop token; `text` does not, unless include_stop_str_in_output.
@@ -124,7 +135,7 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(AsDict):
     """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or its changes (DELTA:
     only completions that changed).
 

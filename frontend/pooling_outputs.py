@@ -9,7 +9,7 @@ lists of them, as vLLM has; `data` costs nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import QuireError
@@ -27,11 +27,18 @@ class PoolingOutput:
 
     data: np.ndarray
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result as plain values, for json.dumps, under the name of its property."""
+        return {"data": self.data.tolist()}
+
 
 class EmbeddingOutput(PoolingOutput):
     """The embedding of a text."""
 
     __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"embedding": self.embedding}
 
     @property
     def embedding(self) -> list[float]:
@@ -47,6 +54,9 @@ class ClassificationOutput(PoolingOutput):
 
     __slots__ = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        return {"probs": self.probs}
+
     @property
     def probs(self) -> list[float]:
         return self.data.tolist()
@@ -60,6 +70,9 @@ class ScoringOutput(PoolingOutput):
     """How well two texts match; data f4 [1]."""
 
     __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"score": self.score}
 
     @property
     def score(self) -> float:
@@ -94,6 +107,15 @@ class PoolingRequestOutput:
                 + (f": {self.error}" if self.error else "")
             )
         return self.result
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps, with `outputs` instead of `result`: None for
+        a request without one.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        result = values.pop("result")
+        values["metrics"] = None if self.metrics is None else asdict(self.metrics)
+        return values | {"outputs": None if result is None else result.to_dict()}
 
     def merge(self, newer: Any) -> None:
         """There is one output of a request that pools."""

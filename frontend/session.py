@@ -162,6 +162,13 @@ class SessionFace:
 
     session: RequestSession
 
+    def __repr__(self) -> str:
+        model = self.session.config.model_config
+        shown = {"model": model.served_model_name or model.model, "dtype": model.dtype}
+        shown |= {"quantization": model.quantization, "max_model_len": model.max_model_len}
+        given = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
+        return f"{type(self).__name__}({given})"
+
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.session.tokenizer

@@ -9,6 +9,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
+
 from .errors import InvalidParameterError
 
 INT64_MAX = 2**63 - 1  # the largest integer in a message
@@ -50,6 +52,26 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     import difflib  # costs every start a millisecond
 
     return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.75)), None)
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    near = closest(name, known)
+    return "there is no such argument" + (f"; did you mean {near}?" if near else "")
+
+
+class NamedArguments(type(msgspec.Struct)):
+    """The metaclass of parameters that users write: a name that the class does not have raises
+    InvalidParameterError with the nearest that it has. Decoding does not come here.
+    """
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except TypeError:
+            known: tuple[str, ...] = cls.__struct_fields__
+            for name in kwargs.keys() - set(known):
+                raise InvalidParameterError(name, unknown_argument(name, known)) from None
+            raise
 
 
 def is_int(value: object) -> bool:

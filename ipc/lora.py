@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import msgspec
 
-from .checks import INT64_MAX, require, require_int, require_kind, require_text
+from .checks import INT64_MAX, NamedArguments, require, require_int, require_kind, require_text
 
 MAX_LORA_NAME_LENGTH = 256
 MAX_LORA_PATH_LENGTH = 4096
 
 
-class LoRARequest(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False):
+class LoRARequest(
+    msgspec.Struct,
+    metaclass=NamedArguments,
+    array_like=True,
+    omit_defaults=True,
+    frozen=True,
+    gc=False,
+):
     """A LoRA adapter, under vLLM's names.
 
     Raises InvalidParameterError on construction and on decoding. Files are checked when the adapter

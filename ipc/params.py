@@ -16,6 +16,7 @@ import msgspec
 
 from .checks import (
     INT64_MAX,
+    NamedArguments,
     is_finite,
     is_int,
     require,
@@ -48,7 +49,13 @@ JSON_WHITESPACE = r"( |\n[ \t]{0,20})?"
 
 
 class StructuredOutputsParams(
-    msgspec.Struct, array_like=True, omit_defaults=True, frozen=True, gc=False, kw_only=True
+    msgspec.Struct,
+    metaclass=NamedArguments,
+    array_like=True,
+    omit_defaults=True,
+    frozen=True,
+    gc=False,
+    kw_only=True,
 ):
     """Constrains the whole output; exactly one of the first five fields is given. vLLM's names.
 
@@ -123,6 +130,7 @@ STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 class SamplingParams(
     msgspec.Struct,
+    metaclass=NamedArguments,
     tag="sampling",
     array_like=True,
     omit_defaults=True,
@@ -371,6 +379,7 @@ MAY_BE_NONE = frozenset(
 
 class PoolingParams(
     msgspec.Struct,
+    metaclass=NamedArguments,
     tag="pooling",
     array_like=True,
     omit_defaults=True,

@@ -102,7 +102,7 @@ REFUSED = {
     "structured output",
     ("stop", "detokenize"): "stop: needs detokenize=True: stop strings are found in the text",
 } | {
-    ("beam_width", "max_tokens", name): f"Unexpected keyword argument '{name}'"
+    ("beam_width", "max_tokens", name): f"{name}: there is no such argument"
     for name in (
         "n",
         "logprobs",

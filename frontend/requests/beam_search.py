@@ -16,15 +16,15 @@ from typing import Literal
 
 import msgspec
 
-from ...ipc.checks import INT64_MAX, is_finite, require, require_int, require_kind
+from ...ipc.checks import INT64_MAX, NamedArguments, is_finite, require, require_int, require_kind
 from ...ipc.config import ModelConfig
 from ...ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
-from ..outputs import PositionLogprobs, RequestOutput
+from ..outputs import AsDict, PositionLogprobs, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 
 
-class BeamSearchParams(msgspec.Struct, frozen=True):
+class BeamSearchParams(msgspec.Struct, metaclass=NamedArguments, frozen=True):
     """Parameters of a beam search. Raises InvalidParameterError on construction.
 
     A finished beam's score is its log-probability / (number of its output tokens **
@@ -60,7 +60,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class BeamSearchSequence:
+class BeamSearchSequence(AsDict):
     """One finished beam.
 
     `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` covers the output tokens.
@@ -76,7 +76,7 @@ class BeamSearchSequence:
 
 
 @dataclass(slots=True)
-class BeamSearchOutput:
+class BeamSearchOutput(AsDict):
     """The result: `sequences` has beam_width entries, best first. If the search failed, it is empty
     and `error` has the reason.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from quire import (
     LLM,
@@ -133,9 +135,62 @@ def test_a_dead_engine_raises(monkeypatch) -> None:
 def test_generate_is_refused_while_other_requests_run(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     llm.llm_engine.add_request("mine", "abc", PARAMS)
-    with pytest.raises(RuntimeError, match="llm_engine are unfinished"):
+    with pytest.raises(RuntimeError, match="a stream are unfinished"):
         llm.generate("abc", PARAMS)
     assert llm.llm_engine.get_num_unfinished_requests() == 1
+
+
+def test_a_stream_gives_what_is_new_and_ends_when_it_is_left(monkeypatch) -> None:
+    llm = make_llm(monkeypatch)
+    engine = llm.llm_engine
+    outputs = list(llm.stream("abcd", PARAMS))
+    [whole] = llm.generate("abcd", PARAMS, use_tqdm=False)
+    assert len(outputs) > 1 and [o.finished for o in outputs] == [
+        *[False] * (len(outputs) - 1),
+        True,
+    ]
+    token_ids = [token_id for o in outputs for token_id in o.outputs[0].token_ids]
+    text = "".join(o.outputs[0].text for o in outputs)
+    assert (token_ids, text) == (whole.outputs[0].token_ids, whole.outputs[0].text)
+    for _ in llm.stream("abcd", PARAMS):
+        with pytest.raises(RuntimeError, match="a stream are unfinished"):
+            llm.generate("ab", PARAMS, use_tqdm=False)
+        assert engine.get_num_unfinished_requests() == 1
+        break
+    assert not engine.has_unfinished_requests() and len(engine.client.aborted) == 1
+    never_read = llm.stream("abcd", PARAMS)
+    assert llm.generate("ab", PARAMS, use_tqdm=False)[0].finished
+    never_read.close()
+    with pytest.raises(InvalidParameterError, match="prompt"):
+        llm.stream([])
+    with pytest.raises(TypeError, match="must be SamplingParams"):
+        llm.stream("a", {"max_tokens": 1})
+    reader = ThreadPoolExecutor(1)  # as web frameworks read iterators
+    stream = llm.stream("abcd", PARAMS)
+    assert next(stream).outputs and reader.submit(next, stream).result(10).outputs
+    reader.submit(stream.close).result(10)
+    assert llm.generate("ab", PARAMS, use_tqdm=False)[0].finished
+
+
+def test_text_alone_is_a_conversation_of_one_message(monkeypatch) -> None:
+    llm = make_llm(monkeypatch)
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    options = {"chat_template": template, "use_tqdm": False}
+    conversation = [{"role": "system", "content": "s"}, {"role": "user", "content": "ab"}]
+    prompts = [
+        [output.prompt for output in llm.chat(messages, PARAMS, **options)]
+        for messages in ("ab", ["ab", "c"], ["ab", conversation], [conversation])
+    ]
+    one = "<user>ab"
+    assert prompts == [[one], [one, "<user>c"], [one, "<system>s<user>ab"], ["<system>s<user>ab"]]
+
+
+def test_what_is_printed_of_an_llm_names_its_model(monkeypatch) -> None:
+    llm = make_llm(monkeypatch)
+    config = llm.llm_engine.config.model_config
+    name = config.served_model_name or config.model
+    settings = f"model={name!r}, dtype={config.dtype!r}, max_model_len=64)"
+    assert (repr(llm), repr(llm.llm_engine)) == (f"LLM({settings}", f"LLMEngine({settings}")
 
 
 def test_progress_counts_requests_and_tokens(monkeypatch, capsys) -> None:

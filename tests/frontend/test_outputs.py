@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 
+from quire import BeamSearchOutput, BeamSearchSequence
 from quire.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 
@@ -55,6 +57,35 @@ def test_fields_have_vllms_names() -> None:
     ]
     assert not output("a", [1], delta=True).outputs[0].finished()
     assert output("a", [1], finish="stop", delta=True).outputs[0].finished()
+
+
+def test_an_output_as_a_dict_is_plain() -> None:
+    whole = output("ab", [5, 6], finish="stop", delta=False, logprobs=True)
+    whole.metrics = RequestMetrics(1.5)
+    plain = whole.to_dict()
+    assert list(plain) == [f.name for f in dataclasses.fields(whole) if f.name != "kind_is_delta"]
+    logprob = {"logprob": -0.5, "rank": 1, "decoded_token": "x"}
+    assert (
+        plain["outputs"]
+        == [whole.outputs[0].to_dict()]
+        == [
+            {
+                "index": 0,
+                "text": "ab",
+                "token_ids": [5, 6],
+                "cumulative_logprob": -2.0,
+                "logprobs": [{5: logprob}, {6: logprob}],
+                "finish_reason": "stop",
+                "stop_reason": None,
+            }
+        ]
+    )
+    assert plain["metrics"]["arrival_time"] == 1.5
+    assert json.loads(json.dumps(plain))["outputs"][0]["logprobs"][0] == {"5": logprob}
+    sequence = BeamSearchSequence([1, 2], [], -1.0, -0.5, "a")
+    beams = BeamSearchOutput([sequence])
+    assert beams.to_dict()["sequences"] == [sequence.to_dict()]
+    assert sequence.to_dict()["tokens"] == [1, 2]
 
 
 def test_merged_deltas_contain_all_unread_output() -> None:

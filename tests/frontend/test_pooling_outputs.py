@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from quire import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput
@@ -39,6 +41,21 @@ def test_each_task_has_its_class() -> None:
     score = converted(output("classify", VALUES[0, 1:2]), "score", VALUES[0, 1:2])
     assert type(score) is ScoringRequestOutput and score.outputs.score == 1.0
     assert score.request_id == "r" and score.prompt_token_ids == [1, 2]
+
+
+def test_a_result_as_a_dict_is_plain_and_under_the_name_of_its_task() -> None:
+    score = converted(output("classify", VALUES[0, 1:2]), "score", VALUES[0, 1:2])
+    for found, named in (
+        (output("embed", VALUES[0]), {"embedding": [0.0, 1.0, 2.0]}),
+        (output("classify", VALUES[1]), {"probs": [3.0, 4.0, 5.0]}),
+        (output("token_embed", VALUES), {"data": VALUES.tolist()}),
+        (score, {"score": 1.0}),
+        (output("embed", None, FinishReason.ABORT), None),
+    ):
+        plain = found.to_dict()
+        assert json.loads(json.dumps(plain)) == plain
+        assert (plain["outputs"], plain["request_id"], "result" in plain) == (named, "r", False)
+        assert plain["metrics"]["arrival_time"] == 0.0
 
 
 def test_data_is_a_view_that_nobody_changes() -> None:

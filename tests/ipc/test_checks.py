@@ -5,7 +5,15 @@ through the parameters.
 import math
 
 import pytest
-from quire import InvalidParameterError
+from quire import (
+    BeamSearchParams,
+    EngineArgs,
+    InvalidParameterError,
+    LoRARequest,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 from quire.ipc import checks
 
 
@@ -16,6 +24,34 @@ def problem(check, *args) -> str | None:
         assert error.parameter == "name"
         return error.problem
     return None
+
+
+@pytest.mark.parametrize(
+    ("params", "arguments", "near"),
+    [
+        (SamplingParams, {"temprature": 1}, "temperature"),
+        (SamplingParams, {"max_token": 1}, "max_tokens"),
+        (PoolingParams, {"dimension": 3}, "dimensions"),
+        (StructuredOutputsParams, {"regexp": "a"}, "regex"),
+        (BeamSearchParams, {"beam_width": 1, "max_tokens": 1, "ignore_eot": True}, "ignore_eos"),
+        (LoRARequest, {"lora_name": "a", "lora_int_id": 1, "lora_paht": "b"}, "lora_path"),
+        (EngineArgs, {"max_model_length": 5}, "max_model_len"),
+    ],
+)
+def test_a_misspelled_argument_names_the_nearest(params, arguments: dict, near: str) -> None:
+    wrong = next(reversed(arguments))
+    words = f"^{wrong}: there is no such argument; did you mean {near}\\?$"
+    with pytest.raises(InvalidParameterError, match=words):
+        params(**arguments)
+
+
+def test_other_errors_of_a_call_stay_type_errors() -> None:
+    with pytest.raises(InvalidParameterError, match="^frobnicate: there is no such argument$"):
+        SamplingParams(frobnicate=1)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(1)
+    with pytest.raises(TypeError, match="lora_path"):
+        LoRARequest("a", 1)
 
 
 def test_integers_and_their_ranges_in_words() -> None:

@@ -17,6 +17,7 @@ import zmq
 from .codec import BadFrameError, Decoder, Encoder
 from .door import TOKEN_VARIABLE, ask, connect_door, farewell, peer_of, read_token
 from .errors import EngineStartError
+from .machine import descriptor_limit, num_free_descriptors, num_open_descriptors
 from .messages import ClientMessage, EngineMessage, Shutdown
 from .process import EngineProcess
 from .sockets import (
@@ -33,13 +34,24 @@ if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs do not need
     import asyncio
 
 
+# Of this process for an engine: sockets, what ZMQ makes for them, and the child's pipes. Without
+# one of its own, ZMQ ends the process.
+NUM_DESCRIPTORS = 24
+
+
 class Connection:
     """Owns the sockets and the engine's process, or the connection to a daemon's door.
 
-    Does not refer to the client, which can therefore be garbage-collected.
+    Does not refer to the client, which can therefore be garbage-collected. Raises EngineStartError
+    if this process may not open enough descriptors.
     """
 
     def __init__(self, max_message_bytes: int):
+        if num_free_descriptors() < NUM_DESCRIPTORS:
+            raise EngineStartError(
+                f"too many open files: {num_open_descriptors()} of {descriptor_limit()} "
+                f"(ulimit -n), and an engine takes {NUM_DESCRIPTORS}"
+            )
         self.owner_pid = os.getpid()
         self.wire, secret_key = make_wire()
         self.context = make_context()

@@ -204,3 +204,7 @@ def raise_descriptor_limit() -> None:
 
 def num_open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def num_free_descriptors() -> int:
+    return descriptor_limit() - num_open_descriptors()

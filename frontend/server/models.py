@@ -32,7 +32,7 @@ from ...ipc.machine import free_memory_bytes
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from ..model_info.plan import Plan
-from .http.errors import ENGINE_GONE, ApiError
+from .http.errors import ENDS, ENGINE_GONE, ApiError
 from .state import Loading, ServerState, shutting_down
 
 logger = logging.getLogger(__name__)
@@ -281,13 +281,15 @@ class Models:
             slot.phase = "unloaded"
             if engine is not None:
                 await engine.shutdown_async()
-            if not isinstance(error, QuireError):
+            if isinstance(error, ENDS):
                 raise
             slot.state.loading.error = str(error)
-            logger.error("%s could not be loaded: %s", slot.name, error)
+            unexpected = None if isinstance(error, QuireError) else error
+            logger.error("%s could not be loaded: %s", slot.name, error, exc_info=unexpected)
+            cause = str(error) if unexpected is None else "the server's log has the cause"
             raise ApiError(
                 503,
-                f"The model {slot.name!r} could not be loaded: {error}",
+                f"The model {slot.name!r} could not be loaded: {cause}",
                 code="model_load_failed",
             ) from error
         finally:

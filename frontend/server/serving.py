@@ -21,9 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
+import msgspec
 import uvicorn
 
-from ...ipc.errors import InvalidParameterError, QuireError
+from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
 from ...ipc.socket_files import SocketFile, directory_lock
@@ -31,8 +32,9 @@ from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
 from .config import ServerConfig
-from .http.errors import ApiError
-from .http.protocol import SPARE_CONNECTIONS, Protocol
+from .http.acceptor import SPARE_CONNECTIONS, AcceptingServer, most_connections
+from .http.errors import ENDS, ApiError
+from .http.protocol import Protocol
 from .http.write_batch import WriteBatch
 from .models import Models
 from .served_models import ServedModel, make_models
@@ -41,7 +43,7 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 tell = functools.partial(announce, logger, "quire serve")
 BACKLOG = 2048  # connections that wait to be accepted
-OTHER_FILES = 128  # files that a process has open besides its connections
+OTHER_FILES = 128  # files and sockets of an engine that a process has besides its connections
 
 
 def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: str) -> int:
@@ -52,6 +54,7 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
     """
     configure_logging(logging.INFO, config.log_format)
     check_certificate(config)
+    config = msgspec.structs.replace(config, max_connections=allowed_connections(config))
     listener = open_port(config)
     socket_file = None if config.uds is None else SocketFile(Path(config.uds))
     # start and end are logged here
@@ -78,7 +81,6 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
         )
     if ignores_interrupts():
         tell(INTERRUPTS_IGNORED)
-    raise_open_files_limit(config.max_connections)
     try:
         server.run(sockets=[listener])
     finally:
@@ -170,26 +172,31 @@ def is_listening(path: str) -> bool:
         return client.connect_ex(path) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
-def raise_open_files_limit(max_connections: int) -> None:
-    """Raises the limit of open files to the number of connections.
-
-    If the system does not allow it, further connections would be dropped without a response.
+def allowed_connections(config: ServerConfig) -> int:
+    """Raises the limit of open files to what `max_connections` needs. Returns the number of
+    connections that the limit then allows, which may be smaller; the log says so.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + SPARE_CONNECTIONS + OTHER_FILES
+    wanted = most_connections(config.max_connections) + OTHER_FILES
+    most = config.max_connections
     if hard != resource.RLIM_INFINITY and wanted > hard:
+        num_left = hard - min(OTHER_FILES, hard // 2)
+        most = min(most, max(1, num_left - min(SPARE_CONNECTIONS, num_left // 4 + 1)))
         logger.warning(
-            "max_connections=%d needs %d open files, the system allows %d (ulimit -Hn)",
-            max_connections,
+            "at most %d connections: max_connections=%d needs %d open files, the system allows %d "
+            "(ulimit -Hn)",
+            most,
+            config.max_connections,
             wanted,
             hard,
         )
         wanted = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return most
 
 
-class Server(uvicorn.Server):
+class Server(AcceptingServer):
     """uvicorn with the lifecycle of the engine.
 
     `failure`: why there is no engine, or no longer.
@@ -227,7 +234,8 @@ class Server(uvicorn.Server):
                 ssl_keyfile=config.ssl_keyfile,
                 ssl_ca_certs=config.ssl_ca_certs,
                 ssl_cert_reqs=config.ssl_cert_reqs,
-            )
+            ),
+            config,
         )
         self.state = state
         self.models = models
@@ -349,15 +357,25 @@ class Server(uvicorn.Server):
             await self.state.loras.load_modules(engine, self.state.server_config.lora_modules)
             # rejects templates and parsers that this model does not have
             self.state.set_engine(engine)
-        except QuireError as error:
-            self.state.loading.error = str(error)
-            self.failure = error
-            self.should_exit = True
+        except ENDS:
+            raise
+        except BaseException as error:
+            self._fail_start(error)
             if engine is not None:
                 await engine.shutdown_async()
             return
         settle(gives_way=self._engine != "inproc")
         tell(f"ready: {self.state.model_name}")
+
+    def _fail_start(self, error: BaseException) -> None:
+        """Ends the server with the cause, of whatever class it is."""
+        if not isinstance(error, QuireError):
+            logger.error("the start failed", exc_info=error)
+            cause = f"the start failed: {type(error).__name__}: {error}"
+            error = EngineStartError(cause).with_traceback(error.__traceback__)
+        self.state.loading.error = str(error)
+        self.failure = error
+        self.should_exit = True
 
 
 def settle(*, gives_way: bool = True) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -176,3 +177,10 @@ def test_attach_gives_up_on_the_file_of_a_dead_daemon(connection, tmp_path):
         door.bind(str(tmp_path / "door"))
     with pytest.raises(EngineStartError, match="no engine listens"):
         connection.attach(f"ipc://{tmp_path}/door")
+
+
+def test_without_descriptors_there_is_an_error_where_zmq_would_abort() -> None:
+    code = "from quire.ipc.connection import Connection; Connection(2**20)"
+    command = ["prlimit", "--nofile=24:24", sys.executable, "-c", code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1 and "and an engine takes 24" in ended.stderr

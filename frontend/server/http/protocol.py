@@ -33,8 +33,6 @@ from .write_batch import GatheringTransport, WriteBatch
 logger = logging.getLogger(__name__)
 MAX_PIPELINED = 16  # requests that one connection may pipeline
 LINGER_S = 2.0
-# connections beyond max_connections that receive an error; further ones are closed
-SPARE_CONNECTIONS = 256
 UPGRADE = re.compile(rb"(?im)^upgrade(?=:)")
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection
 
@@ -75,11 +73,8 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._gathering = GatheringTransport(transport, self._batch)
         super().connection_made(self._gathering)
-        num_over = len(self.connections) - self._limits.max_connections
-        if num_over > SPARE_CONNECTIONS:
-            transport.abort()
-        elif num_over > 0:
-            most = self._limits.max_connections
+        most = self._limits.max_connections
+        if len(self.connections) > most:
             message = f"The server has {most} connections open, the maximum."
             self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
         else:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,13 @@ START_TIMEOUT_S = 90
 
 
 @contextmanager
-def running_server(*flags: str, wait: bool = True) -> Iterator[httpx.Client]:
-    """Run `quire serve` on a free port, ready if `wait`. Yield a client with two more attributes,
-    `process` (its Popen) and `log` (a function).
+def running_server(
+    *flags: str, wait: bool = True, under: Sequence[str] = ()
+) -> Iterator[httpx.Client]:
+    """Run `quire serve` on a free port, ready if `wait`, under a command such as prlimit. Yield a
+    client with two more attributes, `process` (its Popen) and `log` (a function).
     """
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
+    command = [*under, sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stderr=log, stdout=log)
 

@@ -7,10 +7,12 @@ import os
 import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -20,9 +22,11 @@ from typing import IO, Any
 import httpx2 as httpx
 import psutil
 import pytest
+from quire.frontend.engine_args import EngineArgs
+from quire.frontend.server import serving
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.serving import check_certificate, open_port, raise_open_files_limit
-from quire.ipc.errors import InvalidParameterError
+from quire.frontend.server.serving import allowed_connections, check_certificate, open_port, serve
+from quire.ipc.errors import EngineStartError, InvalidParameterError
 from quire.tests.fake_engine import wait_until
 from quire.tests.frontend.server.conftest import running_server, slow_engine, wait_until_ready
 
@@ -71,22 +75,68 @@ def test_unusable_certificates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "wanted"),
+    ("limits", "wanted", "allowed"),
     [
-        ((1024, 1_000_000), 4480),
-        ((1024, 2048), 2048),
-        ((65536, 65536), None),
-        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+        ((1024, 1_000_000), 4480, 4096),
+        ((1024, 2048), 2048, 1664),
+        ((256, 256), None, 95),
+        ((64, 64), None, 23),
+        ((65536, 65536), None, 4096),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, 4096),
     ],
 )
-def test_the_file_limit_allows_all_connections(
-    monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int], wanted: int | None
+def test_connections_are_as_many_as_the_file_limit_allows(
+    monkeypatch, caplog, limits: tuple[int, int], wanted: int | None, allowed: int
 ) -> None:
     given = []
     monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
     monkeypatch.setattr(resource, "setrlimit", lambda what, pair: given.append(pair))
-    raise_open_files_limit(4096)
+    assert allowed_connections(ServerConfig(max_connections=4096)) == allowed
     assert given == ([] if wanted is None else [(wanted, limits[1])])
+    assert (f"at most {allowed} connections" in caplog.text) == (allowed < 4096)
+
+
+def test_idle_clients_do_not_take_the_descriptors_of_the_start() -> None:
+    with running_server(wait=False, under=("prlimit", "--nofile=128:128")) as client:
+        address = ("127.0.0.1", client.base_url.port)
+        idle = [socket.create_connection(address) for _ in range(300)]
+        try:
+            wait_until(lambda: "ready: bundled" in client.log(), timeout_s=60)
+        finally:
+            for connection in idle:
+                connection.close()
+        assert "at most 47 connections" in client.log()
+        wait_until(lambda: client.get("/health").status_code == 200)
+        body = {"prompt": "a", "max_tokens": 1}
+        assert client.post("/v1/completions", json=body).status_code == 200
+
+
+class PanicException(BaseException):
+    """As libraries in Rust raise it: it is no Exception."""
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        OSError(24, "Too many open files"),
+        RuntimeError("can't start new thread"),
+        MemoryError("no memory"),
+        PanicException("unwrap"),
+        EngineStartError("the engine died"),
+    ],
+    ids=lambda cause: type(cause).__name__,
+)
+def test_any_exception_of_the_start_ends_it_with_its_cause(cause, monkeypatch, caplog) -> None:
+    async def fail(*_: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(serving.AsyncLLM, "start", fail)
+    began = time.monotonic()
+    with pytest.raises(EngineStartError, match=str(cause.args[-1])):
+        serve(ServerConfig(port=0), EngineArgs(), "process")
+    assert time.monotonic() - began < 10
+    if not isinstance(cause, EngineStartError):
+        assert type(cause).__name__ in caplog.text  # with its traceback
 
 
 def test_the_session_server_is_ready(server: httpx.Client) -> None:

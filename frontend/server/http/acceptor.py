@@ -1,0 +1,137 @@
+"""Accepts connections, and never more than the process has descriptors for.
+
+Must not know: HTTP, what a connection sends.
+
+uvicorn's own way accepts everything that waits before it looks at a limit: a burst of clients takes
+the descriptors with which an engine is loaded or a file is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+
+from ..config import ServerConfig
+
+logger = logging.getLogger(__name__)
+SPARE_CONNECTIONS = 256  # at most; see `most_connections`
+AT_ONCE = 64  # connections in one turn of the event loop
+RETRY_S = 0.1  # after the system had no descriptor or no memory for a connection
+LOG_INTERVAL_S = 10.0
+
+
+def most_connections(max_connections: int) -> int:
+    """All open connections, with those that only receive an error since `max_connections` others
+    are open.
+    """
+    return max_connections + min(SPARE_CONNECTIONS, max_connections // 3 + 1)
+
+
+class AcceptingServer(uvicorn.Server):
+    """uvicorn's server with an Acceptor for its listening socket."""
+
+    def __init__(self, config: uvicorn.Config, limits: ServerConfig):
+        super().__init__(config)
+        self._most_connections = most_connections(limits.max_connections)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """`sockets`: listening, one or more."""
+        await self.lifespan.startup()
+        make_protocol = functools.partial(
+            self.config.http_protocol_class,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        self.servers: list[Any] = [
+            Acceptor(
+                listener,
+                make_protocol,
+                self.server_state.connections,
+                self._most_connections,
+                self.config.ssl,
+            )
+            for listener in sockets or []
+        ]
+        self.started = True
+
+
+class Acceptor:
+    """Accepts from `listener` until it is closed. `connections`: those that are open; beyond
+    `most`, a new one is closed at once. Without a descriptor, connections wait in the system.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        connections: set[Any],
+        most: int,
+        ssl: Any = None,
+    ):
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._connections = connections
+        self._most = most
+        self._ssl = ssl
+        self._connecting: set[asyncio.Task] = set()  # accepted, in a handshake of TLS for example
+        self._retry: asyncio.TimerHandle | None = None
+        self._last_logged = -LOG_INTERVAL_S
+        self._loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        self._loop.add_reader(listener.fileno(), self._on_readable)
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        if self._retry is not None:
+            self._retry.cancel()
+        for task in self._connecting:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(*self._connecting, return_exceptions=True)
+
+    def _on_readable(self) -> None:
+        for _ in range(AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # the client has left
+                continue
+            except OSError as error:
+                self._pause(error)
+                return
+            if len(self._connections) + len(self._connecting) >= self._most:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            task = self._loop.create_task(self._connect(connection))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._ssl)
+        except OSError as error:  # also an SSLError: no handshake
+            connection.close()
+            logger.debug("a connection was not made: %s", error)
+
+    def _pause(self, error: OSError) -> None:
+        """Else the event loop would try again at each turn."""
+        self._loop.remove_reader(self._listener.fileno())
+        self._retry = self._loop.call_later(RETRY_S, self._resume)
+        if time.monotonic() - self._last_logged >= LOG_INTERVAL_S:
+            self._last_logged = time.monotonic()
+            logger.error("connections wait, since none can be accepted: %s", error.strerror)
+
+    def _resume(self) -> None:
+        self._retry = None
+        self._loop.add_reader(self._listener.fileno(), self._on_readable)

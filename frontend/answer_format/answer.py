@@ -25,11 +25,12 @@ class Reasoning(msgspec.Struct, frozen=True, gc=False):
 class ToolCallStart(msgspec.Struct, frozen=True, gc=False):
     """Tool call number `index` of this answer begins.
 
-    Its arguments follow before the next call starts.
+    Its arguments follow before the next call starts. `id`: the model's own, if it writes any.
     """
 
     index: int
     name: str
+    id: str = ""
 
 
 class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
@@ -48,6 +49,7 @@ Part = Content | Reasoning | ToolCallStart | ToolCallArguments
 class ToolCall(msgspec.Struct):
     name: str
     arguments: str  # JSON text, as in OpenAI's API
+    id: str = ""  # the model's own
 
 
 class Answer(msgspec.Struct):
@@ -69,7 +71,7 @@ def collect(parts: Iterable[Part]) -> Answer:
         elif isinstance(part, Reasoning):
             reasonings.append(part.text)
         elif isinstance(part, ToolCallStart):
-            answer.tool_calls.append(ToolCall(part.name, ""))
+            answer.tool_calls.append(ToolCall(part.name, "", part.id))
             arguments.append([])
         else:
             arguments[part.index].append(part.text)

@@ -59,6 +59,23 @@ def write_repeated(
     return f"{opening} {call} {f'({between} {call})*' if several else ''} {closing}"
 
 
+def write_listed(grammar: GrammarText, written: list[tuple[str, bool]], comma: str) -> str:
+    """A grammar for arguments with commas between them, each with whether it is required: the
+    required ones, then any of the others in their order.
+    """
+    between = grammar.literal(comma)
+    required = [text for text, is_required in written if is_required]
+    optional = [text for text, is_required in written if not is_required]
+    if required:
+        return f" {between} ".join(required) + "".join(f" ({between} {text})?" for text in optional)
+    # one line for each argument that may come first
+    firsts = [
+        " ".join([text, *(f"({between} {later})?" for later in optional[i + 1 :])])
+        for i, text in enumerate(optional)
+    ]
+    return f"({grammar.any_of(firsts)})?" if firsts else ""
+
+
 def write_after_reasoning(
     grammar: GrammarText, answer: str, marks: ReasoningMarks | None, prompt_text: str
 ) -> str:

@@ -18,6 +18,7 @@ from ..text.chat_template import template_traits
 from ..text.template_traits import TemplateTraits
 from ..text.tokenizer import Tokenizer
 from .forced import Functions, functions_of, write_after_reasoning, write_structure
+from .gemma_calls import GemmaCalls
 from .grammar_text import GrammarText
 from .harmony import ANSWER_ENDS, HarmonyCalls, HarmonyReasoning, header_at_end_of
 from .json_calls import JsonCalls
@@ -25,7 +26,7 @@ from .named_calls import MistralCalls, NamedCalls
 from .parser import AnswerParser
 from .python_calls import PythonCalls
 from .reasoning import ReasoningMarks
-from .tagged_calls import TaggedCalls
+from .tagged_calls import DsmlCalls, TaggedCalls
 from .tool_calls import ToolFormat
 
 AUTO, NONE, HARMONY = "auto", "none", "harmony"
@@ -68,6 +69,20 @@ GLM = (
     "</arg_value>",
     "</tool_call>",
 )
+DSML = (
+    '">',
+    '<｜DSML｜parameter name="',
+    '"',
+    "",
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+)
+DSML_V32 = DsmlCalls(
+    ("<｜DSML｜function_calls>", '<｜DSML｜invoke name="'), "</｜DSML｜function_calls>", *DSML
+)
+DSML_V4 = DsmlCalls(
+    ("<｜DSML｜tool_calls>", '<｜DSML｜invoke name="'), "</｜DSML｜tool_calls>", *DSML
+)
 MINIMAX = (
     ("<minimax:tool_call>", '<invoke name="'),
     "</minimax:tool_call>",
@@ -78,6 +93,8 @@ MINIMAX = (
     "</parameter>",
     "</invoke>",
 )
+KIMI_K2 = NamedCalls(*KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS")
+LFM2 = PythonCalls(("<|tool_call_start|>",), "<|tool_call_end|>")
 QWEN_CODER = (">", "<parameter=", ">", "", "</parameter>", "</function>")
 PHI = JsonCalls(("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True)
 LLAMA_JSON = JsonCalls(("<|python_tag|>",), "", "{[", ";", argument_key="parameters")
@@ -97,8 +114,13 @@ TOOL_FORMATS = (
         "seed_oss",
         TaggedCalls(("<seed:tool_call>", "<function="), "</seed:tool_call>", *QWEN_CODER),
     ),
+    ToolRow("glm47", TaggedCalls(*GLM, padding=""), ("<tool_call>", "</arg_key><arg_value>")),
     ToolRow("glm45", TaggedCalls(*GLM, between_key_and_value="\n"), ("<tool_call>", "<arg_key>")),
     ToolRow("minimax_m2", TaggedCalls(*MINIMAX)),
+    # templates build the marks from the token
+    ToolRow("deepseek_v32", DSML_V32, ("｜DSML｜", "function_calls")),
+    ToolRow("deepseek_v4", DSML_V4, ("｜DSML｜",)),
+    ToolRow("gemma4", GemmaCalls()),
     ToolRow(
         "deepseek_v3",
         NamedCalls(
@@ -107,16 +129,18 @@ TOOL_FORMATS = (
         ("<｜tool▁calls▁begin｜>", "```json"),
     ),
     ToolRow("deepseek_v31", NamedCalls(*DEEPSEEK, call_form="NAME<｜tool▁sep｜>ARGUMENTS")),
-    ToolRow(
-        "kimi_k2",
-        NamedCalls(*KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS"),
-    ),
+    ToolRow("kimi_k2", KIMI_K2),
+    ToolRow("kimi_k2", KIMI_K2, ("<|im_system|>tool_declare",)),
     ToolRow("mistral_v11", MistralCalls(name_is_before=True), ("[TOOL_CALLS]", "[ARGS]")),
     ToolRow("mistral", MistralCalls()),
     ToolRow("phi4_mini", PHI, ("<|tool|>", "<|/tool|>")),
     ToolRow("phi4_mini", PHI, ("functools[",)),
-    ToolRow("granite", JsonCalls(("<|tool_call|>",), is_list=True)),
-    ToolRow("lfm2", PythonCalls(("<|tool_call_start|>",), "<|tool_call_end|>")),
+    # since 3.1 the models write the second mark, whose token is no special one
+    ToolRow("granite", JsonCalls(("<|tool_call|>", "<tool_call>"), is_list=True)),
+    ToolRow("lfm2", LFM2),
+    # its first templates show how tools are listed, not how they are called
+    ToolRow("lfm2", LFM2, ("<|tool_list_start|>",)),
+    ToolRow("lfm2", LFM2, ("List of tools: [", "<|im_start|>")),
     ToolRow("olmo3", PythonCalls(("<function_calls>",), "</function_calls>", call_per_line=True)),
     # Jamba, Hunyuan, MiniMax-M1
     ToolRow("tool_calls", JsonCalls(("<tool_calls>",), "</tool_calls>", is_list=True)),
@@ -137,9 +161,49 @@ TOOL_FORMATS = (
 
 REASONING_FORMATS = {
     HARMONY: HarmonyReasoning(),
+    "gemma4": ReasoningMarks("<|channel>thought", "<channel|>"),
+    "granite": ReasoningMarks("Here is my thought process:", "Here is my response:"),
+    "granite33": ReasoningMarks(
+        "<think>", "</think>", content_start="<response>", content_end="</response>"
+    ),
     "think": ReasoningMarks("<think>", "</think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningMarks("<seed:think>", "</seed:think>"),
+}
+
+# vLLM's names for formats that have another name here.
+TOOL_ALIASES = {
+    "granite4": "hermes",
+    "hunyuan_a13b": "tool_calls",
+    "jamba": "tool_calls",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "mimo": "qwen3_coder",
+    "openai": HARMONY,
+    "phi4_mini_json": "phi4_mini",
+    "qwen3_xml": "qwen3_coder",
+}
+REASONING_ALIASES = {
+    "openai_gptoss": HARMONY,
+    **dict.fromkeys(
+        (
+            "deepseek_r1",
+            "deepseek_v3",
+            "deepseek_v4",
+            "glm45",
+            "glm47",
+            "holo2",
+            "kimi_k2",
+            "mimo",
+            "minimax_m2",
+            "nemotron_v3",
+            "olmo3",
+            "qwen3",
+            "step3",
+            "step3p5",
+        ),
+        "think",
+    ),
 }
 
 
@@ -186,9 +250,12 @@ class AnswerFormat:
         """Tokens that end an answer of this format, whether or not the model's configuration lists
         them among its end-of-sequence tokens.
         """
-        if not self.is_harmony or self.tokenizer is None:
+        ends = ANSWER_ENDS if self.is_harmony else ()
+        if not ends and self.tool_format is not None:
+            ends = self.tool_format.answer_ends
+        if not ends or self.tokenizer is None:
             return []
-        return [i for i, text in self.tokenizer.added_tokens.items() if text in ANSWER_ENDS]
+        return [i for i, text in self.tokenizer.added_tokens.items() if text in ends]
 
     def adapt(self, params: SamplingParams) -> SamplingParams:
         """`params` with the marks in the text, and with the ends of an answer."""
@@ -344,18 +411,22 @@ def detect(
 ) -> AnswerFormat:
     """Detects the format of a model.
 
-    The two names override what its template shows; "none" disables tool calls or reasoning.
+    The two names override what its template shows; "none" disables tool calls or reasoning. vLLM's
+    names are known as well.
     `tokenizer` tells which marks are tokens. Raises InvalidParameterError for an unknown name.
     """
     template = chat_template or ""
     tool_formats = {row.name: row.format for row in TOOL_FORMATS}
     rows = (row for row in TOOL_FORMATS if row.marks and all(m in template for m in row.marks))
     tool_name = _chosen(
-        "tool_call_parser", tool_call_parser, tool_formats, (row.name for row in rows)
+        "tool_call_parser",
+        TOOL_ALIASES.get(tool_call_parser, tool_call_parser),
+        tool_formats,
+        (row.name for row in rows),
     )
     reasoning_name = _chosen(
         "reasoning_parser",
-        reasoning_parser,
+        REASONING_ALIASES.get(reasoning_parser, reasoning_parser),
         REASONING_FORMATS,
         (
             name

@@ -75,6 +75,7 @@ class HarmonyReasoning(ReasoningMarks):
 @dataclass(frozen=True)
 class HarmonyCalls(ToolFormat):
     starts: tuple[str, ...] = (f"{CHANNEL}commentary to={FUNCTIONS}",)
+    answer_ends: tuple[str, ...] = ANSWER_ENDS
     before_arguments: str = f" {CONSTRAIN}json{MESSAGE}"
     between: str = f"{CALL}{NEXT_MESSAGE}"
 

@@ -101,14 +101,14 @@ def _stands_before(stream: TextStream, mark: str) -> Generator[None, None, bool]
     return True
 
 
-def read_arguments(stream: TextStream, calls: Calls, name: str) -> Reader:
+def read_arguments(stream: TextStream, calls: Calls, name: str, id: str = "") -> Reader:
     """Starts the call with its arguments, which are passed on as they arrive."""
     if (yield from stream.peek()) != "{":
         arguments = _plain_arguments((yield from read_held_json(stream)))
-        calls.start(name)
+        calls.start(name, id)
         calls.emit_arguments(arguments)
         return
-    calls.start(name)
+    calls.start(name, id)
     stream.sink = calls.arguments_part
     yield from read_json(stream)
     stream.close_sink()

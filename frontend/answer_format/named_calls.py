@@ -16,7 +16,7 @@ from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 NAME_CHARACTER = re.compile(r"[^\s<>{}\[\]\"'`|｜]")
-KIMI_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+KIMI_ID = re.compile(r"(functions\.)?(.+?)(:\d+)?")
 FENCE = "```"
 
 
@@ -24,11 +24,11 @@ FENCE = "```"
 class NamedCalls(ToolFormat):
     """start (call_start NAME separator {…} call_end)* section_end
 
-    `starts`: start and call_start.
+    `starts`: start and call_start. Whitespace may stand around all of them.
 
     DeepSeek V3 and R1 write the call's type before the separator, the name after it, and the
-    arguments in a ```json fence. V3.1 and Kimi write calls as above; Kimi's name is within an id,
-    functions.NAME:0. The characters determine which form it is.
+    arguments in a ```json fence. V3.1 and Kimi write calls as above; Kimi's name is within the
+    call's id, functions.NAME:INDEX. The characters determine which form it is.
     """
 
     starts: tuple[str, str]
@@ -70,7 +70,9 @@ class NamedCalls(ToolFormat):
         stream.drop()
 
     def _read_call(self, stream: TextStream, calls: Calls) -> Reader:
+        yield from stream.skip_space()
         name = yield from _read_name(stream)
+        yield from stream.skip_space()
         yield from stream.expect(self.separator)
         yield from stream.skip_space()
         is_fenced = (yield from stream.peek()) != "{"
@@ -79,7 +81,8 @@ class NamedCalls(ToolFormat):
             yield from stream.skip_space()
             yield from stream.expect(f"{FENCE}json")
             yield from stream.skip_space()
-        yield from read_arguments(stream, calls, _function_of_kimi_id(name))
+        name, id = _name_and_id(name)
+        yield from read_arguments(stream, calls, name, id)
         if is_fenced:
             yield from stream.skip_space()
             yield from stream.accept(FENCE)
@@ -114,10 +117,12 @@ class MistralCalls(ToolFormat):
         yield from read_arguments(stream, calls, name)
 
 
-def _function_of_kimi_id(name: str) -> str:
-    """The function of a call's id, functions.NAME:INDEX."""
-    found = KIMI_ID.fullmatch(name)
-    return found[1] if found else name
+def _name_and_id(written: str) -> tuple[str, str]:
+    """The function, and Kimi's id of its call, functions.NAME:INDEX, or ""."""
+    found = KIMI_ID.fullmatch(written)
+    if not found:
+        return written, ""
+    return found[2], written if found[1] and found[3] else ""
 
 
 def _read_name(stream: TextStream) -> Generator[None, None, str]:

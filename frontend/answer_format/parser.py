@@ -86,11 +86,19 @@ class AnswerParser:
             reads_reasoning = isinstance(self._reasoning_marks, HarmonyReasoning)
             yield from read_messages(self._stream, self._calls, calls, reads_reasoning)
             return
-        if self._reasoning_marks is not None:
-            yield from self._read_reasoning(self._reasoning_marks)
+        content_end = ""
+        if (marks := self._reasoning_marks) is not None:
+            yield from self._read_reasoning(marks)
+            if marks.content_start and (yield from self._read_content_start(marks.content_start)):
+                content_end = marks.content_end
         if self._tool_format is not None:
-            yield from self._read_content_and_calls(self._tool_format)
+            yield from self._read_content_and_calls(self._tool_format, content_end)
             return
+        if content_end:
+            self._stream.sink = Content
+            if (yield from self._stream.read_until((content_end,))):
+                self._stream.drop()
+                yield from self._drop_last_space()
         self.is_plain = True
         self._stream.position = len(self._stream.buffer)
         self._stream.sink = Content
@@ -117,16 +125,32 @@ class AnswerParser:
         yield from stream.skip_space()
         stream.drop()
 
-    def _read_content_and_calls(self, tool_format: ToolFormat) -> Reader:
+    def _read_content_start(self, mark: str) -> Generator[None, None, bool]:
+        yield from self._stream.skip_space()
+        if not (yield from self._stream.accept(mark)):
+            self._stream.position = 0
+            return False
+        yield from self._stream.skip_space()
+        self._stream.drop()
+        return True
+
+    def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> Reader:
+        """`content_end`: a mark after the content, whose first occurrence is dropped, or ""."""
         stream, may_be_bare, has_called = self._stream, True, False
+        ends = (content_end,) if content_end else ()
         while True:
             mark: str | None = ""
             try:
                 if not (may_be_bare and (yield from self._begins_bare(tool_format, has_called))):
                     stream.sink = Content
-                    mark = yield from stream.read_until(tool_format.starts)
+                    mark = yield from stream.read_until(tool_format.starts + ends)
                     if mark is None:
                         return
+                    if mark in ends:
+                        ends = ()
+                        stream.drop()
+                        yield from self._drop_last_space()
+                        continue
                 self._calls.begin()
                 yield from tool_format.read(stream, self._calls, mark)
                 self._calls.end()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .argument_types import plain_arguments, read_literal
-from .forced import Functions, write_json_call, write_repeated
+from .forced import Functions, write_json_call, write_listed, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .json_text import json_of
@@ -21,6 +21,8 @@ from .tool_calls import MAX_NAME_LENGTH, Calls, ListedCalls
 
 NAME_CHARACTER = re.compile(r"[\w.\-]")
 NAME = re.compile(r"[\w.\-]+")
+LINE_BREAKS = {"\n": "\\n", "\r": "\\r"}
+ESCAPED = "\n\\'\"abfnrtv01234567xNuU"
 CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -55,23 +57,11 @@ class PythonCalls(ListedCalls):
         properties = plain_arguments(schema)
         if properties is None or not NAME.fullmatch(name):
             return write_json_call(grammar, name, schema, "parameters")
-        written = {
-            key: f"{grammar.literal(key + '=')} {grammar.json(value)}"
-            for key, (value, _) in properties.items()
-        }
-        required = [written[key] for key, (_, is_required) in properties.items() if is_required]
-        optional = [written[key] for key, (_, is_required) in properties.items() if not is_required]
-        comma = grammar.literal(", ")
-        if required:
-            arguments = f" {comma} ".join(required) + "".join(
-                f" ({comma} {text})?" for text in optional
-            )
-        else:  # one line for each argument that may come first
-            firsts = [
-                " ".join([text, *(f"({comma} {later})?" for later in optional[i + 1 :])])
-                for i, text in enumerate(optional)
-            ]
-            arguments = f"({grammar.any_of(firsts)})?" if firsts else ""
+        written = [
+            (f"{grammar.literal(key + '=')} {grammar.json(value)}", is_required)
+            for key, (value, is_required) in properties.items()
+        ]
+        arguments = write_listed(grammar, written, ", ")
         return f"{grammar.literal(f'{name}(')} {arguments} {grammar.literal(')')}"
 
     def begins_call(self, character: str) -> bool:
@@ -127,19 +117,25 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
     try:
         if not character:
             raise Malformed
-        return json_of(read_literal(stream.buffer[start : stream.position]))
+        return json_of(read_literal(stream.consumed_since(start)))
     except (ValueError, RecursionError):
         raise Malformed from None
 
 
 def _skip_string(stream: TextStream, quote: str) -> Reader:
+    """Line breaks, and backslashes that begin no escape, are escaped."""
     stream.position += 1
     while (character := (yield from stream.peek())) != quote:
         if not character:
             raise Malformed
-        if character == "\\":
+        if character in LINE_BREAKS:
+            stream.replace(1, LINE_BREAKS[character])
+        elif character != "\\":
             stream.position += 1
-            if not (yield from stream.peek()):
-                raise Malformed
-        stream.position += 1
+        elif not (escaped := (yield from stream.peek_past(1, ""))):
+            raise Malformed
+        elif escaped in ESCAPED:
+            stream.position += 2
+        else:
+            stream.replace(1, "\\\\")
     stream.position += 1

@@ -20,12 +20,15 @@ class ReasoningMarks:
     end: str
     # what comes between two messages, for models that write their answers as messages
     next_message: str = ""
+    # marks between which the content may stand after the reasoning
+    content_start: str = ""
+    content_end: str = ""
     # values of the template's reasoning_effort, ascending, for models that know no others
     efforts: tuple[str, ...] = ()
 
     def is_shown_in(self, template: str) -> bool:
         """Whether the models of a chat template write these marks."""
-        return self.end in template
+        return self.end in template and self.content_start + self.content_end in template
 
     def is_open_at_end_of(self, prompt_text: str) -> bool:
         """Whether the prompt ends with the start mark (DeepSeek-R1, QwQ), so that the answer begins

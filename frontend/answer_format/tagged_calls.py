@@ -1,4 +1,5 @@
-"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's.
+"""Tool calls as tags with one argument each: Qwen3-Coder's, GLM's, MiniMax's, DeepSeek's since
+V3.2.
 
 Must not know: which models use them (formats.py). Arguments get their types from the tool's schema.
 """
@@ -6,6 +7,7 @@ Must not know: which models use them (formats.py). Arguments get their types fro
 from __future__ import annotations
 
 import re
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +29,9 @@ class TaggedCalls(ToolFormat):
 
     `starts`: start, and name_start if there is one. Some models omit the outer tag.
 
-    A string is passed on as it arrives, any other argument when it is complete. A JSON object with
-    name and arguments is accepted as well.
+    A JSON object with name and arguments is accepted as well. Where values have lines of their own,
+    an end tag that is missing is implied by the next tag at the beginning of a line, or by the ends
+    of the call and the section.
     """
 
     starts: tuple[str, ...]
@@ -56,7 +59,7 @@ class TaggedCalls(ToolFormat):
             grammar,
             [f"{opening} {c} {grammar.literal(section)}" for c in calls],
             several,
-            ("", f"\n{self.start}", ""),
+            ("", self.padding + self.start, ""),
         )
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str | None:
@@ -71,10 +74,10 @@ class TaggedCalls(ToolFormat):
         line = "\n" if self.values_have_lines else ""
         pieces = [grammar.literal(self.name_start + name + self.name_end + self.padding)]
         for key, (value_schema, is_required) in properties.items():
-            tags = f"{self.key_end}{self.between_key_and_value}{self.value_start}"
-            before = grammar.literal(f"{self.key_start}{key}{tags}{line}")
+            types = allowed_types(value_schema, schema)
+            before = grammar.literal(f"{self.key_start}{key}{self._after_key(types)}{line}")
             after = line + self.value_end + self.padding
-            if allowed_types(value_schema, schema) != {"string"}:
+            if types != {"string"}:
                 value = f"{grammar.json(value_schema)} {grammar.literal(after)}"
             elif "enum" in value_schema:
                 options = grammar.any_of(map(grammar.literal, value_schema["enum"]))
@@ -84,6 +87,10 @@ class TaggedCalls(ToolFormat):
             pieces.append(f"({before} {value}){'' if is_required else '?'}")
         ending = self.call_end + self.padding if self.section_end else ""
         return " ".join([*pieces, grammar.literal(ending)])
+
+    def _after_key(self, types: frozenset[str]) -> str:
+        """What stands between a key and its value."""
+        return f"{self.key_end}{self.between_key_and_value}{self.value_start}"
 
     @property
     def name_start(self) -> str:
@@ -119,7 +126,7 @@ class TaggedCalls(ToolFormat):
             yield from stream.skip_space()
             has_key = yield from stream.accept(self.key_start)
             if not has_key:
-                yield from stream.expect(self.call_end)
+                yield from self._read_call_end(stream)
             if not has_started:
                 calls.start_object(name)
                 has_started = True
@@ -128,27 +135,84 @@ class TaggedCalls(ToolFormat):
                 return
             yield from self._read_argument(stream, calls, name)
 
+    def _read_call_end(self, stream: TextStream) -> Reader:
+        if (yield from stream.accept(self.call_end)):
+            return
+        if not self.values_have_lines or not (yield from stream.accept(self.section_end)):
+            raise Malformed
+        stream.position -= len(self.section_end)
+
     def _read_argument(self, stream: TextStream, calls: Calls, name: str) -> Reader:
         key = (yield from stream.read_while(KEY_CHARACTER, MAX_NAME_LENGTH)).strip()
+        types = yield from self._read_after_key(stream, calls.types_of(name, key))
+        if self.values_have_lines:
+            yield from stream.accept("\n")
+        calls.key(key)
+        if types == {"string"}:
+            calls.emit_arguments('"')
+            stream.sink = calls.string_part
+            yield from self._read_value(stream, calls)
+            calls.emit_arguments('"')
+        else:
+            start = stream.position
+            length = yield from self._read_value(stream, calls)
+            calls.emit_arguments(to_json(stream.buffer[start : start + length], types))
+
+    def _read_after_key(
+        self, stream: TextStream, types: frozenset[str]
+    ) -> Generator[None, None, frozenset[str]]:
+        """Consumes what stands between a key and its value; returns the value's types."""
         yield from stream.expect(self.key_end)
         if self.value_start:
             yield from stream.skip_space()
             yield from stream.expect(self.value_start)
-        if self.values_have_lines:
-            yield from stream.accept("\n")
-        calls.key(key)
-        types = calls.types_of(name, key)
-        ends = (
-            (f"\n{self.value_end}", self.value_end) if self.values_have_lines else (self.value_end,)
-        )
-        if types == {"string"}:
-            calls.emit_arguments('"')
-            stream.sink = calls.string_part
-            if (yield from stream.read_until(ends, keeps_space=True)) is None:
-                raise Malformed
-            calls.emit_arguments('"')
-        else:
-            mark = yield from stream.read_until(ends, keeps_space=True)
-            if mark is None:
-                raise Malformed
-            calls.emit_arguments(to_json(stream.buffer[: stream.position - len(mark)], types))
+        return types
+
+    def _read_value(self, stream: TextStream, calls: Calls) -> Generator[None, None, int]:
+        """Consumes a value and its end tag; returns the length of a value that was not passed
+        on.
+        """
+        start = stream.position
+        mark = yield from stream.read_until(self._value_ends(calls), keeps_space=True)
+        if mark is None:
+            raise Malformed
+        length = stream.position - len(mark) - start
+        if self.value_end not in mark:  # the tag that follows is read again
+            stream.position -= len(mark.lstrip("\n"))
+        return length
+
+    def _value_ends(self, calls: Calls) -> tuple[str, ...]:
+        """Forced values may contain any tag but their own end."""
+        if not self.values_have_lines:
+            return (self.value_end,)
+        own = (f"\n{self.value_end}", self.value_end)
+        if calls.are_valid:
+            return own
+        both = (f"{self.call_end}{between}{self.section_end}" for between in ("", "\n"))
+        lines = (f"\n{tag}" for tag in (self.key_start, self.call_end, self.section_end))
+        return (*own, *lines, *both)
+
+
+@dataclass(frozen=True)
+class DsmlCalls(TaggedCalls):
+    """Tags that say whether their value is text: <… name="KEY" string="true">."""
+
+    type_start: str = ' string="'
+    type_end: str = '">'
+
+    def _after_key(self, types: frozenset[str]) -> str:
+        is_text = "true" if types == {"string"} else "false"
+        return f"{self.key_end}{self.type_start}{is_text}{self.type_end}"
+
+    def _read_after_key(
+        self, stream: TextStream, types: frozenset[str]
+    ) -> Generator[None, None, frozenset[str]]:
+        yield from stream.expect(self.key_end)
+        if not (yield from stream.accept(self.type_start)):
+            yield from stream.expect(self.type_end[1:])
+            return types
+        is_text = yield from stream.accept("true")
+        if not is_text:
+            yield from stream.expect("false")
+        yield from stream.expect(self.type_end)
+        return frozenset({"string"}) if is_text else types

@@ -37,6 +37,7 @@ class Calls:
         self.are_valid = are_valid
         self._index = self._last_whole = -1
         self._before_key = "{"
+        self._ids: set[str] = set()
 
     def begin(self) -> None:
         """The stream stands after a mark: a call may follow."""
@@ -61,9 +62,12 @@ class Calls:
         if not self.are_valid:
             self._index = self._last_whole
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, id: str = "") -> None:
+        """`id`: the model's own. One that it wrote before is dropped."""
+        id = "" if id in self._ids else id
+        self._ids.add(id)
         self._index += 1
-        self._stream.emit(ToolCallStart(self._index, name))
+        self._stream.emit(ToolCallStart(self._index, name, id))
 
     def emit_arguments(self, text: str) -> None:
         self._stream.emit(self.arguments_part(text))
@@ -105,6 +109,7 @@ class ToolFormat(ABC):
     starts: tuple[str, ...]  # marks, one of which precedes a call
     bare_beginnings: str = ""  # characters that may begin a call without a mark
     bare_separator: str = ""  # the text between two calls without marks
+    answer_ends: tuple[str, ...] = ()  # tokens after which the model expects another's text
 
     @property
     def start(self) -> str:

@@ -170,6 +170,29 @@ def with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return shortened
 
 
+def with_function_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that write the id of a call and not its function: the ids become
+    functions.NAME:INDEX, with an index that counts on through the conversation, as Kimi's models
+    write them.
+    """
+    renamed, names, num_calls = [], {}, 0
+    for message in messages:
+        copy = dict(message)
+        if "tool_calls" in copy:
+            calls = []
+            for call in copy["tool_calls"]:
+                own = f"functions.{call['function']['name']}:{num_calls}"
+                num_calls += 1
+                if "id" in call:
+                    names[call["id"]] = own
+                calls.append({**call, "id": own})
+            copy["tool_calls"] = calls
+        if copy.get("tool_call_id") in names:
+            copy["tool_call_id"] = names[copy["tool_call_id"]]
+        renamed.append(copy)
+    return renamed
+
+
 def with_system_for_developer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that do not support OpenAI's newer role name."""
     return [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]

@@ -21,6 +21,7 @@ from .chat_messages import (
     with_content_as_thinking,
     with_descriptions,
     with_empty_content,
+    with_function_ids,
     with_instruction_for_user,
     with_one_call,
     with_one_instruction,
@@ -72,6 +73,7 @@ class TemplateTraits:
     arguments_as_text: bool = False
     empty_content: bool = False
     short_ids: bool = False
+    function_ids: bool = False  # it writes the id of a call and not its function
     result_names: bool = False  # it fails on results without the function's name
     knows_developer: bool = True
     takes_several_calls: bool = True  # in one turn
@@ -103,6 +105,8 @@ class TemplateTraits:
             messages = with_result_names(messages)
         if self.short_ids:
             messages = with_short_ids(messages)
+        if self.function_ids:
+            messages = with_function_ids(messages)
         if self.one_call:
             messages = with_one_call(messages)
         if self.reads_thinking:
@@ -178,6 +182,9 @@ def _traits_of_calls(traits: TemplateTraits, attempt: Render) -> TemplateTraits:
             if not text or text.count("None") > num_nones:
                 continue
             renders.append(found)
+            if PROBE_ID in text and "probe_function" not in text:
+                found = replace(found, function_ids=True)
+                text = attempt(found.adapt([USER, *turn]))
             # 'probe_key' in Python's quotes is an object written where text was expected;
             # \"probe_key\" is text where an object was expected.
             is_right = (

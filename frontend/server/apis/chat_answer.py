@@ -122,7 +122,9 @@ class ChatAnswer(OpenAIAnswer):
             said.reasoning_content = said.reasoning = answer.reasoning
         if answer.tool_calls:
             said.tool_calls = [
-                ToolCall(new_call_id(), "function", FunctionCall(call.name, call.arguments))
+                ToolCall(
+                    call.id or new_call_id(), "function", FunctionCall(call.name, call.arguments)
+                )
                 for call in answer.tool_calls
             ]
         choice = ChatChoice(
@@ -188,7 +190,7 @@ def _delta(part: Part) -> dict[str, Any]:
             "tool_calls": [
                 {
                     "index": part.index,
-                    "id": new_call_id(),
+                    "id": part.id or new_call_id(),
                     "type": "function",
                     "function": {"name": part.name, "arguments": ""},
                 }

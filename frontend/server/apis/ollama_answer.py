@@ -106,7 +106,7 @@ def _call(block: Block) -> dict[str, Any] | None:
     if block.kind != CALL:
         return None
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": block.call_id or f"call_{secrets.token_hex(12)}",
         "function": {"name": block.name, "arguments": block.arguments()},
     }
 

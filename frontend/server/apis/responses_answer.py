@@ -141,7 +141,10 @@ class ResponsesAnswer(BlockAnswer):
                 "encrypted_content": None,
             }
         origin = self._origin(block)
-        call = {"call_id": f"call_{self._suffix}{block.index:04x}", "name": origin.name}
+        call = {
+            "call_id": block.call_id or f"call_{self._suffix}{block.index:04x}",
+            "name": origin.name,
+        }
         if origin.namespace:
             call["namespace"] = origin.namespace
         if origin.type == "custom":
@@ -187,7 +190,7 @@ class ResponsesAnswer(BlockAnswer):
         return b"".join(chunks)
 
     def _started(self, block: Block) -> bytes:
-        empty = Block(block.kind, block.index, block.name)
+        empty = Block(block.kind, block.index, block.name, block.call_id)
         item = self._item(empty, "in_progress")
         if block.kind == CALL:
             return self._event("response.output_item.added", output_index=block.index, item=item)

@@ -27,6 +27,7 @@ class Block:
     kind: str
     index: int  # among all blocks
     name: str = ""  # name of the called function
+    call_id: str = ""  # the model's own, if it writes any
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -52,7 +53,7 @@ class Blocks:
         events: list[BlockEvent] = []
         for part in parts:
             if isinstance(part, ToolCallStart):
-                events += self.begin(CALL, part.name)
+                events += self.begin(CALL, part.name, part.id)
                 continue
             if not part.text:
                 continue
@@ -65,10 +66,10 @@ class Blocks:
             events.append((DELTA, block, part.text))
         return events
 
-    def begin(self, kind: str, name: str = "") -> list[BlockEvent]:
+    def begin(self, kind: str, name: str = "", call_id: str = "") -> list[BlockEvent]:
         """Opens a block, after closing the open one."""
         events = self.close()
-        self._open = Block(kind, len(self.blocks), name)
+        self._open = Block(kind, len(self.blocks), name, call_id)
         self.blocks.append(self._open)
         return [*events, (START, self._open, "")]
 

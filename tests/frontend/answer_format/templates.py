@@ -49,6 +49,28 @@ PYTHON_CALL = (
 )
 PYTHON_LIST = each(PYTHON_CALL + "{% if not loop.last %}, {% endif %}")
 
+DSML = (
+    "{% set dsml = '｜DSML｜' %}{{ '<' + dsml + 'SECTION>\n' }}"
+    + each(
+        "{{ '<' + dsml + 'invoke name=\"' + c.function.name + '\">\n' }}"
+        "{%- for k, v in c.function.arguments | items %}{{ '<' + dsml + 'parameter name=\"' + k + "
+        "'\" string=\"' + ('true' if v is string else 'false') + '\">' + VALUE + '</' + dsml + "
+        "'parameter>\n' }}{% endfor %}{{ '</' + dsml + 'invoke>\n' }}"
+    ).replace("VALUE", VALUE)
+    + "{{ '</' + dsml + 'SECTION>' }}"
+)
+GEMMA_VALUE = """\
+{%- macro value(v) -%}
+{%- if v is string -%}{{ '<|"|>' + v + '<|"|>' }}
+{%- elif v is boolean -%}{{ 'true' if v else 'false' }}
+{%- elif v is mapping -%}{{ '{' }}{% for k, w in v | items %}{{ k }}:{{ value(w) }}
+{%- if not loop.last %},{% endif %}{% endfor %}{{ '}' }}
+{%- elif v is sequence -%}{{ '[' }}{% for w in v %}{{ value(w) }}{% if not loop.last %},{% endif %}
+{%- endfor %}{{ ']' }}
+{%- else -%}{{ v }}{%- endif -%}
+{%- endmacro -%}
+"""
+
 # As gpt-oss' own: the tools in the developer's message, one call per message, reasoning only before
 # calls, and tojson for results of tools.
 HARMONY = """\
@@ -102,6 +124,24 @@ TEMPLATES = {
             "'\n<tool_call>' + c.function.name + '\n'",
             f"'<arg_key>' + k + '</arg_key>\n<arg_value>' + {VALUE} + '</arg_value>\n'",
             "{{ '</tool_call>' }}",
+        )
+    ),
+    "glm47": chatml(
+        tagged(
+            "'<tool_call>' + c.function.name",
+            f"'<arg_key>' + k + '</arg_key><arg_value>' + {VALUE} + '</arg_value>'",
+            "{{ '</tool_call>' }}",
+        )
+    ),
+    "deepseek_v32": chatml("{{ '\n\n' }}" + DSML.replace("SECTION", "function_calls")),
+    "deepseek_v4": chatml("{{ '\n\n' }}" + DSML.replace("SECTION", "tool_calls")),
+    # its own template sorts the keys
+    "gemma4": GEMMA_VALUE
+    + chatml(
+        each(
+            "{{ '<|tool_call>call:' + c.function.name + '{' }}"
+            "{%- for k, v in c.function.arguments | items %}{{ k }}:{{ value(v) }}"
+            "{% if not loop.last %},{% endif %}{% endfor %}{{ '}<tool_call|>' }}"
         )
     ),
     "minimax_m2": chatml(
@@ -181,5 +221,196 @@ TEMPLATES = {
         ),
         'Respond in the format {{ \'{"name": function name, "parameters": dictionary of argument '
         "name and its value}' }}.",
+    ),
+}
+
+
+def stock(hint: str, prompt: str) -> str:
+    """Return a template that lists tools after `hint` and begins the answer with `prompt`."""
+    return (
+        (
+            "{% if tools %}HINT{{ tools | tojson }}\n{% endif %}{% for m in messages %}{{ "
+            "m.role }}: {{ "
+            "m.content }}\n{% endfor %}{% if add_generation_prompt %}PROMPT{% endif %}"
+        )
+        .replace("HINT", hint)
+        .replace("PROMPT", prompt)
+    )
+
+
+def switched(on: str, off: str, name: str = "enable_thinking", default: str = "true") -> str:
+    return (
+        "{% if NAME | default(DEFAULT) %}{{ 'ON' }}{% else %}{{ 'OFF' }}{% endif %}".replace(
+            "NAME", name
+        )
+        .replace("DEFAULT", default)
+        .replace("ON", on)
+        .replace("OFF", off)
+    )
+
+
+XML_HINT = (
+    "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n"
+    "</parameter>\n</function>\n</tool_call>\n"
+)
+DSML_HINT = (
+    "{% set dsml_token = '｜DSML｜' %}<{{ dsml_token }}SECTION>\n<{{ dsml_token }}invoke "
+    'name="$NAME">\n<{{ dsml_token }}parameter name="$KEY" string="true|false">$VALUE</{{ '
+    "dsml_token }}parameter>\n</{{ dsml_token }}invoke>\n</{{ dsml_token }}SECTION>\n"
+)
+THINK = "{# <think> and </think> around the thoughts of earlier turns #}"
+
+# By family: (template with the marks and the beginnings of answers of the models' own, its variable
+# that switches reasoning, the call f(a="x", n=2) as the model writes it, format, reasoning format).
+STOCK = {
+    "Qwen3.5": (
+        stock(
+            XML_HINT,
+            switched(
+                "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+            ),
+        ),
+        "enable_thinking",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "qwen3_coder",
+        "think",
+    ),
+    "Nemotron 3": (
+        stock(
+            XML_HINT,
+            switched("<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>"),
+        ),
+        "enable_thinking",
+        "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=n>\n2\n"
+        "</parameter>\n</function>\n</tool_call>",
+        "qwen3_coder",
+        "think",
+    ),
+    "GLM-4.7": (
+        stock(
+            "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key>"
+            "<arg_value>{arg-value-1}</arg_value>...</tool_call>",
+            switched("<|assistant|><think>", "<|assistant|></think>"),
+        ),
+        "enable_thinking",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x</arg_value><arg_key>n</arg_key>"
+        "<arg_value>2</arg_value></tool_call>",
+        "glm47",
+        "think",
+    ),
+    "MiniMax M2": (
+        stock(
+            "{% set begin = '<minimax:tool_call>' %}{{ begin }}",
+            THINK + "{{ ']~b]ai\n<think>\n' }}",
+        ),
+        None,
+        '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">x</parameter>\n'
+        '<parameter name="n">2</parameter>\n</invoke>\n</minimax:tool_call>',
+        "minimax_m2",
+        "think",
+    ),
+    "Gemma 4": (
+        stock(
+            "{# <|tool_call>call: <|channel>thought <channel|> #}",
+            switched(
+                "<|turn>model\n", "<|turn>model\n<|channel>thought\n<channel|>", default="false"
+            ),
+        ),
+        "enable_thinking",
+        '<|tool_call>call:f{a:<|"|>x<|"|>,n:2}<tool_call|>',
+        "gemma4",
+        "gemma4",
+    ),
+    "DeepSeek V3.1": (
+        stock(
+            "<｜tool▁calls▁begin｜>",
+            switched("<｜Assistant｜><think>", "<｜Assistant｜></think>", "thinking"),
+        ),
+        "thinking",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": "x", "n": 2}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "deepseek_v31",
+        "think",
+    ),
+    "DeepSeek V3.2": (
+        stock(
+            DSML_HINT.replace("SECTION", "function_calls"),
+            switched("<｜Assistant｜><think>", "<｜Assistant｜></think>"),
+        ),
+        "enable_thinking",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>",
+        "deepseek_v32",
+        "think",
+    ),
+    "DeepSeek V4": (
+        stock(
+            DSML_HINT.replace("SECTION", "tool_calls"),
+            switched("<｜Assistant｜><think>", "<｜Assistant｜></think>"),
+        ),
+        "enable_thinking",
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="n" string="false">2</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        "</｜DSML｜tool_calls>",
+        "deepseek_v4",
+        "think",
+    ),
+    "Kimi K2, the first template": (
+        stock("<|im_system|>tool_declare<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>"),
+        None,
+        "<|tool_calls_section_begin|> <|tool_call_begin|> functions.f:0 "
+        '<|tool_call_argument_begin|> {"a": "x", "n": 2} <|tool_call_end|> '
+        "<|tool_calls_section_end|>",
+        "kimi_k2",
+        None,
+    ),
+    "Kimi K2 Thinking": (
+        stock(THINK + "<|tool_calls_section_begin|>", "<|im_assistant|>assistant<|im_middle|>"),
+        None,
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+        '<|tool_call_argument_begin|>{"a": "x", "n": 2}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        "kimi_k2",
+        "think",
+    ),
+    "LFM2": (
+        stock("<|im_start|>List of tools: <|tool_list_start|>", "<|im_start|>assistant\n"),
+        None,
+        "<|tool_call_start|>[f(a='x', n=2)]<|tool_call_end|>",
+        "lfm2",
+        None,
+    ),
+    "LFM2.5": (
+        stock(THINK + "<|im_start|>system\nList of tools: [", "<|im_start|>assistant\n"),
+        None,
+        '<|tool_call_start|>[f(a="x", n=2)]<|tool_call_end|>',
+        "lfm2",
+        "think",
+    ),
+    "Granite 3.3": (
+        stock(
+            "respond only with "
+            "<|tool_call|> followed by a JSON list of tools used. Write your thoughts "
+            "between <think></think> and your response between <response></response>.",
+            "<|start_of_role|>assistant<|end_of_role|>",
+        ),
+        None,
+        '<tool_call>[{"name": "f", "arguments": {"a": "x", "n": 2}}]',
+        "granite",
+        "granite33",
+    ),
+    "Granite 4": (
+        stock(
+            "within <tool_call></tool_call> XML tags:\n<tool_call>\n",
+            "<|start_of_role|>assistant<|end_of_role|>",
+        ),
+        None,
+        '<tool_call>\n{"name": "f", "arguments": {"a": "x", "n": 2}}\n</tool_call>',
+        "hermes",
+        None,
     ),
 }

@@ -64,6 +64,22 @@ WRITTEN = {
         "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n"
         "<tool_call>now\n</tool_call>"
     ),
+    "glm47": (
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key><arg_value>3</arg_value></tool_call>"
+        "<tool_call>now</tool_call>"
+    ),
+    "gemma4": (
+        '<|tool_call>call:weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:now{}'
+        "<tool_call|>"
+    ),
+    "deepseek_v32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Paris</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n</｜DSML｜function_calls>\n"
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n'
+        "</｜DSML｜function_calls>"
+    ),
     "deepseek_v3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n"
         '{"city": '
@@ -107,6 +123,10 @@ MARKS = (
     "<｜tool▁calls▁end｜>",
     "<|tool_call_start|>",
     "<|tool_call_end|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    '<|"|>',
+    "｜DSML｜",
 )
 
 

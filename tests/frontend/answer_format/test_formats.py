@@ -7,15 +7,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from quire import InvalidParameterError
+from quire import InvalidParameterError, SamplingParams
 from quire.frontend.answer_format import Answer, ToolCall, detect
-from quire.frontend.answer_format.formats import TOOL_FORMATS
+from quire.frontend.answer_format.formats import (
+    REASONING_ALIASES,
+    TOOL_ALIASES,
+    TOOL_FORMATS,
+)
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.chat_template import choose_template, render_chat
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import marked_tokenizer
-from quire.tests.frontend.answer_format.templates import TEMPLATES
+from quire.tests.frontend.answer_format.templates import STOCK, TEMPLATES
 
 
 def test_a_template_without_marks_has_no_format() -> None:
@@ -165,3 +169,74 @@ def test_the_bundled_model_calls_tools_in_hermes_form() -> None:
     assert detect(template, tokenizer=tokenizer).tool_name == "hermes"
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tools=TOOLS)
     assert TOOLS[0]["function"]["name"] in tokenizer.decode(prompt)
+
+
+@pytest.mark.parametrize("family", STOCK)
+def test_the_models_of_a_family(family) -> None:
+    """Their template is recognised, with reasoning on and off, and so are calls as they write
+    them.
+    """
+    template, switch, call, tool_name, reasoning_name = STOCK[family]
+    answer_format = detect(template)
+    assert (answer_format.tool_name, answer_format.reasoning_name) == (tool_name, reasoning_name)
+    tools, user = [function("f", a="string", n="integer")], {"role": "user", "content": "Hi"}
+    called = [("f", {"a": "x", "n": 2})]
+
+    def read(text: str, prompt: str) -> tuple[str, str, list]:
+        answer = parse(answer_format, text, tools, prompt_text=prompt)
+        calls = [(one.name, json.loads(one.arguments)) for one in answer.tool_calls]
+        return answer.reasoning, answer.content, calls
+
+    def prompt(is_on: bool) -> str:
+        variables = {switch: is_on} if switch else {}
+        return render_chat(
+            template, [user], tools=tools, add_generation_prompt=True, variables=variables
+        )
+
+    marks = answer_format.reasoning_marks
+    if marks is not None:
+        on = prompt(True)
+        begun = "" if marks.is_open_at_end_of(on) else f"{marks.start}\n"
+        assert read(f"{begun}Hm.{marks.end}\n\nWell. {call}", on) == ("Hm.", "Well.", called)
+        assert read(f"{begun}Hm.", on) == ("Hm.", "", [])
+    assert read(f"Well.\n{call}", prompt(False) if switch else "") == ("", "Well.", called)
+    if switch:
+        assert marks.is_closed_at_end_of(prompt(False))
+        assert not marks.is_closed_at_end_of(prompt(True))
+
+
+def test_granites_answer_stands_between_tags() -> None:
+    granite = detect(STOCK["Granite 3.3"][0])
+    text = "<think>Hm.</think>\n<response>Yes <b>.</response>"
+    for tools in (TOOLS, []):
+        assert parse(granite, text, tools) == Answer("Yes <b>.", "Hm.")
+        assert parse(granite, f"{text} More </response>", tools) == Answer(
+            "Yes <b>. More </response>", "Hm."
+        )
+        assert parse(granite, "<response>Yes", tools) == Answer("Yes")
+        assert parse(granite, "A <response> tag", tools) == Answer("A <response> tag")
+    called = parse(granite, f'{text}<|tool_call|>[{{"name": "g", "arguments": {{}}}}]')
+    assert called == Answer("Yes <b>.", "Hm.", [ToolCall("g", "{}")])
+    older = detect("", "granite", "granite")
+    assert parse(older, "Here is my thought process: Hm.\n\nHere is my response: Yes.") == Answer(
+        "Yes.", "Hm."
+    )
+
+
+@pytest.mark.parametrize(("alias", "name"), [*TOOL_ALIASES.items(), ("gemma4", "gemma4")])
+def test_vllms_names_of_tool_parsers(alias, name) -> None:
+    assert detect("", alias).tool_name == name
+
+
+@pytest.mark.parametrize("alias", REASONING_ALIASES)
+def test_vllms_names_of_reasoning_parsers(alias) -> None:
+    expected = "harmony" if alias == "openai_gptoss" else "think"
+    assert detect("", "none", alias).reasoning_name == expected
+
+
+def test_gemma_ends_where_it_waits_for_results() -> None:
+    tokenizer = marked_tokenizer(("<|tool_response>", '<|"|>'))
+    answer_format = detect("", "gemma4", tokenizer=tokenizer)
+    params = answer_format.adapt(SamplingParams(stop_token_ids=[1]))
+    assert [tokenizer.decode([i], False) for i in params.stop_token_ids[1:]] == ["<|tool_response>"]
+    assert not params.skip_special_tokens

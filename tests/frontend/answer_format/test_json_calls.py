@@ -235,3 +235,12 @@ def test_calls_without_marks() -> None:
 )
 def test_json_that_is_not_a_call_is_content(text) -> None:
     assert parse(BARE, text) == Answer(text, "", [])
+
+
+@pytest.mark.parametrize("mark", ["<|tool_call|>", "<tool_call>"])
+def test_granite_writes_one_of_two_marks(mark) -> None:
+    granite = detect("<|tool_call|>")
+    text = f'{mark}[{{"name": "f", "arguments": {{"a": 1}}}}, {{"name": "g", "arguments": {{}}}}]'
+    assert parse(granite, f"Well. {text}") == Answer(
+        "Well.", "", [ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")]
+    )

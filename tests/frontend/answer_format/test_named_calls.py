@@ -33,13 +33,28 @@ def test_deepseek(answer_format, text) -> None:
     assert parse(answer_format, f"Let me see.{text}") == Answer("Let me see.", "", BOTH)
 
 
-def test_kimi() -> None:
-    names = KIMI.tool_format
-    calls = [
-        f"{names.call_start}functions.{call.name}:{i}{names.separator}{call.arguments}{names.call_end}"
-        for i, call in enumerate(BOTH)
+@pytest.mark.parametrize("space", ["", " ", "\n"])
+def test_kimi_keeps_its_ids(space) -> None:
+    """They count on through the conversation."""
+    marks, ids = KIMI.tool_format, ["functions.f:3", "functions.g:4"]
+    pieces = [marks.start]
+    for call, id in zip(BOTH, ids, strict=True):
+        pieces += [marks.call_start, id, marks.separator, call.arguments, marks.call_end]
+    answer = parse(KIMI, space.join([*pieces, marks.section_end]))
+    assert answer == Answer("", "", [ToolCall(c.name, c.arguments, i) for c, i in zip(BOTH, ids)])
+
+
+def test_kimi_ids_of_another_form_or_twice_are_none() -> None:
+    marks = KIMI.tool_format
+    ids = ["functions.f:0", "functions.f:0", "f:1", "f", "functions.my.f:2"]
+    text = "".join(f"{marks.call_start}{i}{marks.separator}{{}}{marks.call_end}" for i in ids)
+    assert [(call.name, call.id) for call in parse(KIMI, marks.start + text).tool_calls] == [
+        ("f", "functions.f:0"),
+        ("f", ""),
+        ("f", ""),
+        ("f", ""),
+        ("my.f", "functions.my.f:2"),
     ]
-    assert parse(KIMI, names.start + "".join(calls) + names.section_end) == Answer("", "", BOTH)
 
 
 @pytest.mark.parametrize(

@@ -87,3 +87,18 @@ def test_arguments_are_streamed_one_by_one() -> None:
         ToolCallStart(1, "g"),
         ToolCallArguments(1, "{}"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("'a\nb\r\n'", "a\nb\r\n"),
+        (r"'\d+\.t'", r"\d+\.t"),
+        (r"'it\'s\\\n'", "it's\\\n"),
+        ('"x"', "x"),
+        ("'\\ud83e!'", "\ufffd!"),
+    ],
+)
+def test_texts_are_repaired(written, meant) -> None:
+    (call,) = parse(LFM, f"<|tool_call_start|>[f(a={written})]<|tool_call_end|>").tool_calls
+    assert json.loads(call.arguments) == {"a": meant}

@@ -157,3 +157,67 @@ def test_a_truncated_or_broken_call_stays_content() -> None:
     assert parse(CODER, text, TOOLS) == Answer(text)
     broken = "<tool_call>\n<function=write>\n<parameter=mode>\n4\n</parameter>\nand so on"
     assert parse(CODER, broken, TOOLS) == Answer(broken)
+
+
+def test_a_missing_end_tag_is_implied_by_the_next_tag() -> None:
+    whole = "<tool_call>\n<function=write>\n<parameter=path>\na <b>.t\n</parameter>\n"
+    whole += "<parameter=mode>\n4\n</parameter>\n</function>\n</tool_call>"
+    meant = [ToolCall("write", '{"path": "a <b>.t", "mode": 4}')]
+    for tag, missing in (
+        ("</parameter>\n<parameter=mode>", "<parameter=mode>"),
+        ("</parameter>\n</function>", "</function>"),
+        ("</function>\n</tool_call>", "</tool_call>"),
+        ("\n</parameter>\n</function>\n</tool_call>", "</function></tool_call>"),
+        ("\n</parameter>\n</function>\n</tool_call>", "</function>\n</tool_call>"),
+        ("</parameter>\n</function>\n</tool_call>", "</tool_call>"),
+        ("</tool_call>", ""),
+    ):
+        text = whole.replace(tag, missing)
+        assert text != whole and parse(CODER, text, TOOLS) == Answer("", "", meant), text
+        assert parse(CODER, f"{text}\n{whole}", TOOLS).tool_calls == meant * 2, text
+
+
+def test_a_tag_within_a_line_is_text() -> None:
+    value = "say <parameter=x> or </function>, not </tool_call>"
+    text = f"<tool_call>\n<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"
+    (call,) = parse(CODER, f"{text}</tool_call>", TOOLS).tool_calls
+    assert json.loads(call.arguments) == {"text": value}
+
+
+def test_forced_values_may_contain_any_tag_but_their_own_end() -> None:
+    value = "a\n<parameter=b>\n</function>\n</tool_call>"
+    text = f"<tool_call>\n<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"
+    (call,) = parse(CODER, f"{text}</tool_call>", TOOLS, calls_are_valid=True).tool_calls
+    assert json.loads(call.arguments) == {"text": value}
+
+
+DSML = detect("", "deepseek_v4")
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "meant"),
+    [
+        ("path", ' string="true"', "5", "5"),
+        ("mode", ' string="true"', "5", "5"),  # the model says so
+        ("mode", ' string="false"', "5", 5),
+        ("path", ' string="false"', "5", "5"),  # the schema does
+        ("tags", ' string="false"', '["x", {"y": 1}]', ["x", {"y": 1}]),
+        ("other", ' string="false"', "true", True),
+        ("other", ' string="true"', " a\n<b>\n", " a\n<b>\n"),
+        ("mode", "", "420", 420),
+    ],
+)
+def test_deepseek_says_what_is_text(key, kind, value, meant) -> None:
+    text = (
+        'Well.\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="write">\n'
+        f'<｜DSML｜parameter name="{key}"{kind}>{value}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    )
+    answer = parse(DSML, text, TOOLS)
+    assert (answer.content, [call.name for call in answer.tool_calls]) == (
+        "Well.",
+        ["write", "now"],
+    )
+    assert json.loads(answer.tool_calls[0].arguments) == {key: meant}
+    broken = text.replace(f'"{key}"{kind}', f'"{key}" string="maybe"')
+    assert parse(DSML, broken, TOOLS).content.startswith(broken[: broken.index("maybe")])

@@ -5,6 +5,7 @@ every API returns the same call.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -327,6 +328,20 @@ def test_arguments_leave_as_an_object_or_not_at_all(path, streams) -> None:
         else:  # the mark at the end may be cut too
             assert calls == [MEANT] and "</tool_call>".startswith(text)
         assert reason in ("length", "incomplete", "max_tokens")
+
+
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:7<|tool_call_argument_begin|>"
+    '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_call_keeps_the_id_that_its_model_wrote(streams) -> None:
+    app = scripted_app(ScriptedEngine(list(KIMI)), TEMPLATES["kimi_k2"])
+    for path in ("/v1/chat/completions", "/v1/responses", "/api/chat"):
+        answer = post(app, path, {"model": "bundled", "stream": streams} | BODIES[path])
+        assert re.search('"(call_)?id": ?"functions.add:7"', answer.text), answer.text
 
 
 @pytest.mark.parametrize(

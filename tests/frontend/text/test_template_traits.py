@@ -355,3 +355,33 @@ def test_the_traits_of_the_families() -> None:
     }
     assert traits["qwen3.5"].lost_instructions == everything
     assert {family for family, found in traits.items() if found.result_names} == set()
+    assert {family for family, found in traits.items() if found.function_ids} == set()
+
+
+def test_the_ids_of_a_template_that_writes_no_names_of_functions_name_them() -> None:
+    """As Kimi K2's, whose ids the model counts through the conversation."""
+    source = TOOLS + LOOP.replace(
+        "BODY",
+        CONTENT
+        + "{% for c in m.tool_calls or [] %}<{{ c.id }}>{{ c.function.arguments | tojson }}"
+        + "{% endfor %}{% if m.role == 'tool' %} of {{ m.tool_call_id }}{% endif %}",
+    )
+    assert template_traits(source).function_ids
+    assert not template_traits(template()).function_ids
+
+    def called(*ids: str | None) -> dict[str, Any]:
+        calls = [
+            {"function": {"name": "my.f", "arguments": "{}"}} | ({"id": i} if i else {})
+            for i in ids
+        ]
+        return {"role": "assistant", "tool_calls": calls}
+
+    def result(identifier: str) -> dict[str, Any]:
+        return {"role": "tool", "tool_call_id": identifier, "content": "4"}
+
+    turns = [called("toolu_1", "functions.my.f:9"), result("functions.my.f:9"), result("toolu_1")]
+    assert render_chat(source, [*turns, called(None), called("toolu_1"), result("toolu_1")]) == (
+        "[assistant] <functions.my.f:0>{}<functions.my.f:1>{}[tool] 4 of functions.my.f:1"
+        "[tool] 4 of functions.my.f:0[assistant] <functions.my.f:2>{}[assistant] "
+        "<functions.my.f:3>{}[tool] 4 of functions.my.f:3"
+    )

@@ -19,6 +19,7 @@ import msgspec
 
 from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
+from ..ipc.hops import MessageTimer
 from ..ipc.kv_event_publisher import make_publisher
 from ..ipc.messages import (
     BEAT,
@@ -169,6 +170,7 @@ class EngineCore:
         self.rows = OutputRows(epoch, engine_index)
         self._step_records = StepRecords()
         self.tracer: StepTracer | None = None  # while steps are traced
+        self.message_timer: MessageTimer | None = None  # of a host with sockets, which sets it
         self._log_steps = config.service_config.log_steps
         if (waves := EngineWaves(self) if shares_experts(config) else None) is not None:
             self.step_fn = waves.step

@@ -34,6 +34,7 @@ from ..ipc.engine_input import EngineInput
 from ..ipc.engine_output import EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
+from ..ipc.hops import MessageTimer
 from ..ipc.log_format import FORMATS, configure_logging
 from ..ipc.machine import raise_descriptor_limit
 from ..ipc.messages import (
@@ -62,6 +63,7 @@ from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, begin_import
 from .machine_share import take_share
 
+GROUP_S = 1.0  # between the Shutdowns of engines that leave together
 LINGER_S = 1.0  # see EngineCoreProc.lingers
 # A client of a daemon without requests that sends nothing for so long makes room for another.
 IDLE_S = 60.0
@@ -133,6 +135,8 @@ class EngineCoreProc:
             if self.core is None:
                 self._send_to_all(pack_exception(error))
                 raise
+            if self._leaves_with_its_group(error):
+                return 0
             logger.error("the engine failed\n%s", traceback.format_exc())
             self._hand_out(self.core.take_rows())
             self._send_to_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
@@ -144,6 +148,18 @@ class EngineCoreProc:
             if self.core is not None:
                 self.core.shutdown()
         return 0
+
+    def _leaves_with_its_group(self, error: Exception) -> bool:
+        """Whether an engine's pass with others that share experts broke because all were asked to
+        leave, and one has left first. This one is asked at the same time.
+        """
+        core = self.core
+        if core is None or core.waves is None or not isinstance(error, EngineDeadError):
+            return False
+        until = time.monotonic() + GROUP_S
+        while not self.must_leave and time.monotonic() < until:
+            self._take_events(block=True, until=until)
+        return self.must_leave
 
     def _start(self) -> None:
         imported = begin_import() if self.imports_early else None
@@ -166,6 +182,7 @@ class EngineCoreProc:
             )
         )
         core.hand_out = self._hand_out
+        core.message_timer = MessageTimer(self.output, self.input)
         core.gate.wake = lambda: self.input.events.put(events.Wake())
         if core.waves is not None:
             core.waves.report, core.waves.is_full = self._send_to_all, lambda: self.output.is_full

@@ -79,6 +79,8 @@ class StepTracer:
         self._preempted: dict[str, int] = {}
         # of steps that run: what was known when they were scheduled
         self._scheduled: dict[int, _Scheduled] = {}
+        if core.message_timer is not None:
+            core.message_timer.start()
 
     def wait(self) -> Future[int]:
         """A future that `settle` completes with the number of recorded steps."""
@@ -109,6 +111,7 @@ class StepTracer:
             ranks.limits,
             places | ranks.places,
             ranks.notes,
+            [] if core.message_timer is None else core.message_timer.stop(),
         )
 
     def begin(self) -> None:

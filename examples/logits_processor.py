@@ -32,18 +32,24 @@ def main() -> None:
     # the engine's process must be able to import this module
     folder = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    prompt = "plum plum plum plum"
+    prompt = "Tom ran and ran and ran and ran"
+    repeats: dict[bool, int] = {}
     with LLM(logits_processors=["logits_processor:no_immediate_repeat"]) as llm:
         for wanted in (False, True):
             params = SamplingParams(
-                temperature=0, max_tokens=12, extra_args={"no_immediate_repeat": wanted}
+                temperature=0, max_tokens=24, extra_args={"no_immediate_repeat": wanted}
             )
             [output] = llm.generate(prompt, params, use_tqdm=False)
             token_ids = output.outputs[0].token_ids
-            repeats = sum(a == b for a, b in itertools.pairwise(token_ids))
-            print(f"{wanted}: {output.outputs[0].text!r}, {repeats} immediate repeats")
-            if wanted and repeats:
-                sys.exit("the processor did not run")
+            repeats[wanted] = sum(a == b for a, b in itertools.pairwise(token_ids))
+            text = output.outputs[0].text
+            print(f"no_immediate_repeat={wanted}: {text!r}, {repeats[wanted]} immediate repeats")
+    if not repeats[False]:
+        sys.exit(
+            "this model repeats nothing here, so that the processor's effect is not to be seen"
+        )
+    if repeats[True]:
+        sys.exit("the processor did not run")
 
 
 if __name__ == "__main__":

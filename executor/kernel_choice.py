@@ -12,6 +12,7 @@ import torch
 
 from ..ipc.errors import InvalidParameterError
 from ..kernels import registry
+from .plugins import describe_module, is_of_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,28 @@ def warn_of_slow_heads(head_dim: int, ops: registry.OpTable, overrides: dict[str
             "beside it",
             head_dim,
         )
+
+
+def warn_of_unused_kernels(ops: registry.OpTable, overrides: dict[str, str]) -> None:
+    """Logs which operations a plugin has kernels for of which none is chosen, unless `overrides`
+    names another.
+    """
+    for op in ops.chosen.keys() - overrides.keys():
+        declined: dict[str, list[str]] = {}  # by plugin
+        for one in registry.implementations(op):
+            if is_of_plugin(one.function.__module__):
+                names = declined.setdefault(describe_module(one.function.__module__), [])
+                names.append(one.name)
+        for plugin, names in declined.items():
+            if ops.chosen[op] not in names:
+                logger.warning(
+                    "%s replaces no kernel of %s: %r is used, because the predicate of %s declines "
+                    "this model or its priority is lower",
+                    plugin,
+                    op,
+                    ops.chosen[op],
+                    " and ".join(map(repr, names)),
+                )
 
 
 def check_quantization(

@@ -30,11 +30,14 @@ from .kernel_choice import (
     check_kv_cache_dtype,
     check_quantization,
     warn_of_slow_heads,
+    warn_of_unused_kernels,
 )
 from .models import find_model_class
 from .models.adapted_layers import adapt_layers, explore_layers, takes_adapters
+from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
+from .plugins import describe_module
 from .ranks.expert_group import ALL_EXPERTS, ExpertGroup
 from .ranks.tensor_group import ALONE, TensorGroup
 from .result_checks import check_results
@@ -69,11 +72,32 @@ def select_operations(
     }
     ops = registry.select(device, dtype, kernels, **facts)
     check_results(ops)
+    warn_of_unused_kernels(ops, kernels)
     check_quantization(config.model_config.quantization, ops, kernels)
     check_kv_cache_dtype(config.cache_config.kv_cache_dtype, ops, kernels)
     if not shape.is_bidirectional:
         warn_of_slow_heads(shape.head_dim, ops, kernels)
     return ops
+
+
+def _warn_of_unused_layers(make: LayerFactory, model: str) -> None:
+    """Logs which registered layers stand nowhere in the model that `make` has made."""
+    for built_in, layer in replacements():
+        chosen = make.chosen_layers.get(built_in)
+        if chosen is not None and layer in chosen:
+            continue
+        reason = (
+            f"the model has no layer of the kind {built_in}"
+            if chosen is None
+            else "its condition `when` holds for no layer, or another replaces them"
+        )
+        logger.warning(
+            "%s replaces nothing in %s with %s: %s",
+            describe_module(layer.__module__),
+            model,
+            getattr(layer, "__name__", repr(layer)),
+            reason,
+        )
 
 
 class ModelBuilder:
@@ -129,6 +153,7 @@ class ModelBuilder:
         model = self.model_class(
             self.model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
+        _warn_of_unused_layers(make, self.model_class.__name__)
         if self.config.lora_config.enable_lora:
             adapt_layers(model, make, self.config.lora_config)
         quantization = None if directory is None else self._quantization_of(directory)

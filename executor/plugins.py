@@ -7,6 +7,7 @@ Must not know: what plugins register.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 
@@ -33,7 +34,7 @@ def load_plugin(plugin: EntryPoint) -> None:
     except (Exception, SystemExit) as error:
         raise ModelLoadError(
             f"the plugin {plugin.name} = {plugin.value} cannot be loaded: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{place_in(plugin.module, error)}"
         ) from error
     _loaded[plugin.name] = plugin.module
 
@@ -46,13 +47,32 @@ def plugin_failure(error: BaseException) -> str | None:
     """One sentence that names the plugin whose code the exception went through, or None."""
     if isinstance(error, PluginFault):
         return str(error)
-    traceback, found = error.__traceback__, None
-    while traceback is not None:
-        module = traceback.tb_frame.f_globals.get("__name__", "")
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
         if _root_of(module):
-            found = f"{describe_module(module)} failed: {type(error).__name__}: {error}"
-        traceback = traceback.tb_next
+            place = f"({frame.f_code.co_filename}:{line})"
+            found = f"{describe_module(module)} failed: {type(error).__name__}: {error} {place}"
     return found
+
+
+def place_in(root: str, error: BaseException) -> str:
+    """ " (FILE:LINE)" of the last line of the module or package `root` that the exception went
+    through or, where its text cannot be compiled, that is wrong; "" if there is none.
+    """
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_within(frame.f_globals.get("__name__", ""), root)
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append((error.filename, error.lineno or 0))
+    return " ({}:{})".format(*places[-1]) if places else ""
+
+
+def is_of_plugin(module: str) -> bool:
+    """Whether a plugin that is loaded here has the module."""
+    return _root_of(module) is not None
 
 
 def describe_module(module: str) -> str:
@@ -65,9 +85,13 @@ def describe_module(module: str) -> str:
 def _root_of(module: str) -> tuple[str, str] | None:
     """(plugin, the module that it names)"""
     for name, root in _loaded.items():
-        if module == root or module.startswith(f"{root}."):
+        if _is_within(module, root):
             return name, root
     return None
+
+
+def _is_within(module: str, root: str) -> bool:
+    return module == root or module.startswith(f"{root}.")
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class AsyncCalls(SessionFace, ABC):
 
     @asynccontextmanager
     async def trace(self, steps: int = 4) -> AsyncIterator[Trace]:
+        from .trace.stages import async_places
         from .trace.trace import Trace
 
         trace = Trace()
@@ -40,7 +41,8 @@ class AsyncCalls(SessionFace, ABC):
                 await self.call_utility("end_trace")
             raise
         self.session.received = None
-        trace.complete(await self.call_utility("end_trace"))
+        result = await self.call_utility("end_trace")
+        trace.complete(result, async_places(self.session.client))
 
     async def get_metrics(self) -> dict[str, int]:
         return self.session.telemetry.metrics(await self.call_utility("get_metrics"))

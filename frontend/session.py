@@ -228,6 +228,7 @@ class BlockingCalls(SessionFace, ABC):
 
         Raises InvalidParameterError for `steps`, and while another trace is recorded.
         """
+        from .trace.stages import blocking_places
         from .trace.trace import Trace
 
         trace = Trace()
@@ -241,7 +242,7 @@ class BlockingCalls(SessionFace, ABC):
                 self.call_utility("end_trace")
             raise
         self.session.received = None
-        trace.complete(self.call_utility("end_trace"))
+        trace.complete(self.call_utility("end_trace"), blocking_places(self.session.client))
 
     # The methods below act on the whole engine, including requests of other programs; core/pause.py
     # documents each.

@@ -149,7 +149,7 @@ class EngineInput:
         self.on_beat: Callable[[int, int], None] = lambda client_index, call_id: None
         self._context = context
         self._max_message_bytes = max_message_bytes
-        self._decoder = Decoder(ClientMessage, max_message_bytes)
+        self.decoder = Decoder(ClientMessage, max_message_bytes)
         self._encoder = Encoder(max_message_bytes)
         self._signals = signals
         self._peers: dict[int, Peer] = {}
@@ -287,7 +287,7 @@ class EngineInput:
                 return
             self._peers[client_index].heard_at = time.monotonic()
             try:
-                self._on_message(client_index, self._decoder.decode(frames))
+                self._on_message(client_index, self.decoder.decode(frames))
             except BadFrameError as error:
                 self.num_bad_frames += 1
                 if (identity := whose(frames)) is not None:

@@ -102,7 +102,7 @@ class EngineOutput:
         # rows that could not be encoded
         self.on_lost: Callable[[int, list[str]], None] = lambda client_index, request_ids: None
         self._context = context
-        self._encoder = Encoder(max_message_bytes)
+        self.encoder = Encoder(max_message_bytes)
         self._readers: dict[int, Reader] = {}
         self._orders: deque[Connect | Disconnect | Send | Close] = deque()
         self._wake_fd = os.eventfd(0)
@@ -200,18 +200,18 @@ class EngineOutput:
 
     def _encode(self, order: Send) -> list:
         try:
-            return self._encoder.encode(order.message)
+            return self.encoder.encode(order.message)
         # the client that waits for this message receives the reason instead
         except Exception as error:
             message = order.message
             if isinstance(message, UtilityResult):
-                return self._encoder.encode(
+                return self.encoder.encode(
                     UtilityResult(message.call_id, failure=pack_exception(error))
                 )
             if isinstance(message, EngineCoreOutputs):
                 self.num_lost_outputs += len(message.request_ids)
                 self.on_lost(order.client_index, message.request_ids)
-                return self._encoder.encode(
+                return self.encoder.encode(
                     error_rows(message, f"the output could not be sent: {error}")
                 )
             raise
@@ -232,7 +232,7 @@ class EngineOutput:
                     f"this client did not read its outputs (over {self.max_backlog_bytes} bytes "
                     f"waited); its requests were ended"
                 )
-                reader.keep(self._encoder.encode(EngineDead(cause)))
+                reader.keep(self.encoder.encode(EngineDead(cause)))
                 reader.is_dropped = True
                 self.on_overflow(client_index)
 

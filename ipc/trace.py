@@ -124,6 +124,34 @@ class RanksTrace(Record, frozen=True):
     model_class: str = ""
 
 
+class Coded(Record, frozen=True):
+    """A message that one end of the wire has encoded or decoded."""
+
+    request_id: str  # of a request; "" of outputs
+    number: str  # of outputs: what distinguishes them from others
+    begin_s: float
+    seconds: float
+    num_bytes: int
+    made_s: float = 0.0  # of outputs, EngineCoreOutputs.timestamp
+    queued_s: dict[str, float] = {}  # by request, when the engine's main thread took it
+
+
+class Hop(Record, frozen=True):
+    """A message between the frontend and an engine in another process:
+
+    handed ─wait─▶ encode ──▶ encoded ─socket─▶ decode ──▶ decoded ─wait─▶ taken
+    """
+
+    request_id: str  # of a request to the engine; "": outputs for the frontend
+    num_bytes: int
+    handed_s: float  # of outputs: the end of the last step that they are of
+    encode_begin_s: float
+    encode_s: float
+    decode_begin_s: float  # it has come out of the socket
+    decode_s: float
+    taken_s: float = 0.0  # by the engine's main thread or by the frontend; 0: not yet
+
+
 class EngineTrace(Record, frozen=True):
     model: str
     dtype: str
@@ -136,6 +164,8 @@ class EngineTrace(Record, frozen=True):
     limits: Limits = Limits()
     places: dict[str, str] = {}
     notes: list[str] = []  # how the traced steps differ from others
+    coded: list[Coded] = []  # by an engine in another process; its client makes hops of them
+    hops: list[Hop] = []
 
 
 def place_of(filename: str, line: int) -> str:

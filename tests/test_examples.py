@@ -34,7 +34,9 @@ PROMISES = {
         r"choice: (yes|no)"
     ),
     "tool_loop.py": r"add\({\"a\": ?12, ?\"b\": ?30}\) = 42\nanswer: The result is 42\.",
-    "logits_processor.py": r"True: '.*', 0 immediate repeats",
+    "logits_processor.py": (
+        r"=False: '.*', [1-9]\d* immediate repeats\n.*=True: '.*', 0 immediate repeats"
+    ),
     "custom_kernel.py": r"the kernel ran [1-9]\d* times\nsame tokens as the reference: True",
     "live_observation.py": (
         r"step \d+: \d requests hold \d+ of (.*\n)+3200 tokens; 4 requests finished"
@@ -88,6 +90,17 @@ def test_programs(program: str, results: Results) -> None:
     done = results[program].result()
     assert done.returncode == 0, done.stderr
     assert re.search(PROMISES[program], done.stdout), done.stdout
+
+
+@pytest.mark.timeout(180)
+def test_the_example_of_a_processor_fails_if_it_does_nothing(tmp_path: Path) -> None:
+    text = (EXAMPLES / "logits_processor.py").read_text()
+    effect = "logits[last] = -torch.inf"
+    assert text.count(effect) == 1
+    program = tmp_path / "logits_processor.py"
+    program.write_text(text.replace(effect, "pass"))
+    done = run_program(str(program), tmp_path / "here")
+    assert done.returncode == 1 and done.stderr.endswith("the processor did not run\n")
 
 
 @pytest.mark.timeout(180)

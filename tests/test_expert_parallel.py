@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,6 +183,21 @@ async def stream_and_kill(engines: Engines, wanted: Wanted, victims: list[int]) 
             await asyncio.sleep(0.01)
         assert all(map(is_gone, pids))  # the others of the group, too
     return await streams
+
+
+def test_an_ordinary_shutdown_logs_no_error(model, capfd) -> None:
+    """The engine that leaves first breaks the pass of the other, which leaves too."""
+    engines = Engines(model)
+    params = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True, seed=0)
+
+    async def begin() -> None:
+        async for _ in engines.llm.generate({"prompt_token_ids": [9, 8, 7]}, params, "long"):
+            return
+
+    engines.run(begin())
+    engines.close()  # in the middle of passes
+    said_by_engines = capfd.readouterr().err
+    assert not re.findall(r".* ERROR .*|Traceback.*", said_by_engines), said_by_engines
 
 
 def test_streams_resume_when_an_engine_is_killed(one_engine, engines) -> None:

@@ -25,7 +25,7 @@ from ..ranks.expert_group import ALL_EXPERTS, ExpertGroup
 from ..ranks.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
 from .divided_experts import DividedExperts
-from .layer_registry import choose_layer
+from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
 from .linear import Linear as Linear
 from .linear import Multiply, Packer, TiedHead
@@ -93,6 +93,8 @@ class LayerFactory:
         # by the addresses of the tensors that they wait for
         self._unpacked: dict[int, Linear | Embedding] = {}
         self._offsets: dict[int, float] = {}  # of norms, by the addresses of their weights
+        # what stands in the model so far for layers that a plugin can replace, by the built-in name
+        self.chosen_layers: dict[str, set[Layer]] = {}
 
     def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
         """Fills a tensor of the model's weight-name table, from values of any float dtype or from
@@ -280,7 +282,7 @@ class LayerFactory:
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
     ) -> Any:
         """The block of a layer of the stack, or what a plugin has registered in its place."""
-        chosen = choose_layer(built_in, config, layer)
+        chosen = self._choose(built_in, config, layer)
         if chosen is not built_in and self.group.size > 1:
             raise InvalidParameterError(
                 "tensor_parallel_size",
@@ -312,7 +314,13 @@ class LayerFactory:
         weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
         if config.norm_offset:
             self._offsets[weight.data_ptr()] = config.norm_offset
-        return choose_layer(RMSNorm, config, None)(name, weight, config.rms_norm_eps, self.ops)
+        chosen = self._choose(RMSNorm, config, None)
+        return chosen(name, weight, config.rms_norm_eps, self.ops)
+
+    def _choose(self, built_in: type, config: DecoderConfig, layer: int | None) -> Layer:
+        chosen = choose_layer(built_in, config, layer)
+        self.chosen_layers.setdefault(built_in.__name__, set()).add(chosen)
+        return chosen
 
     def ropes(self, config: DecoderConfig | EncoderConfig, num_positions: int) -> list[Rope | None]:
         """The tables of each layer, None where it does not rotate; layers share equal ones. See

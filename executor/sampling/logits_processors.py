@@ -36,6 +36,7 @@ import torch
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
+from ..plugins import place_in
 from ..runner.input_batch import InputBatch
 
 Processor = Callable[[list[int], list[int], torch.Tensor], torch.Tensor]
@@ -70,7 +71,8 @@ def _load(path: str) -> Any:
         raise
     except BaseException as error:  # sys.exit() in the user's module too
         raise InvalidParameterError(
-            "logits_processors", f"{path} cannot be imported: {_describe(error)}"
+            "logits_processors",
+            f"{path} cannot be imported: {_describe(error)}{place_in(module_name, error)}",
         ) from error
     if not callable(found):
         raise InvalidParameterError(

@@ -20,6 +20,7 @@ import torch
 
 from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ...ipc.trace import Input, Kernel, RankTrace, Span, place_of_function
+from ...kernels.cpu.native.calls import Op
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program
 from ...kernels.cpu.native.timing import CallTimer, timed_calls
@@ -40,6 +41,10 @@ INPUTS = "token_ids", "positions", "metadata", "logits_indices"
 PARTS = "query_start_loc", "seq_lens", "block_tables", "slot_mapping"  # of the metadata
 OF_METADATA = attrgetter(*PARTS)
 INPUT_NAMES = "token_ids", "positions", *PARTS, "logits_indices"
+
+
+EXTERNAL = Op.EXTERNAL.name.lower()
+NOWHERE = Site("", "", "", None)
 
 
 class _Operation(NamedTuple):
@@ -80,9 +85,9 @@ class StepTracer:
         # kept until the trace is taken: their calls are read then
         self._program = runner.program if isinstance(runner.program, Program) else None
         self._bursts = runner.bursts
-        self._origins: dict[int, tuple[str, str, str]] = {}  # by the address of a call
+        self._origins: dict[int, tuple[Site, str, str]] = {}  # by the address of a call
         self._counts = {i: one.counts for i, one in routed_tokens(runner.model).items()}
-        self._path = ""
+        self._site = NOWHERE
         self._isa = library.isa if library is not None else ""
         self.instruments = Instruments(runner.ops, self._around, self._enter, self._leave)
         self._attach(num_threads)
@@ -119,11 +124,11 @@ class StepTracer:
         """Finds the module of each call of the program: it is recorded again, with instruments."""
 
         def around(site: Site, function: Callable, args: Any, kwargs: Any) -> Any:
-            before, self._path = self._path, site.module
+            before, self._site = self._site, site
             try:
                 return function(*args, **kwargs)
             finally:
-                self._path = before
+                self._site = before
 
         runner = self._runner
         put = Instruments(runner.ops, around, _nothing, _nothing)
@@ -134,7 +139,7 @@ class StepTracer:
                 put.table(""),
                 program.limits,
                 runner.batch.num_groups,
-                lambda: (self._path, *recorded_places()),
+                lambda: (self._site, *recorded_places()),
             )
         finally:
             put.detach()
@@ -266,13 +271,16 @@ class StepTracer:
         )
 
     def _call(self, call: Any) -> Kernel:
-        module, place, implementation_place = self._origins.get(call.address, ("", "", ""))
+        site, place, implementation_place = self._origins.get(call.address, (NOWHERE, "", ""))
+        op, implementation = call.op, f"native {self._isa}"
+        if op == EXTERNAL and site.op:  # a function of a plugin
+            op, implementation = site.op, f"{site.implementation}, native"
         begins, ends = [begin for _, begin, _ in call.threads], [end for *_, end in call.threads]
         weights = self.instruments.weights
         return Kernel(
-            module,
-            call.op,
-            f"native {self._isa}",
+            site.module,
+            op,
+            implementation,
             call.work.shape,
             call.dtype,
             min(begins, default=0.0),

@@ -41,6 +41,8 @@ from .guard import Guard
 if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking programs avoid
     import asyncio
 
+    from ...ipc.hops import MessageTimer
+
 # outputs read ahead of the caller; further ones stay in the socket, which limits the engine
 # (ipc/engine_output.py)
 MAX_QUEUED_OUTPUTS = 256
@@ -110,6 +112,7 @@ class MPClient(EngineClient):
         self.was_hung = False  # the watchdog has ended the engine
         # A daemon has made room for another client; nothing that this one has sent since is done.
         self.was_released = False
+        self._message_timer: MessageTimer | None = None  # while steps are traced
         self._slow_calls: set[int] = set()  # pending ones that may take longer than a step
         self._check_timer: asyncio.TimerHandle | None = None
         # called with what an engine that shares experts reports
@@ -306,11 +309,29 @@ class MPClient(EngineClient):
     def _begin_call(self, method: str, args: tuple, waiter: asyncio.Future | None) -> int:
         self._num_calls += 1
         self._may_be_stalled |= method in ("pause", "sleep")
+        if method == "start_trace":
+            self._time_messages()
         self._send(m.UtilityCall(self._num_calls, method, list(args)))
         self._calls[self._num_calls] = waiter
         if method in SLOW_UTILITIES:
             self._slow_calls.add(self._num_calls)
         return self._num_calls
+
+    def _time_messages(self) -> None:
+        """Times messages until the answer to end_trace; an earlier trace goes on."""
+        from ...ipc.hops import MessageTimer
+
+        if self._message_timer is None:
+            self._message_timer = MessageTimer(self._connection, self._connection)
+            self._message_timer.start()
+
+    def _result_of(self, method: str, message: m.UtilityResult) -> Any:
+        """Raises its exception. To a trace, the hops of this client's messages are added."""
+        result = result_of(message)
+        if method != "end_trace" or self._message_timer is None:
+            return result
+        timer, self._message_timer = self._message_timer, None
+        return timer.add_hops(result)
 
     # ------------------------------------------------------------ the watchdog
 
@@ -413,7 +434,7 @@ class MPClient(EngineClient):
                 while call_id not in self._results:
                     self._raise_if_dead()
                     self._wait()
-                return result_of(self._results.pop(call_id))
+                return self._result_of(method, self._results.pop(call_id))
             finally:
                 self._calls.pop(call_id, None)
 
@@ -457,6 +478,6 @@ class MPClient(EngineClient):
         call_id = self._begin_call(method, args, waiter)
         self._watch()
         try:
-            return result_of(await waiter)
+            return self._result_of(method, await waiter)
         finally:
             self._calls.pop(call_id, None)

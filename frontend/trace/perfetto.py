@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...ipc.trace import Kernel, StepTrace
+from ...ipc.trace import Hop, Kernel, StepTrace
 from ..telemetry.chrome_trace import Event, event, label
 
 if TYPE_CHECKING:
     from .trace import Trace
 
 FRONTEND, ENGINE = 1, 2  # processes
+REQUESTS, OUTPUTS = 2, 3  # rows of the frontend: messages to the engine, and from it
 STEPS, STAGES, KERNELS = 1, 2, 10  # rows of the engine; kernels from there on, by thread
 
 
@@ -42,6 +43,11 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
                 num_tokens=one.num_tokens,
             )
         )
+    if engine.hops:
+        events.append(label("thread_name", FRONTEND, REQUESTS, name="requests to the engine"))
+        events.append(label("thread_name", FRONTEND, OUTPUTS, name="outputs of the engine"))
+    for hop in engine.hops:
+        events += _hop_events(hop, zero_s)
     threads: set[int] = set()
     for step in engine.steps:
         events += _step_events(step, zero_s)
@@ -55,6 +61,24 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         events.append(label("thread_name", ENGINE, row, name=f"kernels, thread {thread}"))
         events.append(label("thread_sort_index", ENGINE, row, sort_index=row))
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {"model": engine.model}}
+
+
+def _hop_events(hop: Hop, zero_s: float) -> list[Event]:
+    row = REQUESTS if hop.request_id else OUTPUTS
+    encoded_s, decoded_s = hop.encode_begin_s + hop.encode_s, hop.decode_begin_s + hop.decode_s
+    parts = [
+        ("wait", hop.handed_s, hop.encode_begin_s),
+        ("serialise", hop.encode_begin_s, encoded_s),
+        ("socket", encoded_s, hop.decode_begin_s),
+        ("deserialise", hop.decode_begin_s, decoded_s),
+        ("wait", decoded_s, hop.taken_s or decoded_s),
+    ]
+    about = {"num_bytes": hop.num_bytes, "request": hop.request_id or None}
+    return [
+        event(name, "hop", FRONTEND, row, 1e6 * (a - zero_s), 1e6 * (b - zero_s), **about)
+        for name, a, b in parts
+        if b > a
+    ]
 
 
 def _whole(kernel: Kernel) -> tuple[int, float, float]:

@@ -13,7 +13,7 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import EngineCoreOutputs
-from ...ipc.trace import EngineTrace, Record, StepTrace
+from ...ipc.trace import EngineTrace, Hop, Record, StepTrace
 from ..outputs import RequestOutput
 from ..pooling_outputs import AnyOutput
 from .fold import FoldedKernel, fold, kernels_of
@@ -47,6 +47,15 @@ def received(received_s: float, outputs: EngineCoreOutputs, made: list[AnyOutput
     return Received(received_s, seconds, len(outputs.token_ids), texts)
 
 
+def _taken(hop: Hop, received: list[Received]) -> Hop:
+    """Outputs with the time when the frontend took them."""
+    if hop.request_id:
+        return hop
+    decoded_s = hop.decode_begin_s + hop.decode_s
+    later = (one.received_s for one in received if one.received_s >= decoded_s)
+    return msgspec.structs.replace(hop, taken_s=next(later, 0.0))
+
+
 class Trace:
     """The recorded steps. Empty until the context of `LLM.trace` ends."""
 
@@ -55,12 +64,14 @@ class Trace:
         self.received: list[Received] = []
         self.places: dict[str, str] = {}
 
-    def complete(self, result: Any) -> None:
-        """result: of EngineCore.end_trace, as it came from the engine."""
-        from .stages import frontend_places
-
-        self.engine = msgspec.convert(msgspec.to_builtins(result), EngineTrace)
-        self.places = frontend_places()
+    def complete(self, result: Any, places: dict[str, str]) -> None:
+        """result: of EngineCore.end_trace, as it came from the engine. places: of the frontend's
+        stages, in the order in which a request meets them.
+        """
+        engine = msgspec.convert(msgspec.to_builtins(result), EngineTrace)
+        hops = [_taken(hop, self.received) for hop in engine.hops]
+        self.engine = msgspec.structs.replace(engine, hops=hops)
+        self.places = places
 
     @property
     def steps(self) -> list[StepTrace]:

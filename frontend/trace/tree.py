@@ -15,12 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from ...ipc.trace import EngineTrace, RankTrace, Row, Span, StepTrace
+from ...ipc.trace import EngineTrace, Hop, RankTrace, Row, Span, StepTrace
 from .fold import FoldedKernel, dominating, fold
+from .stages import OF_EACH_STEP
 
 if TYPE_CHECKING:
     from .trace import Received, Trace
 
+OF_OUTPUTS = ("OutputProcessor.process_outputs", "IncrementalDetokenizer.update")
 REASONS = {
     "budget": "the step's token budget is spent",
     "blocks": "too few KV-cache blocks are free for its whole prompt",
@@ -60,8 +62,13 @@ def tree_of(trace: Trace, width: int) -> Tree:
     """For a terminal of `width` columns: a narrow one shows fewer figures."""
     engine, places = trace.recorded, trace.places | trace.recorded.places
     root = Tree(_heading(engine))
-    root.add(_stage("LLM.generate", places))
-    root.add(_stage("LLMEngine.step", places, "once per step, below"))
+    for name in trace.places:
+        if name not in OF_OUTPUTS:
+            each = "once per message of the engine, below" if name in OF_EACH_STEP else ""
+            root.add(_stage(name, places, each))
+    for hop in engine.hops:
+        if hop.request_id:
+            root.add(_hop(hop))
     left = list(trace.received)
     for step in engine.steps:
         end_s = step.execute_begin_s + step.execute_s
@@ -125,6 +132,9 @@ def _step(
     ended = f", finished: {', '.join(step.finished)}" if step.finished else ""
     branch.add(_stage("Scheduler.update_from_output", places, _ms(step.process_s) + ended))
     if taken is not None:
+        for hop in engine.hops:
+            if not hop.request_id and hop.taken_s == taken.received_s:
+                tree.add(_hop(hop))
         outputs = tree.add(
             _stage("OutputProcessor.process_outputs", places, f"{_ms(taken.seconds)}")
         )
@@ -133,6 +143,29 @@ def _step(
             _stage("IncrementalDetokenizer.update", places, f"{taken.num_tokens} tokens → {texts}")
         )
     return tree
+
+
+def _hop(hop: Hop) -> Text:
+    """The way of a message between the frontend and the engine's process, in its parts."""
+    encoded_s = hop.encode_begin_s + hop.encode_s
+    decoded_s = hop.decode_begin_s + hop.decode_s
+    parts = [
+        ("waited", hop.encode_begin_s - hop.handed_s),
+        ("serialised", hop.encode_s),
+        ("socket", hop.decode_begin_s - encoded_s),
+        ("deserialised", hop.decode_s),
+    ]
+    end_s = decoded_s
+    if hop.taken_s:
+        parts.append(("taken after", hop.taken_s - decoded_s))
+        end_s = hop.taken_s
+    what = (
+        f"request {hop.request_id} to the engine" if hop.request_id else "outputs to the frontend"
+    )
+    text = Text(f"hop of {what}", style="bold")
+    figures = ", ".join(f"{name} {_ms(seconds)}" for name, seconds in parts)
+    text.append(f"  {_ms(end_s - hop.handed_s)}: {figures}; {hop.num_bytes} bytes", "not bold")
+    return text
 
 
 def _schedule(step: StepTrace, places: dict[str, str]) -> Tree:

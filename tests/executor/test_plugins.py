@@ -37,19 +37,21 @@ def test_kernels_of_an_installed_package_reach_a_child_engine(tmp_path, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("code", "problem"),
+    ("code", "problem", "line"),
     [
-        ("raise ValueError('no such device')", "ValueError: no such device"),
-        ("raise SystemExit('no licence')", "SystemExit: no licence"),
-        ("import not_there", "ModuleNotFoundError: No module named 'not_there'"),
+        ("\nraise ValueError('no such device')", "ValueError: no such device", 2),
+        ("raise SystemExit('no licence')", "SystemExit: no licence", 1),
+        ("import not_there", "ModuleNotFoundError: No module named 'not_there'", 1),
+        ("import json\n\njson.loads('x')", "JSONDecodeError: Expecting value.*", 3),
+        ("x = 1\ny = (", "SyntaxError: '\\(' was never closed .*", 2),
     ],
 )
-def test_a_broken_plugin_is_named(tmp_path, monkeypatch, code, problem):
+def test_a_broken_plugin_is_named_with_its_line(tmp_path, monkeypatch, code, problem, line):
     install_plugin(tmp_path, code)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(
-        ModelLoadError, match=f"the plugin mine = my_kernels cannot be loaded: {problem}"
-    ):
+    sentence = f"the plugin mine = my_kernels cannot be loaded: {problem}"
+    place = rf" \({tmp_path}/my_kernels\.py:{line}\)$"
+    with pytest.raises(ModelLoadError, match=sentence + place):
         load_plugins()
 
 
@@ -106,7 +108,8 @@ register_layer("GatedMLP", make_layer)
         (NO_REFERENCE, r"no implementation of mine \(of my_kernels\).* named 'reference'"),
         (
             RAISES_AT_CONSTRUCTION,
-            "the plugin mine = my_kernels failed: KeyError: 'no table for layer 0'",
+            r"the plugin mine = my_kernels failed: KeyError: 'no table for layer 0' "
+            r"\(.*/my_kernels\.py:5\)",
         ),
     ],
     ids=["wrong_shape", "wrong_shape_of_a_kernel", "no_reference", "construction"],
@@ -140,9 +143,57 @@ def test_an_exception_in_a_kernel_ends_the_requests_of_its_step(tmp_path, monkey
         )
         after = llm.generate("12 + 30 =", GREEDY, use_tqdm=False)[0].outputs[0].token_ids
     problem = "the plugin mine = my_kernels failed: ValueError: no table for "
+    assert failing.error is not None and failing.error.endswith("my_kernels.py:7)")
     assert failing.outputs[0].finish_reason == "error" and problem in failing.error
     if other.error is None:  # it may be in the step that fails
         assert other.outputs[0].token_ids == before
     else:
         assert problem in other.error
     assert before == after
+
+
+IDLE = """
+from quire.executor.models import register_layer
+from quire.executor.models.blocks import GatedMLP
+from quire.kernels.registry import register
+
+class Narrow(GatedMLP):
+    pass
+
+class Experts(GatedMLP):
+    pass
+
+class First(GatedMLP):
+    pass
+
+register_layer("GatedMLP", Narrow, when=lambda config, layer: config.hidden_size == 1)
+register_layer("MixtureOfExperts", Experts)
+register_layer("GatedMLP", First, when=lambda config, layer: layer == 0)
+
+@register("rms_norm", name="half", predicate=lambda facts: facts.device == "cuda")
+def rms_norm(x, weight, eps):
+    return x
+
+@register("silu_and_mul", name="mine")
+def silu_and_mul(x):
+    gate, up = x.chunk(2, dim=-1)
+    return gate.sigmoid() * gate * up
+"""
+
+
+def test_a_plugin_that_replaces_nothing_says_so(tmp_path, monkeypatch, capfd):
+    """One whose layer or kernel is used is not named."""
+    install_plugin(tmp_path, IDLE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    LLM(engine="process", kernels={"gelu": "reference"}).close()
+    lines = [line for line in capfd.readouterr().err.splitlines() if " replaces no" in line]
+    plugin = "the plugin mine = my_kernels"
+    layers = "Qwen2ForCausalLM with"
+    assert [line[line.index(plugin) :] for line in lines] == [
+        f"{plugin} replaces no kernel of rms_norm: 'native' is used, because the predicate of "
+        "'half' declines this model or its priority is lower",
+        f"{plugin} replaces nothing in {layers} Narrow: its condition `when` holds for no layer, "
+        "or another replaces them",
+        f"{plugin} replaces nothing in {layers} Experts: the model has no layer of the kind "
+        "MixtureOfExperts",
+    ]

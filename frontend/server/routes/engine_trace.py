@@ -15,12 +15,15 @@ from starlette.routing import Route
 
 from ....ipc.errors import EnginePausedError
 from ....ipc.params import SamplingParams
-from ....ipc.trace import MAX_STEPS
+from ....ipc.trace import MAX_STEPS, place_of_function
 from ...async_llm import AsyncLLM
+from ..admission import Admission
 from ..http.call import read_body
 from ..http.errors import ApiError, invalid
 from ..http.openapi import described
 from ..state import ServerState
+from ..turns import generation
+from ..turns.chat_turn import prepare_chat
 from .admin import check_admin
 
 MAX_TIMEOUT_S = 60.0
@@ -56,9 +59,19 @@ def routes(state: ServerState) -> list[Route]:
                 await wait(engine, body)
         except EnginePausedError as error:
             raise ApiError(409, f"{error}.", code="engine_paused") from None
+        recorded.places = http_places() | recorded.places
         return Response(recorded.to_json(), media_type="application/json")
 
     return [Route("/v1/engine/trace", trace, methods=["POST"])]
+
+
+def http_places() -> dict[str, str]:
+    """The stages of an HTTP request before AsyncLLM.generate: "file:line" by name."""
+    functions = read_body, prepare_chat, Admission.wait, generation.run
+    return {
+        f"{function.__module__.rpartition('.')[2]}.{function.__name__}": place_of_function(function)
+        for function in functions
+    }
 
 
 def check(body: TraceSteps) -> None:

@@ -87,6 +87,14 @@ def test_a_bad_path_is_named(path, problem):
     )
 
 
+def test_a_module_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "failing_processors.py").write_text("import math\n\nmath.sqrt(-1)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    place = rf"ValueError: .* \({tmp_path}/failing_processors\.py:3\)$"
+    with pytest.raises(InvalidParameterError, match=place):
+        load_logits_processors(["failing_processors:make"])
+
+
 def loaded(*factories) -> list[LoadedProcessor]:
     return [LoadedProcessor(f"tests:{factory.__name__}", factory) for factory in factories]
 

@@ -44,7 +44,7 @@ def test_what_each_registers_and_what_is_wrong(site) -> None:
     assert found["plugin silent"].detail == "importing no_kernels registers nothing"
     assert found["plugin old"].detail == (
         "the plugin old = old_kernels cannot be loaded: ModuleNotFoundError: "
-        "No module named 'not_there'; no engine starts"
+        f"No module named 'not_there' ({site}/old_kernels.py:1); no engine starts"
     )
     assert found["plugin old"].fix == "repair the package old_kernels, or pip uninstall old_kernels"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.frontend.trace.trace import Received, Trace
 from quire.ipc.trace import (
     EngineTrace,
+    Hop,
     Input,
     Kernel,
     Limits,
@@ -103,6 +104,10 @@ def made(slowness: float = 1.0) -> Trace:
                 "ModelRunner.execute_model": "executor/runner/model_runner.py:6",
             },
             ["traced steps run without CUDA graphs"],
+            hops=[
+                Hop("a", 300, 2.998, 2.998, 2e-4, 2.9985, 1e-4, 2.999),
+                Hop("", 120, 4.4, 4.4001, 1e-4, 4.49, 2e-4, 4.5),
+            ],
         )
     )
     trace.received = [Received(4.5, 1e-4, 1, {"a": "fox"})]

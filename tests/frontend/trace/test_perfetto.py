@@ -3,7 +3,15 @@
 import json
 from itertools import pairwise
 
-from quire.frontend.trace.perfetto import ENGINE, KERNELS, STAGES, STEPS, chrome_trace
+from quire.frontend.trace.perfetto import (
+    ENGINE,
+    KERNELS,
+    OUTPUTS,
+    REQUESTS,
+    STAGES,
+    STEPS,
+    chrome_trace,
+)
 from quire.tests.frontend.trace.made import made
 
 
@@ -27,6 +35,11 @@ def test_one_row_per_thread_and_nested_events(tmp_path):
         )
         for one, following in pairwise(mine):
             assert one["ts"] + one["dur"] <= following["ts"] + 0.002
+    hops = [one for one in spans if one["cat"] == "hop"]
+    # a request that is encoded at once, and outputs that wait at both ends
+    parts = ["serialise", "socket", "deserialise", "wait"]
+    assert [one["name"] for one in hops] == [*parts, "wait", *parts]
+    assert [one["tid"] for one in hops] == [REQUESTS] * 4 + [OUTPUTS] * 5
     kernel = next(one for one in spans if one["cat"] == "kernel")
     assert kernel["args"]["shape"] == "[4, 64]" and kernel["args"]["weight_bytes"] == 40_000
 

@@ -38,6 +38,27 @@ def test_a_trace_through_each_client(client, tmp_path):
     assert all(step.ranks[0].kernels for step in trace.steps)
     assert "".join(text for one in trace.received for text in one.texts.values())
     assert "layers[i].mlp.down_proj" in trace.tree()
+    check_hops(trace, crosses_processes=client in ("process", "daemon"))
+
+
+def check_hops(trace: Trace, crosses_processes: bool) -> None:
+    """Each part of a hop follows the one before; in one process there is none."""
+    hops = trace.recorded.hops
+    assert trace.recorded.coded == []
+    if not crosses_processes:
+        assert not hops and "hop of" not in trace.tree()
+        return
+    [request, *outputs] = hops
+    assert request.request_id.startswith("r") and not any(one.request_id for one in outputs)
+    assert len(outputs) >= 2
+    for hop in hops:
+        encoded_s = hop.encode_begin_s + hop.encode_s
+        decoded_s = hop.decode_begin_s + hop.decode_s
+        assert hop.num_bytes > 50 and min(hop.encode_s, hop.decode_s) > 0
+        assert hop.handed_s <= hop.encode_begin_s < encoded_s <= hop.decode_begin_s
+        assert decoded_s <= hop.taken_s
+    assert request.taken_s <= trace.steps[0].begin_s <= outputs[0].handed_s
+    assert trace.tree().count("hop of outputs to the frontend") == len(trace.steps)
 
 
 def test_llm_traces_and_tokens_do_not_change():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from quire.kernels.registry import register, unregister
 from quire.kernels.testing import check_operation
 from torch import Tensor
 
+ROOT = Path(__file__).resolve().parents[3]
 COMPILER = shutil.which(os.environ.get("CC", "gcc").split()[-1])
 pytestmark = [
     pytest.mark.skipif(library is None, reason="native kernels are not built here"),
@@ -59,6 +63,23 @@ def compiled(tmp_path_factory) -> Path:
             check=True,
         )
     return directory / "plugin.so"
+
+
+def test_the_example_of_the_docs_has_an_effect(tmp_path):
+    """docs/extending.md: compiled as it says, checked against the reference, and traced by name."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^(<!-- [^\n]* -->)\n```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for above, code in blocks:
+        if name := re.fullmatch(r"<!-- file: (my_norm\.\w+) -->", above):
+            (tmp_path / name[1]).write_text(code)
+    [compile_it] = [code for _, code in blocks if "my_norm.c -o" in code]
+    [use_it] = [code for _, code in blocks if "import my_norm" in code]
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    run = partial(subprocess.run, cwd=tmp_path, env=environment, check=True, timeout=120)
+    run(["bash", "-ec", compile_it])
+    done = run([sys.executable, "-c", use_it], capture_output=True, text=True)
+    # "native": the model stays one native call
+    assert "layers[i].input_layernorm: rms_norm, mine_in_c, native" in done.stdout
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -108,7 +129,11 @@ def test_a_model_that_calls_it_stays_one_native_call(compiled):
                 assert runner.program is not None
                 names = {type(call).__name__ for call in runner.program.calls}
                 assert ("External" in names) == bool(kernels)
-                outputs = llm.generate(prompts, params, use_tqdm=False)
+                with llm.trace(steps=1) as trace:
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                traced = {(one.op, one.implementation) for one in trace.kernels()}
+                assert (("silu_and_mul", "from_c, native") in traced) == bool(kernels)
+                assert "external" not in dict(traced)
                 answers.append([output.outputs[0].token_ids for output in outputs])
         assert answers[0] == answers[1]
     finally:

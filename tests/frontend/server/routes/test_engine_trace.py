@@ -30,6 +30,18 @@ def test_the_steps_of_a_prompt(admin):
     assert first.rows[0].num_tokens == 4 and second.rows[0].num_tokens == 1
     assert first.ranks[0].kernels and trace.received
     assert "layers[i].mlp.down_proj" in trace.tree()
+    # the way of a server's requests, which is not LLM's
+    assert list(trace.places)[:5] == [
+        "call.read_body",
+        "chat_turn.prepare_chat",
+        "admission.wait",
+        "generation.run",
+        "AsyncLLM.generate",
+    ]
+    assert trace.places["generation.run"].startswith("frontend/server/turns/generation.py:")
+    assert "AsyncLLM._read_outputs  frontend/async_llm.py:" in trace.tree()
+    assert "LLM.generate " not in trace.tree().replace("AsyncLLM.generate ", "")
+    assert "hop of outputs to the frontend" in trace.tree()
     # the completion has ended with the trace
     again = admin.post(PATH, json={"steps": 1, "timeout_s": 0.2})
     assert again.status_code == 200 and Trace.from_json(again.content).steps == []

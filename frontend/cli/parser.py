@@ -20,6 +20,7 @@ from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
 
 MODEL_OPTION = "model_option"  # where argparse stores --model
+NAMES = "served_model_name"  # takes several words where several models may be given
 SEVERAL_WORDS = frozenset({"lora_modules"})  # flags that take several words at once, as in vLLM
 
 
@@ -34,6 +35,7 @@ class Parser(argparse.ArgumentParser):
             prog=prog, usage=usage, description=description, add_help=False, allow_abbrev=False
         )
         self.show_all = show_all
+        self.several_models = False
         self.groups: list[tuple[str, list[Flag]]] = []
         self.hidden: list[Flag] = []  # vLLM's flags without an equivalent in Quire
         self.add_argument("-h", "--help", action="help", help="show the common flags")
@@ -62,6 +64,7 @@ class Parser(argparse.ArgumentParser):
         """The model as a positional argument. --model is an alias, as in vLLM. `several`: further
         ones may follow; `parse` leaves all of them in `models`.
         """
+        self.several_models = several
         model = next(flag for flag in engine_flags() if flag.name == "model")
         flag = replace(model, positional=True)
         self.groups.append(("model", [flag]))
@@ -114,6 +117,8 @@ class Parser(argparse.ArgumentParser):
         args, unknown = self.parse_known_intermixed_args(self._with_dashes(argv))
         if unknown:
             self.error(self._unknown(unknown[0]))
+        if isinstance(names := getattr(args, NAMES, None), list):
+            self._take_names(args, names)
         if getattr(args, "models", []):
             args.model = args.models[0]
         if hasattr(args, MODEL_OPTION):
@@ -123,6 +128,16 @@ class Parser(argparse.ArgumentParser):
         if self.groups:
             self._add_settings(args)
         return args
+
+    def _take_names(self, args: argparse.Namespace, names: list[str]) -> None:
+        """The first word is the model's name. Further ones are aliases, as in vLLM, or the models
+        where none is given elsewhere.
+        """
+        if not args.models and not hasattr(args, MODEL_OPTION):
+            names, args.models = names[:1], names[1:]
+        args.served_model_name, *aliases = names
+        if aliases:
+            args.model_aliases = [*getattr(args, "model_aliases", []), *aliases]
 
     def _add_vllm_flags(self) -> None:
         """Accepts the flags of a vLLM command line. Help and suggestions omit them."""
@@ -171,7 +186,7 @@ class Parser(argparse.ArgumentParser):
         if is_literal(flag.type):
             choices = get_args(plain)
             return {"type": _choice(flag, type(choices[0])), "choices": choices, "help": help_text}
-        if flag.name in SEVERAL_WORDS:
+        if flag.name in SEVERAL_WORDS or (flag.name == NAMES and self.several_models):
             return {"action": "extend", "nargs": "+", "metavar": "TEXT", "help": help_text}
         if plain == list[str]:
             return {"action": "append", "metavar": "TEXT", "help": help_text}

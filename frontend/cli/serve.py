@@ -102,6 +102,7 @@ def served_models(args: argparse.Namespace, arguments: dict[str, Any]) -> list[S
     for name, is_given in (
         ("standby", arguments.get("standby")),
         ("lora_modules", hasattr(args, "lora_modules")),
+        ("model_aliases", hasattr(args, "model_aliases")),
     ):
         if is_given:
             raise InvalidParameterError(name, "is for one model")

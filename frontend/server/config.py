@@ -115,6 +115,20 @@ class ServerConfig(Section, frozen=True):
     access_log_polls: Annotated[
         bool, Meta(description="Also log probes, scrapes and the requests that the page polls.")
     ] = False
+    model_aliases: Annotated[
+        list[str],
+        Meta(
+            description="Further names of the model in requests and lists, as several words after "
+            "--served-model-name give them."
+        ),
+    ] = []
+    unknown_model: Annotated[
+        Literal["error", "default"],
+        Meta(
+            description="Requests for a model that this server does not have. error: 404; default: "
+            "the default model answers them, which suits agents with fixed names (claude-*, gpt-*)."
+        ),
+    ] = "error"
     unknown_params: Annotated[
         Literal["warn", "error", "allow"],
         Meta(

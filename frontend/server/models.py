@@ -119,6 +119,7 @@ class Models:
         sleep_after_s: float | None = None,
         wait_s: float = 600.0,
         max_waiting: int = 1024,
+        unknown_is_default: bool = False,
         on_loaded: Callable[[], None] = lambda: None,
         start: Callable[..., Awaitable[AsyncLLM]] = AsyncLLM.start,
     ):
@@ -130,6 +131,7 @@ class Models:
         self.wait_s = wait_s
         self.max_waiting = max_waiting
         self.num_waiting = 0
+        self._unknown_is_default = unknown_is_default
         self.is_draining = False
         self._is_measured = is_measured
         self._on_loaded = on_loaded
@@ -140,10 +142,14 @@ class Models:
             slot.state.is_on_demand = True
 
     def find(self, name: str | None) -> ModelSlot:
-        """The slot of a body's `model`; without a name the default. Raises ApiError 404."""
+        """The slot of a body's `model`; without a name the default. Raises ApiError 404 for an
+        unknown one, unless the default answers for such.
+        """
         if not name:
             return self.default
         if (slot := self.slots.get(name) or self._of_lora(name)) is None:
+            if self._unknown_is_default:
+                return self.default
             served = ", ".join(map(repr, self.slots))
             message = f"The model {name!r} does not exist. This server has {served}."
             raise ApiError(404, message, code="model_not_found", param="model")

@@ -63,6 +63,7 @@ def make_models(
         sleep_after_s=_duration("sleep_after", config.sleep_after),
         wait_s=config.model_wait_s,
         max_waiting=max(1, config.max_queued_requests),
+        unknown_is_default=config.unknown_model == "default",
         on_loaded=on_loaded,
     )
 

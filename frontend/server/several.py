@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .apis.ollama_answer import now
+from .apis.ollama_answer import NDJSON, now
 from .durations import parse_duration
 from .http.call import read_body, receive_body
 from .http.errors import invalid, missing
@@ -283,8 +283,16 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
                 models.release(slot)
         return Json(slot.shown)
 
+    @described(ollama_models.PullBody, dict[str, Any], streams=NDJSON.decode())
+    async def pull(request: Request) -> Response:
+        """Confirms a model that this server has; clients pull a model before they use it"""
+        body = await read_body(request, front.server_config, ollama_models.PullBody)
+        loras = [name for slot in models.slots.values() for name in slot.state.loras.by_name]
+        return ollama_models.pulled(body, [*models.slots, *loras])
+
     own = [Route("/api/tags", tags), Route("/api/ps", ps)]
     own.append(Route("/api/show", show, methods=["POST"]))
+    own.append(Route("/api/pull", pull, methods=["POST"]))
     paths = {route.path for route in own}
     return [*own, *(r for r in ollama_models.routes(front) if r.path not in paths)]
 

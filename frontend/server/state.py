@@ -205,15 +205,23 @@ class ServerState:
         if self.is_draining or not self.is_on_demand:
             self.ready_engine()
 
+    @property
+    def model_names(self) -> list[str]:
+        """The name of the model and its aliases."""
+        aliases = self.server_config.model_aliases
+        return [self.model_name, *(name for name in aliases if name != self.model_name)]
+
     def check_model(self, name: str | None) -> str:
         """The served name for the `model` of a body, which may be an adapter's. Raises ApiError 404
-        for an unknown model.
+        for an unknown model, unless the server's own answers for such.
         """
         if name in (None, "", self.model_name):
             return self.model_name
-        if self.loras.get(name) is not None:
+        if name in self.server_config.model_aliases or self.loras.get(name) is not None:
             return str(name)
-        known = ", ".join(map(repr, [self.model_name, *islice(self.loras.by_name, MAX_NAMED)]))
+        if self.server_config.unknown_model == "default":
+            return self.model_name
+        known = ", ".join(map(repr, [*self.model_names, *islice(self.loras.by_name, MAX_NAMED)]))
         message = f"The model {name!r} does not exist. This server has {known}."
         raise ApiError(404, message, code="model_not_found", param="model")
 

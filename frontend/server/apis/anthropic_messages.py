@@ -5,12 +5,15 @@ Must not know: the other fields of a body, HTTP.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from ..http.errors import ApiError, invalid, unsupported
+
+BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 
 
 class Block(msgspec.Struct, tag_field="type", kw_only=True):
@@ -92,7 +95,7 @@ def plain_messages(
     if (
         text := system
         if isinstance(system, str)
-        else "\n".join(block.text for block in system or [])
+        else "\n".join(block.text for block in _without_billing(system or []))
     ):
         messages.append({"role": "system", "content": [text]})
     if not said:
@@ -119,6 +122,16 @@ def plain_messages(
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
     return messages
+
+
+def _without_billing(system: list[SystemBlock]) -> list[SystemBlock]:
+    """`system` without a first block that Claude Code writes for Anthropic's billing.
+
+    Its value changes between requests, and stands before all else: nothing after it would be found
+    in the prefix cache. A model has no use for it.
+    """
+    has_one = bool(system) and BILLING.fullmatch(system[0].text)
+    return system[1:] if has_one else system
 
 
 def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:

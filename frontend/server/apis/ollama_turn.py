@@ -171,11 +171,8 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
         )
     context = body.options and body.options.num_ctx
     if context is not None and context > state.max_model_len:
-        raise invalid(
-            "options.num_ctx",
-            f"'options.num_ctx' must be at most {state.max_model_len}, this server's "
-            f"max_model_len, got {context}.",
-        )
+        # clients send one number for all models; a prompt that does not fit is refused by its size
+        call.ignored_params.append("options.num_ctx")
     return body.model
 
 

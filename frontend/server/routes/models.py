@@ -51,13 +51,16 @@ def cards_of_loras(state: ServerState, max_model_len: int) -> list[ModelCard]:
 def routes(state: ServerState) -> list[Route]:
     def cards() -> list[ModelCard]:
         max_model_len = state.max_model_len
-        own = ModelCard(
-            id=state.model_name,
-            created=int(state.started),
-            root=state.model_name,
-            max_model_len=max_model_len,
-        )
-        return [own, *cards_of_loras(state, max_model_len)]
+        own = [
+            ModelCard(
+                id=name,
+                created=int(state.started),
+                root=state.model_name,
+                max_model_len=max_model_len,
+            )
+            for name in state.model_names
+        ]
+        return [*own, *cards_of_loras(state, max_model_len)]
 
     @described(answer=ModelList)
     async def list_models(request: Request) -> Response:

@@ -21,6 +21,7 @@ from ....ipc.config import EngineConfig, ModelConfig
 from ...model_info.model_sizes import ModelSizes, measure_model
 from ...model_info.plan import weights_in_engine
 from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
+from ..apis.ollama_answer import NDJSON
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import described
@@ -31,12 +32,10 @@ from ..state import ServerState
 API_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
 ONE_MODEL = (
-    "This server has only the model that it was started with: models cannot be created, copied, "
-    "pulled, pushed or deleted."
+    "This server has only the models that it was started with: models cannot be created, copied, "
+    "pushed or deleted. `quire models remove NAME` deletes one."
 )
-REFUSED = {
-    **{f"/api/{name}": ONE_MODEL for name in ("pull", "push", "create", "copy", "delete")},
-}
+REFUSED = {f"/api/{name}": ONE_MODEL for name in ("push", "create", "copy", "delete")}
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -47,14 +46,23 @@ class ShowBody(msgspec.Struct, kw_only=True):
     verbose: bool | None = None  # no effect
 
 
+class PullBody(msgspec.Struct, kw_only=True):
+    """POST /api/pull."""
+
+    model: str | None = None
+    name: str | None = None  # its deprecated name
+    stream: bool | None = None  # true by default
+    insecure: bool | None = None  # no effect
+
+
 def routes(state: ServerState) -> list[Route]:
     @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
         config = state.ready_engine().config
-        model = tag(state.model_name, config)
+        own = [tag(name, config) for name in state.model_names]
         modified = {"modified_at": time_text(state.started)}
-        return Json({"models": [one | modified for one in (model, *loras_of(state, model))]})
+        return Json({"models": [one | modified for one in (*own, *loras_of(state, own[0]))]})
 
     @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
@@ -80,6 +88,13 @@ def routes(state: ServerState) -> list[Route]:
         state.check_model(name.removesuffix(":latest"))
         return Json(shown(state))
 
+    @described(PullBody, dict[str, Any], streams=NDJSON.decode())
+    async def pull(request: Request) -> Response:
+        """Confirms a model that this server has; clients pull a model before they use it"""
+        body = await read_body(request, state.server_config, PullBody)
+        state.ready_engine()
+        return pulled(body, [*state.model_names, *state.loras.by_name])
+
     @described(answer=dict[str, str])
     async def version(request: Request) -> Response:
         """The version of Ollama's API"""
@@ -91,7 +106,31 @@ def routes(state: ServerState) -> list[Route]:
 
     refusals = [Route(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]
     plain = [Route("/api/tags", tags), Route("/api/ps", ps), Route("/api/version", version)]
-    return [*plain, Route("/api/show", show, methods=["POST"]), *refusals]
+    about_one = [
+        Route("/api/show", show, methods=["POST"]),
+        Route("/api/pull", pull, methods=["POST"]),
+    ]
+    return [*plain, *about_one, *refusals]
+
+
+def pulled(body: PullBody, names: list[str]) -> Response:
+    """The response to a client that pulls one of `names`. Raises ApiError for another model."""
+    name = (body.model or body.name or "").removesuffix(":latest")
+    if not name:
+        raise missing("model")
+    if name not in names:
+        raise ApiError(
+            404,
+            f"This server does not have {name!r:.100}, and downloads no models while it runs. "
+            f"`quire pull NAME` downloads one, and `quire serve NAME` serves it.",
+            code="model_not_found",
+            param="model",
+        )
+    if body.stream is False:
+        return Json({"status": "success"})
+    stages = ("pulling manifest", "success")
+    lines = b"".join(msgspec.json.encode({"status": stage}) + b"\n" for stage in stages)
+    return Response(lines, media_type=NDJSON.decode())
 
 
 def tag(name: str, config: EngineConfig) -> dict[str, Any]:

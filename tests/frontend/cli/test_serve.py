@@ -147,11 +147,32 @@ def test_settings_of_several_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "models", "aliases"),
+    [
+        (("m", "--served-model-name", "a", "b", "c"), ["m"], ["b", "c"]),
+        (("--served-model-name", "a", "b", "--port", "1", "m"), ["m"], ["b"]),
+        (("m", "--served-model-name", "a", "--served-model-name", "b"), ["m"], ["b"]),
+        (("--served-model-name", "a", "m"), ["m"], []),
+        (("--model", "m", "--served-model-name", "a", "b"), [], ["b"]),
+        (("--served-model-name=a", "m"), ["m"], []),
+    ],
+)
+def test_a_model_has_several_names(
+    argv: tuple[str, ...], models: list[str], aliases: list[str]
+) -> None:
+    """As in vLLM; a model that stands behind its only name is still the model."""
+    args = make_parser([]).parse(list(argv))
+    assert (args.served_model_name, args.model, args.models) == ("a", "m", models)
+    assert getattr(args, "model_aliases", []) == aliases
+
+
+@pytest.mark.parametrize(
     ("argv", "text", "message"),
     [
         (("a=./x", "a=./y"), "", "a is there twice; NAME=MODEL renames one"),
         (("./x", "./y", "--served-model-name", "z"), "", "is for one model; with several, NAME="),
         (("./x", "./y", "--engine", "inproc"), "", "is for one model"),
+        (("./x", "./y", "--model-aliases", "z"), "", "is for one model"),
         (("a=./x", "b=./y"), "c:\n  dtype: float32\n", "no model is called 'c'; there are: a, b"),
         (("a=./x", "b=./y"), "a: 5\n", "a must contain names and values"),
         (("a=./x", "b=./y"), "a:\n  dtyp: float32\n", "did you mean dtype"),

@@ -55,6 +55,20 @@ def test_the_model_of_the_body_answers() -> None:
     assert log == ["start b", "start a"]
 
 
+def test_the_default_model_answers_for_unknown_ones_if_asked() -> None:
+    config = ServerConfig(unknown_model="default")
+    models, log, _ = make_slots(
+        {"a": 100, "b": 100}, limit=200, config=config, unknown_is_default=True
+    )
+
+    async def speak(client: httpx.AsyncClient) -> list[str]:
+        names = ("claude-9", "b", "claude-9")
+        return [(await complete(client, model=name)).json()["model"] for name in names]
+
+    app: Any = make_app(ServerState(config, ""), models)
+    assert talk(app, speak) == ["a", "b", "a"] and log == ["start a", "start b"]
+
+
 def test_a_stream_holds_its_model() -> None:
     async def speak(client: httpx.AsyncClient, models: Models) -> None:
         body = {"model": "c", "prompt": "x", "stream": True}

@@ -68,6 +68,18 @@ def test_models_by_name() -> None:
     )
 
 
+def test_the_model_has_aliases() -> None:
+    state = ServerState(ServerConfig(model_aliases=["n", "m", "o"]), "m")
+    assert state.model_names == ["m", "n", "o"] and state.check_model("o") == "o"
+    with pytest.raises(ApiError, match="This server has 'm', 'n', 'o'"):
+        state.check_model("gpt-4")
+
+
+def test_unknown_models_are_answered_by_the_default_model_if_asked() -> None:
+    state = ServerState(ServerConfig(unknown_model="default", model_aliases=["n"]), "m")
+    assert state.check_model("claude-opus-9") == "m" and state.check_model("n") == "n"
+
+
 def test_a_template_is_a_file_or_a_name(tmp_path) -> None:
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     assert read_template(str(tmp_path / "mine.jinja")) == "{{ messages }}"

@@ -37,6 +37,20 @@ def turn(
         return turn_of(state, call or a_call(), body, "msg_1")
 
 
+@pytest.mark.parametrize("value", ["cc_version=2.1; cch=abc12;", ""])
+def test_the_billing_block_of_claude_code_is_left_out(value: str) -> None:
+    """Its value changes, and stands before everything else that could be found in the cache."""
+    billing = {"type": "text", "text": f"x-anthropic-billing-header: {value}"}
+    brief = {"type": "text", "text": "be brief"}
+    system = {"role": "system", "content": "be brief"}
+    assert turn(system=[billing, brief]).messages[0] == system
+    assert turn(system=[billing]).messages[0]["role"] == "user"
+    kept = turn(system=[brief, billing]).messages[0]["content"]
+    assert kept == f"be brief\n{billing['text']}"
+    more = billing | {"text": billing["text"] + "\nbe brief"}
+    assert turn(system=[more]).messages[0]["content"] == more["text"]
+
+
 def test_a_conversation_with_a_tool() -> None:
     found = turn(
         {

@@ -170,7 +170,6 @@ def test_formats() -> None:
         ({"prompt": "hi", "template": "x"}, "template"),
         ({"prompt": "hi", "context": [1]}, "context"),
         ({"prompt": "hi", "format": "xml"}, "format"),
-        ({"prompt": "hi", "options": {"num_ctx": 10**6}}, "options.num_ctx"),
         ({"prompt": "hi", "options": {"top_p": 2}}, "options.top_p"),
         ({"prompt": "hi", "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
         ({"prompt": "word " * 600}, "prompt"),
@@ -191,6 +190,14 @@ def test_think_is_ignored_for_a_model_without_reasoning() -> None:
     assert prepared({"messages": [USER], "think": False}, PLAIN_STATE) and prepared(
         {"messages": [USER], "think": "high"}
     )
+
+
+@pytest.mark.parametrize(("num_ctx", "ignored"), [(10**6, ["options.num_ctx"]), (512, [])])
+def test_a_context_above_the_limit_is_ignored(num_ctx: int, ignored: list[str]) -> None:
+    """Clients send one number for all models. Only a prompt that does not fit is an error."""
+    call = a_call()
+    assert prepared({"prompt": "hi", "options": {"num_ctx": num_ctx}}, call=call)
+    assert call.ignored_params == ignored
 
 
 def test_ignored_fields_are_reported() -> None:

@@ -49,10 +49,10 @@ ROWS: Table = {
     ("POST", "/api/pull"): [
         (
             {"model": "x"},
-            400,
+            404,
             None,
             None,
-            "This server has only the model that it was started with:",
+            "This server does not have 'x', and downloads no models while it runs.",
         ),
     ],
     ("POST", "/api/show"): [
@@ -88,16 +88,16 @@ ROWS: Table = {
         ({}, 405, None, None, "/api/version does not support POST"),
     ],
     ("POST", "/api/create"): [
-        ({}, 400, None, None, "This server has only the model that it was started with:"),
+        ({}, 400, None, None, "This server has only the models that it was started with:"),
     ],
     ("POST", "/api/copy"): [
-        ({}, 400, None, None, "This server has only the model that it was started with:"),
+        ({}, 400, None, None, "This server has only the models that it was started with:"),
     ],
     ("POST", "/api/push"): [
-        ({}, 400, None, None, "This server has only the model that it was started with:"),
+        ({}, 400, None, None, "This server has only the models that it was started with:"),
     ],
     ("DELETE", "/api/delete"): [
-        ({}, 400, None, None, "This server has only the model that it was started with:"),
+        ({}, 400, None, None, "This server has only the models that it was started with:"),
     ],
     ("POST", "/api/embeddings"): [
         ({"prompt": "x"}, 400, None, None, "Missing required parameter: 'model'."),

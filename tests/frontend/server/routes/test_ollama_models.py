@@ -98,7 +98,18 @@ def test_the_version_can_be_compared_by_clients() -> None:
     assert [int(part) for part in get("/api/version")["version"].split(".")] >= [0, 6, 4]
 
 
-@pytest.mark.parametrize("path", ["/api/pull", "/api/create", "/api/push"])
+def test_the_model_that_is_there_can_be_pulled() -> None:
+    """Clients pull a model before they use it."""
+    answer = post(APP, "/api/pull", {"model": "bundled:latest"})
+    lines = [json.loads(line) for line in answer.text.splitlines()]
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert lines == [{"status": "pulling manifest"}, {"status": "success"}]
+    assert post(APP, "/api/pull", {"name": "bundled", "stream": False}).json() == lines[-1]
+    absent = post(APP, "/api/pull", {"model": "llama3"})
+    assert absent.status_code == 404 and "quire pull" in absent.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/api/delete", "/api/create", "/api/push"])
 def test_unsupported_actions_are_refused_with_a_sentence(path: str) -> None:
     answer = post(APP, path, {"model": "bundled"})
     assert answer.status_code == 400 and answer.json()["error"].endswith(".")

@@ -27,6 +27,7 @@ COMMANDS = {
     "doctor": "check this machine and a model, with advice for each problem",
     "top": "watch the engine of a running server",
     "trace": "show the path of a token: what was scheduled and why, and every kernel",
+    "launch": "start a coding agent on a running server",
     "pull": "download a model from the hub",
     "models": "list, show and remove the models in the hub cache of this machine",
 }

@@ -29,12 +29,16 @@ QUESTION = [{"role": "user", "content": "What is 2 + 3?"}]
 ANSWER = "2 + 3 = 5"  # greedy answer of the bundled model
 
 
-def run(checks: dict[str, Any], distribution: str) -> None:
+def run(checks: dict[str, Any], distribution: str, found_version: str | None = None) -> None:
     """`python client_x.py ADDRESS MODEL_DIRECTORY` prints one line of JSON: {"version", "passed":
-    [...], "failed": {name: traceback}}.
+    [...], "failed": {name: traceback}}. `found_version`: of what is no distribution of Python.
     """
     address, model_directory = sys.argv[1:3]
-    found: dict[str, Any] = {"version": version(distribution), "passed": [], "failed": {}}
+    found: dict[str, Any] = {
+        "version": found_version or version(distribution),
+        "passed": [],
+        "failed": {},
+    }
     for name, check in checks.items():
         if name.startswith("check_") and isinstance(check, Callable):
             try:

@@ -25,8 +25,8 @@ TIMEOUT_S = 840  # that of ray_ranks takes half of it on a busy machine
 
 @dataclass(frozen=True)
 class Client:
-    """`script` runs in the environment called `name`, which has `requirement` installed. The server
-    has SERVER_FLAGS and `flags`.
+    """`script` runs in the environment called `name`, which has `requirement` installed: packages
+    of PyPI, or after npm: one of npm. The server has SERVER_FLAGS and `flags`.
     """
 
     name: str
@@ -41,18 +41,11 @@ class Client:
 
     def install(self) -> None:
         subprocess.run([sys.executable, "-m", "venv", self.python.parent.parent], check=True)
-        subprocess.run(
-            [
-                self.python,
-                "-m",
-                "pip",
-                "install",
-                "--quiet",
-                "--upgrade",
-                *self.requirement.split(),
-            ],
-            check=True,
-        )
+        folder, package = self.python.parent.parent, self.requirement.removeprefix("npm:")
+        command = [self.python, "-m", "pip", "install", "--quiet", "--upgrade", *package.split()]
+        if package != self.requirement:
+            command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", folder, package]
+        subprocess.run(command, check=True)
         if self.uses_quire:
             self.add_packages_of_this_python()
 
@@ -118,7 +111,7 @@ def main(argv: list[str]) -> int:
     wanted = [client for client in clients() if not argv[1:] or client.name in argv[1:]]
     if argv[:1] == ["install"]:
         for client in wanted:
-            print(f"{client.name}: pip install {client.requirement}", flush=True)
+            print(f"{client.name}: install {client.requirement}", flush=True)
             client.install()
         return 0
     if argv[:1] == ["table"]:

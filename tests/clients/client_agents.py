@@ -117,7 +117,7 @@ def check_a_turn_with_a_tool_call(address: str, _: str) -> None:
         home.mkdir()
         work.mkdir()
         subprocess.run(["git", "init", "--quiet", work], check=True)  # a project, to opencode
-        os.environ |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
+        os.environ |= {"PWD": str(work), "HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache")}
         programs = [
             str(Path(sys.prefix) / "node_modules" / ".bin"),
             str(Path(sys.executable).parent),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections.abc import Callable
 from http import HTTPStatus
 from types import CoroutineType
@@ -33,7 +32,8 @@ from .write_batch import GatheringTransport, WriteBatch
 logger = logging.getLogger(__name__)
 MAX_PIPELINED = 16  # requests that one connection may pipeline
 LINGER_S = 2.0
-UPGRADE = re.compile(rb"(?im)^upgrade(?=:)")
+# the header fields that say where a body ends
+FRAMING = (b"content-length", b"transfer-encoding")
 TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection
 
 
@@ -61,6 +61,8 @@ class Protocol(HttpToolsProtocol):
         self._unread_timer: asyncio.TimerHandle | None = None
         self._num_unread_bytes = 0  # when _unread_timer was set
         self._is_in_head = False
+        self._is_upgrade = False  # whether the request asks for another protocol
+        self._is_repeated_head = False  # see _read_on
         self._num_head_bytes = 0  # of the complete header fields
         # Bytes received while the head was incomplete before and after them: a long field is not
         # counted above until it is complete.
@@ -94,14 +96,8 @@ class Protocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         was_in_head = self._is_in_head
-        if was_in_head or self.cycle is None or not self.cycle.more_body:
-            data = _without_upgrade(data)
         try:
-            assert self.parser is not None
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # A header arrived in pieces. The request is answered, but its body, if any, is lost.
-            return
+            self._parse(data)
         except httptools.HttpParserError as error:
             cause = error.__context__
             self._refuse(cause if isinstance(cause, ApiError) else _no_http(data))
@@ -116,14 +112,43 @@ class Protocol(HttpToolsProtocol):
         ):
             self._expect_head()  # also for blank lines between requests, which begin no request
 
+    def _parse(self, data: bytes) -> None:
+        while True:
+            assert self.parser is not None
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                [num_parsed] = upgrade.args
+                data = data[num_parsed:]
+                self._read_on()
+
+    def _read_on(self) -> None:
+        """No other protocol is supported, and the request that asks for one is like any other;
+        Java's client asks with every request. But the parser has ended at its head: a new one,
+        which is told the head again without the wish, reads its body and what follows.
+        """
+        framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_upgrade, self._is_repeated_head = False, True
+        try:
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing))
+            # to the end of the head; without a body, this is the end of the request
+            self.parser.feed_data(b"\r\n")
+        finally:
+            self._is_repeated_head = False
+
     # ------------------------------------------------------------ callbacks of the parser
 
     def on_message_begin(self) -> None:
+        if self._is_repeated_head:
+            return
         self._is_in_head = True
         self._num_head_bytes = self._num_raw_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._is_repeated_head:
+            return
         self._num_head_bytes += len(url)
         super().on_url(url)
 
@@ -133,6 +158,8 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_repeated_head:
+            return
         self._is_in_head = False
         self._clear_deadline()
         if self._num_head_bytes > self._limits.max_header_bytes:
@@ -140,6 +167,8 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED:
             message = f"At most {MAX_PIPELINED} requests can be sent ahead of their answers."
             raise ApiError(400, message, code="too_many_pipelined")
+        assert self.parser is not None
+        self._is_upgrade = self.parser.should_upgrade()
         super().on_headers_complete()
         if not self.cycle.keep_alive:
             self.cycle.transport = LastAnswer(self, self.cycle)
@@ -150,6 +179,8 @@ class Protocol(HttpToolsProtocol):
         self.scope["state"]["disconnected"] = self.loop.create_future()
 
     def on_message_complete(self) -> None:
+        if self._is_upgrade:  # see _read_on
+            return
         super().on_message_complete()
         self.cycle.more_body = False
         # uvicorn pauses during a large body; while it is paused, no end of the connection is seen
@@ -373,18 +404,6 @@ def _without_chunks(cycle: RequestResponseCycle) -> Callable[..., CoroutineType[
         await send(cycle, message)
 
     return send_plain
-
-
-def _without_upgrade(data: bytes) -> bytes:
-    """Removes the Upgrade header. No other protocol is supported, and the parser would treat the
-    body of a request with this header as data of that protocol. Java's client sends the header with
-    every request.
-    """
-    if b"pgrade" not in data and b"PGRADE" not in data:
-        return data
-    end = data.find(b"\r\n\r\n")
-    head = data if end < 0 else data[:end]
-    return UPGRADE.sub(b"x-upgrade", head) + data[len(head) :]
 
 
 def _no_http(data: bytes) -> ApiError:

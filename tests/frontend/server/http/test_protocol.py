@@ -40,8 +40,11 @@ class Served:
         self.has_left = False
         self.port = 0
         self.server: uvicorn.Server | None = None
+        self.make_protocol: Callable[[], Protocol]
 
     async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/echo":
+            return await self.echo(receive, send)
         if scope["path"] == "/read":
             while (message := await receive())["type"] == "http.request" and message["more_body"]:
                 pass
@@ -72,6 +75,16 @@ class Served:
         await send({"type": "http.response.body", "body": body})
         if self.client is not None:
             self.has_left = bool(select.select([self.client], [], [], 5)[0])
+
+    async def echo(self, receive: Any, send: Any) -> None:
+        body = b""
+        while (message := await receive())["type"] == "http.request":
+            body += message["body"]
+            if not message["more_body"]:
+                break
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     async def send_and_read(self, *chunks: bytes, timeout_s: float = 10.0) -> bytes:
         """Send, and return everything that comes back until the server closes."""
@@ -120,6 +133,9 @@ def serving(test: Callable[[Served], Awaitable[None]], **limits: Any) -> None:
             timeout_graceful_shutdown=1,
         )
         served.server = AcceptingServer(config, served.limits)
+        served.make_protocol = lambda: http(
+            config=config, server_state=served.server.server_state, app_state={}
+        )
         listener = socket.create_server(("127.0.0.1", 0))
         served.port = listener.getsockname()[1]
         task = asyncio.create_task(served.server._serve([listener]))
@@ -337,19 +353,127 @@ def test_a_client_that_does_not_read_is_cut_off() -> None:
     serving(test, write_timeout_s=1, keep_alive_timeout_s=0.05)
 
 
-@pytest.mark.parametrize("name", [b"Upgrade", b"upgrade", b"UPGRADE"])
-def test_an_upgrade_to_another_protocol_is_ignored(name: bytes) -> None:
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+# A body that looks like a request.
+INNER = b"GET /ok HTTP/1.1\r\nupgrade: h2c\r\n\r\n"
+LENGTH = b"Content-Length: %d\r\n\r\n" % len(INNER) + INNER
+CHUNKED = (
+    b"Transfer-Encoding: chunked\r\n\r\n5;a=b\r\nGET /\r\n"
+    + b"%x\r\n%b\r\n0\r\nUpgrade: h2c\r\n\r\n" % (len(INNER) - 5, INNER[5:])
+)
+POST = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
+# Request -> the bodies of its answers, after which the connection still works.
+ANSWERED = {
+    OK: [b"ok"],
+    b"\r\n\r\n" + OK: [b"ok"],
+    OK * 3: [b"ok"] * 3,
+    b"GET http://a/ok?x=1 HTTP/1.1\r\nExpect: 100-continue\r\n\r\n": [b"ok"],
+    POST + LENGTH: [INNER],
+    POST + CHUNKED: [INNER],
+    (POST + LENGTH + POST + CHUNKED) * 2: [INNER] * 4,
+    b"GET /ok HTTP/1.1\r\n" + UPGRADE + b"\r\n": [b"ok"],
+    b"GET /ok HTTP/1.1\r\n" + UPGRADE + b"\r\n" + POST + LENGTH: [b"ok", INNER],
+    POST + UPGRADE + LENGTH: [INNER],
+    POST + UPGRADE + CHUNKED + OK: [INNER, b"ok"],
+    (POST + UPGRADE + LENGTH) * 2 + POST + CHUNKED: [INNER] * 3,
+    POST + UPGRADE + b"Content-Length: 0\r\n\r\n" + OK: [b"", b"ok"],
+    POST + b"UPGRADE:\twebsocket\r\nconnection:upgrade\r\n" + LENGTH: [INNER],
+    POST + b"Upgrade: h2c\r\n" + LENGTH: [INNER],
+    b"POST /ok HTTP/1.1\r\n" + UPGRADE + LENGTH + OK: [b"ok", b"ok"],  # it reads no body
+}
+LAST = b"GET /ok HTTP/1.1\r\nConnection: close\r\n\r\n"
+
+
+class Wire(asyncio.Transport):
+    """What a connection sends, without a socket: pieces arrive exactly as they are cut."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.sent = b""
+        self.is_over = False
+        self.write_eof = self.close = self.abort = self._end
+        self.pause_reading = self.resume_reading = lambda: None
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+
+    def _end(self) -> None:
+        self.is_over = True
+
+    def is_closing(self) -> bool:
+        return self.is_over
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    async def talk(self, served: Served, *pieces: bytes) -> bytes:
+        """Everything that is sent until the connection ends."""
+        http = served.make_protocol()
+        http.connection_made(self)
+        for piece in pieces:
+            http.data_received(piece)
+            await asyncio.sleep(0)
+        for _ in range(1000):  # turns of the event loop
+            if self.is_over:
+                break
+            await asyncio.sleep(0)
+        http.connection_lost(None)
+        return self.sent
+
+
+@pytest.mark.parametrize("number", range(len(ANSWERED)))
+def test_a_request_cut_anywhere_is_the_same_request(number: int) -> None:
+    """Also one that asks for another protocol, which is ignored."""
+    request = list(ANSWERED)[number]
+    said = [(request[:cut], request[cut:], LAST) for cut in range(1, len(request))]
+    said += [(request + LAST,), (*(request[i : i + 1] for i in range(len(request))), LAST)]
+
     async def test(served: Served) -> None:
-        head = (
-            b"POST /read HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
-            + name
-            + b": h2c\r\nContent-Length: 9\r\n\r\n"
-        )
-        for said in ([head + b"Upgrade: "], [head, b"Upgrade: "]):
-            assert (await served.send_and_read(*said, OK)).count(b"200 OK") == 2
+        for pieces in said:
+            answer = await Wire().talk(served, *pieces)
+            assert bodies_in(answer) == [*ANSWERED[request], b"ok"], pieces
         assert not served.refused
 
-    serving(test, keep_alive_timeout_s=0.1)
+    serving(test)
+
+
+def bodies_in(answers: bytes) -> list[bytes]:
+    found = []
+    while answers:
+        head, _, answers = answers.partition(b"\r\n\r\n")
+        if head == b"HTTP/1.1 100 Continue":
+            continue
+        assert head.startswith(b"HTTP/1.1 200 OK"), head
+        [length] = [line for line in head.split(b"\r\n") if line.startswith(b"content-length: ")]
+        num_bytes = int(length.split()[1])
+        found.append(answers[:num_bytes])
+        answers = answers[num_bytes:]
+    return found
+
+
+def test_a_refused_request_cut_anywhere_is_refused() -> None:
+    wanted = [
+        (b"".join(said), status, code)
+        for said, status, code in REFUSED
+        # a head without an end may have bytes beyond the limit in its first piece
+        if code not in ("request_timeout", "too_many_pipelined", "headers_too_large")
+        or b"\r\n\r\n" in said[-1]
+    ]
+    cuts = [
+        (text[:cut], text[cut:], status, code)
+        for text, status, code in wanted
+        for cut in range(1, len(text), 1 if len(text) < 300 else len(text) // 20)
+    ]
+
+    async def test(served: Served) -> None:
+        for *said, status, code in cuts:
+            got, error = error_in(await Wire().talk(served, *said))
+            assert (got, error["code"]) == (status, code), said
+
+    serving(test, max_header_bytes=8000)
 
 
 def test_http_1_0_gets_no_chunks() -> None:

@@ -5,6 +5,7 @@ Must not know: steps, sockets, how rows reach clients.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ from .scheduling.results import write_end
 
 if TYPE_CHECKING:
     from .engine_core import EngineCore
+
+logger = logging.getLogger(__name__)
 
 
 def enter(
@@ -52,9 +55,12 @@ def refuse(core: EngineCore, request_id: str, error: BaseException, client_index
     """Answers a request that the scheduler does not get. An error that names no parameter is the
     engine's own.
     """
+    parameter = getattr(error, "parameter", None)
+    if parameter is None:
+        logger.error("the request %s failed: %s", request_id, error)
     rows = core.rows.of(client_index)
     rows.add(request_id, 0, [])
-    rows.finish(FinishReason.ERROR, error=str(error), parameter=getattr(error, "parameter", None))
+    rows.finish(FinishReason.ERROR, error=str(error), parameter=parameter)
     core.scheduler.counters.num_requests_refused += 1
 
 

@@ -110,7 +110,7 @@ class Request:
         "eos_token_ids",
         "family",
         "first_token_time",
-        "has_grammar",
+        "grammar_s",
         "is_pooling",
         "key",
         "max_output_tokens",
@@ -162,7 +162,7 @@ class Request:
         self.owner = Owner() if owner is None else owner
         self.adapter = adapter
         self.params = message.params
-        self.has_grammar = message.structured_outputs is not None
+        self.grammar_s = None if message.structured_outputs is None else 0.0
         self.is_pooling = isinstance(message.params, PoolingParams)
         self.token_ids = message.prompt_token_ids + message.resume_tokens
         self.num_prompt_tokens = len(message.prompt_token_ids)

@@ -110,6 +110,20 @@ class SlotPooled(Message, frozen=True):
     values: Array
 
 
+class RowRefusal(Message, frozen=True):
+    """Why a request cannot go on, where one of its own parameters is the reason."""
+
+    parameter: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.parameter}: {self.problem}"
+
+
+# of a request; text alone where the engine failed
+RowError = str | RowRefusal
+
+
 class ModelRunnerOutput(Message, frozen=True):
     """Parallel with SchedulerOutput.slots.
 
@@ -121,7 +135,7 @@ class ModelRunnerOutput(Message, frozen=True):
     num_sampled: list[int]
     token_ids: list[int]  # sampled tokens of all rows, concatenated
     logprobs: list[SlotLogprobs] = []
-    errors: dict[int, str] = {}  # slot -> the error of this request
+    errors: dict[int, RowError] = {}  # slot -> the error of this request
     prompt_logprobs: list[SlotPromptLogprobs] = []
     pooled: list[SlotPooled] = []  # in any order
     # Of an engine that drafts, parallel with slots, else empty: how many of the lookahead tokens
@@ -130,3 +144,5 @@ class ModelRunnerOutput(Message, frozen=True):
     # of each draft that was verified: its tokens, and those of them that were accepted
     num_drafted: list[int] = []
     num_accepted: list[int] = []
+    # slot -> CPU seconds that its grammar has taken since they were last reported, if noticeable
+    grammar_s: dict[int, float] = {}

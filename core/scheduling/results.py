@@ -5,19 +5,32 @@ Must not know: who is scheduled next, torch, sockets.
 
 from __future__ import annotations
 
+import logging
 import time
 from itertools import repeat
 from operator import sub
 from typing import TYPE_CHECKING
 
 from ...ipc.messages import FinishReason
-from ...ipc.step_messages import ModelRunnerOutput, SlotLogprobs, SlotPooled
+from ...ipc.step_messages import (
+    ModelRunnerOutput,
+    RowError,
+    RowRefusal,
+    SlotLogprobs,
+    SlotPooled,
+)
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus
 from .step import ScheduledStep
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# The CPU time that the grammar of one request may take: at first, and for each token of its output.
+# Usual are 10 to 100 us per token, and some milliseconds for the first one of a large schema.
+GRAMMAR_S, GRAMMAR_S_PER_TOKEN = 0.25, 0.002
 
 
 def update_from_output(
@@ -32,12 +45,8 @@ def update_from_output(
     scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
     prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
     pooled = {entry.slot: entry for entry in result.pooled}
-    cursor, errors, running, block_size = (
-        0,
-        result.errors,
-        RequestStatus.RUNNING,
-        scheduler.kv_cache_manager.block_size,
-    )
+    cursor, errors, running = 0, result.errors, RequestStatus.RUNNING
+    block_size = scheduler.kv_cache_manager.block_size
     # of each row, tokens that the step counts as computed and that are not: drafts not accepted
     surplus = repeat(0)
     if result.num_ahead:
@@ -46,6 +55,8 @@ def update_from_output(
         for count in result.num_accepted:
             for position in range(count):
                 scheduler.accepted_per_pos[position] += 1
+    if result.grammar_s:
+        errors = spend_on_grammars(scheduler, step, result.grammar_s) | errors
     for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
         step.requests,
         scheduled.slots,
@@ -94,6 +105,28 @@ def update_from_output(
             scheduler.finish(request, reason)
 
 
+def spend_on_grammars(
+    scheduler: Scheduler, step: ScheduledStep, grammar_s: dict[int, float]
+) -> dict[int, RowError]:
+    """Charges the CPU time of grammars, slot -> seconds, to requests and their owners. Returns the
+    errors of those that have taken too much, by slot.
+    """
+    errors: dict[int, RowError] = {}
+    for request, slot in zip(step.requests, step.output.slots):
+        if (seconds := grammar_s.get(slot, 0.0)) and request.grammar_s is not None:
+            request.grammar_s += seconds
+            scheduler.waiting.charge_time(request, seconds)
+            allowed_s = GRAMMAR_S + GRAMMAR_S_PER_TOKEN * request.num_output_tokens
+            if request.grammar_s > allowed_s:
+                errors[slot] = RowRefusal(
+                    "structured_outputs",
+                    f"is too complex: finding the tokens that may come next took "
+                    f"{request.grammar_s:.2f} s for {request.num_output_tokens} tokens, "
+                    f"{allowed_s:.2f} s are allowed",
+                )
+    return errors
+
+
 def append_tokens(
     scheduler: Scheduler,
     request: Request,
@@ -140,9 +173,10 @@ def write_pooled(request: Request, pooled: SlotPooled, rows: OutputRows) -> Fini
     return FinishReason.STOP
 
 
-def fail(scheduler: Scheduler, request: Request, error: str, rows: OutputRows) -> None:
+def fail(scheduler: Scheduler, request: Request, error: RowError, rows: OutputRows) -> None:
+    parameter = error.parameter if isinstance(error, RowRefusal) else None
     scheduler.finish(request, FinishReason.ERROR)
-    write_end(request, FinishReason.ERROR, rows, rows.now, error)
+    write_end(request, FinishReason.ERROR, rows, rows.now, str(error), parameter)
 
 
 def end_late_requests(scheduler: Scheduler, rows: OutputRows) -> None:
@@ -162,6 +196,8 @@ def write_end(
     parameter: str | None = None,
 ) -> None:
     """Writes the row of a request that ends without a token."""
+    if error is not None and parameter is None:  # the engine's, not the request's
+        logger.error("the request %s failed: %s", request.request_id, error)
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, request.num_output_tokens, [])
     client_rows.finish(reason, error=error, parameter=parameter)

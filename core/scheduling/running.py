@@ -99,7 +99,7 @@ def burst_length(scheduler: Scheduler) -> int:
         return 1
     for request in scheduler.running:
         decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
-        if not decodes or request.has_grammar:
+        if not decodes or request.grammar_s is not None:
             return 1
         length = min(length, request.num_tokens_left)
     return length

@@ -14,7 +14,7 @@ import numpy as np
 from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
-from ...ipc.step_messages import NewRequestData
+from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from ..loras import Loras
 
 # a smaller share would round to 0 in 32 bits, and no token would be left
@@ -78,7 +78,7 @@ class InputBatch:
         # the cache_salt and the number of the adapter, of the slots whose requests have any: text
         # is remembered for requests with the same ones
         self.salts: dict[int, tuple[str | None, int | None]] = {}
-        self.refusals: dict[int, str] = {}  # slot -> why this request cannot be served
+        self.refusals: dict[int, RowError] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
         self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
         self.loras: Loras | None = None  # set by the worker of an engine with LoRA adapters
@@ -131,21 +131,24 @@ class InputBatch:
             if is_wanted:
                 slots.add(slot)
 
-    def _enter_stages(self, request: NewRequestData) -> str | None:
+    def _enter_stages(self, request: NewRequestData) -> RowError | None:
         try:
             self.stages.enter(request)
         except InvalidParameterError as error:
-            return str(error)
+            if error.parameter == "logits_processors":  # the server's, not the request's
+                return str(error)
+            return RowRefusal(error.parameter, error.problem)
         return None
 
     def _enter_adapter(self, slot: int, lora_request: LoRARequest) -> None:
         if self.loras is None:
-            self.refusals[slot] = "lora_request: needs an engine with enable_lora=True"
+            problem = "needs an engine with enable_lora=True"
+            self.refusals[slot] = RowRefusal("lora_request", problem)
             return
         try:
             self.adapters[slot] = self.loras.enter(slot, lora_request.lora_int_id)
         except InvalidParameterError as error:
-            self.refusals[slot] = str(error)
+            self.refusals[slot] = RowRefusal(error.parameter, error.problem)
 
     def remove(self, slot: int) -> None:
         if self.loras is not None:

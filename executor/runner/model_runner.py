@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
 from ..models.experts import uncounted
@@ -437,7 +437,6 @@ class ModelRunner:
         slots = inputs.sampled_slots
         sampled = self.sampler(logits, self.batch, slots, largest)
         errors = {int(slots[row]): problem for row, problem in sampled.errors.items()} | errors
-
         good = np.array([int(slot) not in errors for slot in slots]) if errors else slice(None)
         self.batch.append_tokens(slots[good], sampled.token_ids[good])
         # all in the order of the SchedulerOutput
@@ -459,9 +458,12 @@ class ModelRunner:
         if self.grammars is not None and (forced := self.grammars.jump(jumping, self.batch)):
             order = inputs.slots[np.argsort(inputs.order)].tolist()
             num_sampled, token_ids = insert_forced(order, num_sampled, token_ids, forced)
-        return ModelRunnerOutput(num_sampled, token_ids, logprobs, errors, prompt_logprobs, pooled)
+        output = num_sampled, token_ids, logprobs, errors, prompt_logprobs, pooled
+        if self.grammars is not None and self.batch.stages.num_slots:
+            return ModelRunnerOutput(*output, grammar_s=self.grammars.take_costs(slots))
+        return ModelRunnerOutput(*output)
 
-    def _refusals(self, slots: np.ndarray) -> dict[int, str]:
+    def _refusals(self, slots: np.ndarray) -> dict[int, RowError]:
         refusals = self.batch.refusals
         return (
             {slot: refusals[slot] for slot in slots.tolist() if slot in refusals}

@@ -55,4 +55,5 @@ def merge_outputs(
         num_ahead=num_ahead if results[0][1].num_ahead else [],
         num_drafted=[count for _, result in results for count in result.num_drafted],
         num_accepted=[count for _, result in results for count in result.num_accepted],
+        grammar_s={slot: cost for _, result in results for slot, cost in result.grammar_s.items()},
     )

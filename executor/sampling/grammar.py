@@ -10,17 +10,26 @@ Must not know: what a schema means, the model, who scheduled what.
 
 A matcher depends only on its request's tokens, so events between steps (a preemption, several
 tokens at once, a discarded sample) need no special case: `start` reads the tokens of the slot. A
-finished grammar allows only end-of-sequence tokens, and the request's other parameters apply after
-it: if min_tokens forbids these too, no token is left and the request ends with an error. A matcher
-that exceeds llguidance's limits is an error of its request, too.
+finished grammar allows only end-of-sequence tokens, also after one was taken, and the request's
+other parameters apply after it: if min_tokens forbids these too, no token is left and the request
+ends with an error. A matcher that exceeds llguidance's limits, or that fails in any other way, is
+an error of its request, too, and allows no token: no row with a grammar is sampled without a mask.
+
+The cost of some grammars grows with the text. The CPU time of each request's matcher is measured
+in the thread that runs it, so that no load of the machine counts, and `take_costs` tells it to the
+core, which ends a request that takes too much. Nothing here depends on these times: ranks decide
+the same.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from queue import SimpleQueue
@@ -29,12 +38,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLMatcher
+from llguidance import LLMatcher
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import StructuredOutputsParams
-from ...ipc.step_messages import NewRequestData
+from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
 from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
 
@@ -49,6 +58,9 @@ MAX_COMPILED = 512
 # total size of their texts; compiled they are up to a hundred times as large
 MAX_COMPILED_BYTES = 4 * 2**20
 MAX_VERDICTS = 4096  # results of checks kept
+MAX_FORCED_TOKENS = 128  # in one step: their matcher's time is not limited within it
+REPORTED_S = 0.001  # CPU time of one request's matcher that is worth telling the core
+MAX_MASK_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -62,9 +74,33 @@ class SlotGrammar:
     # would be sampled in any case
     can_jump: bool
     matcher: LLMatcher | None = None  # None: not copied yet
-    # an end-of-sequence token was taken; the request does not sample again
+    # An end-of-sequence token was taken. What is sampled in steps that have begun is dropped.
     is_ended: bool = False
-    error: str | None = None
+    error: RowError | None = None
+    unreported_s: float = 0.0  # CPU time of the matcher that the core does not know
+
+    def advance(self, token_ids: list[int]) -> bool:
+        """Takes the tokens; returns whether the matcher can go on."""
+        if self.is_ended or self.error is not None or self.matcher is None:
+            return False
+        self.is_ended = not set(token_ids).isdisjoint(self.eos_token_ids)
+        if not self.is_ended and not self.matcher.consume_tokens(token_ids):
+            self.error = _problem_of(self.matcher)
+        return not self.is_ended and self.error is None
+
+    def fail(self, error: Exception) -> None:
+        """Something went wrong that is not the request's fault."""
+        logger.error("a grammar failed", exc_info=error)
+        self.error = f"its grammar failed: {type(error).__name__}"
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Within, the calling thread works for this matcher alone."""
+        start = time.thread_time()
+        try:
+            yield
+        finally:
+            self.unreported_s += time.thread_time() - start
 
 
 class Grammars:
@@ -72,6 +108,8 @@ class Grammars:
 
     Its threads and processes start with the first grammar.
     """
+
+    parameter = "structured_outputs"
 
     def __init__(self, config: EngineConfig, ops: Any, vocab_size: int):
         model_config = config.model_config
@@ -113,7 +151,8 @@ class Grammars:
         self._all_checks: list[GrammarCheck] = []
         self._check_pool: ThreadPoolExecutor | None = None
         self._mask_pool: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
+        self._num_mask_threads = max(1, min(MAX_MASK_THREADS, torch.get_num_threads()))
+        self._mask_helpers: ThreadPoolExecutor | None = None  # beside the thread of masks
 
     # ------------------------------------------------------------ before a request is scheduled
 
@@ -208,6 +247,7 @@ class Grammars:
         if not len(self._bitmask):
             self._bitmask = np.zeros((self.max_num_seqs, compiler.num_mask_words), np.int32)
             self._mask_pool = ThreadPoolExecutor(1, "quire-grammar-masks")
+            self._mask_helpers = ThreadPoolExecutor(self._num_mask_threads, "quire-grammar-helper")
         count = request.num_prompt_tokens
         eos_token_ids = [
             token_id for token_id in request.eos_token_ids if 0 <= token_id < compiler.vocab_size
@@ -241,20 +281,15 @@ class Grammars:
                 continue
             num_tokens = int(batch.num_tokens[slot])
             if self._started.get(slot) != num_tokens:
-                work.append(
-                    (
-                        slot,
-                        grammar,
-                        batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist(),
-                    )
-                )
+                token_ids = batch.token_ids[slot, grammar.num_consumed : num_tokens].tolist()
+                work.append((slot, grammar, token_ids))
                 grammar.num_consumed = self._started[slot] = num_tokens
         if work:
             self._masks = _submit(self._mask_pool, self._find_masks, work)
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
-    ) -> dict[int, str] | None:
+    ) -> dict[int, RowError] | None:
         """See LogitsStage. Waits for what `start` began, or begins it."""
         self.start(slots, batch)
         if self._masks is not None:
@@ -307,26 +342,48 @@ class Grammars:
             self._masks.result()  # the matcher is used there
         if grammar.matcher is None or grammar.is_ended or grammar.error is not None:
             return 0
-        return grammar.matcher.validate_tokens(token_ids.tolist())
+        with grammar.timed():
+            return grammar.matcher.validate_tokens(token_ids.tolist())
+
+    def take_costs(self, slots: Iterable[int]) -> dict[int, float]:
+        """The CPU time in seconds that the matchers of `slots` have taken since this was last
+        asked, where it is noticeable.
+        """
+        costs = {}
+        for slot in slots if self._slots else ():
+            grammar = self._slots.get(int(slot))
+            if grammar is not None and grammar.unreported_s > REPORTED_S:
+                costs[int(slot)], grammar.unreported_s = grammar.unreported_s, 0.0
+        return costs
 
     def _forced_tokens(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
         """Runs here and not in the mask thread, which has no work for this slot: its last mask was
         just used.
         """
+        try:
+            with grammar.timed():
+                return self._find_forced(slot, grammar, batch)
+        except Exception as error:
+            grammar.fail(error)
+            return []
+
+    def _find_forced(self, slot: int, grammar: SlotGrammar, batch: InputBatch) -> list[int]:
         start, room = int(batch.num_tokens[slot]), batch.token_ids.shape[1]
-        can_go_on = self._advance(
-            grammar, batch.token_ids[slot, grammar.num_consumed : start].tolist()
-        )
+        can_go_on = grammar.advance(batch.token_ids[slot, grammar.num_consumed : start].tolist())
         grammar.num_consumed = start
         if not can_go_on:
             return []
         matcher = grammar.matcher
-        assert matcher is not None  # _advance has made it
-        token_ids = matcher.compute_ff_tokens()[: room - start]
-        if token_ids and not self._advance(grammar, token_ids):
+        assert matcher is not None  # it was there for the last mask
+        token_ids = matcher.compute_ff_tokens()[: min(room - start, MAX_FORCED_TOKENS)]
+        # A grammar may name an end-of-sequence token: the output ends with it.
+        ends = (i for i, token_id in enumerate(token_ids) if token_id in grammar.eos_token_ids)
+        token_ids = token_ids[: next(ends, room) + 1]
+        if token_ids and not grammar.advance(token_ids) and not grammar.is_ended:
             return []
         if (
-            len(grammar.eos_token_ids) == 1
+            not grammar.is_ended
+            and len(grammar.eos_token_ids) == 1
             and start + len(token_ids) < room
             and matcher.is_stopped()
         ):
@@ -339,64 +396,64 @@ class Grammars:
     # ------------------------------------------------------------ the thread of masks
 
     def _find_masks(self, work: list[tuple[int, SlotGrammar, list[int]]]) -> None:
-        """One call for all matchers, during which the GIL is released."""
-        ready = [
-            (grammar.matcher, slot)
-            for slot, grammar, token_ids in work
-            if self._advance(grammar, token_ids) and grammar.matcher is not None
+        """Each matcher by itself, so that its time is known; the GIL is released meanwhile."""
+        waiting = deque(work)
+        others = [
+            _submit(self._mask_helpers, self._find_waiting, waiting)
+            for _ in range(min(len(work), self._num_mask_threads) - 1)
         ]
-        if ready:
-            if self._executor is None:
-                self._executor = LLExecutor(max(1, min(4, torch.get_num_threads())))
-            words = self._bitmask
-            self._executor.unsafe_compute_mask_ptr(
-                ready, words.ctypes.data, words.strides[0], len(words)
-            )
-        for slot, grammar, _ in work:
-            self._finish_mask(self._bitmask[slot], grammar)
+        self._find_waiting(waiting)
+        for other in others:
+            other.result()
 
-    def _advance(self, grammar: SlotGrammar, token_ids: list[int]) -> bool:
-        """Takes the tokens; returns whether there is a mask to compute."""
-        if grammar.is_ended or grammar.error is not None:
-            return False
-        try:
-            if grammar.matcher is None:
-                grammar.matcher = self._compile(key_of(grammar.params), grammar.params).deep_copy()
-        except InvalidParameterError as error:
-            grammar.error = str(error)
-            return False
-        grammar.is_ended = not set(token_ids).isdisjoint(grammar.eos_token_ids)
-        # If it refuses a token, it records an error, which _finish_mask reads.
-        return not grammar.is_ended and grammar.matcher.consume_tokens(token_ids)
+    def _find_waiting(self, waiting: deque[tuple[int, SlotGrammar, list[int]]]) -> None:
+        while True:
+            try:
+                slot, grammar, token_ids = waiting.popleft()
+            except IndexError:  # another thread has taken the last
+                return
+            words = self._bitmask[slot]
+            try:
+                if grammar.matcher is None and grammar.error is None:
+                    compiled = self._compile(key_of(grammar.params), grammar.params)
+                    grammar.matcher = compiled.deep_copy()
+                with grammar.timed():
+                    if grammar.advance(token_ids) and grammar.matcher is not None:
+                        grammar.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+                self._finish_mask(words, grammar)
+            except InvalidParameterError as error:
+                grammar.error = RowRefusal(error.parameter, error.problem)
+            except Exception as error:
+                grammar.fail(error)
+            if grammar.error is not None:
+                words[:] = 0
 
     def _finish_mask(self, words: np.ndarray, grammar: SlotGrammar) -> None:
         """words [num_mask_words]: replaces llguidance's end-of-sequence token by the request's.
 
-        A row in error or at its end allows everything.
+        A row at its end allows only these, and one in error nothing.
         """
-        matcher = grammar.matcher
+        matcher, view = grammar.matcher, words.view(np.uint32)
         if grammar.error is None and matcher is not None and matcher.is_error():
-            problem = (
-                "the grammar came to a dead end: nothing can follow"
-                if is_dead_end(matcher)
-                else shorten(matcher.get_error())
-            )
-            grammar.error = f"structured_outputs: {problem}"
-        if grammar.error is not None or grammar.is_ended or matcher is None:
-            words[:] = -1
+            grammar.error = _problem_of(matcher)
+        if grammar.error is not None:
             return
-        word, bit = divmod(self._require_compiler().tokenizer.eos_token, 32)
-        view = words.view(np.uint32)
-        if int(view[word]) >> bit & 1 and matcher.is_accepting():
+        if grammar.is_ended:
+            words[:] = 0
+        else:
+            assert matcher is not None  # it has not failed
+            word, bit = divmod(self._require_compiler().tokenizer.eos_token, 32)
+            if not int(view[word]) >> bit & 1 or not matcher.is_accepting():
+                return
             view[word] &= np.uint32(~(1 << bit) & 0xFFFFFFFF)
-            for token_id in grammar.eos_token_ids:
-                view[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+        for token_id in grammar.eos_token_ids:
+            view[token_id >> 5] |= np.uint32(1 << (token_id & 31))
 
     def shutdown(self) -> None:
         """Stops threads and processes. May be called twice."""
         for check in self._all_checks:
             check.close()
-        for pool in (self._check_pool, self._mask_pool):
+        for pool in (self._check_pool, self._mask_pool, self._mask_helpers):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
         for check in self._all_checks:
@@ -405,6 +462,17 @@ class Grammars:
 
 def key_of(params: StructuredOutputsParams) -> bytes:
     return sha256(msgspec.msgpack.encode(params)).digest()
+
+
+def _problem_of(matcher: LLMatcher) -> RowRefusal:
+    """Why a matcher cannot go on."""
+    if not matcher.is_error():
+        problem = "the grammar forbids a token of the output"
+    elif is_dead_end(matcher):
+        problem = "the grammar came to a dead end: nothing can follow"
+    else:
+        problem = shorten(matcher.get_error())
+    return RowRefusal(Grammars.parameter, problem)
 
 
 def _is_failure(future: Future) -> bool:

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,15 @@ NO_SUCH_FILE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, Permis
 # llguidance's own limits except for the states, of 1 to 2 kB each: the matcher of one request can
 # grow to about 100 MB.
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+# Before the name of an added token: a code point that Unicode assigns to no character.
+NO_TEXT = "\U0010ffff"
+# End-of-sequence tokens by name, for a model whose configuration states none.
+EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>")
+# The name of a token in Lark, or a string, a regular expression or a comment, which may look like
+# one. An unterminated one reaches to the end, so that the search is linear.
+LARK_NAME = re.compile(
+    r'"(?:\\.|[^"\\\n])*"?|(?:\#|//)[^\n]*|/(?:\\.|[^/\\])*/?|(<[^<>\s]+>)', re.DOTALL
+)
 
 
 def refusal(problem: str) -> InvalidParameterError:
@@ -109,28 +120,57 @@ def own_options(schema: str) -> dict[str, Any]:
     return own if isinstance(own, dict) else {}
 
 
-def without_forcing(grammar: str) -> str:
-    """Returns the same grammar, with forced text walked byte by byte.
+def with_token_ids(grammar: str, added_tokens: Mapping[str, int]) -> str:
+    """Returns a grammar, in Lark or in llguidance's JSON, with ids in place of the names of tokens.
 
-    llguidance tokenizes forced text as the tokenizer would, and so takes an added token where the
-    text looks like one: "a<end>" with a token <end>. It then refuses that token, because added
-    tokens are not text to it.
+    Lark names a token as <name>, outside of strings, regular expressions and comments.
     """
-    (only,) = json.loads(grammar)["grammars"]
-    rules = only["lark_grammar"] or f"start: %json {json.dumps(only['json_schema'])}"
-    return json.dumps(
-        {"grammars": [{"lark_grammar": f'%llguidance {{"no_forcing": true}}\n{rules}'}]}
-    )
+
+    def with_id(match: re.Match) -> str:
+        token_id = added_tokens.get(match[1] or "")
+        return match[0] if token_id is None else f"<[{token_id}]>"
+
+    if not grammar.lstrip().startswith("{"):
+        return LARK_NAME.sub(with_id, grammar)
+    read = json.loads(grammar)
+    grammars = read.get("grammars") if isinstance(read, dict) else None
+    for one in grammars if isinstance(grammars, list) else []:
+        if isinstance(one, dict) and isinstance(lark := one.get("lark_grammar"), str):
+            one["lark_grammar"] = LARK_NAME.sub(with_id, lark)
+    return json.dumps(read, ensure_ascii=False)
 
 
-class AddedToken(msgspec.Struct):
-    content: str
+def without_added_texts(tokenizer: dict[str, Any]) -> dict[str, Any]:
+    """The contents of a tokenizer.json whose added tokens are found in no text, under the same ids.
+
+    llguidance tokenizes text that a grammar forces as the tokenizer would, which takes an added
+    token where the text looks like one: "a<end>" with a token <end>. To llguidance added tokens are
+    not text, so it then refuses the token; if it is the end-of-sequence token, it ends the output.
+    Here no text can contain what these tokens are called. Nothing is cut off or filled up, either.
+    """
+    added = tokenizer.get("added_tokens") or []
+    renamed = [{**token, "content": NO_TEXT + token["content"]} for token in added]
+    model, vocabulary = dict(tokenizer["model"]), tokenizer["model"]["vocab"]
+    is_scored = not isinstance(vocabulary, dict)  # pieces of a Unigram model with their scores
+    texts = {token["content"] for token in added}
+    texts &= {piece for piece, _ in vocabulary} if is_scored else vocabulary.keys()
+    new_names = {text: NO_TEXT + text for text in texts}
+    if new_names and is_scored:
+        model["vocab"] = [[new_names.get(text, text), score] for text, score in vocabulary]
+    elif new_names:
+        model["vocab"] = {new_names.get(text, text): i for text, i in vocabulary.items()}
+        if unknown := model.get("unk_token"):
+            model["unk_token"] = new_names.get(unknown, unknown)
+        merges = model.get("merges") or []  # those of an added token write no other token
+        model["merges"] = [merge for merge in merges if texts.isdisjoint(_texts_of(merge))]
+    unused = {"truncation": None, "padding": None, "post_processor": None}
+    return {**tokenizer, **unused, "added_tokens": renamed, "model": model}
 
 
-class TokenizerFile(msgspec.Struct):
-    """The part of a tokenizer.json that is read here."""
-
-    added_tokens: list[AddedToken] = []
+def _texts_of(merge: str | list[str]) -> tuple[str, str, str]:
+    """Both parts of a merge of BPE, and their union."""
+    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
+    return first, second, first + second
 
 
 def escape(text: str) -> str:
@@ -169,7 +209,7 @@ class GrammarCompiler:
         self.eos_token_id = eos_token_id
         self.limits = LLParserLimits(**LIMITS)
         self._tokenizer: LLTokenizer | None = None
-        self._added_texts: list[str] = []
+        self._added_tokens: dict[str, int] = {}
         self._lock = threading.Lock()
 
     @property
@@ -190,49 +230,42 @@ class GrammarCompiler:
                         if is_gguf(path)
                         else (path / "tokenizer.json").read_text(encoding="utf-8")
                     )
-                    self._added_texts = [
-                        token.content
-                        for token in msgspec.json.decode(text, type=TokenizerFile).added_tokens
-                        if token.content
-                    ]
-                    self._tokenizer = LLTokenizer(
-                        text, n_vocab=self.vocab_size, eos_token=self.eos_token_id
-                    )
-                except (*NO_SUCH_FILE, ValueError, ModelLoadError) as error:
+                    self._tokenizer = self._load(msgspec.json.decode(text))
+                except (*NO_SUCH_FILE, ValueError, TypeError, KeyError, ModelLoadError) as error:
                     raise refusal(
                         f"is not possible with this model's tokenizer: {shorten(str(error))}"
                     ) from None
             return self._tokenizer
 
+    def _load(self, contents: dict[str, Any]) -> LLTokenizer:
+        """`contents` of tokenizer.json."""
+        self._added_tokens = {
+            token["content"]: token["id"] for token in contents.get("added_tokens") or []
+        }
+        eos = self.eos_token_id
+        if eos is None:
+            eos = next((i for text, i in self._added_tokens.items() if text in EOS_NAMES), None)
+        text = msgspec.json.encode(without_added_texts(contents)).decode()
+        return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=eos)
+
     def compile(self, params: StructuredOutputsParams) -> LLMatcher:
         """Returns a matcher before its first token.
 
-        Takes about a millisecond, mostly without the GIL, and needs a deep stack (see grammar.py).
-        Compile only what grammar_check.py has accepted: time and memory are not limited here.
-        Raises InvalidParameterError.
+        The text of an added token in a grammar means its characters, which other tokens write; Lark
+        can name the token itself. Takes about a millisecond, mostly without the GIL, and needs a
+        deep stack (see grammar.py). Compile only what grammar_check.py has accepted: time and
+        memory are not limited here. Raises InvalidParameterError.
         """
         tokenizer, grammar = self.tokenizer, to_llguidance(params)
-        if self._names_added_token(params):
-            grammar = without_forcing(grammar)
+        if params.grammar is not None:
+            try:
+                grammar = with_token_ids(grammar, self._added_tokens)
+            except (ValueError, RecursionError) as error:
+                raise refusal(f"cannot be read: {shorten(str(error))}") from None
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=self.limits)
         if matcher.is_error():
             raise refusal(f"cannot be compiled: {shorten(matcher.get_error())}")
         return matcher
-
-    def _names_added_token(self, params: StructuredOutputsParams) -> bool:
-        """Whether the text that the output must have may contain the text of an added token.
-
-        A `grammar` names tokens explicitly and is not searched.
-        """
-        texts = [
-            *(params.choice or []),
-            *(
-                text.replace("\\", "")
-                for text in (params.json, params.regex)
-                if isinstance(text, str)
-            ),
-        ]
-        return any(added in text for text in texts for added in self._added_texts)
 
     def try_out(self, matcher: LLMatcher) -> None:
         """Takes a few tokens with a fresh matcher, in a reproducible random walk.

@@ -89,6 +89,8 @@ def _describe(error: BaseException) -> str:
 class UserProcessors:
     """The stage that calls processors, one call per row and processor."""
 
+    parameter = "logits_processors"
+
     def __init__(self, loaded: Sequence[LoadedProcessor] = ()):
         self.loaded = list(loaded)
         self._processors: dict[int, list[tuple[str, Processor]]] = {}  # by slot

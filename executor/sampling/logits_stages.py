@@ -27,29 +27,30 @@ step uses is not called; if no request uses any, a step pays one comparison.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.step_messages import NewRequestData
+from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from ..runner.input_batch import InputBatch
 
-ALL_MASKED = (
-    "structured_outputs, allowed_token_ids, bad_words, min_tokens and logits processors together "
-    "mask every token"
-)
-NOT_FINITE = "penalties or logits processors made the request's logits NaN or infinite"
+PROCESSORS = "logits_processors"
+MASKS = ("structured_outputs", "allowed_token_ids", "bad_words", "min_tokens")
 
 
 class LogitsStage(Protocol):
-    """A stage. `enter` gives it a request's parameters, kept by slot until `leave`.
+    """A stage. `parameter` names what it applies.
+
+    `enter` gives it a request's parameters, kept by slot until `leave`.
 
     Between two calls of `apply` a slot may gain no token, one or several; see batch.token_ids and
     batch.num_tokens. A preempted request enters again with its output so far.
     """
+
+    parameter: str
 
     def enter(self, request: NewRequestData) -> bool:
         """Returns whether this request uses the stage.
@@ -63,10 +64,10 @@ class LogitsStage(Protocol):
 
     def apply(
         self, logits: torch.Tensor, rows: np.ndarray, slots: np.ndarray, batch: InputBatch
-    ) -> dict[int, str] | None:
+    ) -> Mapping[int, RowError] | None:
         """Changes only `rows` [R] of logits [B, vocab_size] f32, in place; `slots` [R] are theirs.
 
-        Returns errors of single requests, row -> message, or None.
+        Returns errors of single requests, by row, or None.
         """
 
 
@@ -110,10 +111,10 @@ class LogitsStages:
 
     def __call__(
         self, logits: torch.Tensor, slots: np.ndarray, batch: InputBatch
-    ) -> dict[int, str]:
+    ) -> dict[int, RowError]:
         """Changes logits [R, vocab_size] f32, all finite, in place; slots [R].
 
-        Returns errors, row -> message; the values of those rows are undefined.
+        Returns errors by row; the values of those rows are undefined.
         """
         if not self.num_slots:
             return {}
@@ -121,12 +122,34 @@ class LogitsStages:
         changed = wants.any(axis=0)
         if not changed.any():
             return {}
-        errors: dict[int, str] = {}
+        errors: dict[int, RowError] = {}
         for stage, mine in zip(self.stages, wants):
             rows = np.flatnonzero(mine)
             if len(rows):
                 errors |= stage.apply(logits, rows, slots[rows], batch) or {}
         largest = logits.amax(-1).numpy(force=True)  # NaN where any is
         for row in np.flatnonzero(changed & ~np.isfinite(largest)).tolist():
-            errors.setdefault(row, ALL_MASKED if largest[row] == -np.inf else NOT_FINITE)
+            used = [
+                stage.parameter for stage, is_used in zip(self.stages, wants[:, row]) if is_used
+            ]
+            errors.setdefault(row, row_error(used, is_masked=largest[row] == -np.inf))
         return errors
+
+
+def row_error(used: Sequence[str], is_masked: bool) -> RowError:
+    """The error of a row whose logits, after the stages of the parameters `used`, are all masked or
+    not finite. Whether a logits processor is the reason cannot be known.
+    """
+    masks = [name for name in used if name in MASKS or name == PROCESSORS]
+    if is_masked and masks:
+        listed = ", ".join(masks)
+        problem = (
+            f"no token is left: {listed} mask every token" if masks[1:] else "masks every token"
+        )
+        parameter = masks[0]
+    else:
+        parameter = next((name for name in reversed(used) if name not in MASKS), used[-1])
+        problem = "makes the request's logits NaN or infinite"
+    if PROCESSORS in used:
+        return f"{parameter}: {problem} ({PROCESSORS} are in use)"
+    return RowRefusal(parameter, problem)

@@ -88,6 +88,8 @@ class TokenCounts:
 class Penalties:
     """Repetition counts prompt and output; frequency and presence count the output only."""
 
+    parameter = "repetition_penalty"  # the only one that can make logits infinite
+
     def __init__(self, ops: Any, max_num_seqs: int, max_model_len: int):
         self.ops = ops
         self.counts = TokenCounts(max_num_seqs, max_model_len)

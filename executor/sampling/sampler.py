@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.step_messages import SlotLogprobs
+from ...ipc.step_messages import RowError, SlotLogprobs
 from ..runner.input_batch import NO_LOGPROBS, InputBatch
 from .logprob_arrays import to_array
 
@@ -23,7 +23,7 @@ class SamplerOutput:
     """Rows are parallel to the given slots. token_ids of rows in `errors` are undefined."""
 
     token_ids: np.ndarray  # [R] i64
-    errors: dict[int, str]  # row -> the error of this request
+    errors: dict[int, RowError]  # row -> the error of this request
     logprobs: list[SlotLogprobs]
 
 
@@ -85,7 +85,7 @@ class Sampler:
         return logits[torch.from_numpy(rows).to(logits.device)]
 
     @staticmethod
-    def _clear(logits: torch.Tensor, rows: dict[int, str]) -> None:
+    def _clear(logits: torch.Tensor, rows: dict[int, RowError]) -> None:
         """Makes rows in error safe to sample from."""
         if rows:
             logits.index_fill_(0, torch.tensor(list(rows), device=logits.device), 0.0)

@@ -75,6 +75,8 @@ def index_pairs(
 
 
 class AllowedTokenIds:
+    parameter = "allowed_token_ids"
+
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         self._token_ids: dict[int, np.ndarray] = {}  # by slot
@@ -118,6 +120,8 @@ class BadWords:
 
     As in vLLM, the prompt does not count.
     """
+
+    parameter = "bad_words"
 
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
@@ -169,6 +173,8 @@ class BadWords:
 
 
 class MinTokens:
+    parameter = "min_tokens"
+
     def __init__(self, vocab_size: int, max_num_seqs: int):
         self.vocab_size = vocab_size
         self.min_tokens = np.zeros(max_num_seqs, np.int64)
@@ -199,6 +205,8 @@ class MinTokens:
 
 
 class LogitBias:
+    parameter = "logit_bias"
+
     def __init__(self, vocab_size: int):
         self.vocab_size = vocab_size
         # by slot: token ids [N] i64, biases [N] f32

@@ -105,5 +105,5 @@ def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> st
     if params.regex is not None:
         return grammar.regex(params.regex)
     if params.choice is not None:
-        return grammar.any_of(map(grammar.literal, params.choice))
+        return grammar.any_of(map(grammar.text, params.choice))
     return f"%lark {{\n{params.grammar}\n}}"

@@ -31,8 +31,8 @@ OPEN_KEYWORDS = frozenset(
 
 
 class GrammarText:
-    """`added_tokens` (text -> id) are matched as tokens, not as text, as llguidance requires and as
-    models are trained.
+    """`added_tokens` (text -> id) are matched as tokens in the marks of a format (`literal`), as
+    models are trained, and as characters in what a request states (`text`, `regex`, `json`).
 
     `compact_json`: the JSON of `json` and `arguments` has no whitespace.
     """
@@ -46,13 +46,15 @@ class GrammarText:
         self._added_token = re.compile(f"({alternatives})" if alternatives else r"(?!)")
         self._rules: list[str] = []
 
+    def text(self, text: str) -> str:
+        """Matches exactly these characters, which may be a request's."""
+        return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
     def literal(self, text: str) -> str:
-        """Matches exactly this text."""
+        """Matches exactly this text of a format, whose marks may be tokens."""
         pieces = [piece for piece in self._added_token.split(text) if piece]
         return " ".join(
-            f"<[{self._added_tokens[p]}]>"
-            if p in self._added_tokens
-            else json.dumps(p, ensure_ascii=False)
+            f"<[{self._added_tokens[p]}]>" if p in self._added_tokens else self.text(p)
             for p in pieces
         )
 

@@ -80,7 +80,7 @@ class TaggedCalls(ToolFormat):
             if types != {"string"}:
                 value = f"{grammar.json(value_schema)} {grammar.literal(after)}"
             elif "enum" in value_schema:
-                options = grammar.any_of(map(grammar.literal, value_schema["enum"]))
+                options = grammar.any_of(map(grammar.text, value_schema["enum"]))
                 value = f"{options} {grammar.literal(after)}"
             else:
                 value = grammar.text_until(after)

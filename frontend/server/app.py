@@ -18,7 +18,7 @@ from starlette.routing import Match, Route, Router
 from ... import __version__
 from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
-from .http.errors import ENDS, ApiError, from_status
+from .http.errors import ENDS, from_status
 from .http.openapi import description_routes
 from .http.sse import Json
 from .models import Models
@@ -189,15 +189,9 @@ class App:
             )
             headers = self._allow(scope) if error.status_code == 405 else dict(error.headers or {})
         else:
-            refusal, headers = self.state.explain(error), {}
-        if not isinstance(error, (ApiError, HTTPException)) and refusal.status == 500:
-            logger.error(
-                "%s %s failed (%s)",
-                scope["method"],
-                scope["path"],
-                scope["state"]["call"].request_id,
-                exc_info=error,
-            )
+            request = f"{scope['method']} {scope['path']}"
+            refusal = self.state.explain(error, request, scope["state"]["call"].request_id)
+            headers = {}
         if has_begun:
             raise error  # too late for an error response: the connection ends
         await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(

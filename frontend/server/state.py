@@ -176,13 +176,18 @@ class ServerState:
         assert self.admission is not None
         return self.admission
 
-    def explain(self, error: BaseException) -> ApiError:
+    def explain(self, error: BaseException, request: str, request_id: str) -> ApiError:
         """Like from_exception, but an engine that stops during the server's shutdown is reported as
-        the shutdown.
+        the shutdown. What becomes an internal error is logged, for the answer says so.
         """
         if self.is_draining and isinstance(error, EngineDeadError):
             return shutting_down()
-        return from_exception(error)
+        refusal = from_exception(error)
+        if refusal.status == 500 and refusal.cause is not None:  # the engine's, which has no trace
+            logger.error("%s failed (%s): %s", request, request_id, refusal.cause)
+        elif refusal.status == 500:
+            logger.error("%s failed (%s)", request, request_id, exc_info=error)
+        return refusal
 
     def not_loaded(self) -> ApiError:
         """Why the first load has not given an engine."""
@@ -264,10 +269,7 @@ class ServerState:
         config = self.server_config
 
         def on_error(error: BaseException) -> bytes:
-            refusal = self.explain(error)
-            if refusal.status == 500 and not isinstance(error, ApiError):
-                logger.error("a stream failed (%s)", call.request_id, exc_info=error)
-            return error_event(refusal)
+            return error_event(self.explain(error, "a stream", call.request_id))
 
         return EventStream(
             events, call, on_error, config.sse_keep_alive_s, config.write_timeout_s, **options

@@ -93,7 +93,8 @@ class OllamaError(msgspec.Struct):
 class ApiError(Exception):
     """An error that any part of a handler may raise; app.py converts it to a response.
 
-    `param`: the field of the body, with its path.
+    `param`: the field of the body, with its path. `cause`: what the log says of an error of the
+    server's, and the client does not learn.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after_s: float | None = None,
+        cause: str | None = None,
     ):
         super().__init__(message)
         self.status = status
@@ -111,6 +113,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.cause = cause
 
     @property
     def type(self) -> str:

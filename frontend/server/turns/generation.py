@@ -163,9 +163,10 @@ def failure(output: AnyOutput, names: dict[str, str]) -> ApiError:
     internal error.
     """
     if output.error == QUARANTINED:
-        return ApiError(500, ENGINE_CRASH, code="engine_crash")
+        return ApiError(500, ENGINE_CRASH, code="engine_crash", cause=output.error)
     if output.error is None or output.error_parameter is None:
-        return ApiError(500, INTERNAL, code="internal_error")
+        cause = output.error or "it ended without a result"
+        return ApiError(500, INTERNAL, code="internal_error", cause=cause)
     problem = output.error.removeprefix(f"{output.error_parameter}: ")
     return refused(output.error_parameter, problem, names)
 

@@ -3,10 +3,12 @@
 import msgspec
 import pytest
 from quire.core.output_rows import OutputRows
+from quire.core.scheduling.owners import TOKENS_PER_S
+from quire.core.scheduling.results import GRAMMAR_S, GRAMMAR_S_PER_TOKEN
 from quire.core.scheduling.scheduler import Scheduler
 from quire.ipc.messages import Array, EngineCoreRequest, FinishReason
-from quire.ipc.params import SamplingParams
-from quire.ipc.step_messages import ModelRunnerOutput, SlotPromptLogprobs
+from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.ipc.step_messages import ModelRunnerOutput, RowRefusal, SlotPromptLogprobs
 from quire.tests.core.scheduling.loop import Loop, distinct
 from quire.tests.fakes import expected_output, make_config
 
@@ -176,3 +178,61 @@ def test_drafts_that_are_refused_while_the_request_is_swapped_out_are_not_comput
     again = scheduler.schedule().output
     assert (again.num_computed_tokens, again.num_scheduled_tokens) == ([12], [1])
     assert len(again.blocks_to_swap_in) == 1  # the other block is in the prefix cache
+
+
+def spending(loop: Loop, **seconds: float) -> None:
+    """A step in which grammars take this much CPU time."""
+    step = loop.scheduler.schedule()
+    result = loop.executor.execute_model(step.output)
+    costs = {
+        slot: seconds[request.request_id]
+        for request, slot in zip(step.requests, step.output.slots)
+        if request.request_id in seconds
+    }
+    result = msgspec.structs.replace(result, grammar_s=costs)
+    loop.scheduler.update_from_output(step, result, loop.rows)
+
+
+def test_a_request_whose_grammar_takes_too_much_time_ends_alone():
+    """At first it may take some, then a little for each token."""
+    loop = Loop(max_model_len=256)
+    for name in ("slow", "usual", "first"):
+        constraint = StructuredOutputsParams(regex="a*")
+        loop.add(name, distinct(len(name), 5), max_tokens=100, structured_outputs=constraint)
+    spending(loop, slow=0.01, usual=0.001, first=GRAMMAR_S)
+    for _ in range(20):
+        loop.rows.take(None)
+        spending(loop, slow=0.01, usual=GRAMMAR_S_PER_TOKEN)
+    assert set(loop.scheduler.requests) == {"usual", "first", "slow"}
+    while "slow" in loop.scheduler.requests:
+        assert loop.scheduler.requests["slow"].num_output_tokens < 100
+        loop.rows.take(None)
+        spending(loop, slow=0.01, usual=GRAMMAR_S_PER_TOKEN)
+    (end,) = loop.rows.take(None)[0].finished
+    assert end.reason == FinishReason.ERROR and end.parameter == "structured_outputs"
+    assert "is too complex" in end.error and "0.31 s are allowed" in end.error
+    assert set(loop.scheduler.requests) == {"usual", "first"}
+    loop.scheduler.check_integrity()
+
+
+def test_the_time_of_a_grammar_counts_as_service_of_its_owner():
+    loop = Loop(max_model_len=256)
+    constraint = StructuredOutputsParams(regex="a*")
+    for owner in ("slow", "usual"):
+        loop.add(owner, distinct(0, 5), owner=owner, max_tokens=9, structured_outputs=constraint)
+    spending(loop, slow=0.2, usual=0.001)
+    slow, usual = (loop.scheduler.requests[name].owner.served for name in ("slow", "usual"))
+    assert slow - usual == pytest.approx(0.199 * TOKENS_PER_S)
+
+
+@pytest.mark.parametrize("error", ["it broke", RowRefusal("bad_words", "mask every token")])
+def test_an_error_names_its_parameter_or_has_a_line_in_the_log(error, caplog):
+    loop = Loop()
+    loop.add("r", distinct(0, 20))
+    loop.executor.errors["r", 1] = error
+    spending(loop)
+    loop.rows.take(None)
+    spending(loop)
+    (end,) = loop.rows.take(None)[0].finished
+    assert (end.error, end.parameter) == (str(error), getattr(error, "parameter", None))
+    assert ("the request r failed: it broke" in caplog.text) == (end.parameter is None)

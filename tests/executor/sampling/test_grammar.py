@@ -15,10 +15,11 @@ import torch
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.sampling import grammar
 from quire.executor.sampling.grammar import Grammars
+from quire.executor.sampling.sampler import Sampler
 from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
-from quire.ipc.step_messages import NewRequestData
+from quire.ipc.step_messages import NewRequestData, RowRefusal
 from quire.kernels import registry
 from quire.tests.executor.driver import make_config
 from quire.tests.structured.generator import numbered
@@ -77,7 +78,8 @@ class Bench:
             self.grammars.start(np.array(slots), self.batch)
         logits = torch.zeros(len(slots), VOCAB_SIZE)
         errors = self.batch.stages(logits, np.array(slots), self.batch)
-        return [self._texts(row) for row in logits.numpy()], errors
+        texts = {row: str(error) for row, error in errors.items()}
+        return [self._texts(row) for row in logits.numpy()], texts
 
     def _texts(self, row: np.ndarray) -> set[str]:
         allowed = np.flatnonzero(row != MASKED).tolist()
@@ -162,9 +164,9 @@ def test_tokens_after_the_end_are_ignored(bench):
     bench.enter(0, choice=["a"])
     bench.enter(1, choice=["b"])
     bench.append(0, f"a{END}")
-    assert bench.step(0, 1) == ([{"everything"}, {"b"}], {})
+    assert bench.step(0, 1) == ([{END}, {"b"}], {})
     bench.append(0, "qqq")
-    assert bench.step(0, 1) == ([{"everything"}, {"b"}], {})
+    assert bench.step(0, 1) == ([{END}, {"b"}], {})
 
 
 def test_min_tokens_beyond_the_grammars_end_fails_the_request(bench):
@@ -204,6 +206,79 @@ def test_an_invalid_unchecked_grammar_fails_the_request(bench):
     bench.enter(1, choice=["cd"])
     texts, errors = bench.step(0, 1)
     assert "unclosed group" in errors[0] and texts[1] == {"c"}
+
+
+class Faulty:
+    """A matcher that fails in one way."""
+
+    def __init__(self, matcher, **faults):
+        self._matcher, self._faults = matcher, faults
+
+    def __getattr__(self, name):
+        return self._faults.get(name) or getattr(self._matcher, name)
+
+
+def raising(*_):
+    raise MemoryError("a fault for the test")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        dict(consume_tokens=raising),
+        dict(consume_tokens=lambda token_ids: False),
+        dict(unsafe_compute_mask_ptr=raising),
+        dict(unsafe_compute_mask_ptr=lambda *_: None, is_error=lambda: True),
+        dict(is_accepting=raising),
+        dict(compute_ff_tokens=raising),
+    ],
+    ids=["take", "refuse", "mask", "error", "end", "force"],
+)
+def test_a_row_whose_grammar_cannot_go_on_is_an_error_and_allows_no_token(
+    bench, caplog, faults, temperature
+):
+    """Whatever fails, and whatever else the request asks for: no token is sampled without a
+    mask.
+    """
+    for slot, text in enumerate(["xbc1 ", "cd"]):
+        bench.enter(slot, choice=[text, text + "z"])
+    bench.batch.temperature[:2] = temperature
+    bench.step(0, 1)
+    broken = bench.grammars._slots[0]
+    broken.matcher = Faulty(broken.matcher, **faults)
+    bench.append(0, "xbc1 " if "is_accepting" in faults else "x")
+    if "compute_ff_tokens" in faults:
+        assert bench.grammars.jump(np.array([0]), bench.batch) == {}
+    bench.grammars.start(np.array([0, 1]), bench.batch)
+    sampled = Sampler(OPS)(torch.zeros(2, VOCAB_SIZE), bench.batch, np.array([0, 1]))
+    assert list(sampled.errors) == [0] and not bench.grammars._bitmask[0].any()
+    assert bench.tokenizer.id_to_token(int(sampled.token_ids[1])) == "c"
+    if "MemoryError" in str(sampled.errors[0]):
+        assert isinstance(sampled.errors[0], str) and "a fault for the test" in caplog.text
+    else:
+        assert isinstance(sampled.errors[0], RowRefusal)
+
+
+def test_an_end_that_a_grammar_names_ends_the_output(bench):
+    bench.enter(0, grammar=f'start: ("x" | "y") "a{END}" {END} "b"')
+    bench.step(0)
+    bench.append(0, "x")
+    assert jump(bench, 0) == {0: f"a{END}{END}"}  # the first is written as characters
+    assert EOS_TOKEN_ID not in bench.batch.token_ids[0, : bench.batch.num_tokens[0] - 1]
+    assert bench.step(0) == ([{END}], {})
+
+
+def test_the_time_of_each_matcher_is_measured(bench):
+    """Of a grammar whose cost grows with the text, and of a usual one beside it."""
+    bench.batch.token_ids = np.pad(bench.batch.token_ids, ((0, 0), (0, 2000)))
+    bench.enter(0, grammar='start: s\ns: s s s | s "a" | "a" | ""', max_tokens=1000)
+    bench.enter(1, regex="a*", max_tokens=1000)
+    for slot in (0, 1):
+        bench.append(slot, "a" * 100)
+    bench.step(0, 1)
+    costs = bench.grammars.take_costs([0, 1, 5])
+    assert costs[0] > 20 * costs.get(1, 0.001) and bench.grammars.take_costs([0, 1]) == {}
 
 
 def test_equal_grammars_are_compiled_once_and_have_separate_states(bench, monkeypatch):
@@ -280,7 +355,7 @@ def test_forced_tokens_are_appended_and_masks_continue_after_them(bench):
     bench.append(1, "c")
     bench.append(2, "q")
     assert jump(bench, 0, 1, 2) == {0: "abc", 1: f"d{END}"}
-    assert bench.step(0, 1)[0] == [{"1", "2"}, {"everything"}]
+    assert bench.step(0, 1)[0] == [{"1", "2"}, {END}]
     bench.append(0, "2")
     assert jump(bench, 0, 1) == {0: END}
 
@@ -291,6 +366,14 @@ def test_a_choice_of_end_of_sequence_tokens_is_left_to_the_model(bench):
     bench.append(0, "a")
     assert jump(bench, 0) == {0: "b"}
     assert bench.step(0)[0] == [{"<|endoftext|>", END}]
+
+
+def test_forced_tokens_of_one_step_are_bounded(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "MAX_FORCED_TOKENS", 5)
+    bench.enter(0, choice=["abcdefgh", "x"])
+    bench.step(0)
+    bench.append(0, "a")
+    assert jump(bench, 0) == {0: "bcdef"} and bench.step(0)[0] == [{"g"}]
 
 
 def test_no_tokens_are_forced_beyond_the_context(bench):
@@ -415,7 +498,7 @@ def test_without_a_tokenizer_a_grammar_is_refused(directory, tokenizer):
     error = bench.grammars.check(StructuredOutputsParams(choice=["a"])).exception(1)
     assert "skip_tokenizer_init" in str(error)
     bench.enter(0, choice=["a"])
-    assert "skip_tokenizer_init" in bench.batch.refusals[0]
+    assert "skip_tokenizer_init" in str(bench.batch.refusals[0])
     bench.grammars.shutdown()
 
 

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from quire.executor.sampling.grammar_compiler import (
     MAX_GRAMMAR_BYTES,
     GrammarCompiler,
     escape,
     normalize,
     to_llguidance,
+    with_token_ids,
 )
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import StructuredOutputsParams
@@ -222,27 +224,169 @@ def test_a_schemas_own_options_override_the_default(compiler, own, good, bad):
     assert accepts(compiler, '{"a":1}', **compact) and not accepts(compiler, '{"a": 1}', **compact)
 
 
-@pytest.mark.parametrize(
-    ("params", "text"),
-    [
-        (dict(choice=["a<|im_end|>b"]), "a<|im_end|>b"),
-        (dict(regex="a<\\|im_end\\|>b"), "a<|im_end|>b"),
-        (dict(json={"enum": ["é<|im_end|>"]}), '"é<|im_end|>"'),
-    ],
-    ids=["choice", "regex", "json"],
-)
-def test_text_that_looks_like_an_added_token_is_written_as_text(params, text):
-    directory = Path(__file__).parents[3] / "frontend" / "bundled_model"
-    compiler = GrammarCompiler(str(directory), 2144, 0)
-    matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
-    compiler.try_out(matcher)
-    written = []
+BUNDLED = Path(__file__).parents[3] / "frontend" / "bundled_model"
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def added(*tokens: tuple[int, str]) -> list[dict]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [{"id": i, "content": text, "special": text != "▁▁", **flags} for i, text in tokens]
+
+
+def sentence_piece(model: dict, *tokens: tuple[int, str]) -> dict:
+    """The contents of a tokenizer.json with byte fallback, which cuts and fills up texts."""
+    space = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
+    return {
+        "version": "1.0",
+        "truncation": {
+            "max_length": 3,
+            "strategy": "LongestFirst",
+            "stride": 0,
+            "direction": "Right",
+        },
+        "padding": {
+            "strategy": {"Fixed": 40},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "<unk>",
+        },
+        "added_tokens": added(*tokens),
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}]},
+        "model": model,
+    }
+
+
+def bpe_with_control_tokens() -> dict:
+    """As of Llama 2 and Gemma: control tokens are in the vocabulary, and an added token is what a
+    merge makes.
+    """
+    pieces = ["<unk>", "<s>", "</s>", *BYTES, "▁", "▁▁", "a", "<", "s", ">", "s>", "/", "▁▁▁"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    model = {
+        "type": "BPE",
+        "vocab": vocabulary,
+        "merges": ["▁ ▁", "▁▁ ▁", "s >"],
+        "unk_token": "<unk>",
+        "byte_fallback": True,
+        "fuse_unk": True,
+    }
+    named = [(vocabulary[text], text) for text in ("<unk>", "<s>", "</s>", "▁▁")]
+    return sentence_piece(model, *named)
+
+
+def unigram() -> dict:
+    pieces = ["<unk>", "<s>", "</s>", *BYTES, "▁", "a", "<", "s", ">", "s>", "/"]
+    vocabulary = [[piece, -float(i)] for i, piece in enumerate(pieces)]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": vocabulary, "byte_fallback": True}
+    return sentence_piece(model, *enumerate(pieces[:3]))
+
+
+@pytest.fixture(scope="module", params=["bundled", "tiny", "bpe", "unigram"])
+def any_tokenizer(request, compiler, tmp_path_factory) -> tuple[GrammarCompiler, dict[str, int]]:
+    """A compiler, and its added tokens; the last but one is not special in some."""
+    if request.param == "bundled":
+        made = GrammarCompiler(str(BUNDLED), 2144, 2)
+    elif request.param == "tiny":
+        made = compiler
+    else:
+        directory = tmp_path_factory.mktemp(request.param)
+        contents = unigram() if request.param == "unigram" else bpe_with_control_tokens()
+        (directory / "tokenizer.json").write_text(json.dumps(contents))
+        made = GrammarCompiler(str(directory), 300, None)
+    contents = json.loads((Path(made.tokenizer_directory) / "tokenizer.json").read_text())
+    return made, {token["content"]: token["id"] for token in contents["added_tokens"]}
+
+
+def written(compiler: GrammarCompiler, matcher: LLMatcher, end: int) -> list[int]:
+    """Token ids up to the end, forced ones as they are, else the largest that is allowed."""
+    token_ids: list[int] = []
     while not matcher.is_accepting():
-        allowed = compiler._timed_mask(matcher)
-        assert len(allowed) and min(allowed) > 2, "the added tokens are 0, 1 and 2"
-        written.append(int(allowed[-1]))
-        assert matcher.consume_token(written[-1])
-    assert compiler.tokenizer.decode_str(written) == text
+        more = matcher.compute_ff_tokens() or [max(set(compiler._timed_mask(matcher)) - {end})]
+        token_ids += map(int, more)
+        assert matcher.consume_tokens(token_ids[-len(more) :]), matcher.get_error()
+    return token_ids
+
+
+@pytest.mark.parametrize("around", ["{}", "s>{} a{}"])
+@pytest.mark.parametrize(
+    "grammar_of",
+    [
+        lambda text: (dict(choice=[text]), text),
+        lambda text: (dict(regex=re.escape(text)), text),
+        lambda text: (dict(json={"enum": [text]}), json.dumps(text)),
+        lambda text: (dict(json={"const": text}), json.dumps(text)),
+        lambda text: (
+            dict(
+                json={
+                    "type": "object",
+                    "properties": {text: {"const": 1}},
+                    "required": [text],
+                    "additionalProperties": False,
+                },
+                disable_any_whitespace=True,
+            ),
+            f"{{{json.dumps(text)}:1}}",
+        ),
+        lambda text: (dict(grammar=f"start: {json.dumps(text)}"), text),
+        lambda text: (dict(grammar=f"start: T // {text}\nT: {json.dumps(text)}"), text),
+        lambda text: (
+            dict(grammar=f"start: /{re.escape(text).replace('/', chr(92) + '/')}/"),
+            text,
+        ),
+        lambda text: (
+            dict(grammar=f'start: %json {{"enum": [{json.dumps(text)}]}}'),
+            json.dumps(text),
+        ),
+        lambda text: (dict(grammar=f"root ::= {json.dumps(text)}"), text),
+        lambda text: (
+            dict(
+                grammar=json.dumps({"grammars": [{"lark_grammar": f"start: {json.dumps(text)}"}]})
+            ),
+            text,
+        ),
+        # in pieces, so that no search of the grammar finds the text
+        lambda text: (dict(grammar=f"start: {' '.join(json.dumps(c) for c in text)}"), text),
+    ],
+    ids=[
+        *("choice", "regex", "enum", "const", "property", "Lark", "terminal", "pattern"),
+        *("%json", "GBNF", "llguidance", "pieces"),
+    ],
+)
+def test_the_text_of_an_added_token_is_characters_that_other_tokens_write(
+    any_tokenizer, grammar_of, around
+):
+    compiler, tokens = any_tokenizer
+    end = compiler.tokenizer.eos_token
+    for name in tokens:
+        params, text = grammar_of(around.replace("{}", name.replace("▁", " ")))
+        matcher = compiler.compile(normalize(StructuredOutputsParams(**params)))
+        compiler.try_out(matcher)
+        token_ids = written(compiler, matcher, end)
+        assert set(token_ids).isdisjoint(tokens.values())
+        assert compiler.tokenizer.decode_str(token_ids) == text
+
+
+def test_a_grammar_can_name_an_added_token(any_tokenizer):
+    compiler, tokens = any_tokenizer
+    for name, token_id in tokens.items():
+        if name == "▁▁" or token_id == compiler.tokenizer.eos_token:
+            continue
+        lark = f"start: {json.dumps(name)} {name} <[{token_id}]>"
+        for text in (lark, json.dumps({"grammars": [{"lark_grammar": lark}]})):
+            matcher = compiler.compile(StructuredOutputsParams(grammar=text))
+            token_ids = written(compiler, matcher, compiler.tokenizer.eos_token)
+            assert token_ids[-2:] == [token_id, token_id] and token_id not in token_ids[:-2]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ['"' * 60_001, "/\\" * 40_000, "<" * 120_000, '"\\' * 60_000])
+def test_names_are_looked_for_in_linear_time(text):
+    assert with_token_ids(text, {"<a>": 1}) == text
 
 
 def test_the_tokenizer_of_a_gguf_file(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from quire.executor.sampling.logits_processors import LoadedProcessor
-from quire.executor.sampling.logits_stages import ALL_MASKED, NOT_FINITE
 from quire.executor.sampling.sampler import Sampler
+from quire.ipc.step_messages import RowRefusal
 from quire.tests.executor.stage_cases import (
     MASKED,
     OPS,
@@ -52,6 +52,11 @@ class Recorder:
     def __call__(self, prompt_token_ids, output_token_ids, logits):
         self.seen.append(logits.numpy().copy())
         return logits + 1
+
+
+MASKED_TOGETHER = RowRefusal(
+    "allowed_token_ids", "no token is left: allowed_token_ids, min_tokens mask every token"
+)
 
 
 def test_the_order():
@@ -156,7 +161,13 @@ def test_a_row_without_a_possible_token_fails_the_request():
     logits = make_logits(4)
     logits[3] = 1e35
     rows, errors = run_stages(batch, logits)
-    assert errors == {1: ALL_MASKED, 2: ALL_MASKED, 3: NOT_FINITE}
+    assert errors == {
+        1: RowRefusal(
+            "allowed_token_ids", "no token is left: allowed_token_ids, bad_words mask every token"
+        ),
+        2: MASKED_TOGETHER,
+        3: RowRefusal("repetition_penalty", "makes the request's logits NaN or infinite"),
+    }
     np.testing.assert_array_equal(rows[0], logits[0])
     for temperature in (0.0, 1.0):
         batch.temperature[:4] = temperature
@@ -170,7 +181,7 @@ def test_a_row_without_a_possible_token_fails_the_request():
 
 def test_a_fully_masked_request_recovers_when_its_stage_allows_tokens():
     batch = make_batch(StageRequest({"min_tokens": 1, "allowed_token_ids": [5]}, eos=[5]))
-    assert run_stages(batch, make_logits(1))[1] == {0: ALL_MASKED}
+    assert run_stages(batch, make_logits(1))[1] == {0: MASKED_TOGETHER}
     append(batch, 0, 5)
     rows, errors = run_stages(batch, make_logits(1))
     assert not errors and masked_tokens(rows[0]) == set(range(VOCAB_SIZE)) - {5}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from quire.ipc.step_messages import RowRefusal
 from quire.tests.executor.stage_cases import (
     VOCAB_SIZE,
     StageRequest,
@@ -132,7 +133,7 @@ def test_biases_are_added():
 )
 def test_unsatisfiable_options_fail_only_their_request(params, problem):
     batch = make_batch(StageRequest(params), StageRequest({"logit_bias": {3: 1.0}}))
-    assert batch.refusals == {0: problem}
+    assert batch.refusals == {0: RowRefusal(*problem.split(": ", 1))}
     rows, errors = run_stages(batch, make_logits(2))
     assert not errors and (rows[0] == make_logits(2)[0].numpy()).all()
 

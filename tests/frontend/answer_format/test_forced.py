@@ -13,9 +13,11 @@ import random
 import jsonschema
 import pytest
 from quire import LLM, InvalidParameterError, SamplingParams, StructuredOutputsParams
+from quire.executor.sampling.grammar_compiler import GrammarCompiler, normalize
 from quire.frontend.answer_format import AnswerFormat, collect, detect
 from quire.frontend.answer_format.forced import functions_of
 from quire.frontend.answer_format.formats import TOOL_FORMATS
+from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.frontend.answer_format.cuts import function, parse
 from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
 from quire.tests.structured.generator import FORMAT_CHECKER, random_schema
@@ -149,6 +151,62 @@ def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -
     schemas = dict(functions_of(TOOLS))
     for call in answer.tool_calls:
         jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+
+
+def drawn(tokenizer: Tokenizer, params: StructuredOutputsParams, seed: int) -> list[int]:
+    """Token ids up to the end of the grammar, those that it forces and random ones."""
+    compiler = GrammarCompiler(
+        str(tokenizer.directory), tokenizer.vocab_size, tokenizer.eos_token_id
+    )
+    matcher, draw, token_ids = compiler.compile(normalize(params)), random.Random(seed), []
+    while not matcher.is_accepting():
+        assert not matcher.is_error() and len(token_ids) < 2000, matcher.get_error()
+        more = matcher.compute_ff_tokens() or [int(draw.choice(compiler._timed_mask(matcher)))]
+        assert matcher.consume_tokens(more)
+        token_ids += more
+    return token_ids
+
+
+@pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_text_of_a_special_token_is_characters_in_calls(name, marks) -> None:
+    tokenizer = marked_tokenizer(marks)
+    answer_format = detect("", name, "none", tokenizer)
+    text = "a<|im_end|><|im_start|>b"
+    tool = function("f", x={"type": "string", "enum": [text]}, y={"enum": [text, "<|im_end|>"]})
+    tool["function"]["parameters"]["required"] = ["x", "y"]
+    special = {tokenizer.eos_token_id, *tokenizer.special_ids} - {
+        i for i, mark in tokenizer.added_tokens.items() if mark in marks
+    }
+    for seed in range(2):
+        params = answer_format.forced([tool], "required", parallel_tool_calls=False)
+        token_ids = drawn(tokenizer, params, seed)
+        assert special and special.isdisjoint(token_ids)
+        written = tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+        (call,) = parse(answer_format, written, [tool]).tool_calls
+        arguments = json.loads(call.arguments)
+        assert arguments["x"] == text and arguments["y"] in (text, "<|im_end|>")
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        dict(choice=["<|im_end|>"]),
+        dict(regex=r"<\|im_end\|>"),
+        dict(grammar='start: "<|im_end|>"'),
+        dict(json={"enum": ["<|im_end|>"]}),
+    ],
+    ids=str,
+)
+def test_the_text_of_a_special_token_is_characters_after_reasoning(structure) -> None:
+    tokenizer = marked_tokenizer(MARKS)
+    answer_format = detect("</think>", tokenizer=tokenizer)
+    params = answer_format.after_reasoning(StructuredOutputsParams(**structure), "…<think>\n")
+    for seed in range(3):
+        token_ids = drawn(tokenizer, params, seed)
+        assert tokenizer.eos_token_id not in token_ids
+        written = tokenizer.backend.decode(token_ids, skip_special_tokens=False)
+        assert written.rpartition("</think>")[2].strip().strip('"') == "<|im_end|>"
 
 
 @pytest.mark.parametrize("marks", [(), MARKS], ids=["as text", "as tokens"])

@@ -39,9 +39,13 @@ WITH_THOUGHT_AND_CALL = [
 ]
 
 
+class EngineError(Exception):
+    """Among the pieces of a ScriptedEngine: the request ends with this error."""
+
+
 class ScriptedEngine:
-    """Yields the given pieces, one token each. An exception among them is raised, and a number is a
-    pause in seconds.
+    """Yields the given pieces, one token each. An exception among them is raised, an EngineError
+    ends the request, and a number is a pause in seconds.
     """
 
     errored = False
@@ -86,6 +90,18 @@ class ScriptedEngine:
         )
         whole = CompletionOutput(0, "", [])
         for i, piece in enumerate(self.pieces):
+            if isinstance(piece, EngineError):
+                ended = CompletionOutput(0, "", [], finish_reason="error")
+                yield RequestOutput(
+                    request_id,
+                    None,
+                    prompt["prompt_token_ids"],
+                    [ended],
+                    True,
+                    metrics,
+                    error=str(piece),
+                )
+                return
             if isinstance(piece, BaseException):
                 raise piece
             await asyncio.sleep(piece if isinstance(piece, float) else 0)

@@ -12,7 +12,13 @@ import pytest
 from quire.frontend.server.app import POLLS, make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.state import ServerState
-from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app, talk
+from quire.tests.frontend.server.scripted import (
+    EngineError,
+    ScriptedEngine,
+    post,
+    scripted_app,
+    talk,
+)
 from starlette.routing import Match
 
 
@@ -171,3 +177,29 @@ def test_the_access_log_has_the_client_and_omits_polls(
     assert access_lines(caplog, *polls) == []
     assert len(access_lines(caplog, *polls, access_log_polls=True)) == len(polls)
     assert access_lines(caplog, "/version", access_log=False) == []
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi."}]}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("piece", [RuntimeError("a bug"), EngineError("a bug")], ids=["bug", "row"])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", {"prompt": "Hi."}),
+        ("/v1/responses", {"input": "Hi."}),
+        ("/v1/messages", CHAT | {"max_tokens": 5}),
+        ("/api/chat", CHAT),
+    ],
+)
+def test_an_internal_error_has_a_line_in_the_log_under_its_id(path, body, piece, stream, caplog):
+    """Whether something is raised or the engine ends the request, before or within a stream."""
+    app = scripted_app(ScriptedEngine(["a", piece] if stream else [piece]))
+    asked = body | {"stream": stream} | ({"model": app.state.model_name} if "api" in path else {})
+    answer = post(app, path, asked, **{"x-request-id": "mine"})
+    assert answer.status_code == (200 if stream else 500) and "Its log has the cause" in answer.text
+    (line,) = [one for one in caplog.records if one.levelno == logging.ERROR]
+    assert "failed (mine)" in line.getMessage()
+    assert "a bug" in f"{line.getMessage()} {line.exc_info}"

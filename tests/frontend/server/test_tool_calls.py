@@ -372,3 +372,105 @@ def test_a_forced_call_that_max_tokens_cuts(path, choice) -> None:
     else:
         ((_, arguments),) = called(found["choices"][0]["message"])
         assert arguments.startswith('{"a": ') and found["choices"][0]["finish_reason"] == "length"
+
+
+SPECIAL = ["<|im_end|>", "a <|im_start|> b", "<|endoftext|><|im_end|>"]
+
+
+def only(text: str) -> dict[str, Any]:
+    """A schema with the text as the one value, in the name of a property and in a constant."""
+    properties = {"x": {"type": "string", "enum": [text]}, text: {"const": text}}
+    return {"type": "object", "properties": properties, "required": ["x", text]} | {
+        "additionalProperties": False
+    }
+
+
+@pytest.mark.parametrize("text", SPECIAL)
+def test_the_text_of_a_special_token_in_a_schema_is_characters(server, text) -> None:
+    """In every field and every API that makes a schema a grammar."""
+    schema, value = only(text), {"x": text, text: text}
+    asked = {"messages": ASKED["messages"], "max_tokens": 200, "temperature": 1.5, "seed": 3}
+    function = {"name": "f", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    forced = {"type": "function", "function": {"name": "f"}}
+
+    def chat(**fields: Any) -> dict[str, Any]:
+        answer = server.post("/v1/chat/completions", json=asked | fields)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]
+
+    for choice in (forced, "required"):
+        message = chat(tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        assert [json.loads(arguments) for _, arguments in called(message)] == [value]
+    assert json.loads(chat(response_format=wanted)["content"]) == value
+    message = chat(response_format=wanted, tools=tools, parallel_tool_calls=False)
+    found = [
+        json.loads(arguments) for _, arguments in called(message) if message["content"] is None
+    ]
+    assert (found or [json.loads(message["content"])]) == [value]
+    pattern = "".join(f"\\x{{{ord(c):x}}}" for c in text)
+    for kind, stated in (
+        ("choice", [text]),
+        ("regex", pattern),
+        ("grammar", f"start: T\nT: {json.dumps(text)}"),
+    ):
+        assert chat(structured_outputs={kind: stated})["content"] == text
+        assert chat(**{f"guided_{kind}": stated})["content"] == text
+    assert json.loads(chat(structured_outputs={"json": schema})["content"]) == value
+
+    body = {"input": "Hi.", "tools": [{"type": "function", **function}], "tool_choice": "required"}
+    answer = server.post("/v1/responses", json=body | {"parallel_tool_calls": False}).json()
+    assert [json.loads(item["arguments"]) for item in answer["output"]] == [value]
+    body = {"input": "Hi.", "text": {"format": {"type": "json_schema", **wanted["json_schema"]}}}
+    answer = server.post("/v1/responses", json=body).json()
+    assert json.loads(answer["output"][0]["content"][0]["text"]) == value
+    tool = {"name": "f", "input_schema": schema}
+    body = {"messages": ASKED["messages"], "max_tokens": 200, "tools": [tool]}
+    body["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
+    (block,) = server.post("/v1/messages", json=body).json()["content"]
+    assert block["input"] == value
+    for path, fields in (
+        ("/api/chat", {"messages": ASKED["messages"]}),
+        ("/api/generate", {"prompt": "Hi."}),
+    ):
+        body = {"model": "bundled", "format": schema, "stream": False} | fields
+        answer = server.post(path, json=body).json()
+        written = answer["message"]["content"] if path == "/api/chat" else answer["response"]
+        assert json.loads(written) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"structured_outputs": {"choice": ["yes"]}, "bad_words": ["yes"]}, "bad_words"),
+        (
+            {"structured_outputs": {"regex": "yes"}, "allowed_token_ids": [5]},
+            "allowed_token_ids",
+        ),
+        ({"structured_outputs": {"choice": ["y"]}, "min_tokens": 9}, "min_tokens"),
+        ({"structured_outputs": {"grammar": 'start: "a" T\nT: /b/ & /c/'}}, "dead end"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_parameters_that_leave_no_token_are_named(server, fields, names, stream) -> None:
+    body = {"prompt": "Hi", "max_tokens": 20, "stream": stream} | fields
+    answer = server.post("/v1/completions", json=body)
+    lines = answer.text.removeprefix("data: ").splitlines()
+    error = next(json.loads(line.removeprefix("data: ")) for line in lines if "error" in line)
+    assert error["error"]["param"] == "structured_outputs" and names in error["error"]["message"]
+    assert error["error"]["type"] == "invalid_request_error"
+    assert answer.status_code == (200 if stream and answer.text.startswith("data: ") else 400)
+
+
+def test_a_grammar_whose_cost_grows_with_the_text_ends_by_name(server) -> None:
+    grammar = 'start: s\ns: s s s | s "a" | "a" | ""'
+    (a,) = server.post("/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()[
+        "tokens"
+    ]
+    body = {"prompt": "a", "max_tokens": 1500, "structured_outputs": {"grammar": grammar}}
+    answer = server.post("/v1/completions", json=body | {"allowed_token_ids": [a]})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "structured_outputs"
+    assert "is too complex" in error["message"]

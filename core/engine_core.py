@@ -195,7 +195,9 @@ class EngineCore:
         if grammar is None:
             return arrivals.enter(self, request, client_index)
         arrival = self.scheduler.reserve_arrivals(request.num_completions)
-        check = self.executor.check_grammar(grammar, is_known=bool(request.resume_tokens))
+        owner = f"{client_index} {request.owner}"
+        is_known = bool(request.resume_tokens)
+        check = self.executor.check_grammar(grammar, is_known=is_known, owner=owner)
         self.gate.add(request, client_index, arrival, check)
         arrivals.admit_checked(self)
 

@@ -95,11 +95,12 @@ class Executor(Protocol):
         ...
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         """Compiles a grammar for structured output. Never blocks.
 
-        is_known: another engine has compiled it, within the limits.
+        is_known: another engine has compiled it, within the limits. owner: whose it is; owners take
+        turns.
 
         The future's exception is the InvalidParameterError of a grammar that cannot be used.
         """

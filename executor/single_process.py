@@ -99,17 +99,17 @@ class SingleProcessExecutor:
         return self.worker.execute_model(scheduler_output)
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         """Returns a future that completes when the grammar is compiled. Never blocks.
 
-        The future raises the InvalidParameterError of an invalid grammar. It takes milliseconds, at
-        most a few seconds.
+        The future raises the InvalidParameterError of an invalid grammar. Once it is the owner's
+        turn it takes milliseconds, at most a few seconds.
         """
         grammars = self.worker.grammars
         if grammars is None:
             raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
-        return grammars.check(params, is_known=is_known)
+        return grammars.check(params, is_known=is_known, owner=owner)
 
     def submit_model(self, scheduler_output: SchedulerOutput) -> PendingOutput:
         """Starts a step; the caller schedules and submits the next one before it asks for the

@@ -93,7 +93,7 @@ class TroubledExecutor(FakeExecutor):
         return super().collective_rpc(method, *args)
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         future: Future[None] = Future()
         threading.Timer(self.trouble.get("grammar_delay_s", 0.0), future.set_result, [None]).start()

@@ -219,7 +219,7 @@ class FakeExecutor(FakeLoras):
         return self._compute(step)
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         """Return the scripted future of a grammar check, or one that is already done."""
         future = self.grammar_checks.get(params.regex)

@@ -93,6 +93,7 @@ class CheckGrammar(Message, tag="grammar", frozen=True):
     number: int
     params: StructuredOutputsParams
     is_known: bool
+    owner: str
 
 
 class Leave(Message, tag="leave", frozen=True):

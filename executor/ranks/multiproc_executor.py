@@ -215,7 +215,7 @@ class MultiprocExecutor:
         return output
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         """See Executor. Every rank compiles it."""
         future: Future[None] = Future()
@@ -223,7 +223,7 @@ class MultiprocExecutor:
             self._num_checks += 1
             number = self._num_checks
             self._checks[number] = self.size, future
-        self._send(CheckGrammar(number, params, is_known))
+        self._send(CheckGrammar(number, params, is_known, owner))
         return future
 
     def read_lora(self, request: LoRARequest) -> Future[str]:

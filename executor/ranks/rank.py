@@ -136,7 +136,8 @@ class Rank:
             self._reply(self._call(command))
         elif isinstance(command, CheckGrammar):
             number = command.number
-            check = self._executor.check_grammar(command.params, is_known=command.is_known)
+            params, is_known, owner = command.params, command.is_known, command.owner
+            check = self._executor.check_grammar(params, is_known=is_known, owner=owner)
             check.add_done_callback(lambda check: self._reply(_checked(number, check)))
         elif isinstance(command, Configure):
             self._configure(command.config)

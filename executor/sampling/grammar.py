@@ -46,6 +46,7 @@ from ...ipc.params import StructuredOutputsParams
 from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from .grammar_check import COMPILE_STACK_BYTES, CompilerSettings, GrammarCheck
 from .grammar_compiler import GrammarCompiler, is_dead_end, normalize, refusal, shorten
+from .grammar_queue import GrammarQueue
 
 if TYPE_CHECKING:
     from ..runner.input_batch import InputBatch
@@ -147,6 +148,8 @@ class Grammars:
         self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()
         self._compiled_bytes = 0
         self._compiled_lock = threading.Lock()
+        self._unchecked: dict[bytes, tuple[Future[None], StructuredOutputsParams, bool]] = {}
+        self._queue = GrammarQueue(NUM_CHECKS)
         self._checks: SimpleQueue[GrammarCheck] = SimpleQueue()
         self._all_checks: list[GrammarCheck] = []
         self._check_pool: ThreadPoolExecutor | None = None
@@ -156,13 +159,16 @@ class Grammars:
 
     # ------------------------------------------------------------ before a request is scheduled
 
-    def check(self, params: StructuredOutputsParams, *, is_known: bool = False) -> Future[None]:
+    def check(
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
+    ) -> Future[None]:
         """Returns a future that completes when the grammar is compiled.
 
         The future raises the InvalidParameterError of an invalid grammar, and another exception if
         the check itself failed. Called by one thread.
         Equal grammars share one check, whose result is kept for a while. is_known: it compiled in
-        another engine, within the limits, so it needs no process of its own here.
+        another engine, within the limits, so it needs no process of its own here. Owners take
+        turns (see grammar_queue.py).
         """
         try:
             self._require_compiler()
@@ -174,7 +180,10 @@ class Grammars:
         key = key_of(params)
         known = self._verdicts.get(key)
         if known is None or (known.done() and _is_failure(known)):
-            known = self._verdicts[key] = self._submit_check(key, params, is_known)
+            known = self._verdicts[key] = Future()
+            self._unchecked[key] = known, params, is_known
+        if key in self._unchecked:  # perhaps it waits for the turn of another owner, too
+            self._begin_check(key, owner)
         self._verdicts.move_to_end(key)
         if len(self._verdicts) > MAX_VERDICTS:
             self._verdicts.popitem(last=False)
@@ -185,9 +194,7 @@ class Grammars:
             raise refusal("needs the tokenizer: this engine runs with skip_tokenizer_init=True")
         return self.compiler
 
-    def _submit_check(
-        self, key: bytes, params: StructuredOutputsParams, is_known: bool
-    ) -> Future[None]:
+    def _begin_check(self, key: bytes, owner: str) -> None:
         if self._check_pool is None and self.settings is not None:
             self._check_pool = ThreadPoolExecutor(NUM_CHECKS, "quire-grammar-check")
             self._all_checks = [GrammarCheck(self.settings) for _ in range(NUM_CHECKS)]
@@ -196,15 +203,31 @@ class Grammars:
             # load it while the first check's process loads it, too
             compiler = self._require_compiler()
             _submit(self._check_pool, lambda: compiler.tokenizer)
-        future: Future[None] = Future()
-        _submit(self._check_pool, self._check, future, key, params, is_known)
-        return future
+        self._queue.add(owner, key)
+        _submit(self._check_pool, self._check_waiting)
+
+    def _check_waiting(self) -> None:
+        """Runs in a thread of the pool, which is also the parent of the process that it starts."""
+        while (taken := self._queue.take()) is not None:
+            owner, key, is_slow = taken
+            check, seconds = self._checks.get(), 0.0
+            try:
+                if (unchecked := self._unchecked.pop(key, None)) is not None:
+                    before = check.spent_s
+                    self._check(check, key, *unchecked)
+                    seconds = check.spent_s - before
+            finally:
+                self._checks.put(check)
+                self._queue.done(owner, seconds, is_slow)
 
     def _check(
-        self, future: Future[None], key: bytes, params: StructuredOutputsParams, is_known: bool
+        self,
+        check: GrammarCheck,
+        key: bytes,
+        future: Future[None],
+        params: StructuredOutputsParams,
+        is_known: bool,
     ) -> None:
-        """Runs in a thread of the pool, which is also the parent of the process that it starts."""
-        check = self._checks.get()
         try:
             if not is_known:
                 check.check(params)
@@ -218,8 +241,6 @@ class Grammars:
             future.set_exception(error)
         else:
             future.set_result(None)
-        finally:
-            self._checks.put(check)
 
     def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         """Returns the matcher, cached or newly compiled. Runs in a thread with a deep stack."""
@@ -453,6 +474,7 @@ class Grammars:
         """Stops threads and processes. May be called twice."""
         for check in self._all_checks:
             check.close()
+        self._unchecked.clear()
         for pool in (self._check_pool, self._mask_pool, self._mask_helpers):
             if pool is not None:
                 pool.shutdown(wait=True, cancel_futures=True)

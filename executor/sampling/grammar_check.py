@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import IO, BinaryIO
 
 import msgspec
@@ -74,6 +75,7 @@ class GrammarCheck:
         self._child: subprocess.Popen | None = None
         self._leash_fd = -1  # a pipe whose end-of-file kills the child
         self._closed = threading.Event()
+        self.spent_s = 0.0  # CPU time of all checks, without the starts of children
 
     def check(self, params: StructuredOutputsParams) -> None:
         """Checks normalized `params`, within about two seconds of CPU time.
@@ -97,7 +99,8 @@ class GrammarCheck:
             self.end()
         child = self._child or self._start()
         try:
-            problem = _ask(child, params, TIME_LIMIT_S)
+            with self._timed(child):
+                problem = _ask(child, params, TIME_LIMIT_S)
             if problem is None:
                 raise refusal(f"takes longer than {TIME_LIMIT_S} s to compile")
         except (OSError, EOFError) as error:
@@ -113,6 +116,16 @@ class GrammarCheck:
             raise
         if problem:
             raise msgspec.msgpack.decode(problem, type=Problem).error()
+
+    @contextlib.contextmanager
+    def _timed(self, child: subprocess.Popen) -> Iterator[None]:
+        process = psutil.Process(child.pid)
+        start = _cpu_s(process)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(psutil.Error):  # it may have died
+                self.spent_s += _cpu_s(process) - start
 
     def close(self) -> None:
         """Makes a check that waits for the child fail, and prevents further ones from starting.

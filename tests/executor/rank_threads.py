@@ -60,9 +60,11 @@ class RankThreads:
     def initialize_offload(self) -> None:
         return None
 
-    def check_grammar(self, params: Any, *, is_known: bool = False) -> Future[None]:
+    def check_grammar(
+        self, params: Any, *, is_known: bool = False, owner: str = ""
+    ) -> Future[None]:
         """Of the last stage's first rank; the others compile it, too."""
-        checks = [rank.check_grammar(params, is_known=is_known) for rank in self.ranks]
+        checks = [rank.check_grammar(params, is_known=is_known, owner=owner) for rank in self.ranks]
         for check in checks[:-1]:
             check.exception()
         return checks[-1]

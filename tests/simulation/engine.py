@@ -74,7 +74,7 @@ class SimulatedExecutor(FakeExecutor):
         return future
 
     def check_grammar(
-        self, params: StructuredOutputsParams, *, is_known: bool = False
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
     ) -> Future[None]:
         future: Future[None] = Future()
         delay_s = self.world.rng.uniform(0.0001, 0.01 if is_known else 1.0)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import numpy as np
 import psutil
@@ -500,6 +502,45 @@ def test_without_a_tokenizer_a_grammar_is_refused(directory, tokenizer):
     bench.enter(0, choice=["a"])
     assert "skip_tokenizer_init" in str(bench.batch.refusals[0])
     bench.grammars.shutdown()
+
+
+class FakeCheck:
+    """A check that takes as much CPU time as its regex says."""
+
+    def __init__(self, settings):
+        self.spent_s = 0.0
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        time.sleep(0.02)
+        self.spent_s += 1.5 if params.regex.startswith("slow") else 0.01
+
+    def close(self) -> None:
+        pass
+
+    end = close
+
+
+def test_slow_grammars_of_one_owner_delay_no_other(bench, monkeypatch):
+    monkeypatch.setattr(grammar, "GrammarCheck", FakeCheck)
+    ended: list[str] = []
+    slow = [f"slow{i}" for i in range(30)]
+
+    def check(regex: str, owner: str) -> Future:
+        future = bench.grammars.check(StructuredOutputsParams(regex=regex), owner=owner)
+        future.add_done_callback(lambda _: ended.append(f"{regex} {owner}"))
+        return future
+
+    checks = [check(regex, "a") for regex in slow]
+    checks[1].result(60)
+    checks += [check(f"usual{i}", "b") for i in range(4)]
+    # what waits for its turn with one owner has another one with the other
+    checks += [check(slow[-1], "c"), check(slow[-2], "c")]
+    for future in checks:
+        future.result(60)
+    order = [text for text in ended if text.endswith(" b")]
+    assert order == [f"usual{i} b" for i in range(4)]
+    assert ended.index("usual3 b") < 16, ended
+    assert max(map(ended.index, (f"{slow[-1]} c", f"{slow[-2]} c"))) < 20, ended
 
 
 def test_shutdown_leaks_no_thread_or_process(directory, tokenizer):

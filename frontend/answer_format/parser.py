@@ -67,6 +67,11 @@ class AnswerParser:
         self._stream.has_ended = True
         return self._advance()
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call that is passed on has not ended; after `finish` it is cut off."""
+        return self._calls.is_cut
+
     def _advance(self) -> list[Part]:
         next(self._steps, None)
         parts = self._stream.take_parts()

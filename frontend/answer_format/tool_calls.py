@@ -62,6 +62,11 @@ class Calls:
         if not self.are_valid:
             self._index = self._last_whole
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether a call that is passed on has not ended."""
+        return self._index > self._last_whole
+
     def start(self, name: str, id: str = "") -> None:
         """`id`: the model's own. One that it wrote before is dropped."""
         id = "" if id in self._ids else id

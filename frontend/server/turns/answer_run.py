@@ -194,8 +194,8 @@ class AnswerRun:
         self.usage.completion_tokens += len(completion.token_ids)
         if reason is not None:
             self._count_reasoning(choice)
-            if reason == "stop" and choice.has_calls:
-                reason = "tool_calls"
+            if reason == "stop" and choice.has_calls and not choice.parser.is_in_call:
+                reason = "tool_calls"  # else a stop string cuts the arguments
             elif reason == "abort":  # by a pause, for example: the output is truncated
                 reason = "length"
         return ChoiceDelta(

@@ -259,6 +259,10 @@ def said(path: str, pieces: list[str], streams: bool, reason: str) -> tuple[str,
     """Return (content, arguments of each call, the reason of the end) as the API tells them."""
     app = scripted_app(ScriptedEngine(pieces, reason))
     answer = post(app, path, {"model": "bundled", "stream": streams} | BODIES[path])
+    return read_answer(path, answer, streams)
+
+
+def read_answer(path: str, answer: httpx.Response, streams: bool) -> tuple[str, list[Any], str]:
     assert answer.status_code == 200, answer.text
     if path == "/v1/chat/completions":
         return of_chat(answer, streams)
@@ -372,6 +376,53 @@ def test_a_forced_call_that_max_tokens_cuts(path, choice) -> None:
     else:
         ((_, arguments),) = called(found["choices"][0]["message"])
         assert arguments.startswith('{"a": ') and found["choices"][0]["finish_reason"] == "length"
+
+
+ENDS = {
+    "/v1/chat/completions": "stop",
+    "/v1/responses": "completed",
+    "/v1/messages": "stop_sequence",
+    "/api/chat": "stop",
+}
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", BODIES)
+def test_a_call_that_a_stop_string_cuts_is_no_call(path, streams) -> None:
+    """The reason is that of a text, in every API; calls before it are calls."""
+    whole = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for before, calls in (("", []), (whole, [{"a": 1}])):
+        for end in (len("<tool_call>"), 30, whole.index("1}}")):
+            app = scripted_app(ScriptedEngine(list(before + whole[:end]), "stop", "END"))
+            answer = post(app, path, {"model": "bundled", "stream": streams} | BODIES[path])
+            text, found, reason = read_answer(path, answer, streams)
+            assert (text, found) == (whole[:end], calls)
+            if not calls:
+                assert reason == ENDS[path]
+
+
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
+def test_a_forced_call_that_a_stop_string_cuts_ends_with_stop(server, streams) -> None:
+    """Its arguments are passed on as far as they came, so the reason tells that they are cut."""
+    fields = {"tool_choice": NAMED, "temperature": 0, "stop": ['", "days"', '","days"']}
+    if streams:
+        *_, last = choices = streamed(server, **fields)
+        calls = [call for one in choices for call in one["delta"].get("tool_calls", [])]
+        arguments = "".join(call["function"]["arguments"] for call in calls)
+    else:
+        last = ask(server, **fields)
+        ((_, arguments),) = called(last["message"])
+    assert arguments in ('{"city": "Paris', '{"city": "New York')
+    assert last["finish_reason"] == "stop" and last["stop_reason"] in fields["stop"]
+    uncut = ask(server, **fields | {"stop": "never written"})
+    assert uncut["finish_reason"] == "tool_calls"
+
+    tools = [{"name": "get_weather", "input_schema": SCHEMA}]
+    body = {"messages": ASKED["messages"], "max_tokens": 200, "temperature": 0, "tools": tools}
+    body |= {"tool_choice": {"type": "tool", "name": "get_weather"}, "stream": streams}
+    answer = server.post("/v1/messages", json=body | {"stop_sequences": fields["stop"]})
+    text, calls, reason = of_messages(answer, streams)
+    assert '{"city": "' in text and (calls, reason) == ([], "stop_sequence")
 
 
 SPECIAL = ["<|im_end|>", "a <|im_start|> b", "<|endoftext|><|im_end|>"]

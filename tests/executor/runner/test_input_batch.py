@@ -13,7 +13,7 @@ from quire.executor.runner.input_batch import (
 from quire.executor.sampling.logits_stages import LogitsStages
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.params import PoolingParams, SamplingParams
-from quire.ipc.step_messages import NewRequestData
+from quire.ipc.step_messages import NewRequestData, RowRefusal
 
 
 def make_batch() -> InputBatch:
@@ -179,7 +179,7 @@ def test_stages_are_notified_of_requests_and_may_refuse_them():
     batch = InputBatch(4, 50, 16, LogitsStages([picky], 4))
     batch.add(request(0, [1], logit_bias={9: 1.0}))
     batch.add(request(1, [1], logit_bias={8: 1.0}))
-    assert batch.refusals == {0: "logit_bias: not nine"} and picky.slots == {1}
+    assert batch.refusals == {0: RowRefusal("logit_bias", "not nine")} and picky.slots == {1}
     batch.remove(0)
     batch.remove(1)
     batch.remove(3)

@@ -62,7 +62,7 @@ class GemmaCalls(ToolFormat):
         if types == {"string"} and can_stand_alone(schema, types):
             if "enum" not in schema:
                 return f"{quote} {grammar.text_until(self.quote)}"
-            options = grammar.any_of(map(grammar.literal, schema["enum"]))
+            options = grammar.any_of(map(grammar.text, schema["enum"]))
             return f"{quote} {options} {quote}"
         if types == {"object"} and "properties" in schema:
             return self._write_object(grammar, schema) or grammar.json(schema)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from base64 import b64decode
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,94 @@ def _add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, config: dict[str, 
     writer.add_eos_token_id(config["eos_token_id"])
     written = json.loads((checkpoint / "tokenizer_config.json").read_text())
     writer.add_chat_template(written["chat_template"])
+
+
+def write_encoder_gguf(path: Path, checkpoint: Path, type: str = "F32", **metadata: Any) -> None:
+    """A text encoder as llama.cpp converts it: BERT or nomic-bert with a WordPiece vocabulary, or
+    XLM-RoBERTa with SentencePiece's unigrams. Vectors and small tables are F32. `metadata`: keys
+    under tokenizer.ggml, None to leave one out.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    is_nomic = config["model_type"] == "nomic_bert"
+    arch = gguf.MODEL_ARCH.NOMIC_BERT if is_nomic else gguf.MODEL_ARCH.BERT
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    skipped = config["pad_token_id"] + 1 if config["model_type"] == "xlm-roberta" else 0
+    writer.add_context_length(config["max_position_embeddings"] - skipped)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.MEAN)
+    if is_nomic:
+        writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    values = json.loads((checkpoint / "tokenizer.json").read_text())
+    for key, value in {**tokenizer_of_encoder(values, config), **metadata}.items():
+        if value is not None:
+            _add(writer, f"tokenizer.ggml.{key}", value)
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        stem, _, kind = name.rpartition(".")
+        stem = stem.removeprefix(f"{config['model_type'].replace('-', '_')}.").removeprefix(
+            "roberta."
+        )
+        if stem.startswith("pooler") or kind == "position_ids":
+            continue
+        found = names.get_name(stem)
+        assert found is not None, name
+        if found == "position_embd":
+            tensor = tensor[skipped:]
+        is_matrix = tensor.dim() == 2 and found.startswith(("blk", "token_embd"))
+        packed, number = quantize(tensor.float().numpy(), type if is_matrix else "F32")
+        writer.add_tensor(f"{found}.{kind}", packed, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tokenizer_of_encoder(values: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    """The keys under tokenizer.ggml of a tokenizer.json."""
+    special = {token["content"]: token["id"] for token in values["added_tokens"]}
+    vocab = values["model"]["vocab"]
+    if values["model"]["type"] == "WordPiece":
+        tokens = sorted(vocab, key=vocab.__getitem__)
+        found = {
+            "model": "bert",
+            "tokens": [_in_gguf(text, text in special) for text in tokens],
+            "token_type": [3 if text in special else 1 for text in tokens],
+            "seperator_token_id": special["[SEP]"],
+            "cls_token_id": special["[CLS]"],
+            "unknown_token_id": special["[UNK]"],
+        }
+    else:
+        kinds = {"<unk>": 2} | dict.fromkeys(["<s>", "</s>", "<pad>", "<mask>"], 3)
+        charsmap = b64decode((values["normalizer"] or {}).get("precompiled_charsmap") or "")
+        found = {
+            "model": "t5",
+            "tokens": [text for text, _ in vocab],
+            "scores": [float(score) for _, score in vocab],
+            "token_type": [kinds.get(text, 1) for text, _ in vocab],
+            "add_space_prefix": True,
+            "remove_extra_whitespaces": True,
+            "bos_token_id": special["<s>"],
+            "eos_token_id": special["</s>"],
+            "precompiled_charsmap": charsmap or None,
+        }
+    return found | {"token_type_count": config["type_vocab_size"]}
+
+
+def _in_gguf(text: str, is_special: bool) -> str:
+    if is_special:
+        return text
+    return text[2:] if text.startswith("##") else f"▁{text}"
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds: dict[Any, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        str: writer.add_string,
+    }
+    kinds.get(value.__class__, writer.add_array)(key, value)

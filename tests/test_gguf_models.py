@@ -20,8 +20,10 @@ from quire.tests import gguf_files
 from quire.tests.frontend.cli.command import QUIRE, Terminal, run
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.frontend.server.test_same_answers import wait_for
-from quire.tests.gguf_checkpoints import write_gguf
+from quire.tests.gguf_checkpoints import write_encoder_gguf, write_gguf
+from quire.tests.tiny_encoders import save_tiny_encoder, save_word_piece
 from quire.tests.tiny_models import save_tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 BUNDLED = find_model_directory("bundled")
 PROMPTS = ["Once upon a time", "12 + 34 =", "{"]
@@ -143,11 +145,88 @@ def test_it_embeds_as_its_safetensors(tmp_path: Path) -> None:
     assert found[0].shape == (2, 64) and (found[0] == found[1]).all()
 
 
-def test_a_text_encoder_in_gguf_is_refused(tmp_path: Path) -> None:
-    metadata = {"general.architecture": "bert", "bert.block_count": 2, "bert.pooling_type": 1}
-    gguf_files.write_gguf(tmp_path / "m.gguf", metadata)
-    with pytest.raises(ModelLoadError, match="'bert' is not supported: text encoders"):
-        LLM(str(tmp_path / "m.gguf"), runner="pooling", engine="inproc")
+TEXTS = ["the old garden", "Rivers, letters and a winter", "it was " * 40]
+OF_ENCODER: dict[str, Any] = dict(engine="inproc", num_threads=1)
+
+
+def save_encoder(directory: Path, kind: str) -> Path:
+    """With the kind of tokenizer that such models have."""
+    own = {"hidden_act": "gelu", "type_vocab_size": 1} if kind == "xlm-roberta" else {}
+    save_tiny_encoder(directory, kind, **own)
+    if kind != "xlm-roberta":
+        save_word_piece(directory, ["the old garden and it was", "rivers letters winter"] * 3)
+        return directory
+    vocab = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("<mask>", 0.0)]
+    pieces = dict.fromkeys(["▁the", "▁", "▁old", "ar", *"theoldgarn"])
+    vocab += [(text, -2.0 - i) for i, text in enumerate(pieces)]
+    tokenizer = Tokenizer(models.Unigram(vocab, 3, False))
+    split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
+    tokenizer.add_special_tokens([text for text, _ in vocab[:5]])
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.mark.parametrize("type", ["F32", "Q8_0"])
+@pytest.mark.parametrize("kind", ["bert", "nomic_bert", "xlm-roberta"])
+def test_a_text_encoder_embeds_as_its_safetensors(kind: str, type: str, tmp_path: Path) -> None:
+    """Only the file describes model, tokenizer and pooling. In F32 the bits are the same."""
+    directory, path = save_encoder(tmp_path / "model", kind), tmp_path / "m.gguf"
+    write_encoder_gguf(path, directory, type)
+    found, ids = [], []
+    for model in (directory, path):
+        with LLM(str(model), dtype="float32", **OF_ENCODER) as llm:
+            assert llm.llm_engine.config.model_config.pooling.modes == ("mean",)
+            found.append(llm.embed(TEXTS, as_array=True, use_tqdm=False))
+            ids.append([llm.get_tokenizer().encode(text) for text in TEXTS])
+    assert ids[0] == ids[1] and len(set(map(len, ids[0]))) == 3
+    if type == "F32":
+        assert (found[0] == found[1]).all()
+    else:  # 8 bits, and unit vectors
+        assert (found[0] != found[1]).any() and (found[0] * found[1]).sum(1).min() > 0.998
+    arguments = EngineArgs(str(path), dtype="float32")
+    assert make_plan(arguments).kv_bytes_per_token == 0
+    findings = {finding.name: finding for finding in check_model(arguments)}
+    assert "GGUF" in findings["weights"].detail
+    assert {name for name, finding in findings.items() if finding.status == "fail"} == set()
+
+
+def test_blocks_of_a_text_encoder_are_multiplied_as_they_are(tmp_path: Path) -> None:
+    directory, path = save_encoder(tmp_path / "model", "bert"), tmp_path / "m.gguf"
+    write_encoder_gguf(path, directory, "Q8_0")
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with LLM(str(path), dtype=dtype, **OF_ENCODER) as llm:
+            found.append(llm.embed(TEXTS, as_array=True, use_tqdm=False))
+    assert (found[0] * found[1]).sum(1).min() > 0.99
+    plans = [make_plan(EngineArgs(str(path), dtype=dtype)) for dtype in ("float32", "bfloat16")]
+    assert [plan.keeps_blocks for plan in plans] == [False, True]
+    assert plans[1].weights_bytes < plans[0].weights_bytes / 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"general.architecture": "jina-bert-v2"}, "is not supported: this text encoder is read"),
+        ({"bert.attention.causal": True}, "attention.causal is not supported for encoders"),
+        ({"bert.pooling_type": 4}, "pooling_type=4 of the GGUF file is not supported"),
+        ({}, "config.json lacks vocab_size"),
+    ],
+)
+def test_text_encoders_that_cannot_be_read(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    metadata = {
+        "general.architecture": "bert",
+        "bert.embedding_length": 8,
+        "bert.block_count": 2,
+        "bert.attention.head_count": 2,
+    }
+    words = {"token_embd.weight": ((4, 8), "F32", bytes(128))} if changes else {}
+    gguf_files.write_gguf(tmp_path / "m.gguf", metadata | changes, words)
+    with pytest.raises(ModelLoadError, match=message):
+        LLM(str(tmp_path / "m.gguf"), engine="inproc")
 
 
 def test_plan_and_doctor_read_it(file: Path) -> None:

@@ -74,3 +74,34 @@ def randomize(model: Any, seed: int) -> None:
                 parameter.copy_(noise)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+
+
+def save_word_piece(directory: Path, texts: list[str], kind: str = "uncased") -> Any:
+    """Writes a tokenizer.json as BERT's are, trained on `texts`, and returns the tokenizer. `kind`:
+    "uncased", "cased", or "accents", which makes texts lower case and leaves their accents.
+    """
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    strip = False if kind == "accents" else None
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=kind != "cased", strip_accents=strip
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=special, show_progress=False, limit_alphabet=150
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return tokenizer

@@ -47,7 +47,8 @@ def load_gguf_weights(model: Any, path: Path, report: Report, fill: Fill, times:
     origin = check_gguf_tensors(
         file, {name: list(tensor.shape) for name, tensor in missing.items()}
     )
-    if (factors := read_rope_factors(file)) != model.config.rope.get("factors"):
+    known = getattr(model.config, "rope", {}).get("factors")  # text encoders have no such file
+    if (factors := read_rope_factors(file)) != known:
         raise ModelLoadError(
             f"{path}: the configuration ignores its rope_freqs.weight"
             if factors

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .encoders import ENCODERS
+
 # Parts of tensors' names: a file's -> those of most models. A name is blk.LAYER.PART.weight in a
 # file and model.layers.LAYER.PART.weight in a model.
 _WHOLE_MODEL = {
@@ -63,6 +65,9 @@ class GGUFArchitecture:
     tensor of the first layer that makes it true. sizes: key of config.json -> the tensor of the
     first layer that has as many rows for each expert.
 
+    whole, parts, layer: names of tensors beside the layers, within one, and what a layer's begin
+    with. is_encoder: of a text encoder, whose metadata gguf_config.py reads apart.
+
     windows: of so many layers in a row the last has no window, if the file says nothing else; 0:
     the file says it. is_permuted: the conversion interleaves the rows of q and k
     (executor/weights/gguf.py). norm_offset: what it adds to the weights of norms.
@@ -78,6 +83,10 @@ class GGUFArchitecture:
     windows: int = 0
     is_permuted: bool = False
     norm_offset: float = 0.0
+    whole: Mapping[str, str] = field(default_factory=lambda: _WHOLE_MODEL)
+    parts: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    layer: str = "model.layers.{}."
+    is_encoder: bool = False
 
     def model_name(self, name: str) -> str | None:
         """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; None for an unknown
@@ -86,14 +95,43 @@ class GGUFArchitecture:
         stem, _, kind = name.rpartition(".")
         if kind not in ("weight", "bias"):
             return None
-        if stem in _WHOLE_MODEL:
-            return f"{self.names.get(stem, _WHOLE_MODEL[stem])}.{kind}"
+        if stem in self.whole:
+            return f"{self.names.get(stem, self.whole[stem])}.{kind}"
         block, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
         if block != "blk" or not layer.isdecimal() or str(int(layer)) != layer:
             return None
-        found = self.names.get(part, _LAYER.get(part))
-        return None if found is None else f"model.layers.{layer}.{found}.{kind}"
+        found = self.names.get(part, self.parts.get(part))
+        return None if found is None else f"{self.layer.format(layer)}{found}.{kind}"
+
+
+def _encoder(architecture: str, **own: Any) -> GGUFArchitecture:
+    built = ENCODERS[architecture]
+    names, parts = built.names, {}
+    for part, name in (
+        *zip(("attn_q", "attn_k", "attn_v") if len(names.qkv) == 3 else ("attn_qkv",), names.qkv),
+        ("attn_output", names.out),
+        ("attn_output_norm", names.attention_norm),
+        *zip(("ffn_gate", "ffn_up")[-len(names.up) :], names.up),
+        ("ffn_down", names.down),
+        ("layer_output_norm", names.mlp_norm),
+    ):
+        parts[part] = name
+    whole = {
+        "token_embd": names.words,
+        "position_embd": names.positions,
+        "token_types": names.types,
+        "token_embd_norm": names.embedding_norm,
+    }
+    return GGUFArchitecture(
+        architecture,
+        built.model_type,
+        whole={part: names.base + name for part, name in whole.items() if name},
+        parts=parts,
+        layer=names.base + names.layer,
+        is_encoder=True,
+        **own,
+    )
 
 
 # "llama" stands for Mistral too, which is the same without a sliding window.
@@ -273,6 +311,13 @@ GGUF_ARCHITECTURES = {
     "ernie4_5": GGUFArchitecture(
         "Ernie4_5ForCausalLM", "ernie4_5", presence={"use_bias": "attn_q.bias"}
     ),
+    # Text encoders. RoBERTa's positions begin at the first row of the file's table, so it is BERT.
+    "bert": _encoder("BertModel", constants={"hidden_act": "gelu"}),
+    "nomic-bert": _encoder(
+        "NomicBertModel",
+        keys={"rope.freq_base": "rotary_emb_base"},
+        constants={"hidden_act": "silu"},
+    ),
 }
 # Models that llama.cpp writes under the name of another, from which their metadata sets them apart.
 OLMO3 = GGUFArchitecture("Olmo3ForCausalLM", "olmo3")  # olmo2 with windows
@@ -281,8 +326,8 @@ MIXTRAL = GGUFArchitecture(  # llama with experts
 )
 VARIANTS = {"olmo2": OLMO3, "llama": MIXTRAL}
 VARIANT_KEYS = {"olmo2": ("attention.sliding_window",), "llama": ("expert_count",)}
-_ENCODERS = ("bert", "gemma-embedding", "jina-bert-v2", "modern-bert", "nomic-bert", "t5encoder")
+_OTHER_ENCODERS = ("gemma-embedding", "jina-bert-v2", "modern-bert", "nomic-bert-moe", "t5encoder")
 REFUSED_ARCHITECTURES = {
     "stablelm": "transformers does not declare that other attention functions serve it",
-    **dict.fromkeys(_ENCODERS, "text encoders are read from safetensors"),
+    **dict.fromkeys(_OTHER_ENCODERS, "this text encoder is read from safetensors"),
 }

@@ -48,6 +48,19 @@ _KEYS = {
     "final_logit_softcapping": "final_logit_softcapping",
     "attn_logit_softcapping": "attn_logit_softcapping",
 }
+_ENCODER_KEYS = {
+    key: _KEYS[key]
+    for key in (
+        *("context_length", "embedding_length", "feed_forward_length", "block_count"),
+        *("attention.head_count", "pooling_type"),
+    )
+} | {"attention.layer_norm_epsilon": "layer_norm_eps"}
+# Table of a text encoder -> the key of config.json with the number of its rows.
+_ENCODER_TABLES = {
+    "token_embd": "vocab_size",
+    "position_embd": "max_position_embeddings",
+    "token_types": "type_vocab_size",
+}
 _LISTED = ("num_key_value_heads", "num_attention_heads", "intermediate_size")  # may be per layer
 _READ = (
     "vocab_size",
@@ -109,6 +122,8 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         for key in metadata
         if key.startswith(f"{architecture}.")
     }
+    if known.is_encoder:
+        return _encoder_config(file, known, own)
     if any(own.get(key) for key in VARIANT_KEYS.get(architecture, ())):
         known = VARIANTS[architecture]
     config: dict[str, Any] = {
@@ -158,6 +173,24 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     for end in ("bos", "eos"):
         if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
             config[f"{end}_token_id"] = token
+    return config
+
+
+def _encoder_config(file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any]) -> dict[str, Any]:
+    """Of a text encoder. Rows of its tables count: keys may leave out padding."""
+    if own.get("attention.causal"):
+        raise ModelLoadError(f"{file.paths[0]}: attention.causal is not supported for encoders")
+    keys = _ENCODER_KEYS | known.keys
+    config = {
+        "architectures": [known.architecture],
+        "model_type": known.model_type,
+        "type_vocab_size": 0,
+        **known.constants,
+        **{keys[key]: value for key, value in own.items() if key in keys},
+    }
+    for name, key in _ENCODER_TABLES.items():
+        if (table := file.tensors.get(f"{name}.weight")) is not None and table.shape:
+            config[key] = table.shape[0] if len(table.shape) > 1 else 1
     return config
 
 

@@ -5,6 +5,8 @@ Must not know: the tokenizers library, which reads them; templates; requests.
 
 from __future__ import annotations
 
+import unicodedata
+from base64 import b64encode
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,15 +20,19 @@ from .merge_cache import Merges, merges_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
 # tokenizer.ggml.model -> what it is
-KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece BPE"}
-OTHER_KINDS = {
+KINDS = {
+    "gpt2": "byte-level BPE",
+    "llama": "SentencePiece BPE",
     "bert": "WordPiece",
+    "t5": "SentencePiece unigram",
+}
+OTHER_KINDS = {
     "no_vocab": "no tokenizer",
     "plamo2": "PLaMo's longest matches",
     "rwkv": "RWKV's longest matches",
-    "t5": "SentencePiece unigram",
 }
 REMEDY = "a tokenizer.json beside the file, or tokenizer=, replaces it"
+BERT_TOKENS = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")
 PHI3_KEEPS_SPACES_BEHIND = ("<s>", "<|endoftext|>")
 MAX_PIECE_CHARACTERS = 256  # of SentencePiece: each is cut at every place
 
@@ -51,10 +57,8 @@ def gguf_tokenizer(vocabulary: Vocabulary) -> dict[str, Any]:
     Raises ModelLoadError, naming file and key, for what is missing, unsound or unknown.
     """
     vocabulary.check()
-    if vocabulary.kind == "gpt2":
-        parts = _byte_level(vocabulary)
-    else:
-        parts = _sentence_piece(vocabulary)
+    of_kind = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece, "t5": _unigram}
+    parts = of_kind[vocabulary.kind](vocabulary)
     return {
         "version": "1.0",
         "truncation": None,
@@ -100,6 +104,10 @@ class Vocabulary:
             self.tokens = [
                 text.replace(" ", "▁") if kind == USER_DEFINED else text
                 for text, kind in zip(self.tokens, self.types)
+            ]
+        if self.kind == "bert":
+            self.tokens = [
+                _of_word_piece(text, kind) for text, kind in zip(self.tokens, self.types)
             ]
 
     def check(self) -> None:
@@ -153,9 +161,24 @@ class Vocabulary:
                 "rstrip": is_phi3 and kind == CONTROL and text not in PHI3_KEEPS_SPACES_BEHIND,
             }
             for token_id, (text, kind) in enumerate(zip(self.tokens, self.types))
-            if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and self.kind == "llama")
+            if kind in self.added_types or (self.kind == "bert" and text in BERT_TOKENS)
             if text
         ]
+
+    @property
+    def added_types(self) -> tuple[int, ...]:
+        """The types of these tokens."""
+        is_sentence_piece = self.kind in ("llama", "t5")
+        return (CONTROL, USER_DEFINED, UNKNOWN) if is_sentence_piece else (CONTROL, USER_DEFINED)
+
+    def special_id(self, *keys: str, text: str) -> int:
+        """The id that the first of the keys gives which is there, or that of the token `text`."""
+        for key in keys:
+            if (token_id := self.token_id(key)) is not None:
+                return token_id
+        if text not in self.tokens:
+            raise self.unsound(keys[0], f"is missing, and there is no token {text}")
+        return self.tokens.index(text)
 
     def post_processor(self, add_bos: bool) -> dict[str, Any] | None:
         """Adds the tokens before and after a text that add_bos_token and add_eos_token ask for."""
@@ -247,6 +270,103 @@ def _sentence_piece(vocabulary: Vocabulary) -> dict[str, Any]:
             unk_token=None if unknown is None else vocabulary.tokens[unknown],
             fuse_unk=True,
         ),
+    }
+
+
+def _of_word_piece(text: str, kind: int) -> str:
+    """The token of a WordPiece vocabulary: the conversion marks the beginnings of words, as
+    SentencePiece does, in place of what follows; special tokens it leaves as they are.
+    """
+    if text.startswith("▁") and len(text) > 1:
+        return text[1:]
+    is_special = kind in (CONTROL, USER_DEFINED) or (text.startswith("[") and text.endswith("]"))
+    return text if is_special else f"##{text}"
+
+
+def _word_piece(vocabulary: Vocabulary) -> dict[str, Any]:
+    """BERT's. A file does not say whether texts become lower case and lose their accents; the
+    vocabulary does: a cased one has capital letters, one with accents has letters with them.
+    """
+    cls = vocabulary.special_id("cls_token_id", "bos_token_id", text="[CLS]")
+    sep = vocabulary.special_id("seperator_token_id", "eos_token_id", text="[SEP]")
+    unknown = vocabulary.special_id("unknown_token_id", text="[UNK]")
+    words = [t for t, kind in zip(vocabulary.tokens, vocabulary.types) if kind == NORMAL]
+    words = [text for text in words if not (text.startswith("[") and text.endswith("]"))]
+    is_cased = any(text != text.lower() for text in words)
+    has_accents = any(map(_has_accent, words))
+    texts = vocabulary.tokens
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": not (is_cased or has_accents),
+            "lowercase": not is_cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "BertProcessing",
+            "sep": [texts[sep], sep],
+            "cls": [texts[cls], cls],
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": texts[unknown],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {text: token_id for token_id, text in enumerate(texts)},
+        },
+    }
+
+
+def _has_accent(text: str) -> bool:
+    """Whether BERT's tokenizer would take something from a lower-case word with its accents."""
+    if text.isascii():
+        return False
+    return any(unicodedata.category(char) == "Mn" for char in unicodedata.normalize("NFD", text))
+
+
+def _unigram(vocabulary: Vocabulary) -> dict[str, Any]:
+    """SentencePiece's unigram model, as XLM-RoBERTa has it. Several spaces count as one."""
+    scores = vocabulary.listed("scores", float, len(vocabulary.tokens))
+    if not scores:
+        raise vocabulary.unsound("scores", "is missing")
+    bos = vocabulary.special_id("bos_token_id", "cls_token_id", text="<s>")
+    eos = vocabulary.special_id("eos_token_id", "seperator_token_id", text="</s>")
+    unknown = vocabulary.special_id("unknown_token_id", text="<unk>")
+    charsmap = bytes(number & 255 for number in vocabulary.listed("precompiled_charsmap", int))
+    precompiled = b64encode(charsmap).decode()
+    texts = vocabulary.tokens
+    has_prefix = vocabulary.get("add_space_prefix", bool, True)
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": "always" if has_prefix else "never",
+        "split": True,
+    }
+    return {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": precompiled}
+        if charsmap
+        else None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{"type": "WhitespaceSplit"}, metaspace],
+        },
+        "post_processor": {
+            "type": "RobertaProcessing",
+            "sep": [texts[eos], eos],
+            "cls": [texts[bos], bos],
+            "trim_offsets": True,
+            "add_prefix_space": True,
+        },
+        "decoder": metaspace,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": list(zip(texts, scores, strict=True)),
+            "byte_fallback": False,
+        },
     }
 
 

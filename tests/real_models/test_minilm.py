@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from quire import LLM
+from quire import LLM, PoolingParams
+from quire.tests.gguf_checkpoints import write_encoder_gguf
+from quire.tests.gguf_tokenizers import texts
 from quire.tests.real_models.fetch import fetch_folder
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1200)]
@@ -62,3 +64,28 @@ def test_embeddings_are_those_of_sentence_transformers(folder, expected, dtype, 
     assert abs(found - expected).max() < tolerance
     assert (found * expected).sum(1).min() > 1 - tolerance
     assert abs(np.linalg.norm(found, axis=1) - 1).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("type", "dtype", "tolerance"),
+    [("F32", "float32", 1e-5), ("F16", "float32", 1e-3), ("Q8_0", "bfloat16", 5e-3)],
+)
+def test_a_gguf_file_has_the_tokens_and_embeddings(
+    folder, expected, type, dtype, tolerance, tmp_path
+):
+    """As llama.cpp converts the model: 1,000 sentences, cut as the folder's files say."""
+    from transformers import AutoTokenizer
+
+    tokenizer, path = AutoTokenizer.from_pretrained(folder), tmp_path / "minilm.gguf"
+    write_encoder_gguf(path, folder, type)
+    params = PoolingParams(truncate_prompt_tokens=256)
+    with LLM(str(path), dtype=dtype, engine="inproc") as llm:
+        ours = llm.get_tokenizer()
+        for text in [*sentences(1000), *texts(3000)]:
+            assert ours.encode(text) == tokenizer(text)["input_ids"], repr(text)
+        found = np.array(
+            [one.outputs.embedding for one in llm.embed(sentences(1000), pooling_params=params)]
+        )
+    assert (found * expected).sum(1).min() > 1 - tolerance
+    if type == "F32":
+        assert abs(found - expected).max() < tolerance

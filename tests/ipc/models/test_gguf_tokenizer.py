@@ -24,8 +24,10 @@ from quire.ipc.models.gguf_tokenizer import (
     gguf_tokenizer_config,
     tokenizer_json,
 )
+from quire.tests.gguf_checkpoints import tokenizer_of_encoder
 from quire.tests.gguf_files import write_gguf
-from quire.tests.gguf_tokenizers import WORD_LINES, built, metadata_of, texts
+from quire.tests.gguf_tokenizers import WORD_LINES, built, differences, metadata_of, texts
+from quire.tests.tiny_encoders import save_word_piece
 
 BUNDLED = find_model_directory("bundled") / "tokenizer.json"
 
@@ -54,21 +56,26 @@ def test_tokens_before_and_after_a_text(tmp_path: Path) -> None:
         assert tokenizer.encode("a", add_special_tokens=False).ids == plain
 
 
-def trained(**options: Any) -> sentencepiece.SentencePieceProcessor:
+OF_BPE: dict[str, Any] = {
+    "vocab_size": 600,
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+}
+
+
+def trained(model_type: str = "bpe", **options: Any) -> sentencepiece.SentencePieceProcessor:
     model = io.BytesIO()
     rng, words = random.Random(1), WORD_LINES.split()
     lines = [" ".join(rng.choices(words, k=10)) for _ in range(2000)]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_writer=model,
-        model_type="bpe",
-        vocab_size=600,
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
+        model_type=model_type,
         character_coverage=0.99,
         max_sentencepiece_length=8,
         minloglevel=2,
+        **(OF_BPE if model_type == "bpe" else {}),
         **options,
     )
     return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
@@ -128,6 +135,83 @@ def test_sentence_piece_ids_are_those_of_its_own_encoder(has_prefix: bool, tmp_p
         assert ours.decode(expected, skip_special_tokens=False) == original.decode(expected)
 
 
+@pytest.mark.parametrize("kind", ["uncased", "cased", "accents"])
+def test_word_piece_ids_are_those_of_the_original(kind: str, tmp_path: Path) -> None:
+    """What becomes of capitals and accents follows from the vocabulary, and pairs have types."""
+    words = [" ".join(WORD_LINES.split()), "Zürich São Paulo naïve Élan", "straße œuvre żółć"]
+    original = save_word_piece(tmp_path, words * 3, kind)
+    own = json.loads((tmp_path / "tokenizer.json").read_text())
+    values = tokenizer_of_encoder(own, {"type_vocab_size": 2})
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    # as llama.cpp's first conversions have it, which left special tokens to be known by their text
+    metadata["tokenizer.ggml.token_type"] = [NORMAL] * len(values["tokens"])
+    ours = built(tmp_path, metadata | {"general.architecture": "bert"})
+    given = [*texts(2000), "ZÜRICH Żółć [MASK] don't e-mail 北京 İstanbul e\u0301", "x" * 101]
+    assert differences(ours, original, given) == []
+    for text in given[:200]:
+        assert ours.encode(text).ids == original.encode(text).ids
+        pair, expected = ours.encode(text, "a cat"), original.encode(text, "a cat")
+        assert (pair.ids, pair.type_ids) == (expected.ids, expected.type_ids)
+
+
+def field_of(message: bytes, wanted: int) -> bytes:
+    """The first field of that number, which has bytes, in a message of protobuf."""
+    at = 0
+
+    def number() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = message[at]
+            value |= (byte & 127) << shift
+            at, shift = at + 1, shift + 7
+            if byte < 128:
+                return value
+
+    while at < len(message):
+        key = number()
+        if key & 7 == 2:
+            size = number()
+            if key >> 3 == wanted:
+                return message[at : at + size]
+            at += size
+        elif key & 7 == 0:
+            number()
+        else:
+            at += {1: 8, 5: 4}[key & 7]
+    raise AssertionError(f"there is no field {wanted}")
+
+
+def test_unigram_ids_are_those_of_sentence_piece(tmp_path: Path) -> None:
+    """XLM-RoBERTa's kind: characters are normalised by a map in the file, spaces count once."""
+    original = trained("unigram", vocab_size=200, hard_vocab_limit=False)
+    normalizer_spec = field_of(original.serialized_model_proto(), 3)
+    charsmap = field_of(normalizer_spec, 2)
+    metadata = sentence_piece_metadata(original, remove_extra_whitespaces=True)
+    metadata["tokenizer.ggml.model"] = "t5"
+    metadata["tokenizer.ggml.precompiled_charsmap"] = list(charsmap)
+    ours = built(tmp_path, metadata | {"general.architecture": "bert"})
+    # its encoder does not look for special tokens in a text, and the tokenizers library, as with
+    # XLM-RoBERTa's own tokenizer.json, cuts at more kinds of spaces and normalises marks with what
+    # they stand on
+    others = ("<s>", "</s>", "<unk>", "\0", "\ufffd", *"\x1c\x1d\x1e\x1f\x85")
+    given = [*texts(2000), "ﬁne ½ Ａ\u3000b e\u0301"]
+    given = [text for text in given if text.strip() and not any(o in text for o in others)]
+    assert len(given) > 600
+    bos, eos = original.bos_id(), original.eos_id()
+    different = []
+    for text in given:
+        expected = original.encode(text)
+        found = ours.encode(text).ids
+        if found != [bos, *expected, eos]:
+            different.append(text)
+    assert different == []
+    assert ours.encode("a", "the").ids == [bos, *original.encode("a"), eos, eos] + [
+        *original.encode("the"),
+        eos,
+    ]
+
+
 def test_tokens_of_phi3_take_the_spaces_behind_them(tmp_path: Path) -> None:
     """Those of its chats, as its tokenizer.json says; a GGUF file does not."""
     metadata = sentence_piece_metadata(trained(control_symbols=["<|user|>"]))
@@ -167,10 +251,13 @@ def test_a_tokenizer_json_beside_the_file_wins(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         (
-            {"model": "t5"},
-            r"model is 't5' \(SentencePiece unigram\); supported: gpt2 \(byte-level BPE\), llama "
-            r"\(SentencePiece BPE\); a tokenizer.json beside the file",
+            {"model": "rwkv"},
+            r"model is 'rwkv' \(RWKV's longest matches\); supported: gpt2 \(byte-level BPE\), "
+            r"llama \(SentencePiece BPE\), bert \(WordPiece\), t5 \(SentencePiece unigram\); a "
+            r"tokenizer.json beside the file",
         ),
+        ({"model": "t5"}, "scores is missing"),
+        ({"model": "bert"}, r"unknown_token_id is missing, and there is no token \[UNK\]"),
         ({"model": "new"}, r"model is 'new'; supported: gpt2 "),
         ({"model": 3}, "model must be of type str, got 3"),
         ({"pre": "new"}, "pre is 'new'; supported: default, gpt-2, .*; a tokenizer.json beside"),

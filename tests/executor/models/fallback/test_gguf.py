@@ -16,7 +16,7 @@ from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import make_plan
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.models.architectures import ARCHITECTURES as NATIVE
+from quire.ipc.models.architectures import NATIVE
 from quire.ipc.models.fallback_architectures import FALLBACKS
 from quire.ipc.models.gguf import read_gguf
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, MIXTRAL

@@ -93,7 +93,7 @@ MINIMAX = (
     "</parameter>",
     "</invoke>",
 )
-KIMI_K2 = NamedCalls(*KIMI, call_form="functions.NAME:0<|tool_call_argument_begin|>ARGUMENTS")
+KIMI_K2 = NamedCalls(*KIMI, call_form="functions.NAME:INDEX<|tool_call_argument_begin|>ARGUMENTS")
 LFM2 = PythonCalls(("<|tool_call_start|>",), "<|tool_call_end|>")
 QWEN_CODER = (">", "<parameter=", ">", "", "</parameter>", "</function>")
 PHI = JsonCalls(("<|tool_call|>", "functools"), "<|/tool_call|>", is_list=True)

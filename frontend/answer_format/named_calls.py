@@ -9,7 +9,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from .forced import Functions, write_json_calls
+from .forced import Functions, write_json_calls, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls, read_arguments
 from .text_stream import Malformed, Reader, TextStream
@@ -35,20 +35,21 @@ class NamedCalls(ToolFormat):
     separator: str
     call_end: str
     section_end: str
-    # between call_start and call_end, with NAME and ARGUMENTS
+    # between call_start and call_end, with NAME, ARGUMENTS and perhaps INDEX, the model's own count
     call_form: str
     between: str = ""
 
     def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
         before, after = self.call_form.split("ARGUMENTS")
-        frame = ("", self.between, self.section_end)
-
-        def before_arguments(name: str) -> str:
-            return self.call_start + before.replace("NAME", name)
-
-        return write_json_calls(
-            grammar, functions, several, before_arguments, after + self.call_end, frame
-        )
+        before, has_index, after_index = before.partition("INDEX")
+        index = grammar.regex("[0-9]{1,4}") if has_index else ""
+        calls = []
+        for name, schema in functions:
+            opening = grammar.literal(self.call_start + before.replace("NAME", name))
+            opening += f" {index} {grammar.literal(after_index)}" if has_index else ""
+            closing = grammar.literal(after + self.call_end)
+            calls.append(f"{opening} {grammar.arguments(schema)} {closing}")
+        return write_repeated(grammar, calls, several, ("", self.between, self.section_end))
 
     @property
     def call_start(self) -> str:

@@ -14,6 +14,10 @@ from .reasoning import ReasoningMarks
 from .text_stream import Malformed, Reader, TextStream
 from .tool_calls import Calls, ToolFormat
 
+# Characters of broken calls in an answer that are searched for other calls. Each may be searched
+# again for every mark before it, so without a limit the work grows with the square of the length.
+MAX_REREAD = 1 << 16
+
 
 class AnswerParser:
     """The parts do not depend on how the text is cut.
@@ -104,6 +108,10 @@ class AnswerParser:
             if (yield from self._stream.read_until((content_end,))):
                 self._stream.drop()
                 yield from self._drop_last_space()
+        self._read_plain()
+
+    def _read_plain(self) -> None:
+        """The rest is content."""
         self.is_plain = True
         self._stream.position = len(self._stream.buffer)
         self._stream.sink = Content
@@ -141,9 +149,9 @@ class AnswerParser:
 
     def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> Reader:
         """`content_end`: a mark after the content, whose first occurrence is dropped, or ""."""
-        stream, may_be_bare, has_called = self._stream, True, False
+        stream, may_be_bare, has_called, num_reread = self._stream, True, False, 0
         ends = (content_end,) if content_end else ()
-        while True:
+        while num_reread < MAX_REREAD:
             mark: str | None = ""
             try:
                 if not (may_be_bare and (yield from self._begins_bare(tool_format, has_called))):
@@ -162,8 +170,9 @@ class AnswerParser:
                 yield from self._drop_last_space()
                 may_be_bare = has_called = True
             except Malformed:
-                self._calls.give_up()
+                num_reread += self._calls.give_up()
                 may_be_bare = False
+        self._read_plain()
 
     def _drop_last_space(self) -> Reader:
         """Whitespace between a call and the end belongs to the format; before more content it is

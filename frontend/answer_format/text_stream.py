@@ -185,8 +185,12 @@ class TextStream:
         self.flush()
         self.sink = None
 
-    def give_up(self) -> None:
-        """After Malformed: what was not passed on, or was held, is read again, as content."""
+    def give_up(self) -> int:
+        """After Malformed: what was not passed on, or was held, is read again, as content.
+
+        Returns the number of characters behind the mark that had been read.
+        """
+        num_read = sum(map(len, self._held or ())) + self.position
         self.close_sink()
         if self._held is not None:
             del self.parts[self._num_released :]
@@ -194,6 +198,7 @@ class TextStream:
             self._held, self.retry_position = None, self._retry_held
         self.position = self.retry_position
         self._replacements.clear()
+        return num_read - self.retry_position
 
     # ------------------------------------------------------------ for the writer
 

@@ -56,11 +56,14 @@ class Calls:
         self._last_whole = self._index
         self._stream.release()
 
-    def give_up(self) -> None:
-        """After Malformed: what follows the last whole call is content."""
-        self._stream.give_up()
+    def give_up(self) -> int:
+        """After Malformed: what follows the last whole call is content.
+
+        Returns the number of characters that are read again.
+        """
         if not self.are_valid:
             self._index = self._last_whole
+        return self._stream.give_up()
 
     @property
     def is_cut(self) -> bool:

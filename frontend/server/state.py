@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -261,7 +262,7 @@ class ServerState:
         call: Call,
         *,
         error_event: Callable[[ApiError], bytes] = openai_error_event,
-        **options: bytes,
+        **options: Any,
     ) -> EventStream:
         """The response that streams `events` with this server's timeouts; by default in OpenAI's
         format. `options`: `comment` and `media_type` of the stream.

@@ -41,7 +41,7 @@ class BlockAnswer:
                 self._run.written(self._write),
                 self._call,
                 error_event=self._error_event,
-                comment=self.comment,
+                comment=self._keep_alive,
                 media_type=self.media_type,
             )
         last = None
@@ -50,6 +50,10 @@ class BlockAnswer:
                 self._take(last)
         assert last is not None
         return Json(self._whole(last))
+
+    def _keep_alive(self) -> bytes:
+        """What a silent stream sends."""
+        return self.comment
 
     def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
         """Adds the delta to the blocks."""

@@ -43,9 +43,6 @@ class ResponsesAnswer(BlockAnswer):
     `keep` is called with the complete response before it is sent.
     """
 
-    # as OpenAI's; a client that waits for events does not count comments
-    comment = named_event("keepalive", {"type": "keepalive"})
-
     def __init__(
         self,
         state: ServerState,
@@ -166,6 +163,12 @@ class ResponsesAnswer(BlockAnswer):
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
         return named_event(kind, {"type": kind, "sequence_number": number, **fields})
+
+    def _keep_alive(self) -> bytes:
+        """An event, as in OpenAI's API: a client that waits for events does not count comments. Its
+        clients require another event as the first.
+        """
+        return self._event("keepalive") if self._num_events else self.comment
 
     def _write(self, delta: ChoiceDelta) -> bytes:
         chunks = []

@@ -73,7 +73,7 @@ class EventStream:
     on_error: Callable[[BaseException], bytes]
     keep_alive_s: float  # of silence, after which `comment` is sent
     write_timeout_s: float  # for which a client may leave sent data unread
-    comment: bytes = COMMENT
+    comment: bytes | Callable[[], bytes] = COMMENT
     media_type: bytes = EVENT_STREAM
     _is_sending: bool = field(default=False, init=False)
     _has_started: bool = field(default=False, init=False)
@@ -170,7 +170,8 @@ class EventStream:
     async def _send_comment(self, send: Any) -> None:
         if not self._has_started:
             await self._start(send)
-        await send({"type": "http.response.body", "body": self.comment, "more_body": True})
+        comment = self.comment if isinstance(self.comment, bytes) else self.comment()
+        await send({"type": "http.response.body", "body": comment, "more_body": True})
         self._commenting = None
 
     def _disarm(self) -> None:

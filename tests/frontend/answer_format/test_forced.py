@@ -92,7 +92,7 @@ WRITTEN = {
         "<|tool_calls_section_begin|><|tool_call_begin|>"
         'functions.weather:0<|tool_call_argument_begin|>{"city": "Paris", "days": '
         "3}<|tool_call_end|>"
-        "<|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
+        "<|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>"
     ),
     "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris", "days": 3}}, '
     '{"name": "now", "arguments": {}}]',

@@ -5,6 +5,7 @@ nothing is lost.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import astuple
 
 import pytest
@@ -153,12 +154,35 @@ def test_an_answer_may_break_off_anywhere(name) -> None:
     text = render_chat(template, [user, turn], tools=tools).removeprefix(prompt)
     answer_format, most = detect(template), 0
     for end in range(len(text)):
-        for pieces in ([text[:end]], list(text[:end])):
+        for pieces in ([text[:end]], list(text[:end]))[: 1 + (end % 16 == 0)]:
             answer = collect(parse_pieces(answer_format, pieces, tools))
             for found in answer.tool_calls:
                 assert (found.name, json.loads(found.arguments)) == ("f", values), text[:end]
             most = max(most, len(answer.tool_calls))
     assert most == (2 if answer_format.several_calls else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("qwen3_coder", "<function=f><parameter=a>"),
+        ("deepseek_v4", '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">'),
+        ("glm47", "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        ("lfm2", "<|tool_call_start|>[f(a=["),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "'),
+    ],
+)
+@pytest.mark.parametrize("end", ["", "</parameter></｜DSML｜parameter></arg_value>])x"])
+def test_many_broken_calls_are_not_read_over_and_over(name, unit, end) -> None:
+    """The number of characters that are looked at grows with the answer, not with its square."""
+    answer_format, counts = detect("", name), []
+    for num_units in (1000, 2000):
+        text = unit * num_units + end
+        started = time.process_time()
+        answer = collect(parse_pieces(answer_format, [text]))
+        counts.append(time.process_time() - started)
+        assert answer == Answer(text)
+    assert counts[1] < 3 * counts[0] + 0.5  # four times, if it were the square
 
 
 @settings(max_examples=200, deadline=None)

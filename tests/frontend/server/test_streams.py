@@ -39,6 +39,19 @@ def test_keep_alives_are_valid_in_each_api(path: str, breaker: bytes) -> None:
         assert all(msgspec.json.decode(line) for line in raw.removesuffix(b"\n").split(b"\n"))
 
 
+def test_a_response_that_has_begun_is_kept_alive_by_events() -> None:
+    """Codex ends a stream in which no event has come for five minutes, such as while a long call is
+    written.
+    """
+    app = scripted_app(ScriptedEngine(["a", 0.2, "b"]), sse_keep_alive_s=0.02)
+    raw = post(app, "/v1/responses", BODIES["/v1/responses"] | {"stream": True}).text
+    events = [line.split("data: ")[1] for line in raw.split("\n\n") if "data: " in line]
+    found = [msgspec.json.decode(event) for event in events]
+    kinds = [event["type"] for event in found]
+    assert kinds[0] == "response.created" and "keepalive" in kinds
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+
+
 async def leave_after(app: App, path: str, body: dict[str, Any], num_chunks: int) -> None:
     """An ASGI client that sends the request, reads the given number of chunks (0: none, also of
     whole answers) and disconnects.

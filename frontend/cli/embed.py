@@ -9,12 +9,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import msgspec
+
+from ... import __version__
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import POOLING_TASKS, PoolingParams
 from .parser import Parser
@@ -69,6 +75,12 @@ def make_parser(argv: list[str]) -> Parser:
         help="cut texts after N tokens; -1: after as many as the model reads",
     )
     parser.add_argument(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="continue an interrupted run of the same FILE, model and options",
+    )
+    parser.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         help="show a progress bar [on a terminal]",
@@ -106,8 +118,8 @@ def open_texts(name: str) -> BinaryIO:
 def embed(
     engine: LLMEngine, file: BinaryIO, params: PoolingParams, args: argparse.Namespace
 ) -> int:
-    """Runs all texts and writes their results in order. Returns 130 after Ctrl-C; the file is then
-    not written.
+    """Runs all texts and writes their results in order. Returns 130 after Ctrl-C and 143 after
+    SIGTERM; a second run then continues.
     """
     from ..progress import Progress
     from ..requests.pooling_windows import run_in_windows
@@ -115,10 +127,14 @@ def embed(
 
     # the model's own first task, to know the shape of the rows
     params = engine.session.input_processor.complete(params)
-    writer = make_writer(args.output, is_by_token=params.is_by_token)
+    num_lines, digest = count_lines(file)
+    run = None if digest is None else run_of(engine, digest, params, args)
+    writer = make_writer(args.output, is_by_token=params.is_by_token, run=run, resumes=args.resume)
+    if writer.num_done:
+        tell(f"continues after the first {writer.num_done} texts")
     ordered = InOrder(writer)
     shows = sys.stderr.isatty() if args.progress is None else args.progress
-    progress = Progress(count_lines(file), shows)
+    progress = Progress(None if num_lines is None else num_lines - writer.num_done, shows)
     began = time.monotonic()
 
     def take(index: int, output: PoolingRequestOutput) -> None:
@@ -128,19 +144,31 @@ def embed(
         progress.update(len(output.prompt_token_ids), 0)
 
     def prompts() -> Iterator[tuple[Any, PoolingParams]]:
-        for text, record in read_texts(file, args.file):
+        for text, record in islice(read_texts(file, args.file), writer.num_done, None):
             ordered.records.append(record)
             yield text, params
 
     try:
-        with Interrupts() as interrupts:
-            run_in_windows(engine, prompts(), None, 0, take, prompt_name=args.prompt_name)
+        with Interrupts(signal.SIGTERM) as interrupts:
+            run_in_windows(
+                engine,
+                prompts(),
+                None,
+                0,
+                take,
+                num_before=writer.num_done,
+                prompt_name=args.prompt_name,
+            )
         writer.close()
     except KeyboardInterrupt:
-        return 130
+        return 128 + (interrupts.requested or signal.SIGINT)
     finally:
-        writer.discard()
         progress.close()
+        if num_kept := writer.leave():
+            tell(
+                f"stopped; {args.output}.partial has the first {num_kept} texts, and the same "
+                f"command continues after them"
+            )
         engine.abort_all_requests()
     seconds = max(time.monotonic() - began, 1e-9)
     print(
@@ -149,6 +177,30 @@ def embed(
         file=sys.stderr,
     )
     return 0
+
+
+def tell(sentence: str) -> None:
+    print(f"quire embed: {sentence}", file=sys.stderr)
+
+
+def run_of(
+    engine: LLMEngine, digest: str, params: PoolingParams, args: argparse.Namespace
+) -> dict[str, Any]:
+    """What decides on the rows, by the names of an error."""
+    config = engine.config
+    settings = msgspec.to_builtins((config.model_config, config.load_config))
+    settings[0].pop("seed")  # random unless it is given, and nothing is sampled
+    return {
+        "input": digest,
+        "model": config.model_config.model,
+        "setting of the engine": blake2b(msgspec.json.encode(settings)).hexdigest()[:32],
+        "--task": params.task,
+        "--dimensions": params.dimensions,
+        "--truncate-prompt-tokens": params.truncate_prompt_tokens,
+        "--prompt-name": args.prompt_name,
+        "--lora": getattr(args, "lora", None),
+        "version of Quire": __version__,
+    }
 
 
 class InOrder:
@@ -208,12 +260,15 @@ def parse_record(line: str, where: str, index: int) -> tuple[str, Record]:
     return text, record or {"index": index}
 
 
-def count_lines(file: BinaryIO) -> int | None:
-    """The number of lines of a regular file, for the progress bar; None for a stream."""
+def count_lines(file: BinaryIO) -> tuple[int | None, str | None]:
+    """The number of lines of a regular file, for the progress bar, and a digest of its content;
+    None for a stream.
+    """
     if not file.seekable():
-        return None
-    number, last = 0, b"\n"
+        return None, None
+    number, last, digest = 0, b"\n", blake2b(digest_size=16)
     while block := file.read(BLOCK):
         number, last = number + block.count(b"\n"), block
+        digest.update(block)
     file.seek(0)
-    return number + (not last.endswith(b"\n"))
+    return number + (not last.endswith(b"\n")), digest.hexdigest()

@@ -2,16 +2,26 @@
 
 Must not know: where rows come from.
 
-A file gets its name when it is complete; until then it has the suffix .partial.
+A file gets its name when it is complete. Until then it has the suffix .partial, and *.partial.json
+says what a second run need not compute again:
+
+    rows.npy.partial        rows, of which the last may be incomplete
+    rows.npy.partial.json   the run (input, model, options), its rows and bytes; saved every 5 s
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol
 
 import msgspec
 
@@ -22,9 +32,12 @@ if TYPE_CHECKING:
 
 NPY_HEADER_BYTES = 128
 ROW_GROUP = 4096  # rows of Parquet that are written together
+SAVE_INTERVAL_S = 5.0
 
 
 class Writer(Protocol):
+    num_done: int  # rows that an earlier, interrupted run has written
+
     def write(self, record: dict[str, Any], data: np.ndarray) -> None:
         """The next row: f4 [size] or [num_tokens, size], and the fields of its input's record
         except the text.
@@ -35,9 +48,19 @@ class Writer(Protocol):
         """Completes the file."""
         ...
 
-    def discard(self) -> None:
-        """Removes the incomplete file. Does nothing after close."""
+    def leave(self) -> int:
+        """Ends an interrupted run. Returns the number of rows that a second run need not compute;
+        without any, no file stays. Does nothing after close.
+        """
         ...
+
+
+class SavedRun(msgspec.Struct):
+    """Beside an incomplete file: what it holds."""
+
+    run: dict[str, Any]
+    num_rows: int
+    num_bytes: int
 
 
 def check_output(output: str, *, is_by_token: bool) -> None:
@@ -60,113 +83,247 @@ def check_output(output: str, *, is_by_token: bool) -> None:
         )
 
 
-def make_writer(output: str, *, is_by_token: bool) -> Writer:
-    """Raises the errors of check_output, and if the file cannot be written."""
+def make_writer(
+    output: str, *, is_by_token: bool, run: dict[str, Any] | None = None, resumes: bool = True
+) -> Writer:
+    """A writer that goes on where an interrupted run has stopped.
+
+    run: what decides on the rows, by name; None: the rows cannot be computed again, so that an
+    incomplete file is of no use. resumes: whether rows of an earlier run are used.
+
+    Raises the errors of check_output, and InvalidParameterError if the file cannot be written, or
+    holds rows of another run.
+    """
     check_output(output, is_by_token=is_by_token)
-    suffix = Path(output).suffix
+    if output == "-":
+        return StandardOutput()
+    target, suffix = PartialFile(output, run, resumes), Path(output).suffix
     if suffix == ".npy":
-        return Npy(output)
+        return Npy(target)
     if suffix == ".parquet":
-        return Parquet(output, is_by_token)
-    return JsonLines(output)
+        return Parquet(target, is_by_token)
+    return JsonLines(target)
 
 
 class PartialFile:
-    """A file that gets its name when it is complete."""
+    """A file that gets its name when it is complete. `num_rows` and `num_bytes` are those of an
+    earlier run, which are kept.
+    """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, run: dict[str, Any] | None, resumes: bool):
         self.path = Path(name)
         self.partial = self.path.with_name(self.path.name + ".partial")
+        self._state = self.path.with_name(self.path.name + ".partial.json")
+        self._run = run
+        self.num_rows = self.num_bytes = 0
         try:
-            self.file: BinaryIO = self.partial.open("wb")
+            descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+            self.file: BinaryIO = os.fdopen(descriptor, "r+b")
+            self._lock()
+            if not resumes:
+                self._state.unlink(missing_ok=True)
+            if (saved := self._read_state()) is not None:
+                self.num_rows, self.num_bytes = saved.num_rows, saved.num_bytes
+            self.file.truncate(self.num_bytes)
+            self.file.seek(self.num_bytes)
         except OSError as error:
             raise InvalidParameterError(
                 "--output", f"cannot write {name}: {error.strerror}"
             ) from None
 
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InvalidParameterError(
+                "--output", f"another process writes {self.partial}"
+            ) from None
+
+    def _read_state(self) -> SavedRun | None:
+        try:
+            saved = msgspec.json.decode(self._state.read_bytes(), type=SavedRun)
+        except FileNotFoundError:
+            return None
+        except msgspec.MsgspecError as error:
+            self._refuse(f"{self._state} cannot be understood ({error})")
+        run = self._run or {"input": "standard input"}
+        others = [name for name, value in run.items() if saved.run.get(name) != value]
+        if others:
+            self._refuse(
+                f"{self.partial} has {saved.num_rows} rows of a run with another "
+                f"{' and another '.join(others)}"
+            )
+        if self.partial.stat().st_size < saved.num_bytes:
+            self._refuse(f"{self.partial} is shorter than the {saved.num_bytes} bytes written")
+        return saved
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise InvalidParameterError(
+            "--output", f"{problem}; give --no-resume to start anew, or another file"
+        )
+
+    def save(self, num_rows: int) -> None:
+        """From here on, a second run begins after the first `num_rows`, which have been written."""
+        self.file.flush()
+        if self._run is None:
+            return
+        os.fsync(self.file.fileno())
+        saved = SavedRun(self._run, num_rows, self.file.tell())
+        new = self._state.with_name(self._state.name + ".new")
+        new.write_bytes(msgspec.json.encode(saved))
+        new.replace(self._state)
+        self.num_rows, self.num_bytes = saved.num_rows, saved.num_bytes
+
+    def close(self, convert: Callable[[Path, Path], None] | None = None) -> None:
+        """Gives the file its name. `convert` makes the complete file (its second argument) of this
+        one, if it has another format.
+        """
+        self.file.flush()
+        if convert is None:
+            self.partial.replace(self.path)
+        else:
+            new = self.path.with_name(self.path.name + ".new")
+            try:
+                convert(self.partial, new)
+                new.replace(self.path)
+            finally:
+                new.unlink(missing_ok=True)
+            self.partial.unlink()
+        self._state.unlink(missing_ok=True)
+        self.file.close()
+
+    def leave(self) -> int:
+        """As Writer.leave, of the rows of the last `save`."""
+        if self.file.closed:
+            return 0
+        with contextlib.suppress(OSError):  # a full disk: the last rows are lost
+            self.file.close()
+        self._state.with_name(self._state.name + ".new").unlink(missing_ok=True)
+        if self.num_rows == 0:
+            self.partial.unlink(missing_ok=True)
+            self._state.unlink(missing_ok=True)
+        return self.num_rows
+
+
+class StandardOutput:
+    """JSON lines, as JsonLines."""
+
+    num_done = 0
+
+    def write(self, record: dict[str, Any], data: np.ndarray) -> None:
+        sys.stdout.buffer.write(json_line(record, data))
+
     def close(self) -> None:
-        self.file.close()
-        self.partial.replace(self.path)
+        sys.stdout.buffer.flush()
 
-    def discard(self) -> None:
-        self.file.close()
-        self.partial.unlink(missing_ok=True)
+    def leave(self) -> int:
+        return 0
 
 
-class JsonLines:
+class FileWriter(ABC):
+    """A Writer of a file, which saves its state every SAVE_INTERVAL_S."""
+
+    def __init__(self, target: PartialFile):
+        self._target = target
+        self.num_done = self._num_rows = target.num_rows
+        self._saved = time.monotonic()
+
+    def write(self, record: dict[str, Any], data: np.ndarray) -> None:
+        self._append(record, data)
+        self._num_rows += 1
+        if time.monotonic() - self._saved >= SAVE_INTERVAL_S:
+            self._save()
+
+    @abstractmethod
+    def _append(self, record: dict[str, Any], data: np.ndarray) -> None: ...
+
+    def _flush(self) -> None:
+        """Writes rows that wait for others."""
+        self._target.file.flush()
+
+    def _save(self) -> None:
+        self._flush()
+        self._target.save(self._num_rows)
+        self._saved = time.monotonic()
+
+    def close(self) -> None:
+        self._target.close()
+
+    def leave(self) -> int:
+        if not self._target.file.closed:
+            with contextlib.suppress(OSError):  # a full disk: the last state stands
+                self._save()
+        return self._target.leave()
+
+
+def json_line(record: dict[str, Any], data: np.ndarray) -> bytes:
+    return msgspec.json.encode({**record, "embedding": data.tolist()}) + b"\n"
+
+
+class JsonLines(FileWriter):
     """One object for each text: its record's fields, and `embedding`."""
 
-    def __init__(self, name: str):
-        self._target = None if name == "-" else PartialFile(name)
-        self._file = sys.stdout.buffer if self._target is None else self._target.file
-
-    def write(self, record: dict[str, Any], data: np.ndarray) -> None:
-        self._file.write(msgspec.json.encode({**record, "embedding": data.tolist()}) + b"\n")
-
-    def close(self) -> None:
-        if self._target is None:
-            self._file.flush()
-        else:
-            self._target.close()
-
-    def discard(self) -> None:
-        if self._target is not None:
-            self._target.discard()
+    def _append(self, record: dict[str, Any], data: np.ndarray) -> None:
+        self._target.file.write(json_line(record, data))
 
 
-class Npy:
+class Npy(FileWriter):
     """numpy's format, version 1.0: f4 [number of texts, size]. The header is written last."""
 
-    def __init__(self, name: str):
-        self._target = PartialFile(name)
-        self._target.file.write(bytes(NPY_HEADER_BYTES))
-        self._num_rows, self._size = 0, 0
+    def __init__(self, target: PartialFile):
+        super().__init__(target)
+        if not target.num_bytes:
+            target.file.write(bytes(NPY_HEADER_BYTES))
 
-    def write(self, record: dict[str, Any], data: np.ndarray) -> None:
+    def _append(self, record: dict[str, Any], data: np.ndarray) -> None:
         self._target.file.write(data.astype("<f4", copy=False).tobytes())
-        self._num_rows, self._size = self._num_rows + 1, data.shape[0]
 
     def close(self) -> None:
-        shape = (self._num_rows, self._size)
+        file = self._target.file
+        shape = (self._num_rows, (file.tell() - NPY_HEADER_BYTES) // (4 * max(1, self._num_rows)))
         words = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
         length = NPY_HEADER_BYTES - 10
         start = b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little")
-        self._target.file.seek(0)
-        self._target.file.write(start + words.ljust(length - 1).encode() + b"\n")
-        self._target.close()
-
-    def discard(self) -> None:
-        self._target.discard()
+        file.seek(0)
+        file.write(start + words.ljust(length - 1).encode() + b"\n")
+        super().close()
 
 
-class Parquet:
+class Parquet(FileWriter):
     """Columns: those of the first record, and `embedding`, a list of f4 (of lists of f4 by
     token).
+
+    Until it is complete, the file is a stream of Arrow's batches: Parquet's index is at its end,
+    without which a second run could not go on.
     """
 
-    def __init__(self, name: str, is_by_token: bool):
+    def __init__(self, target: PartialFile, is_by_token: bool):
+        super().__init__(target)
         # not installed with Quire: types are unknown
         arrow: Any = import_module("pyarrow")
         self._arrow = arrow
-        self._parquet: Any = import_module("pyarrow.parquet")
         row = arrow.list_(arrow.float32())
         self._type = arrow.list_(row) if is_by_token else row
-        self._target = PartialFile(name)
-        self._writer: Any = None
         self._records: list[dict[str, Any]] = []
         self._rows: list[Any] = []
+        self._schema: Any = None
+        if target.num_bytes:
+            with target.partial.open("rb") as file:
+                self._schema = arrow.ipc.open_stream(file).schema
 
-    def write(self, record: dict[str, Any], data: np.ndarray) -> None:
+    def _append(self, record: dict[str, Any], data: np.ndarray) -> None:
         self._records.append(record)
         self._rows.append(list(data) if data.ndim == 2 else data)
         if len(self._rows) == ROW_GROUP:
-            self._write_group()
+            self._flush()
 
-    def _write_group(self) -> None:
+    def _flush(self) -> None:
         arrow = self._arrow
+        if not self._rows and self._schema is not None:
+            return
         names = (
-            self._writer.schema.names[:-1]
-            if self._writer
+            self._schema.names[:-1]
+            if self._schema is not None
             else list(dict.fromkeys(name for record in self._records for name in record))
         )
         columns = {
@@ -174,17 +331,22 @@ class Parquet:
         }
         columns["embedding"] = arrow.array(self._rows, self._type)
         table = arrow.table(columns)
-        if self._writer is None:
-            self._writer = self._parquet.ParquetWriter(self._target.file, table.schema)
-        self._writer.write_table(table.cast(self._writer.schema))
+        if self._schema is None:
+            self._schema = table.schema
+            self._target.file.write(self._schema.serialize())
+        for batch in table.cast(self._schema).to_batches():
+            self._target.file.write(batch.serialize())
         self._records, self._rows = [], []
 
     def close(self) -> None:
-        if self._rows or self._writer is None:
-            self._write_group()
-        writer: Any = self._writer
-        writer.close()
-        self._target.close()
+        self._flush()
+        self._target.close(self._convert)
 
-    def discard(self) -> None:
-        self._target.discard()
+    def _convert(self, stream: Path, complete: Path) -> None:
+        parquet: Any = import_module("pyarrow.parquet")
+        with (
+            stream.open("rb") as file,
+            parquet.ParquetWriter(str(complete), self._schema) as writer,
+        ):
+            for batch in self._arrow.ipc.open_stream(file):
+                writer.write_batch(batch)

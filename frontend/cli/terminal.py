@@ -16,26 +16,30 @@ from ...ipc.process import ignores_interrupts
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested`, so that
-    a step can complete; the second raises KeyboardInterrupt. Where SIGINT is ignored it stays so.
+    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested` to its
+    number, so that a step can complete; the second raises KeyboardInterrupt. Where SIGINT is
+    ignored it stays so. `signals`: others that count as Ctrl-C.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.requested = 0
+        self._previous: dict[signal.Signals, Any] = dict.fromkeys((signal.SIGINT, *signals))
 
     def __enter__(self) -> Self:
-        self._previous = signal.getsignal(signal.SIGINT)
-        if not ignores_interrupts():
-            signal.signal(signal.SIGINT, self._on_signal)
+        for number in self._previous:
+            self._previous[number] = signal.getsignal(number)
+            if number != signal.SIGINT or not ignores_interrupts():
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        signal.signal(signal.SIGINT, self._previous)
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
     def _on_signal(self, signum: int, frame: object) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self.requested = signum
 
 
 class Dim:

@@ -27,11 +27,13 @@ def run_in_windows(
     first_id: int,
     take: Callable[[int, PoolingRequestOutput], None],
     trace_headers: dict[str, str] | None = None,
+    num_before: int = 0,
     **options: Any,
 ) -> None:
     """Calls `take` with each prompt's index and output, as they come.
 
-    `num_prompts`: for error messages; None: unknown. The requests have the ids from `first_id` on.
+    `num_prompts`, for error messages; None: unknown. `num_before`, also for messages: how many
+    prompts of the caller's list precede these. The requests have the ids from `first_id` on.
     `options`: of InputProcessor.process_batch. Raises InvalidParameterError with the prompt's
     index; prompts before it may have been computed. The caller aborts what is unfinished after an
     exception.
@@ -49,7 +51,7 @@ def run_in_windows(
                     [str(first_id + num_submitted + i) for i in range(len(texts))],
                     texts,
                     params[0],
-                    part=(num_submitted, num_prompts),
+                    part=(num_before + num_submitted, num_prompts),
                     **options,
                 )
                 for request in requests:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +13,8 @@ import numpy as np
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.cli.embed import InOrder, count_lines, read_texts
-from quire.tests.frontend.cli.command import ONE_THREAD, assert_refused, run
+from quire.tests.fake_engine import wait_until
+from quire.tests.frontend.cli.command import ONE_THREAD, QUIRE, assert_refused, run
 
 
 def texts(raw: bytes, name: str = "a.txt") -> list:
@@ -49,7 +52,8 @@ def test_refused_lines_are_named(raw: bytes, problem: str) -> None:
 def test_lines_are_counted() -> None:
     for raw, number in ((b"", 0), (b"a", 1), (b"a\n", 1), (b"a\nb", 2), (b"\n" * 3_000_000, 3e6)):
         file = io.BytesIO(raw)
-        assert count_lines(file) == number and file.tell() == 0
+        assert count_lines(file)[0] == number and file.tell() == 0
+    assert count_lines(io.BytesIO(b"a"))[1] != count_lines(io.BytesIO(b"b"))[1]
 
 
 def test_results_are_written_in_order() -> None:
@@ -79,6 +83,28 @@ def test_a_file_of_texts(tmp_path: Path) -> None:
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["id"] for record in found] == ["n0", "n1", "n2"]
     assert (np.array([r["embedding"] for r in found], np.float32) == rows[:3]).all()
+
+
+def test_a_run_that_sigterm_ends_is_continued(tmp_path: Path) -> None:
+    lines = [f"text number {i % 7} " + "x" * 10 * (i % 7) for i in range(2000)]
+    (tmp_path / "texts.txt").write_text("\n".join(lines))
+    words = ["embed", str(tmp_path / "texts.txt"), "-o", str(tmp_path / "out.npy"), *ONE_THREAD]
+    process = subprocess.Popen([*QUIRE, *words], stderr=subprocess.PIPE, text=True)
+    partial = tmp_path / "out.npy.partial"
+    wait_until(lambda: partial.exists() and partial.stat().st_size > 1024, timeout_s=60)
+    process.terminate()
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 143 and "the same command continues" in said, said
+    num_kept = int(re.search(r"the first (\d+) texts", said)[1])
+    assert 0 < num_kept < 2000 and not (tmp_path / "out.npy").exists()
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert f"continues after the first {num_kept} texts" in done.stderr
+    assert f"{2000 - num_kept} texts, " in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out.npy", "texts.txt"]
+    rows = np.load(tmp_path / "out.npy")
+    assert len(rows) == 2000 and np.allclose(rows[7:], rows[:-7], atol=1e-2)
+    assert not np.allclose(rows[1:], rows[:-1], atol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.cli import embed_writers
-from quire.frontend.cli.embed_writers import check_output, make_writer
+from quire.frontend.cli.embed_writers import Writer, check_output, make_writer
 
 ROWS = np.random.default_rng(0).standard_normal((5000, 7)).astype(np.float32)
+
+needs_arrow = pytest.mark.skipif(find_spec("pyarrow") is None, reason="needs pyarrow")
 
 
 def write(path: Path, rows=ROWS, *, is_by_token: bool = False) -> None:
@@ -20,7 +24,7 @@ def write(path: Path, rows=ROWS, *, is_by_token: bool = False) -> None:
         writer.write({"index": i, "name": f"text {i}"}, row)
     assert not path.exists()  # before it is complete
     writer.close()
-    writer.discard()
+    assert writer.leave() == 0
     assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
@@ -70,5 +74,103 @@ def test_refusals_come_before_anything_is_written(tmp_path: Path, monkeypatch) -
         make_writer(str(tmp_path / "no" / "a.npy"), is_by_token=False)
     writer = make_writer(str(tmp_path / "a.npy"), is_by_token=False)
     writer.write({}, ROWS[0])
-    writer.discard()
+    assert writer.leave() == 0  # nobody could compute the rest of standard input
     assert list(tmp_path.iterdir()) == []
+
+
+RUN = {"input": "a digest", "model": "a model"}
+FORMATS = ["npy", "jsonl", pytest.param("parquet", marks=needs_arrow)]
+
+
+def add(writer: Writer, begin: int, end: int) -> None:
+    for i in range(begin, end):
+        writer.write({"index": i, "name": f"text {i}"}, ROWS[i])
+
+
+def read(path: Path) -> np.ndarray:
+    """The rows, after a check of the records beside them."""
+    if path.suffix == ".npy":
+        return np.load(path)
+    if path.suffix == ".jsonl":
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        records = pytest.importorskip("pyarrow.parquet").read_table(path).to_pylist()
+    assert [record["name"] for record in records] == [f"text {i}" for i in range(len(records))]
+    return np.array([record["embedding"] for record in records], np.float32)
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("end", ["left", "killed"])
+def test_a_second_run_continues(tmp_path: Path, suffix: str, end: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    for begin, stop in ((0, 1500), (1500, 1501), (1501, 4700)):
+        writer = make_writer(str(path), is_by_token=False, run=RUN)
+        assert writer.num_done == begin
+        add(writer, begin, stop)
+        if end == "left":
+            assert writer.leave() == stop
+        else:  # after a state was saved, in the middle of a row
+            writer._save()
+            writer._target.file.write(b"half a row")
+            writer._target.file.close()
+        assert not path.exists()
+    writer = make_writer(str(path), is_by_token=False, run=RUN)
+    add(writer, writer.num_done, len(ROWS))
+    writer.close()
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert read(path).tobytes() == ROWS.tobytes()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_run_that_was_stopped_before_it_closed_its_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    writer = make_writer(str(path), is_by_token=False, run=RUN)
+    add(writer, 0, len(ROWS))
+    assert writer.leave() == len(ROWS)
+    make_writer(str(path), is_by_token=False, run=RUN).close()
+    assert read(path).tobytes() == ROWS.tobytes()
+
+
+def test_rows_of_another_run_are_not_mixed(tmp_path: Path) -> None:
+    name = str(tmp_path / "a.npy")
+    writer = make_writer(name, is_by_token=False, run=RUN)
+    add(writer, 0, 10)
+    with pytest.raises(InvalidParameterError, match="another process writes"):
+        make_writer(name, is_by_token=False, run=RUN)
+    assert writer.leave() == 10
+    for run, words in (
+        (RUN | {"model": "b"}, "10 rows of a run with another model; give --no-resume"),
+        (None, "another input"),
+    ):
+        with pytest.raises(InvalidParameterError, match=words):
+            make_writer(name, is_by_token=False, run=run)
+    state = tmp_path / "a.npy.partial.json"
+    state.write_bytes(state.read_bytes()[:20])
+    with pytest.raises(InvalidParameterError, match="cannot be understood"):
+        make_writer(name, is_by_token=False, run=RUN)
+    writer = make_writer(name, is_by_token=False, run=RUN, resumes=False)
+    assert writer.num_done == 0
+    add(writer, 0, 3)
+    writer.close()
+    assert np.load(name).tobytes() == ROWS[:3].tobytes()
+
+
+@pytest.mark.parametrize("num_saved", [0, 100])
+def test_a_full_disk_leaves_what_was_saved(tmp_path: Path, num_saved: int) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = make_writer(str(path), is_by_token=False, run=RUN)
+    add(writer, 0, num_saved)
+    if num_saved:
+        writer._save()
+    file = writer._target.file
+    add(writer, num_saved, 200)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), file.fileno())
+        assert writer.leave() == num_saved
+    left = {"a.jsonl.partial", "a.jsonl.partial.json"} if num_saved else set()
+    assert {p.name for p in tmp_path.iterdir()} == left
+    if num_saved:
+        writer = make_writer(str(path), is_by_token=False, run=RUN)
+        add(writer, num_saved, len(ROWS))
+        writer.close()
+        assert read(path).tobytes() == ROWS.tobytes()

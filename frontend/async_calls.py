@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..ipc.errors import QuireError
 from ..ipc.lora import LoRARequest
+from ..ipc.trace import MAX_STEPS
 from .model_info.model_files import find_model_directory
 from .requests.lora_requests import placed
 from .session import SessionFace
@@ -60,6 +61,37 @@ class AsyncCalls(SessionFace, ABC):
     async def pause(self, mode: str = "abort") -> None:
         """If cancelled while "wait" is in progress, the engine stays paused."""
         await self.call_utility("pause", mode)
+
+    async def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool = False,
+        clear_cache: bool = True,
+    ) -> None:
+        """vLLM's name of `pause`. `wait_for_inflight_requests`: its former name of mode="wait".
+        `clear_cache` clears the prefix cache, except with mode="keep".
+        """
+        await self.pause("wait" if wait_for_inflight_requests else mode)
+        if clear_cache and mode != "keep":
+            await self.reset_prefix_cache()
+
+    async def resume_generation(self) -> None:
+        await self.resume()
+
+    async def do_log_stats(self) -> None:
+        self.session.telemetry.log()
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        await self.call_utility("start_trace", MAX_STEPS)
+        self.session.begin_profile(profile_prefix)
+
+    async def stop_profile(self) -> Trace:
+        from .trace.stages import async_places
+
+        self.session.require_profile()
+        result = await self.call_utility("end_trace")
+        return self.session.end_profile(result, async_places(self.session.client))
 
     async def resume(self) -> None:
         await self.call_utility("resume")

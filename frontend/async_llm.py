@@ -487,3 +487,6 @@ class AsyncLLM(AsyncCalls):
             task.cancel()
         if self._dead_error is None:
             self._fail(EngineDeadError("AsyncLLM.shutdown was called"))
+
+
+AsyncLLMEngine = AsyncLLM  # vLLM's other name for it

@@ -65,6 +65,7 @@ class LLM(BlockingCalls):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
         self.session = self.llm_engine.session
         self._num_requests = 0
+        self._enqueued: list[ProcessedRequest] = []  # sent; wait_for_completion returns them
         self._turn = Guard(waits=True)
 
     def __enter__(self) -> Self:
@@ -110,8 +111,7 @@ class LLM(BlockingCalls):
         `prompt_token_ids`. sampling_params: one for all, or one per prompt; None:
         get_default_sampling_params(). trace_headers: the caller's trace context for all requests
         (LLMEngine.add_request). lora_request: the adapter for all, or one per prompt, or None.
-        tokenization_kwargs, mm_processor_kwargs: vLLM's arguments that Quire does not support; must
-        be None.
+        tokenization_kwargs, mm_processor_kwargs: vLLM's; must be None.
 
         Raises InvalidParameterError before anything is submitted if a prompt or parameter is
         invalid. A request that fails inside the engine ends with finish_reason "error" and a
@@ -130,11 +130,59 @@ class LLM(BlockingCalls):
         priorities = one_each("priority", 0 if priority is None else priority, len(several))
         loras = one_each("lora_request", lora_request, len(several))
         with self._turn:
+            self._require_idle()
             requests = self._process(several, params, priorities, loras)
             outputs = self._run(requests, use_tqdm, trace_headers)
         if len(outputs) == 1 and outputs[0].error_parameter is not None:
             raise _refusal(outputs[0])
         return outputs
+
+    def enqueue(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] | None = None,
+        lora_request: Loras = None,
+    ) -> list[str]:
+        """Sends the prompts and returns their request ids; may be called several times before
+        wait_for_completion. The parameters are those of `generate`. An engine in another process
+        computes meanwhile.
+        """
+        several = prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = one_each("sampling_params", sampling_params, len(several))
+        priorities = one_each("priority", 0 if priority is None else priority, len(several))
+        loras = one_each("lora_request", lora_request, len(several))
+        with self._turn:
+            if not self._enqueued:
+                self._require_idle()
+            requests = self._process(several, params, priorities, loras)
+            for request in requests:
+                self.llm_engine.submit(request)
+                self._enqueued.append(request)
+        return [request.request_id for request in requests]
+
+    def wait_for_completion(
+        self, *, use_tqdm: bool | Callable[..., Any] = True
+    ) -> list[RequestOutput]:
+        """Returns the outputs of all enqueued prompts, in the order in which they were enqueued.
+
+        An exception, KeyboardInterrupt included, aborts them.
+        """
+        with self._turn:
+            sent, self._enqueued = self._enqueued, []
+            return self._run([], use_tqdm, sent=sent)
+
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Calls function(model) in the engine and returns the result of each rank. It is for
+        looking: kernels keep packed copies of weights, which a change does not reach.
+
+        Raises EngineUsageError unless the engine is "inproc" with one rank.
+        """
+        with self._turn:
+            return self.llm_engine.client.apply_model(function)
 
     def stream(
         self,
@@ -255,6 +303,7 @@ class LLM(BlockingCalls):
         loras: list[LoRARequest | None],
     ) -> list[BeamSearch]:
         """Runs the beam searches of all prompts to their ends."""
+        self._require_idle()
         step_params = first_params(params)
         requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts), loras)
         searches = [
@@ -497,8 +546,8 @@ class LLM(BlockingCalls):
     def _require_idle(self) -> None:
         if self.llm_engine.has_unfinished_requests():
             raise RuntimeError(
-                "requests of llm_engine or a stream are unfinished: step the engine until they "
-                "end, or abort them; read the stream to its end, or close it"
+                "requests of llm_engine, enqueue or a stream are unfinished: step the engine until "
+                "they end, wait_for_completion, or read the stream to its end"
             )
 
     def _run(
@@ -506,10 +555,10 @@ class LLM(BlockingCalls):
         requests: list[ProcessedRequest],
         use_tqdm: bool | Callable[..., Any],
         trace_headers: dict[str, str] | None = None,
+        sent: Sequence[ProcessedRequest] = (),
     ) -> list[RequestOutput]:
-        self._require_idle()
         finished: dict[str, RequestOutput] = {}
-        progress = Progress(len(requests), use_tqdm)
+        progress = Progress(len(sent) + len(requests), use_tqdm)
         try:
             for request in requests:
                 self.llm_engine.submit(request, trace_headers)
@@ -526,7 +575,7 @@ class LLM(BlockingCalls):
             raise
         finally:
             progress.close()
-        return [finished[request.request_id] for request in requests]
+        return [finished[request.request_id] for request in (*sent, *requests)]
 
 
 def _refusal(output: RequestOutput | PoolingRequestOutput) -> InvalidParameterError:

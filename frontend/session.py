@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError,
 from ..ipc.lora import LoRARequest
 from ..ipc.messages import EngineCoreOutputs, SchedulerStats
 from ..ipc.params import PoolingParams, SamplingParams
+from ..ipc.trace import MAX_STEPS
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, load_tokenizer
 from .model_info.model_files import (
@@ -74,6 +75,7 @@ class RequestSession:
         client.has_requests = self.output_processor.has_unfinished_requests
         self.telemetry = Telemetry(config, client, self.output_processor)
         self.received: list[Received] | None = None  # while a trace is recorded
+        self._profile: tuple[Trace, str | None] | None = None  # of start_profile
 
     def process(
         self,
@@ -152,6 +154,26 @@ class RequestSession:
         """The engine is gone: its requests will not finish."""
         self.telemetry.fail(error)
 
+    def begin_profile(self, profile_prefix: str | None) -> None:
+        """The engine records its next steps, until `end_profile`."""
+        from .trace.trace import Trace
+
+        self._profile = Trace(), profile_prefix
+        self.received = self._profile[0].received
+
+    def end_profile(self, result: Any, places: dict[str, str]) -> Trace:
+        """`result`: of EngineCore.end_trace. `places`: see Trace.complete."""
+        assert self._profile is not None
+        (trace, profile_prefix), self._profile, self.received = self._profile, None, None
+        trace.complete(result, places)
+        if profile_prefix is not None:
+            trace.to_perfetto(f"{profile_prefix}.json")
+        return trace
+
+    def require_profile(self) -> None:
+        if self._profile is None:
+            raise InvalidParameterError("trace", "is not being recorded: start_profile first")
+
     def with_own_counters(self, observation: dict[str, Any]) -> dict[str, Any]:
         """The result of EngineCore.observe with this session's counters added."""
         return observation | {"counters": self.telemetry.metrics(observation["counters"])}
@@ -174,6 +196,15 @@ class SessionFace:
         return self.session.tokenizer
 
     @property
+    def engine_core(self) -> EngineClient:
+        """The client of the engine, under vLLM's name."""
+        return self.session.client
+
+    @property
+    def output_processor(self) -> OutputProcessor:
+        return self.session.output_processor
+
+    @property
     def stats(self) -> SchedulerStats | None:
         """Statistics of the engine after its last step."""
         return self.session.telemetry.stats
@@ -189,6 +220,36 @@ class SessionFace:
         (frontend/telemetry/tracing.py). None: stops recording.
         """
         self.session.telemetry.set_tracer_provider(provider)
+
+
+class SchedulerView:
+    """The engine's scheduler as seen from outside, under vLLM's names: each attribute asks the
+    engine. Nothing can be changed here.
+    """
+
+    def __init__(self, state: Callable[[], dict[str, Any]]):
+        self._state = state
+
+    @property
+    def waiting(self) -> list[str]:
+        """The ids of the requests that wait, those that a pause holds back last."""
+        state = self._state()
+        return [*state["waiting"], *state["held"]]
+
+    @property
+    def running(self) -> list[str]:
+        return self._state()["running"]
+
+    @property
+    def swapped(self) -> list[str]:
+        return self._state()["swapped"]
+
+    def get_num_unfinished_requests(self) -> int:
+        state = self._state()
+        return sum(len(state[name]) for name in ("waiting", "held", "running", "swapped"))
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
 
 
 class BlockingCalls(SessionFace, ABC):
@@ -219,6 +280,34 @@ class BlockingCalls(SessionFace, ABC):
     def expert_load(self) -> dict[str, Any]:
         """The tokens that each expert of each layer was sent; see core/expert_load.py."""
         return self.call_utility("expert_load")
+
+    @property
+    def scheduler(self) -> list[SchedulerView]:
+        """One view, as vLLM's engines had one scheduler for each pipeline stage."""
+        return [SchedulerView(self.scheduler_state)]
+
+    def do_log_stats(self) -> None:
+        """Logs a line of statistics now."""
+        self.session.telemetry.log()
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Records the engine's next steps, at most 64, until stop_profile, which with
+        `profile_prefix` writes PREFIX.json for ui.perfetto.dev.
+
+        Raises InvalidParameterError while another trace is recorded.
+        """
+        self.call_utility("start_trace", MAX_STEPS)
+        self.session.begin_profile(profile_prefix)
+
+    def stop_profile(self) -> Trace:
+        """Ends what start_profile began and returns it. Raises InvalidParameterError if it has not
+        been called.
+        """
+        from .trace.stages import blocking_places
+
+        self.session.require_profile()
+        result = self.call_utility("end_trace")
+        return self.session.end_profile(result, blocking_places(self.session.client))
 
     @contextmanager
     def trace(self, steps: int = 4) -> Iterator[Trace]:

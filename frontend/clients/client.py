@@ -119,6 +119,15 @@ class EngineClient(ABC):
     @abstractmethod
     async def call_utility_async(self, method: str, *args: Any) -> Any: ...
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        """Calls function(model) of each rank between two steps; the results in rank order. Raises
+        EngineUsageError if the model is in another process: no function is sent there.
+        """
+        raise EngineUsageError(
+            'apply_model needs engine="inproc" and one rank: no function is sent to another '
+            "process; collective_rpc calls a worker's method by its name"
+        )
+
     @property
     def num_engines(self) -> int:
         """The engines behind this client, with engine_index 0, 1, …"""

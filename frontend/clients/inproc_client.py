@@ -361,6 +361,19 @@ class InprocClient(EngineClient):
                 engine.step()  # the result arrives with a step, and only this thread makes steps
         return future.result()
 
+    def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
+        core = self._engine.core
+        worker = getattr(
+            core.executor, "worker", None
+        )  # else the ranks have processes of their own
+        if worker is None or self._engine.has_thread:
+            return super().apply_model(function)
+        with self._guard:
+            if self._engine.death is not None:
+                raise self._engine.death
+            core.drain()
+            return [function(worker.model)]
+
     def _begin_call(self, method: str, args: tuple) -> Future:
         call = m.UtilityCall(0, method, list(args))
         if self._encoder is not None:

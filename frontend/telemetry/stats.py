@@ -122,10 +122,15 @@ class StatsLogger:
         if now - self._begin >= self.interval_s or (
             self._is_idle and now - self._last_line >= self.interval_s
         ):
-            if now > self._begin:
-                base = total(self._base.values())
-                logger.info("%s", format_line(base, stats, now - self._begin))
-            self._begin, self._base, self._last_line = now, dict(self._latest), now
+            self.log(now)
+
+    def log(self, now: float | None = None) -> None:
+        """Logs a line for the time since the last one, unless there are no statistics yet."""
+        now = time.monotonic() if now is None else now
+        if now > self._begin and self._latest:
+            base, stats = total(self._base.values()), total(self._latest.values())
+            logger.info("%s", format_line(base, stats, now - self._begin))
+        self._begin, self._base, self._last_line = now, dict(self._latest), now
 
 
 def total(stats: Collection[SchedulerStats]) -> SchedulerStats:
@@ -183,6 +188,11 @@ class Telemetry:
             self.set_tracer_provider(
                 make_tracer_provider(service.otlp_traces_endpoint), is_ours=True
             )
+
+    def log(self) -> None:
+        """Logs a line of statistics now, unless disable_log_stats is set."""
+        if self._log is not None:
+            self._log.log()
 
     def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
         """Records later requests as spans of this opentelemetry.trace.TracerProvider. None: stops

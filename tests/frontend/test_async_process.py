@@ -181,3 +181,33 @@ def test_the_life_of_a_request():
         enable_prefix_caching=False,
         preemption_mode="recompute",
     )
+
+
+def test_names_of_vllm_pause_and_profile():
+    async def test(llm: AsyncLLM) -> None:
+        assert llm.engine_core is llm.client
+        assert llm.output_processor is llm.session.output_processor
+        running = asyncio.ensure_future(read(llm, "a"))
+        while not (await llm.scheduler_state())["running"]:
+            await asyncio.sleep(0.01)
+        await llm.pause_generation(mode="keep")
+        assert await llm.is_paused() and not running.done()
+        await llm.resume_generation()
+        assert not await llm.is_paused()
+        await llm.pause_generation()  # aborts
+        assert (await running)[-1].outputs[0].finish_reason == "abort"
+        await llm.resume_generation()
+        few = SamplingParams(max_tokens=30, ignore_eos=True)
+        running = asyncio.ensure_future(read(llm, "b", few))
+        while not (await llm.scheduler_state())["running"]:
+            await asyncio.sleep(0.01)
+        await llm.pause_generation(wait_for_inflight_requests=True)
+        assert (await running)[-1].outputs[0].finish_reason == "length"
+        await llm.resume_generation()
+        with pytest.raises(InvalidParameterError, match="mode"):
+            await llm.pause_generation(mode="later")
+        with pytest.raises(InvalidParameterError, match="start_profile first"):
+            await llm.stop_profile()
+        await llm.do_log_stats()
+
+    with_llm(test)

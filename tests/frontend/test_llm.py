@@ -135,7 +135,7 @@ def test_a_dead_engine_raises(monkeypatch) -> None:
 def test_generate_is_refused_while_other_requests_run(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     llm.llm_engine.add_request("mine", "abc", PARAMS)
-    with pytest.raises(RuntimeError, match="a stream are unfinished"):
+    with pytest.raises(RuntimeError, match="or a stream are unfinished"):
         llm.generate("abc", PARAMS)
     assert llm.llm_engine.get_num_unfinished_requests() == 1
 
@@ -153,7 +153,7 @@ def test_a_stream_gives_what_is_new_and_ends_when_it_is_left(monkeypatch) -> Non
     text = "".join(o.outputs[0].text for o in outputs)
     assert (token_ids, text) == (whole.outputs[0].token_ids, whole.outputs[0].text)
     for _ in llm.stream("abcd", PARAMS):
-        with pytest.raises(RuntimeError, match="a stream are unfinished"):
+        with pytest.raises(RuntimeError, match="or a stream are unfinished"):
             llm.generate("ab", PARAMS, use_tqdm=False)
         assert engine.get_num_unfinished_requests() == 1
         break
@@ -170,6 +170,25 @@ def test_a_stream_gives_what_is_new_and_ends_when_it_is_left(monkeypatch) -> Non
     assert next(stream).outputs and reader.submit(next, stream).result(10).outputs
     reader.submit(stream.close).result(10)
     assert llm.generate("ab", PARAMS, use_tqdm=False)[0].finished
+
+
+def test_enqueued_prompts_are_waited_for_together(monkeypatch) -> None:
+    llm = make_llm(monkeypatch)
+    assert llm.wait_for_completion(use_tqdm=False) == []
+    ids = llm.enqueue(["abcd", "a"], PARAMS) + llm.enqueue([7, 8], PARAMS, priority=2)
+    client = llm.llm_engine.client
+    assert [r.request_id.split("-")[0] for r in client.requests] == ids == ["0", "1", "2"]
+    assert [request.priority for request in client.requests] == [0, 0, 2]
+    with pytest.raises(RuntimeError, match="enqueue or a stream are unfinished"):
+        llm.generate("ab", PARAMS, use_tqdm=False)
+    with pytest.raises(InvalidParameterError, match="prompt"):
+        llm.enqueue([[]], PARAMS)
+    outputs = llm.wait_for_completion(use_tqdm=False)
+    assert [output.request_id for output in outputs] == ids
+    assert outputs[2].outputs[0].token_ids == [8, 7]
+    assert [o.prompt for o in outputs] == ["abcd", "a", None]
+    assert llm.generate("ab", PARAMS, use_tqdm=False)[0].finished
+    assert llm.wait_for_completion(use_tqdm=False) == []
 
 
 def test_text_alone_is_a_conversation_of_one_message(monkeypatch) -> None:

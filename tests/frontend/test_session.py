@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
-from quire import SamplingParams
+import quire
+from quire import LLM, EngineUsageError, SamplingParams
 from quire.frontend.session import RequestSession, find_eos_ids
 from quire.ipc.errors import EngineDeadError, InvalidParameterError
 from quire.tests.frontend.scripted_client import ScriptedClient
@@ -74,3 +78,47 @@ def test_the_tokenizers_end_token_has_precedence() -> None:
     config = text_config(override_generation_config={"eos_token_id": [8, 7, 6]})
     assert find_eos_ids(config.model_config, 7) == [7, 8, 6]
     assert find_eos_ids(config.model_config, None) == [8, 7, 6]
+
+
+@pytest.mark.parametrize(
+    ("form", "name_of_client"), [("inproc", "InprocClient"), ("process", "SupervisedClient")]
+)
+def test_names_that_readers_of_vllm_type(
+    form: str, name_of_client: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with LLM(engine=form, max_num_seqs=1, num_threads=1) as llm:
+        engine = llm.llm_engine
+        assert type(engine.engine_core).__name__ == name_of_client
+        assert isinstance(engine.engine_core, quire.EngineClient)
+        assert engine.output_processor is engine.session.output_processor
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        llm.pause("keep")
+        ids = llm.enqueue(["Once", "One day"], params)
+        [scheduler] = engine.scheduler
+        assert [waiting.split("-")[0] for waiting in scheduler.waiting] == ids
+        assert scheduler.get_num_unfinished_requests() == len(ids) == 2
+        with pytest.raises(AttributeError):
+            scheduler.waiting = []
+        llm.resume()
+        with pytest.raises(InvalidParameterError, match="start_profile first"):
+            llm.stop_profile()
+        llm.start_profile(str(tmp_path / "run"))
+        outputs = llm.wait_for_completion(use_tqdm=False)
+        trace = llm.stop_profile()
+        assert [output.request_id for output in outputs] == ids and len(trace.steps) >= 2
+        assert json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+        assert not scheduler.has_unfinished_requests() and scheduler.running == []
+        with caplog.at_level("INFO"):
+            llm.do_log_stats()
+        assert "generation throughput" in caplog.text
+        if form == "inproc":
+            [name] = llm.apply_model(lambda model: type(model).__name__)
+            assert name == "Qwen2ForCausalLM"
+        else:
+            with pytest.raises(EngineUsageError, match='needs engine="inproc"'):
+                llm.apply_model(type)
+
+
+def test_every_name_of_the_package_is_there() -> None:
+    assert [name for name in quire.__all__ if getattr(quire, name, None) is None] == []
+    assert quire.AsyncLLMEngine is quire.AsyncLLM and issubclass(quire.MPClient, quire.EngineClient)

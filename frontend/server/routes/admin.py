@@ -23,7 +23,7 @@ from ..http.queries import Reader, flag, one_of, read_query, seconds, some_of
 from ..http.sse import Json
 from ..state import ServerState
 
-Action = Callable[..., Awaitable[dict[str, Any]]]  # (engine, **query parameters)
+Action = Callable[..., Awaitable[Any]]  # (engine, **query parameters): what the answer encodes
 
 
 class LoadLora(msgspec.Struct):
@@ -47,13 +47,9 @@ async def pause(
     wait_for_inflight_requests: bool = False,
     clear_cache: bool = True,
 ) -> dict[str, Any]:
-    """`wait_for_inflight_requests` is vLLM's deprecated name of mode=wait. `clear_cache` clears the
-    prefix cache, except with mode=keep.
-    """
+    """See AsyncCalls.pause_generation."""
     mode = mode or ("wait" if wait_for_inflight_requests else "abort")
-    await engine.pause(mode)
-    if mode != "keep" and clear_cache:
-        await engine.reset_prefix_cache()
+    await engine.pause_generation(mode=mode, clear_cache=clear_cache)
     return {"status": "paused"}
 
 
@@ -88,6 +84,17 @@ async def restart_engines(engine: AsyncLLM, drain_timeout: float = 30.0) -> dict
     return {"status": "restarted"}
 
 
+async def start_profile(engine: AsyncLLM) -> dict[str, Any]:
+    """Records the engine's next steps, at most 64, until /stop_profile."""
+    await engine.start_profile()
+    return {"status": "profiling"}
+
+
+async def stop_profile(engine: AsyncLLM) -> bytes:
+    """The answer is what `quire trace --json` prints."""
+    return (await engine.stop_profile()).to_json()
+
+
 async def reset_prefix_cache(
     engine: AsyncLLM, reset_running_requests: bool = False
 ) -> dict[str, Any]:
@@ -114,6 +121,8 @@ ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
     "/wake_up": ("POST", wake_up, {"tags": some_of("weights", "kv_cache")}),
     "/is_sleeping": ("GET", is_sleeping, {}),
     "/restart_engines": ("POST", restart_engines, {"drain_timeout": seconds}),
+    "/start_profile": ("POST", start_profile, {}),
+    "/stop_profile": ("POST", stop_profile, {}),
     "/reset_prefix_cache": ("POST", reset_prefix_cache, {"reset_running_requests": flag}),
 }
 

@@ -47,6 +47,20 @@ def test_the_steps_of_a_prompt(admin):
     assert again.status_code == 200 and Trace.from_json(again.content).steps == []
 
 
+def test_a_profile_is_the_trace_between_two_calls(admin):
+    refused = admin.post("/stop_profile")
+    assert refused.status_code == 400 and "start_profile first" in refused.text
+    assert admin.post("/start_profile").json() == {"status": "profiling"}
+    assert admin.post("/start_profile").status_code == 400
+    body = {"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}
+    assert admin.post("/v1/completions", json=body).status_code == 200
+    answer = admin.post("/stop_profile")
+    assert answer.headers["content-type"] == "application/json"
+    trace = Trace.from_json(answer.content)
+    assert trace.steps[0].rows[0].num_tokens == 4 and trace.received
+    assert admin.post("/stop_profile").status_code == 400
+
+
 def test_quire_trace_asks_a_server(admin, capsys):
     assert main([str(admin.base_url), "--steps", "1", "--prompt", "One day"]) == 0
     out = capsys.readouterr().out

@@ -99,10 +99,10 @@ def test_names_that_readers_of_vllm_type(
         assert scheduler.get_num_unfinished_requests() == len(ids) == 2
         with pytest.raises(AttributeError):
             scheduler.waiting = []
-        llm.resume()
         with pytest.raises(InvalidParameterError, match="start_profile first"):
             llm.stop_profile()
         llm.start_profile(str(tmp_path / "run"))
+        llm.resume()
         outputs = llm.wait_for_completion(use_tqdm=False)
         trace = llm.stop_profile()
         assert [output.request_id for output in outputs] == ids and len(trace.steps) >= 2

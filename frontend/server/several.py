@@ -32,6 +32,7 @@ from .routes import (
     chat,
     cohere,
     completions,
+    conversations,
     engine_trace,
     engine_view,
     health,
@@ -54,6 +55,7 @@ from .state import ServerState, shutting_down
 OF_ONE_MODEL = (
     chat,
     completions,
+    conversations,
     responses,
     messages,
     ollama,
@@ -236,7 +238,7 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
     async def list_models(request: Request) -> Response:
         """The models of this server, the default first"""
         slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
-        return Json(model_routes.ModelList(data=[one for slot in slots for one in cards(slot)]))
+        return Json(model_routes.listed(request, [one for slot in slots for one in cards(slot)]))
 
     @described(answer=model_routes.ModelCard)
     async def retrieve_model(request: Request) -> Response:

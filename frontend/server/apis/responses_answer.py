@@ -23,6 +23,7 @@ from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, Blo
 from ..turns.token_logprobs import TokenLogprob
 from ..turns.usage import Usage
 from .block_answer import BlockAnswer
+from .responses_items import SUMMARY_MARK, Item
 from .responses_tools import CheckedTools, ToolOrigin, custom_input, shown_tool
 from .responses_turn import ResponsesBody
 
@@ -279,6 +280,25 @@ def whole_without_generation(head: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def compacted(request_id: str, items: list[Item], summary: str, usage: Usage) -> dict[str, Any]:
+    """OpenAI's compaction of a conversation, which the client sends in its place. Earlier
+    summaries are part of the new one.
+    """
+    said = [item for item in items if item.type == "message" and item.role == "user"]
+    compaction = {
+        "id": f"cmp_{secrets.token_hex(16)}",
+        "type": "compaction",
+        "encrypted_content": SUMMARY_MARK + summary,
+    }
+    return {
+        "id": request_id,
+        "object": "response.compaction",
+        "created_at": int(time.time()),
+        "output": [*msgspec.to_builtins(said), compaction],
+        "usage": _usage_object(usage),
+    }
+
+
 def _usage_object(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
@@ -298,6 +318,7 @@ def head_of(
         "id": request_id,
         "object": "response",
         "created_at": int(time.time()),
+        "conversation": {"id": body.conversation_id} if body.conversation is not None else None,
         "status": "in_progress",
         "background": False,
         "completed_at": None,

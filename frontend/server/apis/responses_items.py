@@ -21,10 +21,15 @@ ID_PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
     "reasoning": "rs",
+    "compaction": "cmp",
 }
 # The limit of `input` (limits.py) for a conversation with its stored items, by `num_parts`: to read
 # them takes time on the event loop.
 MAX_CONVERSATION = 50_000
+
+
+# Before the text of a summary that this server wrote; another server's are encrypted.
+SUMMARY_MARK = "quire-summary:"
 
 
 class ItemPart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -84,12 +89,16 @@ def items_of(input: str | list[Item] | None) -> list[Item]:
 
 
 def messages_of(
-    instructions: str | None, items: list[Item], num_earlier: int = 0
+    instructions: str | None,
+    items: list[Item],
+    num_earlier: int = 0,
+    earlier: str = "previous_response_id",
 ) -> list[dict[str, Any]]:
     """Messages for chat templates: reasoning and calls are merged into the adjacent assistant
     message.
 
-    The first `num_earlier` items do not come from the body's `input`.
+    The first `num_earlier` items do not come from the body's `input` but from what its field
+    `earlier` refers to.
     """
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
@@ -99,7 +108,7 @@ def messages_of(
         _add(
             messages,
             item,
-            f"input[{i - num_earlier}]" if i >= num_earlier else "previous_response_id",
+            f"input[{i - num_earlier}]" if i >= num_earlier else earlier,
             names,
         )
     if not items:
@@ -161,6 +170,18 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
                 "content": content,
             }
         )
+    elif item.type == "compaction":
+        text = item.encrypted_content or ""
+        if not text.startswith(SUMMARY_MARK):
+            raise invalid(
+                f"{where}.encrypted_content",
+                f"'{where}.encrypted_content' is not from this server's /v1/responses/compact.",
+            )
+        summary = f"Summary of the conversation so far:\n{text.removeprefix(SUMMARY_MARK)}"
+        if last["role"] == "user":
+            last["content"] += f"\n\n{summary}"
+        else:
+            messages.append({"role": "user", "content": summary})
     else:
         message = (
             f"'{where}' is of the type {item.type!r:.40}; this server supports message, reasoning, "

@@ -78,6 +78,10 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
+class ConversationRef(msgspec.Struct, kw_only=True):
+    id: str
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True):
     """POST /v1/responses. None: the field was not sent."""
 
@@ -110,9 +114,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     prompt_cache_retention: str | None = None
     client_metadata: dict[str, Any] | None = None  # of Codex, about its session
     service_tier: str | None = None  # there is only one
+    conversation: str | ConversationRef | None = None
     # rejected
     background: bool | None = None
-    conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None
     # with which Codex tries a server out: false asks for no answer
     generate: bool | None = None
@@ -123,6 +127,12 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
 
+    @property
+    def conversation_id(self) -> str:
+        """Of a body with a conversation."""
+        ref = self.conversation
+        return ref.id if isinstance(ref, ConversationRef) else ref or ""
+
 
 def check_body(body: ResponsesBody) -> None:
     """Rejects unsupported fields, each with an explanation."""
@@ -132,11 +142,9 @@ def check_body(body: ResponsesBody) -> None:
             "'background' is not supported: the client must wait for the response. Omit it "
             "and stream.",
         )
-    if body.conversation is not None:
-        raise unsupported(
-            "conversation",
-            "'conversation' is not supported: continue a stored response with "
-            "'previous_response_id'.",
+    if body.conversation is not None and body.previous_response_id is not None:
+        raise invalid(
+            "conversation", "'conversation' and 'previous_response_id' exclude each other."
         )
     if body.prompt is not None:
         raise unsupported(
@@ -181,7 +189,12 @@ def turn_of(
     _note_ignored(call, body)
     return ChatTurn(
         request_id,
-        messages_of(body.instructions, items, num_earlier),
+        messages_of(
+            body.instructions,
+            items,
+            num_earlier,
+            "previous_response_id" if body.conversation is None else "conversation",
+        ),
         params,
         body.max_output_tokens,
         tools.functions,

@@ -5,7 +5,7 @@ Must not know: files, weights.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -29,9 +29,42 @@ class ModelCard(msgspec.Struct, kw_only=True):
     max_model_len: int
 
 
-class ModelList(msgspec.Struct, kw_only=True):
-    object: Literal["list"] = "list"
+class ModelList(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`models`: the same in the form of Codex, which asks with its `client_version`."""
+
+    object: Literal["list"] = msgspec.field(default_factory=lambda: "list")  # never omitted
     data: list[ModelCard]
+    models: list[dict[str, Any]] | None = None
+
+
+def listed(request: Request, cards: list[ModelCard]) -> ModelList:
+    asks_codex = "client_version" in request.query_params
+    return ModelList(data=cards, models=list(map(_for_codex, cards)) if asks_codex else None)
+
+
+def _for_codex(card: ModelCard) -> dict[str, Any]:
+    """What Codex wants to know of a model. Values that it may leave out are its own defaults."""
+    return {
+        "slug": card.id,
+        "display_name": card.id,
+        "description": None,
+        "supported_reasoning_levels": [],
+        "shell_type": "default",
+        "visibility": "list",
+        "supported_in_api": True,
+        "priority": 0,
+        "upgrade": None,
+        "base_instructions": "",
+        "supports_reasoning_summaries": False,
+        "support_verbosity": False,
+        "default_verbosity": None,
+        "apply_patch_tool_type": None,
+        "truncation_policy": {"mode": "bytes", "limit": 10_000},
+        "supports_parallel_tool_calls": True,
+        "context_window": card.max_model_len,
+        "experimental_supported_tools": [],
+        "input_modalities": ["text"],
+    }
 
 
 def cards_of_loras(state: ServerState, max_model_len: int) -> list[ModelCard]:
@@ -65,7 +98,7 @@ def routes(state: ServerState) -> list[Route]:
     @described(answer=ModelList)
     async def list_models(request: Request) -> Response:
         """The models of this server, and its adapters"""
-        return Json(ModelList(data=cards()))
+        return Json(listed(request, cards()))
 
     @described(answer=ModelCard)
     async def retrieve_model(request: Request) -> Response:

@@ -5,6 +5,7 @@ Must not know: templates, the engine.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import msgspec
@@ -15,24 +16,32 @@ from starlette.routing import Route
 from ..apis.response_store import Stored
 from ..apis.responses_answer import (
     ResponsesAnswer,
+    compacted,
     head_of,
     new_response_id,
     whole_without_generation,
     without_generation,
 )
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts
-from ..apis.responses_tools import checked_tools
+from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
 from ..http.openapi import described
-from ..http.queries import integer
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, render_turn
+from .conversations import PREFIX as CONVERSATION
+from .conversations import add_to_conversation, find_conversation, page_of
 
-MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
+logger = logging.getLogger(__name__)
+SUMMARIZE = (
+    "Summarize the conversation so far, for someone who continues it without having seen it. Keep "
+    "what was asked, what was decided and why, what was done with its results (files, commands, "
+    "errors), and what remains to be done. Write only the summary."
+)
+
 MAX_REFERENCES = 5_000  # in one request
 
 
@@ -41,6 +50,7 @@ def routes(state: ServerState) -> list[Route]:
     one = "/v1/responses/{response_id}"
     return [
         Route("/v1/responses", api.create, methods=["POST"]),
+        Route("/v1/responses/compact", api.compact, methods=["POST"]),
         Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
         Route(one, api.one, methods=["GET", "DELETE"]),
         Route(f"{one}/cancel", api.cancel, methods=["POST"]),
@@ -83,6 +93,9 @@ class ResponsesApi:
             if body.store:
                 output = msgspec.convert(response["output"], list[Item])
                 self._store.put(call.tenant, Stored(response, items, output))
+            if body.conversation is not None:
+                new = [*items[num_earlier:], *msgspec.convert(response["output"], list[Item])]
+                add_to_conversation(self._store, call.tenant, body.conversation_id, new)
 
         answer = ResponsesAnswer(state, call, body, model, chat, tools, keep)
         return await answer.respond(streams=body.stream)
@@ -96,6 +109,25 @@ class ResponsesApi:
         if body.stream:
             return self._state.event_stream(without_generation(head), call)
         return Json(whole_without_generation(head))
+
+    @described(ResponsesBody, dict[str, Any])
+    async def compact(self, request: Request) -> Response:
+        """A conversation in short: what the user said, and the model's summary of the rest"""
+        state = self._state
+        body, call = await read_body(request, state.server_config, ResponsesBody), call_of(request)
+        state.select_model(body.model, call)
+        check_body(body)
+        items, num_earlier = self._conversation(call, body)
+        asked = items_of([*items, Item(role="user", content=SUMMARIZE)] if items else [])
+        body.stream = None
+        with named(NAMES):
+            turn = turn_of(state, call, body, new_response_id(), CheckedTools(), asked, num_earlier)
+            run = await prepare_chat(state, call, turn)
+        [message] = await run.messages()
+        if not (summary := message.answer().content):
+            logger.warning("the model wrote no summary (%s)", call.request_id)
+            raise ApiError(500, "The model wrote no summary.", code="no_summary")
+        return Json(compacted(turn.request_id, items, summary, run.usage))
 
     @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
@@ -117,18 +149,24 @@ class ResponsesApi:
         """All items of the conversation, those of earlier turns first, and the number of those."""
         self._state.check_generates()
         items = self._resolved(call, items_of(body.input))
+        if body.conversation is not None:
+            previous = find_conversation(self._store, call.tenant, body.conversation_id)
+            return self._continued(previous, items, "conversation")
         if body.previous_response_id is None:
             return items, 0
-        previous = self._store.get(call.tenant, body.previous_response_id)
+        previous = self._response(call, body.previous_response_id)
         if previous is None:
             message = (
                 f"Previous response with id {body.previous_response_id!r:.100} not found. It is "
                 f"kept only if it was stored, and not indefinitely."
             )
             raise invalid("previous_response_id", message, "previous_response_not_found")
+        return self._continued(previous, items, "previous_response_id")
+
+    def _continued(self, previous: Stored, items: list[Item], param: str) -> tuple[list[Item], int]:
         earlier = previous.conversation()
         if sum(map(num_parts, earlier)) + sum(map(num_parts, items)) > MAX_CONVERSATION:
-            raise _too_long("previous_response_id")
+            raise _too_long(param)
         return [*earlier, *items], len(earlier)
 
     def _resolved(self, call: Call, items: list[Item]) -> list[Item]:
@@ -169,10 +207,15 @@ class ResponsesApi:
 
     # ------------------------------------------------------------ stored responses
 
+    def _response(self, call: Call, response_id: str) -> Stored | None:
+        """A conversation in the store is no response."""
+        is_one = not response_id.startswith(CONVERSATION)
+        return self._store.get(call.tenant, response_id) if is_one else None
+
     def _stored(self, request: Request) -> Stored:
         self._state.check_open()
         response_id = request.path_params["response_id"]
-        found = self._store.get(call_of(request).tenant, response_id)
+        found = self._response(call_of(request), response_id)
         if found is None:
             raise not_found(f"Response with id {response_id!r:.100} not found.")
         return found
@@ -204,26 +247,7 @@ class ResponsesApi:
     @described(answer=dict[str, Any])
     async def input_items(self, request: Request) -> Response:
         """The conversation before a response"""
-        items, query = self._stored(request).input_items, request.query_params
-        limit = integer(request, "limit", default=LISTED, least=1, most=MAX_LISTED)
-        if query.get("order", "desc") not in ("asc", "desc"):
-            raise invalid("order", "'order' must be asc or desc.")
-        if query.get("order", "desc") == "desc":
-            items = items[::-1]
-        if (after := query.get("after")) is not None:
-            ids = [item.id for item in items]
-            if after not in ids:
-                raise invalid(
-                    "after", f"'after' must be the id of one of the items, got {after!r:.100}."
-                )
-            items = items[ids.index(after) + 1 :]
-        page = items[:limit]
-        ends = (
-            {"first_id": page[0].id, "last_id": page[-1].id}
-            if page
-            else {"first_id": None, "last_id": None}
-        )
-        return Json({"object": "list", "data": page, **ends, "has_more": len(page) < len(items)})
+        return Json(page_of(request, self._stored(request).input_items))
 
 
 def _too_long(param: str) -> ApiError:

@@ -229,7 +229,7 @@ def test_ignored_fields_are_reported() -> None:
         ([RESULT], {}, "input[0].call_id"),
         ([CALL, {"type": "function_call_output", "call_id": "call_1"}], {}, "input[1].output"),
         ("hi", {"background": True}, "background"),
-        ("hi", {"conversation": "conv_1"}, "conversation"),
+        ("hi", {"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation"),
         ("hi", {"prompt": {"id": "x"}}, "prompt"),
         ("hi", {"truncation": "hard"}, "truncation"),
         ("hi", {"include": ["everything"]}, "include"),

@@ -1,10 +1,38 @@
-"""Rows of the error table for /v1/responses; see test_error_table.py."""
+"""Rows of the error table for /v1/responses and /v1/conversations; see test_error_table.py."""
 
 from __future__ import annotations
 
 from quire.tests.frontend.server.error_rows.bodies import R, Table, resp
 
+C = "/v1/conversations"
 ROWS: Table = {
+    ("POST", C): [
+        ({"metadata": 5}, 400, "metadata", "invalid_type", "expected 'object | null'"),
+    ],
+    ("GET", C + "/conv_none"): [
+        (None, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("DELETE", C + "/conv_none"): [
+        (None, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("GET", C + "/conv_none/items"): [
+        (None, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("GET", C + "/conv_none/items/x"): [
+        (None, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("DELETE", C + "/conv_none/items/x"): [
+        (None, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("POST", C + "/conv_none"): [
+        ({"metadata": {}}, 404, None, "not_found", "Conversation with id 'conv_none' not found."),
+    ],
+    ("POST", C + "/conv_none/items"): [
+        ({"items": []}, 400, "items", "empty_array", "of length >= 1."),
+    ],
+    ("POST", R + "/compact"): [
+        (resp(input=[]), 400, "input", "empty_array", "'input' must have at least one item."),
+    ],
     ("POST", R): [
         ({}, 400, "input", "missing_required_parameter", "Missing required parameter: 'input'."),
         (resp(input=5), 400, "input", "invalid_type", "expected 'str | array | null', got 'int'."),

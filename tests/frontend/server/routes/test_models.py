@@ -25,3 +25,14 @@ def test_a_model_of_several_names_is_listed_under_each() -> None:
     assert [tag["name"] for tag in tags] == ["bundled", "gpt-9", "claude-9"]
     body = {"model": "claude-9", "prompt": "x"}
     assert post(app, "/v1/completions", body).json()["model"] == "claude-9"
+
+
+def test_codex_gets_its_own_list_beside_the_usual_one() -> None:
+    """It asks with `client_version`, and reads how much context it may use."""
+    app = scripted_app(ScriptedEngine(["a"]))
+    usual = talk(app, lambda client: client.get("/v1/models")).json()
+    both = talk(app, lambda client: client.get("/v1/models?client_version=0.169.0")).json()
+    assert usual.keys() == {"object", "data"} and both["data"] == usual["data"]
+    [model] = both["models"]
+    assert (model["slug"], model["context_window"]) == ("bundled", 512)
+    assert model["input_modalities"] == ["text"] and model["supported_in_api"]

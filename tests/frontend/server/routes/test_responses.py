@@ -241,6 +241,36 @@ def test_a_probe_is_answered_without_generation(probe: dict[str, Any], stream: b
     assert not engine.prompts
 
 
+def test_a_conversation_is_compacted_and_goes_on() -> None:
+    """What the user said stays as it is; the model's summary stands for the rest."""
+    engine = ScriptedEngine(["We added."])
+    said = [
+        {"role": "user", "content": "What is 2 + 3?"},
+        {"role": "assistant", "content": "five"},
+    ]
+
+    async def speak(client: httpx.AsyncClient) -> list[Any]:
+        made = (await client.post(f"{URL}/compact", json={"input": said})).json()
+        assert made["object"] == "response.compaction" and made["usage"]["output_tokens"] == 1
+        kept, summary = made["output"]
+        assert (kept["content"][0]["text"], summary["type"]) == ("What is 2 + 3?", "compaction")
+        go_on = [*made["output"], {"role": "user", "content": "And 4?"}]
+        assert (await client.post(URL, json={"input": go_on})).status_code == 200
+        foreign = summary | {"encrypted_content": "gAAAA"}
+        refusals = [
+            await client.post(URL, json={"input": [foreign]}),
+            await client.post(f"{URL}/compact", json={"input": []}),
+        ]
+        return [answer.json()["error"]["param"] for answer in refusals]
+
+    assert talk(scripted_app(engine), speak) == ["input[0].encrypted_content", "input"]
+    asked, continued = engine.prompts
+    assert "five" in asked and "Summarize the conversation" in asked
+    assert "five" not in continued and "Summarize" not in continued
+    order = [continued.index(text) for text in ("What is 2 + 3?", "We added.", "And 4?")]
+    assert order == sorted(order)
+
+
 def test_errors_have_openais_format() -> None:
     app = scripted_app(ScriptedEngine(["a"]))
     for change, param in (

@@ -186,13 +186,15 @@ def command(plan: Plan) -> str:
 @contextlib.contextmanager
 def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
     """If the engine does not fit into memory, adds the plan to its error as a note. The command
-    line prints it after the error.
+    line prints it after the error. Where the cache's given size is refused, the error says all.
     """
     try:
         yield
     except NotEnoughMemoryError as error:
-        from ..model_info.plan import make_plan
+        from ..model_info.plan import check_cache, make_plan
 
         with contextlib.suppress(QuireError):  # a model known to a plug-in only has no plan
-            error.add_note(render(make_plan(args, given=arguments)).rstrip())
+            plan = make_plan(args, given=arguments)
+            check_cache(args, plan)
+            error.add_note(render(plan).rstrip())
         raise

@@ -11,7 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from quire import EngineArgs
+from quire.frontend.cli.plan import plan_beneath
 from quire.frontend.model_info import gpu_memory
+from quire.ipc.errors import NotEnoughMemoryError
 from quire.tests.frontend.cli.command import call
 
 CONFIG = {
@@ -221,3 +224,17 @@ def test_a_daemon_reports_what_it_will_refuse(tmp_path: Path) -> None:
         and "quire engine: it will probably not fit\n\nbundled: Qwen2ForCausalLM" in first
     )
     assert "at most 176" in refusal and "Traceback" not in refusal
+
+
+@pytest.mark.parametrize(("num_bytes", "has_plan"), [(2**20, True), (40 * 10**12, False)])
+def test_a_refused_size_of_the_cache_is_not_recommended(num_bytes: int, has_plan: bool) -> None:
+    """The plan below an engine's error ends with a command to copy."""
+    arguments = {"kv_cache_memory_bytes": num_bytes}
+    refusal = NotEnoughMemoryError("kv_cache_memory_bytes", "is too large")
+    with (
+        pytest.raises(NotEnoughMemoryError) as caught,
+        plan_beneath(EngineArgs(**arguments), arguments),
+    ):
+        raise refusal
+    notes = getattr(caught.value, "__notes__", [])
+    assert [f"--kv-cache-memory-bytes {num_bytes}" in note for note in notes] == [True] * has_plan

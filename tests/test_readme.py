@@ -202,6 +202,18 @@ def test_every_page_of_the_docs_is_in_the_readme() -> None:
     assert [page for page in REFERENCE[1:] if f"({page})" not in README] == []
 
 
+def test_texts_of_errors_that_are_explained_exist() -> None:
+    """Each text of docs/troubleshooting.md is one that Quire, or Python, writes."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    assert len(rows) >= 20
+    folders = ("frontend", "core", "executor", "kernels", "ipc")
+    sources = [*ROOT.glob("*.py"), *(p for f in folders for p in (ROOT / f).rglob("*.py"))]
+    code = "".join(path.read_text() for path in sources)
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # a text in several pieces
+    assert [row for row in rows if row not in code] == ["No module named 'torch'"]
+
+
 def test_ci_runs_the_commands_of_the_readme() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     for command in (

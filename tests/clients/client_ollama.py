@@ -90,6 +90,11 @@ def check_models(address: str, _: str) -> None:
         and shown.modelinfo["general.parameter_count"] > 0
     )
     assert shown.template and shown.details.family
+    assert client.pull("quire").status == "success"
+    assert [part.status for part in client.pull("quire", stream=True)][-1] == "success"
+    # a context above the limit is not an error
+    large = {**ASKED, "options": {**ASKED.get("options", {}), "num_ctx": 10**6}}
+    assert client.chat(**large).done
 
 
 def check_errors(address: str, _: str) -> None:
@@ -105,7 +110,8 @@ def check_errors(address: str, _: str) -> None:
         "context length"
         in raises(ollama.ResponseError, lambda: list(client.chat(**long, stream=True))).error
     )
-    assert raises(ollama.ResponseError, lambda: client.pull("llama3")).status_code == 400
+    assert raises(ollama.ResponseError, lambda: client.pull("llama3")).status_code == 404
+    assert raises(ollama.ResponseError, lambda: client.delete("quire")).status_code == 400
     too_short = {"model": "quire", "input": "hi", "dimensions": 3}
     assert raises(ollama.ResponseError, lambda: client.embed(**too_short)).status_code == 400
 

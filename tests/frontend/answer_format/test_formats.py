@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from quire import InvalidParameterError, SamplingParams
+from quire import InvalidParameterError, SamplingParams, StructuredOutputsParams
 from quire.frontend.answer_format import Answer, ToolCall, detect
 from quire.frontend.answer_format.formats import (
     REASONING_ALIASES,
@@ -18,7 +18,7 @@ from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.chat_template import choose_template, render_chat
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.frontend.answer_format.cuts import function, parse
-from quire.tests.frontend.answer_format.grammars import marked_tokenizer
+from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
 from quire.tests.frontend.answer_format.templates import STOCK, TEMPLATES
 
 
@@ -240,3 +240,17 @@ def test_gemma_ends_where_it_waits_for_results() -> None:
     params = answer_format.adapt(SamplingParams(stop_token_ids=[1]))
     assert [tokenizer.decode([i], False) for i in params.stop_token_ids[1:]] == ["<|tool_response>"]
     assert not params.skip_special_tokens
+
+
+def test_a_structure_begins_after_the_reasoning_that_the_prompt_left_open() -> None:
+    tokenizer = marked_tokenizer()
+    answer_format = detect("</think>", tokenizer=tokenizer)
+    asked = StructuredOutputsParams(json={"type": "integer"})
+    for begun, accepted, refused in (
+        ("<think>I thi", "nk.</think>\n5", "5"),
+        ("<think>Hm.</think>", "5", "nk.</think>\n5"),
+    ):
+        before = answer_format.prompt_before(f"assistant: {begun}", begun)
+        params = answer_format.after_reasoning(asked, before)
+        assert accepts(tokenizer, params, accepted), begun
+        assert not accepts(tokenizer, params, refused), begun

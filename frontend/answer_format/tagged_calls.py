@@ -30,8 +30,8 @@ class TaggedCalls(ToolFormat):
     `starts`: start, and name_start if there is one. Some models omit the outer tag.
 
     A JSON object with name and arguments is accepted as well. Where values have lines of their own,
-    an end tag that is missing is implied by the next tag at the beginning of a line, or by the ends
-    of the call and the section.
+    an end tag that is missing is implied by the next tag at the beginning of a line, by the tag of
+    another argument of the function, or by the ends of the call and the section.
     """
 
     starts: tuple[str, ...]
@@ -151,11 +151,11 @@ class TaggedCalls(ToolFormat):
         if types == {"string"}:
             calls.emit_arguments('"')
             stream.sink = calls.string_part
-            yield from self._read_value(stream, calls)
+            yield from self._read_value(stream, calls, name)
             calls.emit_arguments('"')
         else:
             start = stream.position
-            length = yield from self._read_value(stream, calls)
+            length = yield from self._read_value(stream, calls, name)
             calls.emit_arguments(to_json(stream.buffer[start : start + length], types))
 
     def _read_after_key(
@@ -168,14 +168,20 @@ class TaggedCalls(ToolFormat):
             yield from stream.expect(self.value_start)
         return types
 
-    def _read_value(self, stream: TextStream, calls: Calls) -> Generator[None, None, int]:
+    def _read_value(
+        self, stream: TextStream, calls: Calls, name: str
+    ) -> Generator[None, None, int]:
         """Consumes a value and its end tag; returns the length of a value that was not passed
         on.
         """
-        start = stream.position
-        mark = yield from stream.read_until(self._value_ends(calls), keeps_space=True)
-        if mark is None:
-            raise Malformed
+        start, sink = stream.position, stream.sink
+        while True:
+            mark = yield from stream.read_until(self._value_ends(calls), keeps_space=True)
+            if mark is None:
+                raise Malformed
+            if mark != self.key_start or (yield from self._names_argument(stream, calls, name)):
+                break
+            stream.sink = sink  # the tag is text
         length = stream.position - len(mark) - start
         if self.value_end not in mark:  # the tag that follows is read again
             stream.position -= len(mark.lstrip("\n"))
@@ -190,7 +196,20 @@ class TaggedCalls(ToolFormat):
             return own
         both = (f"{self.call_end}{between}{self.section_end}" for between in ("", "\n"))
         lines = (f"\n{tag}" for tag in (self.key_start, self.call_end, self.section_end))
-        return (*own, *lines, *both)
+        return (*own, *lines, *both, self.key_start)
+
+    def _names_argument(
+        self, stream: TextStream, calls: Calls, name: str
+    ) -> Generator[None, None, bool]:
+        """Whether the tag of one of the function's arguments follows."""
+        key = ""
+        while len(key) <= MAX_NAME_LENGTH:
+            character = yield from stream.peek_past(len(key), "")
+            if not character or not KEY_CHARACTER.match(character):
+                break
+            key += character
+        properties = (calls.schemas.get(name) or {}).get("properties")
+        return isinstance(properties, dict) and key in properties
 
 
 @dataclass(frozen=True)

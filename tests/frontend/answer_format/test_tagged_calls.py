@@ -177,6 +177,13 @@ def test_a_missing_end_tag_is_implied_by_the_next_tag() -> None:
         assert parse(CODER, f"{text}\n{whole}", TOOLS).tool_calls == meant * 2, text
 
 
+def test_values_without_lines_may_lack_their_end_tags_too() -> None:
+    text = "<tool_call><function=write><parameter=path>a.t<parameter=mode>4</function></tool_call>"
+    assert parse(CODER, text, TOOLS) == Answer(
+        "", "", [ToolCall("write", '{"path": "a.t", "mode": 4}')]
+    )
+
+
 def test_a_tag_within_a_line_is_text() -> None:
     value = "say <parameter=x> or </function>, not </tool_call>"
     text = f"<tool_call>\n<function=write>\n<parameter=text>\n{value}\n</parameter>\n</function>\n"

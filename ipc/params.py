@@ -72,6 +72,8 @@ class StructuredOutputsParams(
     whitespace_pattern: str | None = None
     # no whitespace between JSON tokens, unless whitespace_pattern is given
     disable_any_whitespace: bool = False
+    # objects of a JSON schema have only the properties that it lists, unless it states otherwise
+    disable_additional_properties: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
@@ -87,7 +89,7 @@ class StructuredOutputsParams(
                 f"structured_outputs.{name}",
                 f"must be a string, got {shown(value)}",
             )
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             require(
                 isinstance(getattr(self, name), bool),
                 f"structured_outputs.{name}",

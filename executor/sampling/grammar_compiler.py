@@ -27,6 +27,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
+from ...ipc.json_schemas import closed_schema
 from ...ipc.models.gguf_tokenizer import tokenizer_json
 from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.params import StructuredOutputsParams
@@ -97,6 +98,8 @@ def to_llguidance(params: StructuredOutputsParams) -> str:
             schema: Any = params.json if params.json is not None else '{"type": "object"}'
             if schema.strip() == "true":
                 schema = "{}"  # the same, and it can hold options
+            if params.disable_additional_properties and params.json is not None:
+                schema = json.dumps(closed_schema(json.loads(schema)), ensure_ascii=False)
             # llguidance.JsonCompileOptions, which exists in its stubs only
             options: Any = params.json_options(own_options(schema))
             return LLMatcher.grammar_from_json_schema(schema, overrides=options)

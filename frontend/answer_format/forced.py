@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from ...ipc.json_schemas import closed_schema
 from ...ipc.params import StructuredOutputsParams
 from .grammar_text import GrammarText
 from .reasoning import ReasoningMarks
@@ -98,6 +99,8 @@ def write_structure(grammar: GrammarText, params: StructuredOutputsParams) -> st
         if schema is True:
             schema = {}
         if isinstance(schema, dict):
+            if params.disable_additional_properties:
+                schema = closed_schema(schema)
             own = schema.get("x-guidance")
             options = params.json_options(own if isinstance(own, dict) else {})
             schema = {**schema, "x-guidance": options}

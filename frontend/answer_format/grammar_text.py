@@ -10,24 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ...ipc.json_schemas import OPEN_KEYWORDS
+
 # Separators of Python's json.dumps, which most chat templates use.
 USUAL_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_SPACING = {"whitespace_flexible": False}
 ANY_TEXT = "/(?s:.*)/"
-# Keywords with which a schema may allow properties that `properties` does not list.
-OPEN_KEYWORDS = frozenset(
-    {
-        "additionalProperties",
-        "patternProperties",
-        "unevaluatedProperties",
-        "propertyNames",
-        "$ref",
-        "allOf",
-        "anyOf",
-        "oneOf",
-        "if",
-    }
-)
 
 
 class GrammarText:

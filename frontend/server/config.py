@@ -169,6 +169,14 @@ class ServerConfig(Section, frozen=True):
             "line break and an indentation, between two tokens of JSON."
         ),
     ] = False
+    disable_additional_properties: Annotated[
+        bool,
+        Meta(
+            description="Objects of a JSON schema and of a tool's parameters have only the "
+            "properties that are listed, unless the schema states additionalProperties or a "
+            "request sets disable_additional_properties. Otherwise models invent properties."
+        ),
+    ] = True
 
     max_concurrent_requests: Annotated[
         PositiveInt | None,

@@ -16,7 +16,7 @@ from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
-from ..turns.response_format import wants_compact_json
+from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import SamplingBody, sampling_params
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 
@@ -83,6 +83,7 @@ class MessagesBody(PromptBody, kw_only=True):
     metadata: dict[str, Any] | None = None  # the end user's id; has no effect
     service_tier: str | None = None  # there is only one
     disable_any_whitespace: bool | None = None  # an extension of other servers
+    disable_additional_properties: bool | None = None
 
 
 def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
@@ -101,6 +102,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
             stop=body.stop_sequences,
             stream=body.stream,
             disable_any_whitespace=body.disable_any_whitespace,
+            disable_additional_properties=body.disable_additional_properties,
         )
     state.check_generates()
     defaults = state.ready_engine().get_default_sampling_params()
@@ -135,7 +137,8 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
         add_generation_prompt=not continues,
         continue_final_message=continues,
         names=NAMES,
-        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        compact_json=wants_compact_json(body, state.server_config),
+        lists_properties=wants_listed_properties(body, state.server_config),
     )
 
 

@@ -20,7 +20,7 @@ from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..turns.generation import Job, check_context
-from ..turns.response_format import wants_compact_json
+from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from ..turns.tokenizing import tokenize_all
 
@@ -126,6 +126,7 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     think: bool | str | None = None
     keep_alive: Number | str | None = None  # the model stays loaded while the server runs
     disable_any_whitespace: bool | None = None  # an extension of other servers
+    disable_additional_properties: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -190,6 +191,7 @@ def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
         frequency_penalty=options.frequency_penalty,
         stream=body.stream is not False,
         disable_any_whitespace=body.disable_any_whitespace,
+        disable_additional_properties=body.disable_additional_properties,
     )
     max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
     defaults = state.ready_engine().get_default_sampling_params()
@@ -253,7 +255,8 @@ def _turn(
         template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        compact_json=wants_compact_json(body, state.server_config),
+        lists_properties=wants_listed_properties(body, state.server_config),
         names=CHAT_NAMES if isinstance(body, OllamaChatBody) else GENERATE_NAMES,
     )
 

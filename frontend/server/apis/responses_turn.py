@@ -18,7 +18,7 @@ from ..http.errors import invalid, missing, unsupported
 from ..http.limits import FieldLimit
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
-from ..turns.response_format import wants_compact_json
+from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from .responses_items import Item, messages_of
 from .responses_tools import CheckedTools, ResponsesTool, ResponsesToolChoice
@@ -126,6 +126,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     seed: Annotated[int, Meta(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
     @property
     def conversation_id(self) -> str:
@@ -202,7 +203,8 @@ def turn_of(
         body.parallel_tool_calls is not False,
         variables | (body.chat_template_kwargs or {}),
         names=NAMES,
-        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        compact_json=wants_compact_json(body, state.server_config),
+        lists_properties=wants_listed_properties(body, state.server_config),
         streams_calls=True,
     )
 
@@ -219,6 +221,7 @@ def params_of(state: ServerState, body: ResponsesBody) -> SamplingParams:
         # which token belongs to which item is known only while they arrive
         stream=body.stream or wants_logprobs,
         disable_any_whitespace=body.disable_any_whitespace,
+        disable_additional_properties=body.disable_additional_properties,
     )
     return sampling_params(
         sampling,

@@ -21,7 +21,7 @@ from ..http.errors import invalid
 from ..http.openapi import described
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
-from ..turns.response_format import wants_compact_json
+from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
 
 # Template variables that requests cannot set. Some have a field of their own.
@@ -131,7 +131,8 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         names=names,
-        compact_json=wants_compact_json(body, state.server_config.disable_any_whitespace),
+        compact_json=wants_compact_json(body, state.server_config),
+        lists_properties=wants_listed_properties(body, state.server_config),
         streams_calls=True,
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ....ipc.json_schemas import OPEN_KEYWORDS, closed_schema
 from ....ipc.params import SamplingParams
 from ...answer_format import AnswerFormat
 from ...text.chat_messages import normalize_messages
@@ -51,7 +52,9 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
-    compact_json: bool = False  # for call arguments constrained by a grammar
+    # for call arguments constrained by a grammar
+    compact_json: bool = False
+    lists_properties: bool = True  # objects have only the properties that their schema lists
     # the API has a form for a call that max_tokens cuts, so a forced call need not wait for its end
     streams_calls: bool = False
 
@@ -154,7 +157,7 @@ def shape_answer(
             "compact_json": turn.compact_json,
         },
     )
-    tools = (turn.tools or []) if turn.wants_tools else []
+    tools = _constrained(turn) if turn.wants_tools else []
     shape = format.forced(tools, turn.tool_choice, **options) if tools else None
     if shape is None and asked is not None:
         shape = format.after_reasoning(asked, tools=tools, **options)
@@ -170,6 +173,19 @@ def shape_answer(
         "structured_outputs": "tools",
         "structured_outputs.grammar": "tools",
     }
+
+
+def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
+    """The tools with the schemas that a grammar for their calls follows."""
+    tools = []
+    for tool in turn.tools or []:
+        schema = tool["function"].get("parameters") or {}
+        if turn.lists_properties:
+            schema = closed_schema(schema)
+        elif schema.get("properties") and not schema.keys() & OPEN_KEYWORDS:
+            schema = {**schema, "additionalProperties": True}  # formats would close it
+        tools.append({**tool, "function": {**tool["function"], "parameters": schema}})
+    return tools
 
 
 async def render_turn(

@@ -1,5 +1,5 @@
 """Constraints on the output: OpenAI's response_format, vLLM's structured_outputs and its older
-guided_* fields as StructuredOutputsParams, and the whitespace of JSON.
+guided_* fields as StructuredOutputsParams, and the options of JSON.
 
 Must not know: grammars (the engine compiles and validates them), prompts.
 """
@@ -15,6 +15,7 @@ from ....ipc.params import StructuredOutputsParams
 from ..http.errors import invalid, missing, named, unsupported
 
 if TYPE_CHECKING:
+    from ..config import ServerConfig
     from .sampling import SamplingBody
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of schemas and functions
@@ -24,12 +25,12 @@ GUIDED = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-SPACING = ("whitespace_pattern", "disable_any_whitespace")
+JSON_OPTIONS = ("whitespace_pattern", "disable_any_whitespace", "disable_additional_properties")
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True):
     """vLLM's extension: exactly one of the first five fields, unless another field of the body
-    constrains the output; then only the last two.
+    constrains the output; then only the others.
     """
 
     json: str | dict[str, Any] | None = None
@@ -39,10 +40,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     json_object: bool | None = None
     whitespace_pattern: str | None = None
     disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
 
 
 def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
-    """The constraint of a body, which may use one of three forms, without whitespace options."""
+    """The constraint of a body, which may use one of three forms, without options of JSON."""
     guided = {name: kind for name, kind in GUIDED.items() if getattr(body, name) is not None}
     ways: dict[str, Any] = {
         "response_format": response_format(body.response_format),
@@ -63,17 +65,17 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
 
 
 def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
-    """The constraint in `stated`, without its whitespace options."""
+    """The constraint in `stated`, without its options of JSON."""
     if stated is None:
         return None
     fields = msgspec.structs.asdict(stated)
-    return {n: v for n, v in fields.items() if v is not None and n not in SPACING} or None
+    return {n: v for n, v in fields.items() if v is not None and n not in JSON_OPTIONS} or None
 
 
-def with_whitespace(
-    params: StructuredOutputsParams | None, body: SamplingBody, default_compact: bool
+def with_json_options(
+    params: StructuredOutputsParams | None, body: SamplingBody, config: ServerConfig
 ) -> StructuredOutputsParams | None:
-    """`params` with the whitespace options of a body, whichever field the constraint comes from."""
+    """`params` with a body's options of JSON, whichever field the constraint comes from."""
     if params is None or (params.json is None and not params.json_object):
         return params
     stated = body.structured_outputs or StructuredOutputs()
@@ -83,21 +85,31 @@ def with_whitespace(
     return msgspec.structs.replace(
         params,
         whitespace_pattern=pattern,
-        disable_any_whitespace=wants_compact_json(body, default_compact),
+        disable_any_whitespace=wants_compact_json(body, config),
+        disable_additional_properties=wants_listed_properties(body, config),
     )
 
 
-def wants_compact_json(body: Any, default: bool) -> bool:
-    """Whether the JSON of a response and of its tool calls has no whitespace.
+def wants_compact_json(body: Any, config: ServerConfig) -> bool:
+    """Whether the JSON of a response and of its tool calls has no whitespace."""
+    return _json_option(body, config, "disable_any_whitespace")
 
-    `body` may belong to any API.
+
+def wants_listed_properties(body: Any, config: ServerConfig) -> bool:
+    """Whether objects of schemas have only the properties that are listed, in a response and in its
+    tool calls.
     """
+    return _json_option(body, config, "disable_additional_properties")
+
+
+def _json_option(body: Any, config: ServerConfig, name: str) -> bool:
+    """`body` may belong to any API."""
     stated = getattr(body, "structured_outputs", None)
     for holder in (stated, body):
-        wanted = getattr(holder, "disable_any_whitespace", None)
+        wanted = getattr(holder, name, None)
         if wanted is not None:
             return wanted
-    return default
+    return getattr(config, name)
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:

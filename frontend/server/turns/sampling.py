@@ -22,7 +22,7 @@ from .response_format import (
     StructuredOutputs,
     kinds_of,
     structured_outputs_of,
-    with_whitespace,
+    with_json_options,
 )
 
 MAX_STOPS = 16  # OpenAI allows 4; other servers allow more
@@ -140,7 +140,9 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
-    disable_any_whitespace: bool | None = None  # for every field that requests JSON
+    # for every field that requests JSON
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
@@ -168,8 +170,12 @@ def check_fields(body: SamplingBody, call: Call) -> None:
         value = getattr(body, name, None)
         if value is not None and value not in harmless:
             call.ignored_params.append(name)
-    spacing = ("disable_any_whitespace", "guided_whitespace_pattern")
-    stated = [name for name in spacing if getattr(body, name) is not None]
+    options = (
+        "disable_any_whitespace",
+        "disable_additional_properties",
+        "guided_whitespace_pattern",
+    )
+    stated = [name for name in options if getattr(body, name) is not None]
     if stated and structured_outputs_of(body) is None and not getattr(body, "tools", None):
         call.ignored_params += stated
     if body.stream_options is not None:
@@ -237,9 +243,8 @@ def sampling_params(
         "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
     }
     fixed |= overrides
-    compact = config.disable_any_whitespace
     try:
-        fixed["structured_outputs"] = with_whitespace(fixed["structured_outputs"], body, compact)
+        fixed["structured_outputs"] = with_json_options(fixed["structured_outputs"], body, config)
         return SamplingParams(**start | given | fixed)
     except InvalidParameterError as error:
         if names is None:

@@ -38,6 +38,7 @@ def accepts(compiler: GrammarCompiler, text: str, **params) -> bool:
     return matcher.consume_tokens(compiler.tokenizer.tokenize_str(text)) and matcher.is_accepting()
 
 
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
 PERSON = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},
@@ -57,6 +58,15 @@ PERSON = {
         (dict(json=json.dumps(PERSON)), ['{"a": 1}'], ['{"a": "1"}']),
         (dict(json=PERSON, disable_any_whitespace=True), ['{"a":1}'], ['{"a": 1}']),
         (dict(json=PERSON, whitespace_pattern=" ?"), ['{"a":1}', '{"a": 1}'], ['{"a":  1}']),
+        (dict(json=OPEN, disable_any_whitespace=True), ['{"a":1,"b":2}'], ['{"a":"1"}']),
+        (
+            dict(json=OPEN, disable_any_whitespace=True, disable_additional_properties=True),
+            ['{"a":1}', "{}"],
+            ['{"a":1,"b":2}'],
+        ),
+        (dict(json=json.dumps(OPEN), disable_additional_properties=True), ["{}"], ['{"b": 2}']),
+        (dict(json_object=True, disable_additional_properties=True), ['{"x": 1}'], ["1"]),
+        (dict(json="true", disable_additional_properties=True), ['{"a": 1}'], []),
         (dict(json="true"), ['{"a": [1]}', "null"], ['{"a":  1}']),
         (dict(json={"enum": ["x", 1, None]}), ['"x"', "1", "null"], ["x", "2"]),
         (dict(json_object=True), ["{}", '{"x": [1, {"y": null}]}'], ["[]", "1", "{"]),

@@ -145,6 +145,25 @@ def test_whitespace_options_affect_only_json() -> None:
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
 
 
+OPTION = "disable_additional_properties"
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+@pytest.mark.parametrize("default", [None, True, False])
+def test_listed_properties_are_a_default_of_the_server_and_an_option(asking, default) -> None:
+    config = ServerConfig() if default is None else ServerConfig(**{OPTION: default})
+    stated = asking.get("structured_outputs", {})
+    for fields, wanted in (
+        ({}, default is not False),
+        ({OPTION: True}, True),
+        ({OPTION: False}, False),
+        ({OPTION: True, "structured_outputs": {**stated, OPTION: False}}, False),
+    ):
+        body = msgspec.convert(asking | fields, SamplingBody)
+        params = sampling_params(body, SamplingParams(), config, max_tokens=9, logprobs=None)
+        assert params.structured_outputs.disable_additional_properties is wanted
+
+
 HI = [{"role": "user", "content": "hi"}]
 OTHER_APIS = [
     (
@@ -199,3 +218,64 @@ def test_an_option_without_json_is_reported_as_ignored() -> None:
         {"messages": HI, "disable_any_whitespace": True},
     )
     assert answer.headers["x-ignored-params"] == "disable_any_whitespace"
+
+
+LISTED = {"type": "object", "properties": {"a": {"type": "object", "properties": {"b": {}}}}}
+CLOSED_MARK = '"additionalProperties": false'
+
+
+def forcing(path: str) -> dict:
+    """A body that forces a call of a tool with LISTED."""
+    function = {"name": "f", "parameters": LISTED}
+    if path == "/v1/messages":
+        tools = [{"name": "f", "input_schema": LISTED}]
+        return {"max_tokens": 9, "messages": HI, "tools": tools, "tool_choice": {"type": "any"}}
+    tool = {"type": "function", **function} if path == "/v1/responses" else TOOL
+    if path == "/v1/chat/completions":
+        tool = {"type": "function", "function": function}
+    messages = {"input": "hi"} if path == "/v1/responses" else {"messages": HI}
+    return messages | {"tools": [tool], "tool_choice": "required"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(path, forcing(path)) for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages")]
+    + [
+        ("/v1/chat/completions", {"messages": HI, "guided_json": LISTED}),
+        ("/v1/completions", {"prompt": "hi", "structured_outputs": {"json": LISTED}}),
+        (
+            "/v1/responses",
+            {
+                "input": "hi",
+                "text": {"format": {"type": "json_schema", "name": "x", "schema": LISTED}},
+            },
+        ),
+        ("/api/chat", {"model": "bundled", "messages": HI, "format": LISTED}),
+        ("/api/generate", {"model": "bundled", "prompt": "hi", "format": LISTED}),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": HI,
+                "output_config": {"format": {"type": "json_schema", "schema": LISTED}},
+            },
+        ),
+    ],
+    ids=str,
+)
+def test_objects_have_only_listed_properties_unless_asked_in_every_api(path, body) -> None:
+    """Nested ones too, in the text of a response and in a forced call."""
+    for fields, settings, is_closed in (
+        ({}, {}, True),
+        ({OPTION: False}, {}, False),
+        ({}, {OPTION: False}, False),
+        ({OPTION: True}, {OPTION: False}, True),
+    ):
+        engine = ScriptedEngine(["hi"])
+        answer = post(scripted_app(engine, **settings), path, body | fields)
+        assert answer.status_code == 200 and "x-ignored-params" not in answer.headers, answer.text
+        asked = engine.params[0].structured_outputs
+        if asked.json is not None:  # the engine closes it
+            assert asked.disable_additional_properties is is_closed
+        else:
+            assert asked.grammar.count(CLOSED_MARK) == (2 if is_closed else 0), asked.grammar

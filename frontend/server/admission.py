@@ -22,12 +22,21 @@ import time
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from .http.errors import ApiError
 
+if TYPE_CHECKING:
+    from .http.call import Call
+
 MAX_RETRY_AFTER_S = 600.0
+NUM_THREADS = 2  # for work beside the event loop, of all models
+# started on first use
+THREADS = ThreadPoolExecutor(NUM_THREADS, "quire work")
+Result = TypeVar("Result")
 
 
 class CompletionRate:
@@ -345,3 +354,30 @@ class Admission:
         )
         wait_s = (self.num_waiting_completions + 1) / per_second
         return min(MAX_RETRY_AFTER_S, max(1.0, wait_s))
+
+
+async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> Result:
+    """The result of `work`, run in a thread when it is this key's turn.
+
+    For all that takes long beside the event loop: `asyncio.to_thread` would serve in order of
+    arrival, so that the work of one key delays that of another. A thread cannot be stopped: if the
+    caller is cancelled, its slot is released when `work` ends.
+    """
+    slot = turns.slot(call.tenant, id(call))
+    await slot.__aenter__()
+    try:
+        running = asyncio.get_running_loop().run_in_executor(THREADS, work)
+    except BaseException:
+        turns.leave(slot)
+        raise
+
+    def ended(done: asyncio.Future) -> None:
+        turns.leave(slot)
+        if not done.cancelled():
+            done.exception()  # mark the exception as retrieved, also if no task waits
+
+    running.add_done_callback(ended)
+    try:
+        return await asyncio.shield(running)
+    finally:
+        del running  # an exception in it would keep this frame, and so itself and the texts, alive

@@ -23,7 +23,7 @@ from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
-from .admission import Admission
+from .admission import NUM_THREADS, Admission
 from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .http.auth import Keys
@@ -35,7 +35,6 @@ from .request_log import RequestLog
 from .served_loras import ServedLoras
 
 logger = logging.getLogger(__name__)
-NUM_TOKENIZER_THREADS = 2
 MAX_NAMED = 20  # adapters in an error
 SHUTDOWN_RETRY_S = 5.0  # until a replacement is ready
 
@@ -103,10 +102,8 @@ class ServerState:
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # set with the engine
-        # Limits access to the threads of tokenizing.py: round-robin by key.
-        self.tokenizing = Admission(
-            NUM_TOKENIZER_THREADS, server_config.max_queued_requests, sys.maxsize
-        )
+        # Limits access to the threads of `in_turn`: round-robin by key.
+        self.work_turns = Admission(NUM_THREADS, server_config.max_queued_requests, sys.maxsize)
         self.meters = Meters()
         self.keys = Keys(server_config)
         self.loras = ServedLoras()

@@ -12,12 +12,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 
 from ....ipc.lora import LoRARequest
 from ....ipc.params import MAX_TIMEOUT_S
+from ..admission import in_turn
 from ..config import ServerConfig
 from .bodies import Body, decode
 from .content_encoding import decoder
@@ -149,7 +151,8 @@ async def read_body(request: Request, config: ServerConfig, body_type: type[Body
     raw, call.body = call.body or bytearray(), None
     if len(raw) < LARGE_BODY:
         return decode_body(raw, body_type, config, call)
-    return await asyncio.to_thread(decode_body, raw, body_type, config, call)
+    turns = request.scope["app"].state.work_turns
+    return await in_turn(turns, call, partial(decode_body, raw, body_type, config, call))
 
 
 async def receive_body(request: Request, config: ServerConfig) -> bytearray:
@@ -192,7 +195,8 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                 if gunzip is not None and len(chunk) < SMALL_CHUNK:
                     chunk = gunzip.feed(chunk)
                 elif gunzip is not None:
-                    chunk = await asyncio.to_thread(gunzip.feed, chunk)
+                    turns = request.scope["app"].state.work_turns
+                    chunk = await in_turn(turns, call, partial(gunzip.feed, chunk))
                 body += chunk
                 call.num_body_bytes += len(chunk)
                 meters.num_body_bytes += len(chunk)

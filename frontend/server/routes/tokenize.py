@@ -5,7 +5,6 @@ Must not know: the engine.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -18,6 +17,7 @@ from starlette.routing import Route
 
 from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
+from ..admission import in_turn
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import SentTool, checked_tools
 from ..http.call import Call, call_of, read_body
@@ -91,7 +91,9 @@ def routes(state: ServerState) -> list[Route]:
         token_ids = await _token_ids(state, call_of(request), body)
         texts = None
         if body.return_token_strs:
-            texts = await beside_loop(len(token_ids), partial(_token_texts, tokenizer, token_ids))
+            texts = await beside_loop(
+                state, call_of(request), len(token_ids), partial(_token_texts, tokenizer, token_ids)
+            )
         return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
 
     @described(body=DetokenizeBody, answer=Detokenized)
@@ -107,7 +109,7 @@ def routes(state: ServerState) -> list[Route]:
                 f"{max(body.tokens)}.",
             )
         decode = partial(tokenizer.decode_batch, [body.tokens])
-        [text] = await beside_loop(len(body.tokens), decode)
+        [text] = await beside_loop(state, call_of(request), len(body.tokens), decode)
         return Json(Detokenized(text))
 
     @described(answer=TokenizerInfo)
@@ -146,9 +148,11 @@ def _token_texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
     return [tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
 
-async def beside_loop(num_tokens: int, work: Callable[[], Any]) -> Any:
+async def beside_loop(
+    state: ServerState, call: Call, num_tokens: int, work: Callable[[], Any]
+) -> Any:
     """The result of `work`, which runs in a thread if it takes long."""
-    return work() if num_tokens < LONG_TOKENS else await asyncio.to_thread(work)
+    return work() if num_tokens < LONG_TOKENS else await in_turn(state.work_turns, call, work)
 
 
 async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list[int]:

@@ -7,7 +7,6 @@ Must not know: the API of the request. The bodies of all chat APIs become a Chat
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +19,7 @@ from ....ipc.params import SamplingParams
 from ...answer_format import AnswerFormat
 from ...text.chat_messages import normalize_messages
 from ...text.chat_template import ChatTemplateTimeError, template_variables
+from ..admission import in_turn
 from ..http.call import Call
 from ..http.errors import invalid
 from ..state import ServerState
@@ -228,7 +228,7 @@ async def render_turn(
     is_long = num_characters + 100 * (len(turn.messages) + len(turn.tools or ())) >= LONG_TEXT
     text = None if is_long else _render_at_once(render)
     if text is None:
-        text = await asyncio.to_thread(render)
+        text = await in_turn(state.work_turns, call, render)
     [token_ids] = await tokenize_all(
         state,
         call,

@@ -22,11 +22,12 @@ from ...outputs import RequestMetrics
 from ...pooling_outputs import PoolingRequestOutput
 from ...requests.input_processor import ProcessedRequest
 from ...requests.prompts import Prompt
+from ..admission import in_turn
 from ..http.call import Call
 from ..http.errors import ApiError, invalid, refused, unsupported
 from ..state import ServerState
 from .generation import failure
-from .tokenizing import check_num_characters, in_turn
+from .tokenizing import check_num_characters
 
 if TYPE_CHECKING:
     from ..admission import Slot
@@ -151,7 +152,7 @@ async def _processed(
         if sum(map(len, texts)) < SHORT_CHARACTERS and len(prompts) <= SHORT_BATCH:
             found += read()
         else:
-            found += await in_turn(state.tokenizing, call, read)
+            found += await in_turn(state.work_turns, call, read)
     return found
 
 

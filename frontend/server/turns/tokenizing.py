@@ -10,20 +10,15 @@ their own. A request whose client has disconnected releases its turns.
 
 from __future__ import annotations
 
-import asyncio
 import unicodedata
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterator
 
 from ...text.token_bounds import composes
 from ...text.tokenizer import Tokenizer
-from ..admission import Admission
+from ..admission import in_turn
 from ..http.call import Call, release_memory
 from ..http.errors import invalid, too_long
-from ..state import NUM_TOKENIZER_THREADS, ServerState
-
-Result = TypeVar("Result")
+from ..state import ServerState
 
 # characters; longer texts take milliseconds, which would delay other requests
 LONG_TEXT = 20_000
@@ -31,8 +26,6 @@ SLICE = 500_000  # characters of short texts that are tokenized in one turn
 HUGE_TEXT = 1_000_000  # characters from which the memory is returned to the system
 # The number of characters per token of context that a text may have if it need not fit.
 CHARACTERS_PER_TOKEN = 16
-# started on first use
-THREADS = ThreadPoolExecutor(NUM_TOKENIZER_THREADS, "quire tokenize")
 
 
 async def tokenize_all(
@@ -72,7 +65,7 @@ async def tokenize_all(
             check_num_characters(len(text), param, most)
     found: list[list[int]] = []
     for some in slices(texts):
-        found += await in_turn(state.tokenizing, call, lambda some=some: encode(some))
+        found += await in_turn(state.work_turns, call, lambda some=some: encode(some))
     return found
 
 
@@ -85,31 +78,6 @@ def slices(texts: list[str]) -> Iterator[list[str]]:
             some = []
         some.append(text)
     yield some
-
-
-async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> Result:
-    """The result of `work`, run in a thread when it is this key's turn.
-
-    A thread cannot be stopped: if the caller is cancelled, its slot is released when `work` ends.
-    """
-    slot = turns.slot(call.tenant, id(call))
-    await slot.__aenter__()
-    try:
-        running = asyncio.get_running_loop().run_in_executor(THREADS, work)
-    except BaseException:
-        turns.leave(slot)
-        raise
-
-    def ended(done: asyncio.Future) -> None:
-        turns.leave(slot)
-        if not done.cancelled():
-            done.exception()  # mark the exception as retrieved, also if no task waits
-
-    running.add_done_callback(ended)
-    try:
-        return await asyncio.shield(running)
-    finally:
-        del running  # an exception in it would keep this frame, and so itself and the texts, alive
 
 
 def max_characters(max_model_len: int) -> int:

@@ -5,13 +5,26 @@ waiting time.
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
+import random
+import threading
+import time
 from dataclasses import dataclass, field
+from typing import Any
 
+import httpx2 as httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.server.admission import MAX_RETRY_AFTER_S, Admission
+from quire.frontend.server.http import call
+from quire.frontend.server.http.content_encoding import Gunzip
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.routes.tokenize import LONG_TOKENS
+from quire.frontend.server.turns import chat_turn
+from quire.frontend.server.turns.tokenizing import LONG_TEXT
+from quire.tests.frontend.server.scripted import ScriptedEngine, scripted_app, talk
 
 
 class Clock:
@@ -407,3 +420,84 @@ def test_a_refusal_has_a_retry_after() -> None:
         )
 
     in_world(test, 1, 2, 100, clock=clock)
+
+
+ALL_HAVE_ARRIVED = threading.Event()
+
+
+def slowly(function):
+    def run(*args, **options):
+        ALL_HAVE_ARRIVED.wait(30)
+        time.sleep(0.01)
+        return function(*args, **options)
+
+    return run
+
+
+def large_body(monkeypatch, engine) -> dict[str, Any]:
+    monkeypatch.setattr(call, "decode_body", slowly(call.decode_body))
+    body = json.dumps({"prompt": "Hi."}) + " " * call.LARGE_BODY
+    return {"url": "/v1/completions", "content": body}
+
+
+def compressed_body(monkeypatch, engine) -> dict[str, Any]:
+    unpack = Gunzip.feed
+    monkeypatch.setattr(Gunzip, "feed", slowly(unpack))
+    user = random.Random(0).randbytes(2 * call.SMALL_CHUNK).hex()
+    body = gzip.compress(json.dumps({"prompt": "Hi.", "user": user}).encode())
+    headers = {"content-encoding": "gzip"}
+    return {"url": "/v1/completions", "content": body, "headers": headers}
+
+
+def slow_template(monkeypatch, engine) -> dict[str, Any]:
+    monkeypatch.setattr(chat_turn, "_render_at_once", lambda render: None)
+    tokenizer = engine.tokenizer
+    render = slowly(tokenizer.apply_chat_template)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", render)
+    return {"url": "/v1/chat/completions", "json": {"messages": [{"role": "user", "content": "H"}]}}
+
+
+def long_text(monkeypatch, engine) -> dict[str, Any]:
+    tokenizer = engine.tokenizer
+    monkeypatch.setattr(tokenizer, "encode_batch", slowly(tokenizer.encode_batch))
+    return {"url": "/tokenize", "json": {"prompt": "a " * LONG_TEXT}}
+
+
+def many_tokens(monkeypatch, engine) -> dict[str, Any]:
+    tokenizer = engine.tokenizer
+    monkeypatch.setattr(tokenizer, "decode_batch", slowly(tokenizer.decode_batch))
+    return {"url": "/detokenize", "json": {"tokens": [5] * LONG_TOKENS}}
+
+
+@pytest.mark.parametrize(
+    "work", [large_body, compressed_body, slow_template, long_text, many_tokens]
+)
+def test_the_work_of_one_key_delays_no_other_at_any_shared_queue(work, monkeypatch) -> None:
+    """Sixteen requests of one key come before one of another. Grammars have a queue of their own
+    (tests/executor/sampling/test_grammar_queue.py), and so does the engine.
+    """
+    engine = ScriptedEngine(["hi"])
+    asked = work(monkeypatch, engine)
+    ALL_HAVE_ARRIVED.clear()
+    app, ended = scripted_app(engine, api_key=["one", "two"]), []
+
+    async def send(client: httpx.AsyncClient, key: str) -> None:
+        headers = asked.get("headers", {}) | {"authorization": f"Bearer {key}"}
+        answer = await client.post(**asked | {"headers": headers})
+        assert answer.status_code == 200, answer.text
+        ended.append(key)
+
+    async def send_all(client: httpx.AsyncClient) -> None:
+        tasks = []
+        for key in ["one"] * 16 + ["two"]:
+            tasks.append(asyncio.create_task(send(client, key)))
+            await asyncio.sleep(0)
+        turns = app.state.work_turns
+        async with asyncio.timeout(30):
+            while turns.num_running + turns.num_waiting < len(tasks):
+                await asyncio.sleep(0.01)
+        ALL_HAVE_ARRIVED.set()
+        await asyncio.gather(*tasks)
+
+    talk(app, send_all)
+    assert len(ended) == 17 and ended.index("two") < 8, ended

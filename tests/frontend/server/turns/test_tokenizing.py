@@ -9,16 +9,14 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from quire.frontend.server.admission import Admission
+from quire.frontend.server.admission import NUM_THREADS, Admission, in_turn
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.state import NUM_TOKENIZER_THREADS
 from quire.frontend.server.turns.tokenizing import (
     HUGE_TEXT,
     LONG_TEXT,
     SLICE,
     check_length,
-    in_turn,
     max_characters,
     slices,
     tokenize_all,
@@ -31,7 +29,7 @@ def state(max_model_len: int = 10**9, tokenizer=None) -> SimpleNamespace:
     return SimpleNamespace(
         ready_engine=lambda: SimpleNamespace(tokenizer=tokenizer or tiny_tokenizer()),
         max_model_len=max_model_len,
-        tokenizing=Admission(NUM_TOKENIZER_THREADS, 100, 10**9),
+        work_turns=Admission(NUM_THREADS, 100, 10**9),
     )
 
 

@@ -239,6 +239,14 @@ class Mock:
             "num_finished": self.num_finished,
             "has_chat_template": self.has_chat_template,
             "loras": self.loras,
+            "default_sampling_params": {
+                "temperature": 0.7,
+                "top_p": 0.9,
+                "top_k": -1,
+                "min_p": 0.0,
+                "max_tokens": None,
+                "repetition_penalty": 1.1,
+            },
             "adapters": self.adapters,
             **self.restarts,
         }

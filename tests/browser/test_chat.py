@@ -7,6 +7,7 @@ Not run by default; conftest.py says how.
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from quire.tests.browser.steps import last_answer, send, send_and_wait, wait_for, wait_until
@@ -135,6 +136,49 @@ def test_markdown_is_complete(page) -> None:
     picture = answer.locator("a:text-is('a loaf')")  # a link: nothing is loaded
     assert picture.get_attribute("href") == "https://example.org/loaf.png"
     assert answer.locator("img").count() == 0
+
+
+def test_formulas_and_code_are_set(page) -> None:
+    send_and_wait(page, "math")
+    answer = page.locator(".answer .text")
+    assert answer.locator("math").count() == 6
+    assert answer.locator(".formula.display math mfrac").count() >= 2
+    # on a line of their own, in a list, in a cell of a table; money and code are none
+    assert answer.locator("li .formula.display math").count() == 1
+    assert answer.locator("td .formula math").text_content() == "π"
+    text = last_answer(page)
+    assert "It costs $5 or $6, and \\(not math\\) is code." in text
+    # what is no formula, and what a formula may not do, stays as it is written
+    assert "\\(\\frac{1\\)" in text and "\\(\\href{javascript:alert(1)}{x}\\)" in text
+    assert answer.locator("a").count() == 0
+    code = answer.locator(".block pre code")
+    source = (Path(__file__).parent / "answers" / "math.md").read_text()
+    assert code.inner_text() == source.split("```python\n")[1].split("\n```")[0]
+    assert code.locator(".t-keyword").all_inner_texts() == ["def", "return"]
+    assert code.locator(".t-comment").inner_text() == "# a comment"
+    colours = {
+        code.locator(where).first.evaluate("e => getComputedStyle(e).color")
+        for where in (".t-keyword", ".t-comment", ".t-function", ".t-string")
+    }
+    assert len(colours) == 4
+
+
+def test_empty_fields_show_what_applies(page, mock) -> None:
+    page.click("#parameters-open")
+    shown = {
+        name: page.get_attribute(f"#fields [name={name}]", "placeholder")
+        for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens")
+    }
+    assert shown == {
+        "temperature": "0.7",
+        "top_p": "0.9",
+        "top_k": "all",
+        "min_p": "0",
+        "repetition_penalty": "1.1",
+        "max_tokens": "≤ 2,048",
+    }
+    page.click("#mode")  # completion
+    assert page.get_attribute("#fields [name=max_tokens]", "placeholder") == "256"
 
 
 def test_a_stream_keeps_the_blocks_that_are_complete(page, mock) -> None:

@@ -5,6 +5,9 @@ Must not know: how the page stores them.
 Not run by default; conftest.py says how.
 """
 
+import json
+from pathlib import Path
+
 import pytest
 from quire.tests.browser.steps import last_answer, send, send_and_wait, wait_for, wait_until
 
@@ -156,3 +159,36 @@ def test_a_stored_conversation_is_sanitized_like_an_answer(page) -> None:
     page.wait_for_selector(".answer .meta button")
     page.click("#list-open")
     assert page.evaluate("window.hacked") is None and page.locator("#chat img").count() == 0
+
+
+def test_conversations_are_renamed_searched_and_exported(page, mock) -> None:
+    for message in ("short", "story"):
+        send_and_wait(page, message)
+        page.click("#new")
+    page.click("#list-open")
+    names = page.locator("#list-rows .name")
+    assert names.all_inner_texts() == ["story", "short"]
+    page.click("[aria-label='Rename “short”']")
+    page.fill("#list-rows input", "Yes or no?")
+    page.press("#list-rows input", "Enter")
+    assert names.all_inner_texts() == ["story", "Yes or no?"]
+    page.click("[aria-label='Rename “story”']")
+    page.press("#list-rows input", "Escape")
+    assert names.all_inner_texts() == ["story", "Yes or no?"] and page.is_visible("#list")
+    page.fill("#list-search", "YES.")  # the answer's text
+    assert names.all_inner_texts() == ["Yes or no?"]
+    assert page.inner_text("#list-told") == "1 of 2 match."
+    with page.expect_download() as download:
+        page.click("[aria-label='Export “Yes or no?”']")
+    assert download.value.suggested_filename == "Yes-or-no-.md"
+    text = Path(download.value.path()).read_text()
+    assert text.startswith("# Yes or no?\n\n")
+    assert text.endswith("## You\n\nshort\n\n## Answer\n\nYes.\n")
+    with page.expect_download() as download:
+        page.click("#export-all")
+    exported = json.loads(Path(download.value.path()).read_text())
+    assert [one["title"] for one in exported] == ["story", "Yes or no?"]
+    # the name stays when the conversation goes on
+    page.click("#list-rows .pick")
+    send_and_wait(page, "short")
+    assert page.inner_text("#title") == "Yes or no?"

@@ -350,3 +350,11 @@ def test_an_api_key_is_requested_and_kept_in_this_tab(open_page, mock) -> None:
     assert asked.value.headers["authorization"] == "Bearer secret"
     stores = "[sessionStorage.getItem('quire-key'), localStorage.getItem('quire-key')]"
     assert page.evaluate(stores) == ["secret", None]
+    # a wrong key says so, and opens its form again
+    page.wait_for_selector("#health:has-text('wrong API key')")
+    assert "The server does not accept this key." in page.inner_text("#key-told")
+    assert page.is_visible("#key-form") and page.get_attribute("#key", "aria-invalid") == "true"
+    mock.mode = "ready"
+    page.press("#key", "Enter")
+    page.wait_for_selector("#health[data-is=ready]")
+    assert page.locator("#key-told").is_hidden()

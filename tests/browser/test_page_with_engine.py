@@ -130,6 +130,16 @@ def test_a_traced_step_is_a_flame_chart(open_page, address_with_admin) -> None:
     page.wait_for_selector(".flame button[aria-label*='gate_up_proj']", timeout=30_000)
     for name in ("step: execute", "stages: model"):
         assert page.locator(f".flame button[aria-label='{name}']").count() == 1
+    rows = page.locator(".flame .row > span")
+    assert rows.all_inner_texts()[:3] == ["step", "stages", "thread 0"]
+    kinds = page.locator(".flame .kinds li").all_inner_texts()
+    assert any(kind.startswith("linear ") and kind.endswith(" µs") for kind in kinds)
+    colours = page.locator(".flame .kinds i").evaluate_all("es => es.map(e => e.style.background)")
+    assert len(set(colours)) == min(len(kinds), 18)
+    # a bar never reaches beyond its row, and its text never beyond the bar
+    for where in (".flame .lane", ".flame button"):
+        hidden = "es => es.map((e) => getComputedStyle(e).overflowX)"
+        assert set(page.locator(where).evaluate_all(hidden)) == {"hidden"}
     page.locator(".flame button[aria-label*='gate_up_proj']").first.dispatch_event("click")
     shown = page.inner_text(".flame dl")
     assert "· [1280, 256]ᵀ" in shown and "weights: " in shown and " allows" in shown
@@ -139,11 +149,15 @@ def test_a_traced_step_is_a_flame_chart(open_page, address_with_admin) -> None:
 def test_the_second_of_two_models_is_chosen(open_page, two_models) -> None:
     """It is loaded by its first message; the engine's half and a reload keep to it."""
     page = open_page(str(two_models.base_url))
+    failed: list[str] = []
+    page.on("response", lambda one: failed.append(one.url) if one.status >= 400 else None)
     names = page.locator("#models option").all_text_contents()
     assert names == ["first", "second"] and page.input_value("#models") == "first"
     page.select_option("#models", "second")
     page.wait_for_selector("#health[data-is=absent]")
     assert page.input_value("#models") == "second"
+    page.wait_for_timeout(2500)  # two polls more
+    assert failed == []  # each would be an error in the browser's console
     send(page, "What is 12 + 30?")
     page.wait_for_selector(".answer .meta button", timeout=90_000)
     assert page.inner_text(".answer .text").strip()

@@ -55,6 +55,7 @@ function showMode() {
     ? "Chat uses the model's template. Completion sends the text as it is."
     : "This model has no chat template.";
   showSend();
+  if (engine.state?.default_sampling_params) showDefaults(engine.state, now === "chat");
   if (shownMode === now) return;
   shownMode = now;
   put($("mode"), `Mode: ${now}`);
@@ -62,7 +63,6 @@ function showMode() {
   put($("welcome-text"), words.text);
   $("prompt").placeholder = words.prompt;
   fields.system.closest("label").hidden = now !== "chat";
-  fields.max_tokens.placeholder = now === "chat" ? "default" : COMPLETION_TOKENS;
   $("starters").replaceChildren(
     ...words.starters.map((textContent) => {
       const onclick = () => send(textContent);

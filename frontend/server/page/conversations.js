@@ -38,7 +38,7 @@ function storedConversations() {
 function save() {
   if (!turns.length) return;
   Object.assign(conversation, {
-    title: turns[0].content.trim().replace(/\s+/g, " ").slice(0, 90),
+    title: conversation.isNamed ? conversation.title : turns[0].content.trim().replace(/\s+/g, " ").slice(0, 90),
     model: engine.model,
     changed: Date.now(),
     turns: turns.map(({ role, content, reasoning, plain, told, stopped, failure }) => {
@@ -105,6 +105,7 @@ const showList = panel($("list-open"), $("list"), {
   onOpen() {
     deleted = [];
     put($("list-told"), "");
+    $("list-search").value = "";
     listConversations();
     ($("list-rows").querySelector("button") || $("list-open")).focus();
   },
@@ -117,8 +118,71 @@ function when(time) {
   return date.toLocaleString("en-GB", form);
 }
 
+/* Whether a conversation has all words of the search, in its title or its messages. */
+function matches(one, words) {
+  const text = [one.title, ...one.turns.map((turn) => turn.content)].join("\n").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+$("list-search").oninput = () => listConversations();
+
+function saveFile(name, type, text) {
+  const href = URL.createObjectURL(new Blob([text], { type }));
+  h("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 10_000);
+}
+const fileName = (title) => title.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60) || "conversation";
+
+/* A conversation as Markdown; all of them as JSON, which has what the page knows of them. */
+function exportOne(one) {
+  const parts = one.turns.map(({ role, content }) => `## ${role === "user" ? "You" : "Answer"}\n\n${content}\n`);
+  const about = [when(one.changed), one.model].filter(Boolean).join(", ");
+  const text = `# ${one.title || "Untitled"}\n\n${about}\n\n${parts.join("\n")}`;
+  saveFile(`${fileName(one.title)}.md`, "text/markdown", text);
+}
+$("export-all").onclick = () =>
+  saveFile("conversations.json", "application/json", JSON.stringify(storedConversations(), null, 1));
+
+/* Puts a field in the place of the title of a row. Enter takes the name, Escape leaves it. */
+function rename(one, row) {
+  const field = h("input", { value: one.title, maxLength: 90 });
+  field.setAttribute("aria-label", "Name of the conversation");
+  const box = h("form", { className: "pick" }, field);
+  let isOver = false;
+  const end = (title) => {
+    if (isOver) return;
+    isOver = true;
+    const now = title.trim() && stored(ENTRY + one.id);
+    if (now) {
+      Object.assign(now, { title: title.trim(), isNamed: true });
+      remember(browserStore, ENTRY + one.id, JSON.stringify(now));
+      if (one.id === conversation.id) {
+        Object.assign(conversation, { title: now.title, isNamed: true });
+        put($("title"), now.title);
+      }
+    }
+    listConversations();
+  };
+  box.onsubmit = (event) => {
+    event.preventDefault();
+    end(field.value);
+  };
+  field.onkeydown = (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    end("");
+  };
+  field.onblur = () => end(field.value);
+  row.querySelector(".pick").replaceWith(box);
+  field.select();
+  field.focus();
+}
+
 function listConversations() {
-  const all = storedConversations();
+  const every = storedConversations();
+  const words = $("list-search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const all = every.filter((one) => matches(one, words));
+  $("list-search").hidden = every.length < 2;
+  $("export-all").hidden = !every.length;
   $("list-rows").replaceChildren(
     ...all.map((one) => {
       const title = h("span", { className: "name", textContent: one.title || "Untitled" });
@@ -134,14 +198,20 @@ function listConversations() {
       const drop = h("button", { type: "button", className: "plain", textContent: "Delete" });
       drop.setAttribute("aria-label", `Delete “${one.title}”`);
       drop.onclick = () => deleteConversations([one]);
-      return h("li", {}, pick, drop);
+      const name = button("Rename", () => rename(one, row));
+      name.setAttribute("aria-label", `Rename “${one.title}”`);
+      const file = button("Export", () => exportOne(stored(ENTRY + one.id) || one));
+      file.setAttribute("aria-label", `Export “${one.title}”`);
+      const row = h("li", {}, pick, h("span", { className: "row-buttons" }, name, file, drop));
+      return row;
     }),
   );
-  $("delete-all").hidden = all.length < 2;
+  $("delete-all").hidden = every.length < 2;
   $("undo").hidden = !deleted.length;
   if (deleted.length) put($("list-told"), `Deleted ${several(deleted.length, "conversation")}.`);
-  else if (!$("list-told").textContent)
-    put($("list-told"), all.length ? KEPT_WHERE : "No conversation yet.");
+  else if (words.length) put($("list-told"), `${whole(all.length)} of ${whole(every.length)} match.`);
+  else if (!$("list-told").textContent || / match\.$/.test($("list-told").textContent))
+    put($("list-told"), every.length ? KEPT_WHERE : "No conversation yet.");
 }
 
 function choose(one) {

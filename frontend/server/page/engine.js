@@ -36,10 +36,12 @@ async function poll() {
   const begin = performance.now();
   let wait;
   try {
-    const answer = await call(ofModel(`v1/engine/state?since=${engine.since}`), {
-      signal: asking.signal,
-    });
-    take(await answer.json());
+    const path = `v1/engine/state?errors=body&since=${engine.since}`;
+    const answer = await call(ofModel(path), { signal: asking.signal });
+    const state = await answer.json();
+    if (state.error) throw new Refusal(state.error.message, 503, state);
+    tellKey(null);
+    take(state);
     health("ready");
     const isUnseen = narrow.matches && document.body.dataset.view === "chat";
     wait = engine.idle ? 1000 : isUnseen ? 700 : 250;
@@ -55,7 +57,7 @@ async function poll() {
 
 function health(is, words) {
   const ready = engine.idle ? "idle" : "at work";
-  const others = { absent: "not loaded", gone: "no engine", locked: "asks for a key" };
+  const others = { absent: "not loaded", gone: "no engine", locked: apiKey ? "wrong API key" : "asks for a key" };
   const labels = { ready, loading: "loading", ...others };
   $("health").dataset.is = is;
   put($("health"), labels[is] || "connecting");
@@ -71,7 +73,8 @@ function health(is, words) {
 function trouble(error) {
   if (error.status === 401 || error.status === 403) {
     health("locked");
-    return 3000;
+    tellKey(error);
+    return 60_000; // the form asks at once
   }
   if (error.body?.error?.code === "model_not_loaded") {
     health("absent"); // the next message loads it

@@ -5,13 +5,11 @@
 
 /* A StepTrace and Limits (ipc/trace.py) -> an element. */
 const flameChart = (() => {
-  const COLORS = ["#8ecae6", "#ffb703", "#b5e48c", "#f4a261", "#cdb4db", "#90e0ef", "#e5989b"];
-
-  function colorOf(name) {
-    let sum = 0;
-    for (const letter of name) sum = (sum * 31 + letter.charCodeAt(0)) % 9973;
-    return COLORS[sum % COLORS.length];
-  }
+  const COLORS = [
+    "#8ecae6", "#ffb703", "#b5e48c", "#f4a261", "#cdb4db", "#90e0ef", "#e5989b",
+    "#c9ada7", "#e9c46a", "#a3b18a", "#f7a1c4", "#9fb4ff", "#d4d700", "#80ced7",
+    "#d5bdaf", "#b8b8ff", "#ffd6a5", "#99d98c",
+  ];
 
   /* Of the limit that memory bandwidth or arithmetic sets, whichever takes longer. */
   function limitOf(kernel, limits) {
@@ -59,11 +57,30 @@ const flameChart = (() => {
           const row = `thread ${thread}`;
           if (!rows.has(row)) rows.set(row, []);
           const name = `${kernel.module} ${kernel.op}`;
-          rows.get(row).push({ name, begin, seconds: until - begin, about });
+          rows.get(row).push({ name, kind: kernel.op, begin, seconds: until - begin, about });
         }
       }
     }
     return rows;
+  }
+
+  /* What the colour of a bar says: its operation, or its part of the step. */
+  const kindOf = (bar) => bar.kind || bar.name;
+
+  /* The colours, those with the most time first. Threads work at the same time, so that the time of
+     an operation is that of all threads together. */
+  function legendOf(kinds) {
+    const list = document.createElement("ul");
+    list.className = "kinds";
+    list.setAttribute("aria-label", "Colours of the bars");
+    const found = [...kinds].sort((a, b) => b[1].seconds - a[1].seconds);
+    for (const [kind, { color, seconds }] of found) {
+      const item = document.createElement("li"), swatch = document.createElement("i");
+      swatch.style.background = color;
+      item.append(swatch, `${kind} ${(1e6 * seconds).toFixed(0)} µs`);
+      list.append(item);
+    }
+    return list;
   }
 
   function show(list, about) {
@@ -87,11 +104,15 @@ const flameChart = (() => {
       `Step ${step.step}: ${num_tokens} tokens computed, ${step.num_tokens} sampled, ` +
       `${(1e3 * total).toFixed(3)} ms`;
     chart.append(heading);
+    const kinds = new Map(); // what a colour says -> { color, seconds of all its bars }
     for (const [name, bars] of rowsOf(step, limits)) {
       const row = document.createElement("div"), title = document.createElement("span");
       row.className = "row";
-      title.textContent = bars.length ? "" : name;
+      title.textContent = name;
       row.append(title);
+      const lane = document.createElement("div");
+      lane.className = "lane";
+      row.append(lane);
       for (const bar of bars) {
         const button = document.createElement("button");
         button.type = "button";
@@ -100,13 +121,17 @@ const flameChart = (() => {
         button.textContent = bar.name;
         button.style.left = `${(100 * (bar.begin - begin)) / total}%`;
         button.style.width = `${(100 * bar.seconds) / total}%`;
-        button.style.background = colorOf(bar.name.replace(/\d+/g, ""));
+        const kind = kindOf(bar);
+        const known = kinds.get(kind) || { color: COLORS[kinds.size % COLORS.length], seconds: 0 };
+        known.seconds += bar.seconds;
+        kinds.set(kind, known);
+        button.style.background = known.color;
         button.addEventListener("click", () => show(details, bar.about));
-        row.append(button);
+        lane.append(button);
       }
       chart.append(row);
     }
-    chart.append(details);
+    chart.append(legendOf(kinds), details);
     return chart;
   }
 

@@ -44,6 +44,16 @@ function closePanels() {
 
 const showKey = panel($("key-open"), $("key-form"), { onOpen: () => $("key").focus() });
 $("key").value = apiKey;
+/* What the server said of the key; null: it takes it. */
+function tellKey(error) {
+  const isWrong = Boolean(error && apiKey);
+  $("key").setAttribute("aria-invalid", isWrong);
+  $("key-told").hidden = !isWrong;
+  put($("key-told"), isWrong ? `The server does not accept this key. ${error.message}` : "");
+  if (isWrong && error.status === 401 && apiKey !== toldKey) showKey(true);
+  if (isWrong) toldKey = apiKey;
+}
+let toldKey = ""; // a key that was refused before does not open the form again
 $("key-form").onsubmit = (event) => {
   event.preventDefault();
   apiKey = $("key").value.trim();

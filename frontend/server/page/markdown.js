@@ -4,7 +4,8 @@
    2. DOMPurify keeps the tags and attributes listed here, and returns nodes, not a string.
    3. The page's policy allows no script but the page's own, loads no image, and lets only
       DOMPurify turn a string into HTML (Trusted Types).
-   4. An image is a link: nothing is loaded before a click. */
+   4. An image is a link: nothing is loaded before a click.
+   Formulas and colours of code are made as nodes, by Temml and from Prism's tokens. */
 
 const ALLOWED = {
   ALLOWED_TAGS: (
@@ -22,7 +23,71 @@ const asText = (text) => {
   const codes = { "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#39;" };
   return text.replace(/[&<>"']/g, (character) => codes[character]);
 };
+/* `\\(…\\)` within a line, `\\[…\\]` and `$$…$$` as a block. A single $ is money more often. */
+const INLINE_MATH = /^\\\(((?:[^\\]|\\(?!\)))+?)\\\)/;
+const DISPLAY_MATH = /^(?:\\\[([^]+?)\\\]|\$\$([^]+?)\$\$)/;
+const formula = (className) => ({
+  renderer: ({ tex }) => `<code class="${className}">${asText(tex)}</code>`,
+});
+const MATH = [
+  {
+    name: "math",
+    level: "inline",
+    start: (source) => source.search(/\\[([]|\$\$/),
+    tokenizer(source) {
+      const inline = INLINE_MATH.exec(source);
+      if (inline) return { type: "math", raw: inline[0], tex: inline[1] };
+      const display = DISPLAY_MATH.exec(source);
+      if (display) return { type: "display", raw: display[0], tex: display[1] ?? display[2] };
+    },
+    ...formula("math"),
+  },
+  {
+    name: "display",
+    level: "block",
+    start: (source) => source.search(/^ {0,3}(?:\\\[|\$\$)/m),
+    tokenizer(source) {
+      const indent = /^ {0,3}/.exec(source)[0];
+      const found = DISPLAY_MATH.exec(source.slice(indent.length));
+      const rest = found && source.slice(indent.length + found[0].length);
+      if (!found || !/^[ \t]*(?:\n|$)/.test(rest)) return;
+      const end = /^[ \t]*\n*/.exec(rest)[0];
+      return { type: "display", raw: indent + found[0] + end, tex: found[1] ?? found[2] };
+    },
+    ...formula("display"),
+  },
+];
+
+/* A formula as MathML; as it is written, where it is no formula. */
+function mathOf(tex, displayMode) {
+  const box = h("span", { className: displayMode ? "formula display" : "formula" });
+  try {
+    temml.render(tex, box, { displayMode, throwOnError: true, trust: false, maxExpand: 500 });
+  } catch {
+    put(box, displayMode ? `\\[${tex}\\]` : `\\(${tex}\\)`);
+  }
+  return box;
+}
+
+/* Shows code in the colours of its language, where Prism knows it. */
+const LANGUAGES = { sh: "bash", shell: "bash", console: "bash", "c++": "cpp", golang: "go", jsonc: "json" };
+const MOST_COLOURED = 50_000; // characters; a longer text stays plain
+function paintCode(code, text, language) {
+  const name = language.toLowerCase();
+  const grammar = Object.hasOwn(Prism.languages, name)
+    ? Prism.languages[name]
+    : Prism.languages[LANGUAGES[name]];
+  const isKnown = typeof grammar === "object" && text.length <= MOST_COLOURED;
+  const nodeOf = (token) => {
+    if (typeof token === "string") return token;
+    const inner = [token.content].flat().map(nodeOf);
+    return h("span", { className: `t-${token.type}` }, ...inner);
+  };
+  code.replaceChildren(...(isKnown ? Prism.tokenize(text, grammar).map(nodeOf) : [text]));
+}
+
 const markdown = new marked.Marked({
+  extensions: MATH,
   gfm: true,
   breaks: true, // models break lines where they mean it
   tokenizer: {
@@ -61,7 +126,8 @@ function copyButton(text) {
 }
 
 function codeBlock(text, language) {
-  const code = h("code", { textContent: text });
+  const code = h("code");
+  paintCode(code, text, language || "");
   const name = h("span", { textContent: language || "code" });
   const head = h(
     "header",
@@ -79,6 +145,8 @@ function clean(html) {
   const fragment = DOMPurify.sanitize(html, ALLOWED);
   for (const link of fragment.querySelectorAll("a[href]"))
     Object.assign(link, { target: "_blank", rel: "noopener noreferrer nofollow" });
+  for (const code of fragment.querySelectorAll("code.math, code.display"))
+    code.replaceWith(mathOf(code.textContent, code.className === "display"));
   for (const pre of fragment.querySelectorAll("pre")) {
     const language = (pre.firstElementChild?.className || "").replace(/^language-/, "");
     pre.replaceWith(codeBlock(pre.textContent.replace(/\n$/, ""), language));
@@ -106,7 +174,7 @@ function renderMarkdown(element, text) {
     if (old && old.isCode === isCode && old.key === key) {
       blocks.push(old);
     } else if (old && old.isCode && isCode && old.language === languageOf(token.lang)) {
-      old.nodes[0].querySelector("code").textContent = token.text;
+      paintCode(old.nodes[0].querySelector("code"), token.text, old.language);
       blocks.push({ ...old, key });
     } else {
       const language = languageOf(token.lang);

@@ -25,6 +25,19 @@ for (const [name, label, kind] of FIELDS) {
   $("fields").append(h("label", { className: kind === "text" ? "wide" : "" }, label, input));
 }
 
+/* Shows what applies to a field that is left empty: the server's defaults for this model. */
+function showDefaults({ default_sampling_params: defaults, max_model_len }, isChat) {
+  const shown = {
+    ...defaults,
+    top_k: defaults.top_k > 0 ? defaults.top_k : "all",
+    max_tokens: isChat ? (defaults.max_tokens ?? `≤ ${whole(max_model_len)}`) : COMPLETION_TOKENS,
+    seed: "random",
+    stop: "none",
+  };
+  for (const name of Object.keys(fields))
+    if (name !== "system") fields[name].placeholder = String(shown[name] ?? "default");
+}
+
 function showParameters(open) {
   $("parameters").hidden = !open;
   $("parameters-open").setAttribute("aria-expanded", open);

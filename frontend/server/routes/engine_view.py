@@ -18,16 +18,34 @@ from ..request_log import MAX_REQUESTS, FinishedRequest
 from ..state import ServerState
 from ..time_line import chrome_trace, summary_of, time_line
 
+WAITING = ("model_loading", "model_not_loaded")  # no failures
+SHOWN_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "max_tokens",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 MAX_CELLS = 4096  # characters of the block map; with more blocks, several share one character
 
 
 def routes(state: ServerState) -> list[Route]:
     async def engine_state(request: Request) -> Response:
         """`since`: the number of the last step that the caller has seen, -1 for none; the response
-        contains the later steps.
+        contains the later steps. `errors=body`: while the model is not loaded, the error object
+        comes with status 200.
         """
         since = integer(request, "since", default=-1, least=-1, most=2**63 - 1)
-        engine = state.ready_engine()
+        try:
+            engine = state.ready_engine()
+        except ApiError as error:
+            # a page that polls: browsers log each status above 399
+            if request.query_params.get("errors") == "body" and error.code in WAITING:
+                return Json(error.in_format())
+            raise
         observed = await engine.observe(since, MAX_CELLS)
         config = engine.config
         about = {
@@ -44,6 +62,10 @@ def routes(state: ServerState) -> list[Route]:
             "last_gap_s": engine.client.restarts.last_gap_s,
             "standby_is_ready": engine.client.standby_is_ready,
             "has_chat_template": bool(state.template_text),
+            # what applies to a request that does not say otherwise
+            "default_sampling_params": {
+                name: getattr(engine.get_default_sampling_params(), name) for name in SHOWN_DEFAULTS
+            },
             "loras": list(state.loras.by_name),  # names that requests may give as `model`
         }
         return Json(observed | about)

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from ..state import ServerState
 
 FOLDER = Path(__file__).parent.parent / "page"
-STYLE_SHEET = re.compile(r'<link rel="stylesheet" href="([\w./]+)" />')
-SCRIPT = re.compile(r'<script src="([\w./]+)"></script>')
+STYLE_SHEET = re.compile(r'<link rel="stylesheet" href="([\w./-]+)" />')
+SCRIPT = re.compile(r'<script src="([\w./-]+)"></script>')
 
 
 def routes(state: ServerState) -> list[Route]:

@@ -200,6 +200,9 @@ def test_views_of_one_engine_take_its_name() -> None:
         absent = await client.get("/v1/engine/state?model=b")
         assert absent.status_code == 503
         assert absent.json()["error"]["code"] == "model_not_loaded"
+        # a page that polls gets the same without a status that its browser would log
+        told = await client.get("/v1/engine/state?model=b&errors=body")
+        assert told.status_code == 200 and told.json() == absent.json()
         await complete(client, model="b")
         for query, number in (("?model=b&limit=5", 1), ("?limit=5", 0)):
             listed = (await client.get("/v1/requests" + query)).json()["data"]

@@ -74,6 +74,8 @@ def test_the_state_of_the_engine(server: httpx.Client) -> None:
     assert (
         state["counters"]["num_generation_tokens"] >= 12 and state["steps"][-1][0] == state["step"]
     )
+    defaults = state["default_sampling_params"]
+    assert defaults["temperature"] == 0.7 and defaults["top_k"] == 50 and defaults["min_p"] == 0.0
     newer = server.get("/v1/engine/state", params={"since": state["step"] - 2}).json()
     assert [step[0] for step in newer["steps"]][:2] == [state["step"] - 1, state["step"]]
 

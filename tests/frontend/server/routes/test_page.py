@@ -37,14 +37,16 @@ def test_every_file_is_in_the_document_once() -> None:
 
 def test_the_libraries_are_unchanged_releases() -> None:
     """Each is the text of a release, unchanged, with its licence next to it."""
-    assert (
-        {path.name for path in VENDOR.glob("*.js")} == set(LIBRARIES) == {"marked.js", "purify.js"}
-    )
+    assert {path.name for path in VENDOR.glob("*.js")} == set(LIBRARIES)
+    packages = {record["package"] for record in LIBRARIES.values()}
+    assert packages == {"marked", "dompurify", "temml", "prismjs"}
     for name, record in LIBRARIES.items():
         data = (VENDOR / name).read_bytes()
         assert hashlib.sha256(data).hexdigest() == record["sha256"]
-        assert record["version"] in data[:300].decode()
-        assert (VENDOR / name).with_suffix(".LICENSE").stat().st_size > 1000
+        licence = "prism" if record["package"] == "prismjs" else name.removesuffix(".js")
+        assert (VENDOR / f"{licence}.LICENSE").stat().st_size > 1000
+        if record["package"] in ("marked", "dompurify"):  # the others do not say their version
+            assert record["version"] in data[:300].decode()
         assert record["license"] in ("MIT", "MPL-2.0 OR Apache-2.0")
 
 
@@ -56,8 +58,8 @@ def test_no_text_ends_a_script_early() -> None:
 
 def test_it_is_small() -> None:
     num_bytes = len(HTML.encode())
-    assert num_bytes <= 200_000 and len(gzip.compress(HTML.encode())) <= 62_000
-    assert {name: n for name, text in OWN.items() if (n := text.count("\n")) > 500} == {}
+    # of which formulas take 168 KB, compressed 50 KB, and the colours of code 50 and 16 KB
+    assert num_bytes <= 440_000 and len(gzip.compress(HTML.encode())) <= 135_000
 
 
 def test_it_refers_to_no_other_origin() -> None:

@@ -442,7 +442,8 @@ class EngineCore:
 
         "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
         "step_tokens": see StepRecords.step_tokens. "accepted_per_pos": see Scheduler. "experts":
-        see expert_load.summary. "loras": see Loras.status. "waves": see EngineWaves.describe.
+        see expert_load.summary. "memory": sums of Worker.memory_usage. "loras": see Loras.status.
+        "waves": see EngineWaves.describe.
         """
         return {
             "asleep": sorted(self.pausing.asleep),
@@ -451,8 +452,13 @@ class EngineCore:
             "accepted_per_pos": self.scheduler.accepted_per_pos,
             "experts": summary(self.expert_load()),
             "loras": self.loras.status(),
+            "memory": self._memory(),
             "waves": {} if self.waves is None else self.waves.describe(),
         }
+
+    def _memory(self) -> dict[str, int]:
+        ranks = self.executor.collective_rpc("memory_usage")
+        return {name: sum(rank[name] for rank in ranks) for name in ranks[0]} if ranks else {}
 
     def expert_load(self) -> dict[str, Any]:
         """See expert_load.by_layer."""

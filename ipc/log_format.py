@@ -81,7 +81,15 @@ def configure_logging(level: int, log_format: str) -> None:
     make_stderr_lossy()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
-    logging.basicConfig(level=level, handlers=[handler])
+    if not logging.getLogger().handlers:
+        # below INFO libraries tell of themselves only
+        logging.basicConfig(level=max(level, logging.INFO), handlers=[handler])
+        logging.getLogger("quire").setLevel(level)
+
+
+def level_of(name: str) -> int:
+    """The number of a level: "debug", "info", "warning" or "error"."""
+    return logging.getLevelNamesMapping()[name.upper()]
 
 
 def current_format() -> str:

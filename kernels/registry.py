@@ -218,7 +218,7 @@ def select(
         _check_op("kernels", op)
         _check_name("kernels", op, name)
     table = OpTable({op: _choose(op, facts, overrides.get(op)) for op in CONTRACTS})
-    logger.info("kernels for %s %s: %s", facts.device, facts.dtype, table)
+    logger.debug("kernels for %s %s: %s", facts.device, facts.dtype, table)
     return table
 
 

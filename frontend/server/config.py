@@ -109,6 +109,13 @@ class ServerConfig(Section, frozen=True):
         Literal["text", "json"],
         Meta(description="Format of the log on stderr, for server and engine."),
     ] = "text"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(
+            description="Least level of the lines in the log, for server and engine. debug: also "
+            "the kernels of each operation."
+        ),
+    ] = "info"
     access_log: Annotated[
         bool, Meta(description="Log one line per request, with the client's address.")
     ] = True

@@ -34,28 +34,41 @@ COMPLETIONS = (1, 2, 5, 10, 20, 50, 100)
 TOKENS = (*(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5)), 1_000_000)
 # name -> what it says, its buckets
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("From a request's arrival to its first token.", TTFT_S),
+    "time_to_first_token_seconds": ("Seconds from a request's arrival to its first token.", TTFT_S),
     "inter_token_latency_seconds": ("Seconds between consecutive tokens.", PER_TOKEN_S),
     "request_time_per_output_token_seconds": (
-        "Mean time per token after the first, one value per request.",
+        "Mean seconds per output token after the first; one value for each request.",
         PER_TOKEN_S,
     ),
-    "e2e_request_latency_seconds": ("From a request's arrival to its end.", REQUEST_S),
+    "e2e_request_latency_seconds": ("Seconds from a request's arrival to its end.", REQUEST_S),
     "request_queue_time_seconds": (
-        "Waiting, in the server's queue and in the engine's.",
+        "Seconds that a request waited, in the server's queue and in the engine's.",
         REQUEST_S,
     ),
     "request_inference_time_seconds": (
-        "From a request's first step to its last token.",
+        "Seconds from a request's first step to its last token.",
         REQUEST_S,
     ),
-    "request_prefill_time_seconds": ("From a request's first step to its first token.", REQUEST_S),
-    "request_decode_time_seconds": ("From a request's first token to its last.", REQUEST_S),
-    "request_prompt_tokens": ("Tokens of the prompt.", TOKENS),
-    "request_generation_tokens": ("Tokens generated, of all completions together.", TOKENS),
-    "request_max_num_generation_tokens": ("Effective max_tokens, times n.", TOKENS),
-    "request_params_n": ("Completions requested.", COMPLETIONS),
-    "request_params_max_tokens": ("max_tokens of requests that set it.", TOKENS),
+    "request_prefill_time_seconds": (
+        "Seconds from a request's first step to its first token.",
+        REQUEST_S,
+    ),
+    "request_decode_time_seconds": ("Seconds from a request's first token to its last.", REQUEST_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKENS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a request that were computed: those that no cache held.",
+        TOKENS,
+    ),
+    "request_generation_tokens": (
+        "Output tokens of a request, all of its completions together.",
+        TOKENS,
+    ),
+    "request_max_num_generation_tokens": (
+        "Output tokens that a request may have at most: max_tokens times n.",
+        TOKENS,
+    ),
+    "request_params_n": ("Completions (n) of a request.", COMPLETIONS),
+    "request_params_max_tokens": ("max_tokens of a request that sets it.", TOKENS),
 }
 
 
@@ -91,6 +104,12 @@ class Histogram:
         return buckets
 
 
+def _computed(metrics: RequestMetrics) -> int | None:
+    if metrics.num_prompt_tokens is None:
+        return None
+    return metrics.num_prompt_tokens - (metrics.num_cached_tokens or 0)
+
+
 class Meters:
     """The meters of one server, with vLLM's names."""
 
@@ -103,7 +122,8 @@ class Meters:
         self.num_body_bytes = 0  # of all active requests
         self.connections_refused: Counter[str] = Counter()  # by code; before the first request
         self.restart_gaps = Histogram(
-            "From an engine's death to a request's next tokens.", REQUEST_S
+            "Seconds from an engine's death to the next tokens of a request that it computed.",
+            REQUEST_S,
         )
         self.histograms = {name: Histogram(*entry) for name, entry in HISTOGRAMS.items()}
 
@@ -136,6 +156,7 @@ class Meters:
             "request_prefill_time_seconds": metrics.prefill_time,
             "request_decode_time_seconds": metrics.decode_time,
             "request_prompt_tokens": metrics.num_prompt_tokens,
+            "request_prefill_kv_computed_tokens": _computed(metrics),
             "request_generation_tokens": None if is_pooling else metrics.num_generation_tokens,
             "request_params_n": None if is_pooling else n,
             "request_params_max_tokens": max_tokens,

@@ -35,7 +35,7 @@ from ....ipc.errors import EngineDeadError
 from ...async_llm import AsyncLLM
 from ..meters import Histogram
 from ..state import ServerState
-from .metric_tables import COUNTERS, LOAD, OWN_COUNTERS, PROMPTS, Table
+from .metric_tables import COUNTERS, LOAD, MEMORY, MEMORY_ABOUT, OWN_COUNTERS, PROMPTS, Table
 
 ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
@@ -141,7 +141,7 @@ class Collector:
         values = (state.model_name, "0" if len(self._of_engines) == 1 else "all")
         by_reason = CounterMetricFamily(
             prefix + "request_success",
-            "Finished requests, by finish reason.",
+            "Requests that have ended, by finish reason; of n completions, that of the last.",
             labels=(*LABELS, "finished_reason"),
         )
         for reason, count in state.meters.requests_by_reason.items():
@@ -174,7 +174,9 @@ class Collector:
         settings = msgspec.structs.asdict(engine.config.cache_config)
         names = (*settings, "num_gpu_blocks", "engine")
         family = GaugeMetricFamily(
-            prefix + "cache_config_info", "The KV cache's settings.", labels=names
+            prefix + "cache_config_info",
+            "1; the labels are the settings of the KV cache.",
+            labels=names,
         )
         for index, counts in self._of_engines.items():
             values = (*settings.values(), counts.get("num_blocks", 0), index)
@@ -186,7 +188,9 @@ class Collector:
         yield from self._of_each(prefix, PROMPTS, CounterMetricFamily)
         families = [
             CounterMetricFamily(
-                prefix + "prompt_tokens_by_source", "Prompt tokens.", labels=(*LABELS, "source")
+                prefix + "prompt_tokens_by_source",
+                "Prompt tokens by where their KV entries came from: computed here, or a cache.",
+                labels=(*LABELS, "source"),
             ),
             GaugeMetricFamily(
                 prefix + "num_requests_waiting_by_reason",
@@ -249,13 +253,13 @@ class Collector:
                 requests[route, method, f"{status // 100}xx"] += count
         yield _by(
             "http_requests",
-            "Finished HTTP requests, probes excluded.",
+            "HTTP requests that were answered, or whose client left, without probes and scrapes.",
             ("handler", "method", "status"),
             requests,
         )
         yield _histogram(
             "http_request_duration_seconds",
-            "Seconds to serve an HTTP request, streaming included.",
+            "Seconds from an HTTP request's arrival to the end of its answer, streams included.",
             ("handler", "method"),
             {
                 (route, method): histogram
@@ -269,46 +273,54 @@ class Collector:
         admission = self._state.admission
         yield GaugeMetricFamily(
             "quire:engine_up",
-            "Whether the engine answered this scrape.",
+            "1 if all engines answered this scrape, else 0.",
             value=int(bool(self._engines_up) and all(self._engines_up)),
         )
         if len(self._engines_up) > 1:
             yield _by(
                 "quire:replica_up",
-                "Whether each engine answered this scrape.",
+                "1 if the engine answered this scrape, else 0.",
                 ("engine",),
                 dict(enumerate(map(int, self._engines_up))),
                 GaugeMetricFamily,
             )
-        for name in OWN_COUNTERS:
-            yield CounterMetricFamily(
-                f"quire:{name}",
-                "See frontend/telemetry/stats.py.",
-                value=self._own.get(name, 0),
-            )
+        for name, about in OWN_COUNTERS.items():
+            yield CounterMetricFamily(f"quire:{name}", about, value=self._own.get(name, 0))
+        yield from self._of_memory()
         yield from self._of_restarts()
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",
-            "Requests whose KV cache is in host memory.",
+            "Preempted requests whose KV entries are in host memory now.",
             value=self._own.get("num_swapped", 0),
         )
         yield GaugeMetricFamily(
             "quire:num_requests_queued",
-            "Requests in the server's queue.",
+            "Requests in the server's own queue now, before the engine's.",
             value=self._num_queued,
         )
         yield GaugeMetricFamily(
             "quire:num_queued_tokens",
-            "Their prompts' tokens.",
+            "Prompt tokens of the requests in the server's own queue now.",
             value=admission.num_waiting_tokens if admission else 0,
         )
         yield _by(
             "quire:requests_rejected",
-            "Requests rejected because the queue was full.",
+            "Requests rejected because the server's queue was full, by the bound that was reached.",
             ("bound",),
             admission.num_refused if admission else {},
         )
         yield from self._of_experts()
+
+    def _of_memory(self) -> Iterator[Metric]:
+        family = GaugeMetricFamily(
+            "quire:engine_memory_bytes", MEMORY_ABOUT, labels=("engine", "kind")
+        )
+        for index, status in self._statuses.items():
+            for key, kind in MEMORY.items():
+                if (num_bytes := status.get("memory", {}).get(key)) is not None:
+                    family.add_metric((str(index), kind), num_bytes)
+        if family.samples:
+            yield family
 
     def _of_experts(self) -> Iterator[Metric]:
         """Two gauges for each layer with experts: those of each expert would be thousands."""
@@ -336,14 +348,14 @@ class Collector:
             gaps.observe(restarts.gaps_s.popleft())
         yield _by(
             "quire:engine_restarts",
-            "Engines that took the place of one that died.",
+            "Engines that took the place of one that died, by cause of the death.",
             ("cause",),
             restarts.by_cause,
         )
         if engine.client.standby_is_ready is not None:
             yield GaugeMetricFamily(
                 "quire:engine_standby_ready",
-                "Whether an engine stands by to take the place of a dead one.",
+                "1 if an engine stands by to take the place of one that dies, else 0.",
                 value=int(engine.client.standby_is_ready),
             )
         yield _histogram("quire:engine_restart_gap_seconds", gaps.about, (), {(): gaps})
@@ -353,23 +365,23 @@ class Collector:
         state, meters = self._state, self._state.meters
         yield _by(
             "quire:connections_refused",
-            "Connections rejected before their first request.",
+            "Connections rejected before their first request, by code of the error.",
             ("code",),
             meters.connections_refused,
         )
         yield GaugeMetricFamily(
             "quire:http_requests_in_flight",
-            "Active HTTP requests.",
+            "HTTP requests that are being answered now, this scrape included.",
             value=meters.num_http_requests,
         )
         yield GaugeMetricFamily(
             "quire:http_body_bytes",
-            "Bytes of the bodies of active HTTP requests.",
+            "Bytes of the bodies of HTTP requests that are being answered now.",
             value=meters.num_body_bytes,
         )
         yield _by(
             "quire:http_requests",
-            "Finished HTTP requests.",
+            "HTTP requests that were answered, or whose client left.",
             ("method", "route", "status"),
             meters.http_requests,
         )

@@ -69,6 +69,7 @@ def test_a_request() -> None:
             "request_prefill_time_seconds": 0.3,
             "request_decode_time_seconds": 2.0,
             "request_prompt_tokens": 7,
+            "request_prefill_kv_computed_tokens": 7,
             "request_generation_tokens": 5,
             "request_max_num_generation_tokens": 9,
             "request_params_n": 1,
@@ -101,6 +102,7 @@ def test_a_request_without_tokens() -> None:
     assert counted == {
         "e2e_request_latency_seconds",
         "request_prompt_tokens",
+        "request_prefill_kv_computed_tokens",
         "request_generation_tokens",
         "request_params_n",
         "request_params_max_tokens",

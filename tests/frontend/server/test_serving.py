@@ -423,6 +423,25 @@ def test_a_log_of_json() -> None:
     assert access["client"].startswith("127.0.0.1:") and access["duration_ms"] >= 0
 
 
+def test_the_level_of_the_log() -> None:
+    """Of the server and of its engine, which logs the table of kernels at level DEBUG."""
+    with running_server("--log-level", "debug") as client:
+        client.get("/v1/models")
+        wait_until(lambda: "/v1/models" in client.log())
+        detailed = client.log()
+    with running_server("--log-level", "warning") as client:
+        client.get("/v1/models")
+        client.process.terminate()
+        client.process.wait(timeout=30)
+        quiet = client.log()
+    assert "DEBUG quire.kernels.registry: kernels for cpu" in detailed
+    assert " DEBUG " not in "".join(
+        line for line in detailed.splitlines(True) if "quire." not in line
+    )
+    assert " INFO " not in quiet and " DEBUG " not in quiet
+    assert "ready: " in quiet  # what the program tells its user is no log
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections import Counter, deque
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+import yaml
 from prometheus_client.parser import text_string_to_metric_families as parse
 from quire.frontend.clients.client import Restarts
 from quire.frontend.server.config import ServerConfig
@@ -17,6 +21,8 @@ from quire.frontend.server.routes import metrics
 from quire.frontend.server.state import ServerState
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
+
+ROOT = Path(__file__).resolve().parents[4]
 
 # Metrics that vLLM's documentation and Grafana dashboards use, except those of LoRA and images.
 OF_VLLM = {
@@ -38,6 +44,8 @@ OF_VLLM = {
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "request_max_num_generation_tokens": "histogram",
+    "request_prefill_kv_computed_tokens": "histogram",
+    "prompt_tokens_recomputed": "counter",
     "request_params_n": "histogram",
     "request_params_max_tokens": "histogram",
     "time_to_first_token_seconds": "histogram",
@@ -381,3 +389,87 @@ def test_each_of_several_engines_has_its_label() -> None:
     found = samples()
     assert found["quire:num_requests_running"] == {"0": 2, "1": 3}
     assert found["quire:replica_up"] == {"0": 0, "1": 1} and found["quire:engine_up"] == {"": 0}
+
+
+def all_families() -> dict[str, Any]:
+    """Every metric that a server can have, by name: two replicas with experts, adapters, drafts and
+    a standby.
+    """
+    status = {
+        "experts": [[0, 1.5, 0.25]],
+        "loras": {"max_loras": 1, "running": [], "waiting": []},
+        "accepted_per_pos": [1],
+        "step_tokens": {"bounds": (1, 2), "counts": [0, 0, 0], "sum": 0},
+        "memory": {"resident_bytes": 3, "weights_bytes": 2, "kv_cache_bytes": 1},
+    }
+
+    async def get_metrics() -> dict[str, int]:
+        return {}
+
+    async def call_utility(name: str) -> dict[str, Any]:
+        return status
+
+    async def call_each_async(name: str) -> dict[int, dict[str, Any]]:
+        return {0: status, 1: status} if name == "status" else {0: {}, 1: {}}
+
+    state = ServerState(ServerConfig(), "m")
+    state.engine = SimpleNamespace(
+        get_metrics=get_metrics,
+        call_utility=call_utility,
+        config=make_config(data_parallel_size=2),
+        client=SimpleNamespace(
+            restarts=Restarts(), standby_is_ready=True, call_each_async=call_each_async
+        ),
+    )
+    collector = metrics.Collector(state)
+    asyncio.run(collector.ask_engines())
+    families = list(collector.collect())
+    names = [(one.name, one.type) for one in families]
+    assert len(set(names)) == len(names)
+    return {one.name + "_total" * (one.type == "counter"): one for one in families}
+
+
+def test_the_page_of_the_metrics_lists_all() -> None:
+    """docs/metrics.md: names, types, labels and what is counted are those of the code."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    rows = []
+    for name, family in all_families().items():
+        labels = set(family._labelnames)
+        if name == "quire:cache_config_info":
+            labels = {"engine", "a label for each setting"}
+        shown = ", ".join(sorted(labels)) or "–"
+        rows.append(f"| `{name}` | {family.type} | {shown} | {family.documentation} |")
+    listed = [line for line in page.splitlines() if line.startswith(("| `quire:", "| `http_"))]
+    assert listed == rows, "\n".join(rows)
+
+
+def test_every_metric_says_what_it_counts() -> None:
+    for name, family in all_families().items():
+        about = family.documentation
+        assert len(about) > 20 and about.endswith(".") and ".py" not in about, name
+
+
+@pytest.mark.parametrize("file", ["dashboard.json", "alerts.yml"])
+def test_dashboard_and_alert_rules_use_metrics_that_exist(file: str) -> None:
+    text = (ROOT / "examples" / "monitoring" / file).read_text()
+    parsed = json.loads(text) if file.endswith("json") else yaml.safe_load(text)
+    assert len(parsed.get("panels") or parsed["groups"][0]["rules"]) >= 8
+    series = set()
+    for name, family in all_families().items():
+        if family.type == "histogram":
+            series |= {f"{name}_{end}" for end in ("bucket", "sum", "count")}
+        else:
+            series.add(name)
+    used = set(re.findall(r"quire:\w+", text))
+    assert len(used) >= 8 and used <= series, used - series
+
+
+def test_the_memory_of_the_engine(server: httpx.Client) -> None:
+    found = {
+        kind: value_of(server, "quire:engine_memory_bytes", kind=kind)
+        for kind in ("resident", "weights", "kv_cache")
+    }
+    assert 0 < found["weights"] < found["resident"] and found["kv_cache"] > 0
+    # the engine's, not that of the server
+    own = value_of(server, "process_resident_memory_bytes")
+    assert found["resident"] != own and found["resident"] > 50e6

@@ -62,7 +62,7 @@ def read_own(path: Path, most: int) -> bytes:
         return file.read(most)
 
 
-def replace_own(path: Path, write: Callable[[BinaryIO], None]) -> None:
+def replace_own(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Puts a file with what `write` writes in the place of whatever is there. Readers see all of it
     or nothing, also after a crash. Raises OSError, and then leaves nothing.
     """

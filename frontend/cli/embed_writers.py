@@ -16,6 +16,7 @@ import fcntl
 import os
 import sys
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.own_files import UntrustedFileError, read_own, replace_own
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 NPY_HEADER_BYTES = 128
 ROW_GROUP = 4096  # rows of Parquet that are written together
 SAVE_INTERVAL_S = 5.0
+MAX_STATE_BYTES = 2**20
 
 
 class Writer(Protocol):
@@ -61,6 +64,10 @@ class SavedRun(msgspec.Struct):
     run: dict[str, Any]
     num_rows: int
     num_bytes: int
+    checksum: int = 0
+
+    def sum(self) -> int:
+        return zlib.crc32(msgspec.json.encode([self.run, self.num_rows, self.num_bytes]))
 
 
 def check_output(output: str, *, is_by_token: bool) -> None:
@@ -117,7 +124,8 @@ class PartialFile:
         self._run = run
         self.num_rows = self.num_bytes = 0
         try:
-            descriptor = os.open(self.partial, os.O_RDWR | os.O_CREAT, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(self.partial, flags, 0o666)
             self.file: BinaryIO = os.fdopen(descriptor, "r+b")
             self._lock()
             if not resumes:
@@ -141,11 +149,15 @@ class PartialFile:
 
     def _read_state(self) -> SavedRun | None:
         try:
-            saved = msgspec.json.decode(self._state.read_bytes(), type=SavedRun)
+            saved = msgspec.json.decode(read_own(self._state, MAX_STATE_BYTES), type=SavedRun)
         except FileNotFoundError:
             return None
+        except UntrustedFileError as error:
+            self._refuse(str(error))
         except msgspec.MsgspecError as error:
             self._refuse(f"{self._state} cannot be understood ({error})")
+        if saved.checksum != saved.sum():
+            self._refuse(f"{self._state} cannot be understood (its checksum is wrong)")
         run = self._run or {"input": "standard input"}
         others = [name for name, value in run.items() if saved.run.get(name) != value]
         if others:
@@ -169,9 +181,8 @@ class PartialFile:
             return
         os.fsync(self.file.fileno())
         saved = SavedRun(self._run, num_rows, self.file.tell())
-        new = self._state.with_name(self._state.name + ".new")
-        new.write_bytes(msgspec.json.encode(saved))
-        new.replace(self._state)
+        saved.checksum = saved.sum()
+        replace_own(self._state, lambda file: file.write(msgspec.json.encode(saved)))
         self.num_rows, self.num_bytes = saved.num_rows, saved.num_bytes
 
     def close(self, convert: Callable[[Path, Path], None] | None = None) -> None:
@@ -198,7 +209,6 @@ class PartialFile:
             return 0
         with contextlib.suppress(OSError):  # a full disk: the last rows are lost
             self.file.close()
-        self._state.with_name(self._state.name + ".new").unlink(missing_ok=True)
         if self.num_rows == 0:
             self.partial.unlink(missing_ok=True)
             self._state.unlink(missing_ok=True)

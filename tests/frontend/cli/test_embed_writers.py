@@ -12,6 +12,7 @@ import pytest
 from quire import InvalidParameterError
 from quire.frontend.cli import embed_writers
 from quire.frontend.cli.embed_writers import Writer, check_output, make_writer
+from quire.tests.ipc.test_own_files import FAULTS
 
 ROWS = np.random.default_rng(0).standard_normal((5000, 7)).astype(np.float32)
 
@@ -153,6 +154,34 @@ def test_rows_of_another_run_are_not_mixed(tmp_path: Path) -> None:
     add(writer, 0, 3)
     writer.close()
     assert np.load(name).tobytes() == ROWS[:3].tobytes()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_state_that_others_may_have_changed_is_refused(tmp_path: Path, fault: str) -> None:
+    """As the files of the caches, but by an error: rows would be lost."""
+    if fault == "another owner" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
+    name, state = str(tmp_path / "a.npy"), tmp_path / "a.npy.partial.json"
+    writer = make_writer(name, is_by_token=False, run=RUN)
+    add(writer, 0, 10)
+    assert writer.leave() == 10
+    FAULTS[fault](state)
+    with pytest.raises(InvalidParameterError, match="partial.json .*give --no-resume"):
+        make_writer(name, is_by_token=False, run=RUN)
+    writer = make_writer(name, is_by_token=False, run=RUN, resumes=False)
+    add(writer, 0, 10)
+    assert writer.leave() == 10
+    assert make_writer(name, is_by_token=False, run=RUN).num_done == 10
+
+
+def test_a_digit_of_the_state_that_changed_is_found(tmp_path: Path) -> None:
+    name, state = str(tmp_path / "a.npy"), tmp_path / "a.npy.partial.json"
+    writer = make_writer(name, is_by_token=False, run=RUN)
+    add(writer, 0, 10)
+    writer.leave()
+    state.write_bytes(state.read_bytes().replace(b'"num_rows":10', b'"num_rows":11'))
+    with pytest.raises(InvalidParameterError, match="its checksum is wrong"):
+        make_writer(name, is_by_token=False, run=RUN)
 
 
 @pytest.mark.parametrize("num_saved", [0, 100])

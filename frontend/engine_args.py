@@ -63,7 +63,8 @@ class EngineArgs:
 
     def __init__(self, model: str = "bundled", **arguments: Unpack[EngineArguments]):
         fields = config_fields()
-        for name, value in {"model": model, **arguments}.items():
+        for given, value in {"model": model, **arguments}.items():
+            name = vllm_arguments.RENAMED.get(given, given)
             if name in fields:
                 setattr(self, name, _checked(name, value, fields[name][1]))
             elif not vllm_arguments.accept(name, value):

@@ -5,17 +5,26 @@ an error that names it. Also vLLM's spellings of values.
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import os
 
 import pytest
-from quire import LLM, AsyncEngineArgs, EngineArgs, InvalidParameterError, SamplingParams
+from quire import (
+    LLM,
+    AsyncEngineArgs,
+    EngineArgs,
+    InvalidParameterError,
+    ModelLoadError,
+    SamplingParams,
+)
 from quire.frontend.arguments import vllm_arguments
 from quire.frontend.cli import serve
 from quire.frontend.cli.flags import engine_flags, given
 from quire.frontend.cli.values import parse_count
 from quire.frontend.server.config import server_fields
 from quire.ipc.config import config_fields
+from quire.ipc.models.architectures import ARCHITECTURES
 from quire.tests.frontend.test_llm import make_llm
 
 ENGINE_ARGS = """
@@ -158,7 +167,7 @@ SAMPLING = {
 
 def status(name: str, value: object = "something", *, nothing: object = None) -> str:
     """Return how EngineArgs treats an argument: "supported", "accepted" or "refused"."""
-    if name in config_fields():
+    if vllm_arguments.RENAMED.get(name, name) in config_fields():
         return "supported"
     EngineArgs(**{name: nothing})  # a value without effect, accepted for every name
     try:
@@ -173,9 +182,9 @@ def status(name: str, value: object = "something", *, nothing: object = None) ->
 def test_every_engine_argument_of_vllm(name, monkeypatch) -> None:
     monkeypatch.delenv("HF_TOKEN", raising=False)
     found = status(name)
-    assert (found == "supported") == (name in config_fields())
     if found != "supported":
-        refuses = name in vllm_arguments.ONLY or name in vllm_arguments.REFUSED
+        refusing = vllm_arguments.ONLY, vllm_arguments.BY_KEY, vllm_arguments.REFUSED
+        refuses = any(name in table for table in refusing)
         assert (found == "refused") == refuses
     monkeypatch.delenv("HF_TOKEN", raising=False)
 
@@ -186,12 +195,105 @@ def test_the_table_contains_only_vllms_names() -> None:
     assert vllm_arguments.SWITCHES <= vllm_arguments.NAMES
     kinds = [
         set(vllm_arguments.NOTED),
-        vllm_arguments.WITHOUT_EFFECT,
+        set(vllm_arguments.WITHOUT_EFFECT),
         set(vllm_arguments.ONLY),
+        set(vllm_arguments.BY_KEY),
         set(vllm_arguments.REFUSED),
     ]
     assert sum(map(len, kinds)) == len(set().union(*kinds)), "a name is in two tables"
     assert set().union(*kinds) & set(config_fields()) == set(), "Quire has it: take it out"
+
+
+def test_what_has_no_effect_says_why() -> None:
+    given = {
+        *vllm_arguments.WITHOUT_EFFECT.values(),
+        *vllm_arguments.SERVER_WITHOUT_EFFECT.values(),
+    }
+    assert given == vllm_arguments.REASONS.keys()
+
+
+@pytest.mark.parametrize("reason", vllm_arguments.REASONS)
+def test_a_refined_feature_is_refused(reason) -> None:
+    """Else its refinements would be accepted although they change what it does."""
+    request = vllm_arguments.REASONS[reason]
+    if reason == "it refines recurrent states":
+        assert not {"mamba2", "qwen3_next", "granitemoehybrid"} & ARCHITECTURES.keys()
+    elif request is not None:
+        name, value = request
+        with pytest.raises((InvalidParameterError, ModelLoadError), match=name):
+            EngineArgs(**{name: value}).create_engine_config()
+
+
+# Those which change answers, or what is logged and served, by vLLM's documentation, with a value
+# that does so.
+CHANGE_ANSWERS = {
+    "lora_target_modules": ["q_proj"],
+    "lora_dtype": "float16",
+    "io_processor_plugin": "plugin",
+    "data_parallel_size_local": 1,
+    "data_parallel_address": "10.0.0.1",
+    "data_parallel_backend": "ray",
+    "node_rank": 1,
+    "enable_prompt_embeds": True,
+    "logprobs_mode": "processed_logprobs",
+    "use_fp64_gumbel": True,
+    "disable_sliding_window": True,
+    "tokenizer_revision": "main",
+}
+
+
+@pytest.mark.parametrize("name", CHANGE_ANSWERS)
+def test_what_changes_answers_is_refused(name) -> None:
+    with pytest.raises(InvalidParameterError) as raised:
+        EngineArgs(**{name: CHANGE_ANSWERS[name]})
+    assert raised.value.parameter == name
+
+
+@pytest.mark.parametrize(
+    "words", ["--disable-fastapi-docs", "--trust-request-chat-template", "--lora-target-modules=q"]
+)
+def test_server_flags_that_change_answers_are_refused(words, capsys) -> None:
+    with pytest.raises((SystemExit, InvalidParameterError)) as raised:
+        serve.make_parser([]).parse([words])
+    assert words.split("=")[0] in capsys.readouterr().err + str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"backend": "xgrammar", "disable_fallback": True}, None),
+        ({"disable_any_whitespace": False, "reasoning_parser": ""}, None),
+        ({"disable_any_whitespace": True}, "disable_any_whitespace"),
+        ({"disable_additional_properties": True}, "disable_additional_properties"),
+        ({"enable_in_reasoning": True}, "enable_in_reasoning"),
+        ({"backend": "auto", "reasoning_parser": "qwen3"}, "reasoning_parser"),
+        ({"whitespace": 1}, "whitespace"),
+    ],
+)
+def test_a_configuration_of_structured_outputs(config, refused) -> None:
+    name = "structured_outputs_config"
+    for value in (config, json.dumps(config)):
+        if refused is None:
+            assert EngineArgs(**{name: value}) == EngineArgs()
+            continue
+        with pytest.raises(InvalidParameterError) as raised:
+            EngineArgs(**{name: value})
+        assert raised.value.parameter == f"{name}.{refused}"
+
+
+def test_arguments_with_another_name_here() -> None:
+    assert EngineArgs(enable_logging_iteration_details=True) == EngineArgs(log_steps=True)
+    args = serve.make_parser([]).parse(
+        ["--enable-logging-iteration-details", "--shutdown-timeout", "7"]
+    )
+    assert args.log_steps is True and args.drain_timeout_s == 7
+    assert EngineArgs(shutdown_timeout=7) == EngineArgs()
+
+
+def test_experts_are_divided_among_engines_only() -> None:
+    args = EngineArgs("bundled", enable_expert_parallel=True, tensor_parallel_size=2)
+    with pytest.raises(InvalidParameterError, match="enable_expert_parallel: .*tensor ranks"):
+        args.create_engine_config()
 
 
 @pytest.mark.parametrize("name", OF_SERVE)
@@ -207,6 +309,7 @@ def test_every_server_flag_of_vllm(name, capsys) -> None:
         name in vllm_arguments.SERVER_REFUSED
         or name in vllm_arguments.REFUSED
         or name in vllm_arguments.ONLY
+        or name in vllm_arguments.BY_KEY
     )
     if not refuses:
         parser.parse(words)
@@ -220,7 +323,7 @@ def test_every_server_flag_of_vllm(name, capsys) -> None:
 def test_every_sampling_parameter_of_vllm(name) -> None:
     assert (name in SamplingParams.__struct_fields__) == (name in SAMPLING["supported"])
     if name in SAMPLING["refused"]:
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(InvalidParameterError, match=name):
             SamplingParams(**{name: None})
 
 

@@ -57,20 +57,23 @@ class Shelf:
         return len(self._responses)
 
     def put(self, stored: Stored) -> None:
+        """Replaces what has the same id."""
         response_id = stored.response["id"]
         num_bytes = len(msgspec.json.encode(stored.response))
-        for item in stored.conversation():
-            kept = self._latest(item.id)
-            # an item of an earlier turn is not encoded again
-            size = (
-                kept.num_bytes
-                if kept is not None and kept.item is item
-                else len(msgspec.json.encode(item))
-            )
-            self._items.setdefault(item.id, {})[response_id] = Kept(item, size)
-            num_bytes += size + ITEM_BYTES
+        all_kept = [Kept(item, self._size(item)) for item in stored.conversation()]
+        self.pop(response_id)
+        for kept in all_kept:
+            self._items.setdefault(kept.item.id, {})[response_id] = kept
+            num_bytes += kept.num_bytes + ITEM_BYTES
         self._responses[response_id] = (stored, num_bytes)
         self.num_bytes += num_bytes
+
+    def _size(self, item: Item) -> int:
+        """The length of its JSON. An item of an earlier turn is not encoded again."""
+        kept = self._latest(item.id)
+        if kept is not None and kept.item is item:
+            return kept.num_bytes
+        return len(msgspec.json.encode(item))
 
     def get(self, response_id: str) -> Stored | None:
         found = self._responses.get(response_id)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from ..http.errors import invalid, missing, unsupported
+from ..http.errors import ApiError, invalid, missing, unsupported
 from .responses_tools import INPUT, called_name
 
 ID_PREFIXES = {
@@ -68,6 +68,15 @@ def num_parts(item: Item) -> int:
     """1 for the item, and 1 for each of its parts."""
     parts = (item.content, item.output, item.summary)
     return 1 + sum(len(part) for part in parts if isinstance(part, list))
+
+
+def too_long(param: str) -> ApiError:
+    return invalid(
+        param,
+        f"'{param}': the conversation may have at most {MAX_CONVERSATION} items and parts of items "
+        f"with those that are stored.",
+        "array_above_max_length",
+    )
 
 
 def items_of(input: str | list[Item] | None) -> list[Item]:

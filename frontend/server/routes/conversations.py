@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ..apis.response_store import ResponseStore, Stored
-from ..apis.responses_items import Item, items_of
+from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_turn import MAX_METADATA
 from ..http.call import call_of, read_body
 from ..http.errors import ApiError, invalid, not_found, unsupported
@@ -79,7 +79,6 @@ def put_items(
 ) -> dict[str, Any]:
     """Replaces the items of a conversation, which becomes the latest. Returns its object."""
     found = find_conversation(store, tenant, conversation_id)
-    store.pop(tenant, conversation_id)
     store.put(tenant, Stored(found.response, items, []))
     return found.response
 
@@ -170,7 +169,6 @@ class ConversationsApi:
         body = await read_body(request, self._state.server_config, MetadataBody)
         tenant, conversation_id, found = self._found(request)
         changed = found.response | {"metadata": body.metadata}
-        self._store.pop(tenant, conversation_id)
         self._store.put(tenant, Stored(changed, found.input_items, []))
         return Json(changed)
 
@@ -191,8 +189,10 @@ class ConversationsApi:
     async def add_items(self, request: Request) -> Response:
         """New items of a conversation"""
         body = await read_body(request, self._state.server_config, ItemsBody)
-        tenant, conversation_id, _ = self._found(request)
+        tenant, conversation_id, found = self._found(request)
         items = _new_items(body.items)
+        if sum(map(num_parts, found.input_items)) + sum(map(num_parts, items)) > MAX_CONVERSATION:
+            raise too_long("items")
         add_to_conversation(self._store, tenant, conversation_id, items)
         ends = {"first_id": items[0].id, "last_id": items[-1].id}
         return Json({"object": "list", "data": items, **ends, "has_more": False})

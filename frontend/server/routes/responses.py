@@ -22,7 +22,7 @@ from ..apis.responses_answer import (
     whole_without_generation,
     without_generation,
 )
-from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts
+from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
 from ..http.call import Call, call_of, read_body
@@ -166,7 +166,7 @@ class ResponsesApi:
     def _continued(self, previous: Stored, items: list[Item], param: str) -> tuple[list[Item], int]:
         earlier = previous.conversation()
         if sum(map(num_parts, earlier)) + sum(map(num_parts, items)) > MAX_CONVERSATION:
-            raise _too_long(param)
+            raise too_long(param)
         return [*earlier, *items], len(earlier)
 
     def _resolved(self, call: Call, items: list[Item]) -> list[Item]:
@@ -191,7 +191,7 @@ class ResponsesApi:
                 item = self._found(call, item.id, where)
                 num_left -= num_parts(item)
                 if num_left < 0:
-                    raise _too_long(where)
+                    raise too_long(where)
             resolved.append(item)
         return resolved
 
@@ -248,15 +248,6 @@ class ResponsesApi:
     async def input_items(self, request: Request) -> Response:
         """The conversation before a response"""
         return Json(page_of(request, self._stored(request).input_items))
-
-
-def _too_long(param: str) -> ApiError:
-    return invalid(
-        param,
-        f"'{param}': the conversation may have at most {MAX_CONVERSATION} items and parts of items "
-        f"with those that are stored.",
-        "array_above_max_length",
-    )
 
 
 async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:

@@ -342,6 +342,8 @@ def bodies_at_their_limits(body_type: type[msgspec.Struct]) -> dict[str, bytes]:
 def fill(state: ServerState) -> None:
     """Stores responses whose items have the ids stored_0, stored_1, ..., in equal parts."""
     num_items = MAX_CONVERSATION // 4 // NUM_STORED
+    items = [Item(type="message", id=f"of_{i}", role="user", content="") for i in range(MOST // 2)]
+    state.responses.put("", Stored({"id": "conv_full", "output": []}, items, []))
     for i in range(NUM_STORED):
         items = [
             Item(
@@ -401,7 +403,8 @@ def longest_gaps_s(state: ServerState, paths: Container[str]) -> dict[str, float
     for path, body_type in body_types(state).items():
         if path in paths:
             for name, body in bodies_at_their_limits(body_type).items():
-                gap_s, answer = asyncio.run(longest_gap_s(app, path, body))
+                url = path.replace("{conversation_id}", "conv_full")
+                gap_s, answer = asyncio.run(longest_gap_s(app, url, body))
                 print(f"{1000 * gap_s:.0f} ms {path} {name} {len(body)} {answer.text[:200]}")
                 assert answer.status_code in (200, 400), answer.text[:200]
                 gaps[f"{path} {name}"] = gap_s
@@ -415,7 +418,8 @@ def check_gaps(gaps: dict[str, float], state: ServerState) -> None:
 
 
 def test_no_list_of_the_responses_api_stops_the_server(full_state: ServerState) -> None:
-    check_gaps(longest_gaps_s(full_state, {"/v1/responses"}), full_state)
+    paths = {"/v1/responses", "/v1/conversations/{conversation_id}/items"}
+    check_gaps(longest_gaps_s(full_state, paths), full_state)
 
 
 @pytest.mark.slow
@@ -456,3 +460,7 @@ def test_the_longest_conversation_does_not_stop_the_server(full_state: ServerSta
         assert answer.json()["error"]["code"] == code, answer.text
         assert gap_s < MAX_GAP_S
     assert answer.json()["error"]["param"] == "previous_response_id"
+    url = "/v1/conversations/conv_full/items"
+    body = json.dumps({"items": [{"role": "user", "content": [PART] * 9_000}]}).encode()
+    answers = [asyncio.run(longest_gap_s(app, url, body))[1] for _ in range(4)]
+    assert answers[-1].status_code == 400 and answers[-1].json()["error"]["param"] == "items"

@@ -95,6 +95,17 @@ def test_an_item_is_that_of_the_latest_response_that_has_it() -> None:
     assert store.find_item("", "same") is None
 
 
+def test_what_has_the_same_id_is_replaced() -> None:
+    store = ResponseStore(9, max_bytes=4 * (1100 + 3 * ITEM_BYTES))
+    for number in range(20):
+        store.put("", stored("a", "x" * 1000, **{f"item_{number}": "", "same": str(number)}))
+        store.put("", stored("b"))
+    assert len(store) == 2 and store.find_item("", "same").content == "19"
+    assert store.find_item("", "item_18") is None and store.find_item("", "item_19") is not None
+    store.pop("", "a")
+    assert store.find_item("", "same") is None
+
+
 def test_with_a_size_of_zero_nothing_is_stored() -> None:
     store = ResponseStore(0)
     store.put("", stored("a"))

@@ -234,6 +234,20 @@ def with_instruction_for_user(messages: list[dict[str, Any]]) -> list[dict[str, 
     return [{"role": "user", "content": system["content"]}, *others]
 
 
+def with_joined_users(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For templates in which user and assistant must alternate: neighbouring messages of the user
+    become one, as in Anthropic's API.
+    """
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "user" and joined and joined[-1]["role"] == "user":
+            texts = (joined[-1].get("content"), message.get("content"))
+            joined[-1] = {**joined[-1], "content": "\n\n".join(text for text in texts if text)}
+        else:
+            joined.append(message)
+    return joined
+
+
 def with_one_call(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For templates that write only the first call of a message: one message per call, followed by
     its result.

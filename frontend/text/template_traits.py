@@ -23,6 +23,7 @@ from .chat_messages import (
     with_empty_content,
     with_function_ids,
     with_instruction_for_user,
+    with_joined_users,
     with_one_call,
     with_one_instruction,
     with_result_names,
@@ -79,6 +80,7 @@ class TemplateTraits:
     takes_several_calls: bool = True  # in one turn
     one_call: bool = False  # per message; further ones need messages of their own
     takes_system: bool = True  # it does not refuse a system message
+    takes_neighbours: bool = True  # it does not refuse two messages of the user in a row
     # place and role of the further instructions that it refuses or drops
     lost_instructions: frozenset[tuple[str, str]] = frozenset()
     needs_descriptions: bool = False  # of tools
@@ -97,6 +99,8 @@ class TemplateTraits:
             messages = with_instruction_for_user(messages)
         elif not self.lost_instructions.isdisjoint(further_instructions(messages)):
             messages = with_one_instruction(messages)
+        if not self.takes_neighbours:
+            messages = with_joined_users(messages)
         if self.arguments_as_text:
             messages = with_arguments_as_text(messages)
         if self.empty_content:
@@ -160,6 +164,7 @@ def _traits_of_instructions(traits: TemplateTraits, attempt: Render) -> Template
         traits,
         knows_developer=knows_developer,
         takes_system=takes_system,
+        takes_neighbours=bool(attempt([USER, USER])) or not attempt([USER]),
         lost_instructions=frozenset(lost if are_written(SYSTEM, USER) else ()),
     )
 

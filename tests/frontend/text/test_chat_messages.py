@@ -11,6 +11,7 @@ from quire.frontend.text.chat_messages import (
     with_descriptions,
     with_empty_content,
     with_instruction_for_user,
+    with_joined_users,
     with_one_call,
     with_one_instruction,
     with_result_names,
@@ -201,6 +202,14 @@ def test_instructions_become_one_or_belong_to_the_user() -> None:
     assert with_instruction_for_user([first, user, answer, second, user]) == [told, answer, user]
     assert with_instruction_for_user([first, answer]) == [message("user", "Be brief."), answer]
     assert with_instruction_for_user([user, answer]) == [user, answer]
+
+
+def test_neighbouring_messages_of_the_user_become_one() -> None:
+    one, two, empty = (message("user", text) for text in ("One.", "Two.", ""))
+    answer = message("assistant", "That.")
+    both = message("user", "One.\n\nTwo.")
+    assert with_joined_users([one, empty, two, answer, two]) == [both, answer, two]
+    assert with_joined_users([one, answer, one]) == [one, answer, one]
 
 
 def test_names_of_results_come_from_their_calls() -> None:

@@ -297,6 +297,9 @@ DEVELOPER = {"role": "developer", "content": "In French."}
         [SYSTEM, USER, ANSWER, {**SYSTEM, "content": "In French."}, USER],
         [SYSTEM, USER, ANSWER, DEVELOPER, USER],
         [USER, ANSWER, SYSTEM, USER],
+        # as Codex begins a conversation, and goes on after an interruption
+        [DEVELOPER, {**USER, "content": "A folder."}, USER],
+        [USER, ANSWER, {**USER, "content": "A folder."}, DEVELOPER, USER],
     ],
     ids=lambda messages: " ".join(m["role"] for m in messages),
 )
@@ -346,6 +349,11 @@ def test_the_traits_of_the_families() -> None:
     }
     assert {family for family, found in traits.items() if found.knows_developer} == set()
     assert {family for family, found in traits.items() if not found.takes_system} == {"gemma 2"}
+    assert {family for family, found in traits.items() if not found.takes_neighbours} == {
+        "gemma 3",
+        "gemma 2",
+        "mistral nemo",
+    }
     assert {family for family, found in traits.items() if found.lost_instructions} == {
         "qwen3.5",
         "ministral 3",

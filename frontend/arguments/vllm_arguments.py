@@ -37,6 +37,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "model_impl": {"vllm": "quire"},
     "distributed_executor_backend": {"uni": "mp"},
+    "log_level": {"trace": "debug", "critical": "error"},
 }
 # vLLM's argument -> Quire's of the same meaning and values.
 RENAMED = {"enable_logging_iteration_details": "log_steps"}
@@ -44,6 +45,7 @@ RENAMED = {"enable_logging_iteration_details": "log_steps"}
 OPTIONS = {
     **{new: ("--" + old.replace("_", "-"),) for old, new in RENAMED.items()},
     "drain_timeout_s": ("--shutdown-timeout",),
+    "log_level": ("--uvicorn-log-level",),
     "tensor_parallel_size": ("-tp",),
     "pipeline_parallel_size": ("-pp",),
     "data_parallel_size": ("-dp",),
@@ -233,7 +235,6 @@ SERVER_WITHOUT_EFFECT = _by_name(
         """,
         "it concerns logs and reports": """
             disable_access_log_for_endpoints enable_log_deltas log_error_stack max_log_len
-            uvicorn_log_level
         """,
         "Quire always does so": """
             enable_offline_docs enable_prompt_tokens_details enable_request_id_headers

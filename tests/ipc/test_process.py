@@ -171,6 +171,7 @@ def test_secrets_of_this_process_are_not_in_an_engines_environment(monkeypatch):
         monkeypatch.setenv(name, value)
     process = start("import time; print(1, flush=True); time.sleep(100)")
     try:
+        wait_until(lambda: process._tail)  # while a process starts, the kernel shows nothing
         with open(f"/proc/{process.pid}/environ") as file:
             found = dict(entry.split("=", 1) for entry in file.read().split("\0") if entry)
     finally:

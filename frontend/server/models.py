@@ -281,7 +281,7 @@ class Models:
                 await engine.call_utility("wake_up", None)
                 return
             engine = await self._start(slot.args, "process", slot.state.loading.report)
-            slot.state.set_engine(engine)
+            await slot.state.adopt_engine(engine)
         except BaseException as error:
             slot.state.clear_engine()
             slot.phase = "unloaded"

@@ -356,7 +356,7 @@ class Server(AcceptingServer):
             engine = await AsyncLLM.start(self._args, self._engine, self.state.loading.report)
             await self.state.loras.load_modules(engine, self.state.server_config.lora_modules)
             # rejects templates and parsers that this model does not have
-            self.state.set_engine(engine)
+            await self.state.adopt_engine(engine)
         except ENDS:
             raise
         except BaseException as error:

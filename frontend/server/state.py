@@ -6,6 +6,7 @@ Must not know: HTTP beyond the errors that it raises.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
@@ -23,6 +24,7 @@ from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
+from ..text.chat_template import template_traits
 from .admission import NUM_THREADS, Admission
 from .apis.response_store import ResponseStore
 from .config import ServerConfig
@@ -111,6 +113,12 @@ class ServerState:
         self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
             self.set_engine(engine)
+
+    async def adopt_engine(self, engine: AsyncLLM) -> None:
+        """`set_engine`, after the template was compiled and tried out beside the event loop."""
+        if text := self._find_template(engine):
+            await asyncio.to_thread(template_traits, text)
+        self.set_engine(engine)
 
     def set_engine(self, engine: AsyncLLM) -> None:
         """Called when the engine has loaded."""

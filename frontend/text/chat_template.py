@@ -143,7 +143,7 @@ def render_chat(
         raise
     except Exception as error:  # a template can raise any exception
         raise InvalidParameterError(
-            "messages", f"the chat template refuses them: {error}"
+            "messages", f"the chat template refuses them: {error!s:.1000}"
         ) from error
     return _cut_at_mark(text) if continue_final_message else text
 

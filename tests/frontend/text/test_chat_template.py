@@ -186,7 +186,8 @@ def test_an_error_of_the_process_does_not_blame_the_messages(monkeypatch, error)
     ],
 )
 def test_a_template_cannot_leave_the_sandbox(template) -> None:
-    with pytest.raises(InvalidParameterError, match="the chat template refuses them"):
+    problem = "the chat template refuses them|'include' is not allowed here"
+    with pytest.raises(InvalidParameterError, match=problem):
         render_chat(template, [{"role": "user", "content": "x"}])
 
 

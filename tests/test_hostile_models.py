@@ -56,6 +56,25 @@ def link(file: str, target: Path | None = None) -> Spoil:
     return apply
 
 
+def normalize(*steps: dict[str, Any], tokens: int = 1) -> Spoil:
+    """Gives the tokenizer these normalizers, and added tokens that they normalize at the load."""
+
+    def apply(model: Path) -> None:
+        path = model / "tokenizer.json"
+        file = json.loads(path.read_text())
+        flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip"), False)
+        token = {"content": "a" * 40, "normalized": True, **flags}
+        file["added_tokens"] += [token | {"id": 9000 + i} for i in range(tokens)]
+        file["normalizer"] = {"type": "Sequence", "normalizers": list(steps)}
+        path.write_text(json.dumps(file))
+
+    return apply
+
+
+def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
 ENVIRONMENT = Path("/proc/self/environ")
 CASES: dict[str, Spoil] = {
     "no heads": edit(CONFIG, num_attention_heads=0),
@@ -79,6 +98,14 @@ CASES: dict[str, Spoil] = {
     "template of another type": edit(TOKENIZER, chat_template=5),
     "templates of another shape": edit(TOKENIZER, chat_template=[{"name": 1, "template": 2}]),
     "tokens of another shape": edit(TOKENIZER, added_tokens_decoder={"9999": {"content": 5}}),
+    "chained replacements": normalize(*[replace({"String": "a"}, "a" * 10)] * 9),
+    "one long replacement": normalize(replace({"String": "a"}, "a" * 10**8)),
+    "replacements of nothing": normalize(*[replace({"Regex": ""}, "a" * 9)] * 9),
+    "nested normalizers": normalize(
+        *[{"type": "Sequence", "normalizers": [replace({"String": "a"}, "aaa")] * 5}] * 5
+    ),
+    "many steps": normalize(*[{"type": "Prepend", "prepend": "a"}] * 40),
+    "many normalizers": normalize(*[{"type": "NFC"}] * 10**5),
     "link for config": link(CONFIG),
     "link for weights": link("model.safetensors"),
     "link for tokenizer": link("tokenizer.json"),

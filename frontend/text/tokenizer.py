@@ -6,6 +6,7 @@ Must not know: transformers, requests, how text is streamed (detokenizer.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from ...ipc.models.gguf_weights import is_gguf
 from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
 
+# of a tokenizer's normalizers: published ones have at most 20 steps and grow a text fourfold
+MAX_NORMALIZERS = 256
+MAX_GROWTH = 64  # characters that one character becomes
+MAX_NORMALIZED = 2**26  # characters of all added tokens, normalized
 SPECIAL_TOKEN_KEYS = (
     "bos_token",
     "eos_token",
@@ -182,6 +187,62 @@ def _token_text(token: Any) -> str | None:
     return text
 
 
+class _Normalizer(msgspec.Struct):
+    """Of tokenizer.json. Only these keys decide how much longer a text becomes."""
+
+    type: str
+    normalizers: list[_Normalizer] = []
+    pattern: dict[str, str] | None = None
+    content: str = ""
+    prepend: str = ""
+
+    def parts(self) -> Iterator[_Normalizer]:
+        yield self
+        for inner in self.normalizers:
+            yield from inner.parts()
+
+    def growth(self) -> int:
+        """How many characters one becomes at most, without what Unicode's forms do to it."""
+        if self.type == "Prepend":
+            return 1 + len(self.prepend)
+        if self.type != "Replace":
+            return 1
+        replaced = (self.pattern or {}).get("String")
+        if not replaced:  # a regular expression may match between two characters
+            return 1 + len(self.content)
+        return max(1, -(-len(self.content) // len(replaced)))
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    normalizer: _Normalizer | None = None
+    added_tokens: list[_AddedToken] = []
+
+
+def _check_normalizer(path: Path, contents: bytes) -> None:
+    """Raises ModelLoadError for a normalizer that makes texts very long: loading the file already
+    normalizes its added tokens, and the library's work has no limit.
+    """
+    try:
+        file = msgspec.json.decode(contents, type=_TokenizerFile)
+    except (msgspec.MsgspecError, RecursionError):
+        return  # the library says what is wrong
+    parts = list(file.normalizer.parts()) if file.normalizer is not None else []
+    growth = 1
+    for part in parts[:MAX_NORMALIZERS]:
+        growth = min(growth * part.growth(), 10**9)
+    length = sum(len(token.content) for token in file.added_tokens)
+    if growth > MAX_GROWTH or len(parts) > MAX_NORMALIZERS or growth * length > MAX_NORMALIZED:
+        raise ModelLoadError(
+            f"{path}: its normalizer has {len(parts)} steps and may make {growth:,} characters of "
+            f"one, {growth * length:,} of its added tokens; the most are {MAX_NORMALIZERS}, "
+            f"{MAX_GROWTH} and {MAX_NORMALIZED:,}"
+        )
+
+
 def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.exists():
         remedy = (
@@ -190,7 +251,11 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
         raise ModelLoadError(f"{path.parent} has no {path.name}; {remedy}")
     check_model_file(path)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        contents = path.read_bytes()
+        _check_normalizer(path, contents)
+        backend = tokenizers.Tokenizer.from_buffer(contents)
+    except ModelLoadError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise ModelLoadError(f"{path} cannot be read: {error}") from error
     backend.no_truncation()  # some files contain the settings of their training

@@ -24,7 +24,7 @@ from ...ipc.config import resolved
 from ...ipc.errors import EngineDeadError, InvalidParameterError
 from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
-from ..text.chat_template import template_traits
+from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
 from .apis.response_store import ResponseStore
 from .config import ServerConfig
@@ -118,6 +118,8 @@ class ServerState:
         """`set_engine`, after the template was compiled and tried out beside the event loop."""
         if text := self._find_template(engine):
             await asyncio.to_thread(template_traits, text)
+        elif engine.tokenizer is not None and engine.config.model_config.runner != "pooling":
+            logger.warning("%s has no chat template: %s", self.model_name, WITHOUT_TEMPLATE)
         self.set_engine(engine)
 
     def set_engine(self, engine: AsyncLLM) -> None:

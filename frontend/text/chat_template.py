@@ -18,6 +18,10 @@ from .template_traits import TemplateTraits, find_traits
 # Marks the end of the last message. The trailing space shows whether the template trims the
 # message.
 CONTINUE_MARK = "\ue000continue\ue001 "
+WITHOUT_TEMPLATE = (
+    "it is a base model, or its template is missing. Let it continue a text, with `generate` or "
+    "/v1/completions, or give a template, with `chat_template` or --chat-template FILE"
+)
 # Limit on the CPU time of one rendering. A conversation of ten thousand messages takes 0.1 s.
 TIME_LIMIT_S = 1.0
 
@@ -77,9 +81,9 @@ def choose_template(
     if with_tools and "tool_use" in templates:
         return templates["tool_use"]
     if "default" not in templates:
-        names = f"; name one of {sorted(templates)}" if templates else ""
+        remedy = f"name one of {sorted(templates)}" if templates else WITHOUT_TEMPLATE
         raise InvalidParameterError(
-            "chat_template", f"the model has no default chat template, so one must be given{names}"
+            "chat_template", f"the model has no default chat template: {remedy}"
         )
     return templates["default"]
 

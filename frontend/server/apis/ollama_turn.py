@@ -305,7 +305,10 @@ async def prepare_generate(
     if body.context:
         raise unsupported("context", "'context' is not supported: /api/chat takes a conversation.")
     params = sampling(state, body)
-    if body.raw:
+    state.ready_engine()  # it is loaded, so its template is known
+    if body.raw or not state.template_text:  # a base model continues the prompt
+        if body.system and not body.raw:
+            call.ignored_params.append("system")
         return await _prepare_raw(state, call, body.prompt or "", params, request_id)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return await prepare_chat(

@@ -101,6 +101,14 @@ def test_generate_makes_a_conversation_or_uses_the_raw_prompt() -> None:
     assert prompt({"prompt": "hi", "system": "be brief", "raw": True}) == "hi"
 
 
+def test_a_base_model_continues_the_prompt() -> None:
+    base, call = ServerState(ServerConfig(), "scripted", ScriptedEngine([""])), a_call()
+    base.template_text = ""
+    run = prepared({"prompt": "Once upon", "system": "be brief"}, base, call)
+    assert run.jobs[0].text == "Once upon"
+    assert call.ignored_params == ["system"]
+
+
 def test_a_last_message_of_the_assistant_is_continued() -> None:
     assert prompt({"messages": [USER, {"role": "assistant", "content": "Well,"}]}).endswith(
         "assistant\nWell,"

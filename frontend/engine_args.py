@@ -50,6 +50,7 @@ FRONTEND_ARGUMENTS = frozenset(
         "token_file",
         "log_stats_interval_s",
         "otlp_traces_endpoint",
+        "otlp_metrics_endpoint",
     }
 )
 

@@ -221,6 +221,12 @@ class SessionFace:
         """
         self.session.telemetry.set_tracer_provider(provider)
 
+    def set_meter_provider(self, provider: Any) -> None:
+        """Measures later requests with this opentelemetry.metrics.MeterProvider
+        (frontend/telemetry/server_metrics.py). None: stops measuring.
+        """
+        self.session.telemetry.set_meter_provider(provider)
+
 
 class SchedulerView:
     """The engine's scheduler as seen from outside, under vLLM's names: each attribute asks the

@@ -458,6 +458,13 @@ class ServiceConfig(Section, frozen=True):
             "packages opentelemetry-sdk and opentelemetry-exporter-otlp)."
         ),
     ] = None
+    otlp_metrics_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="Where OpenTelemetry's three metrics of servers for generative AI go "
+            "(needs the same packages)."
+        ),
+    ] = None
     disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
     log_steps: Annotated[
         bool,

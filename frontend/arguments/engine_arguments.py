@@ -83,5 +83,6 @@ class EngineArguments(TypedDict, total=False):
     token_file: str | None
     log_stats_interval_s: float
     otlp_traces_endpoint: str | None
+    otlp_metrics_endpoint: str | None
     disable_log_stats: bool
     log_steps: bool

@@ -173,13 +173,21 @@ async def _start_client(config: EngineConfig, engine: str, on_progress: Report) 
 Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]
 
 
+def _check_endpoints(args: EngineArgs) -> None:
+    check_endpoint(args.otlp_traces_endpoint)
+    if args.otlp_metrics_endpoint is not None:
+        from ..telemetry.server_metrics import check_metrics_endpoint
+
+        check_metrics_endpoint(args.otlp_metrics_endpoint)
+
+
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
     """Starts the engine that `args` describe, or attaches to the daemon at the address `engine`.
 
     Returns its configuration, its client, and the tokenizer being loaded, if any. When attaching,
     engine arguments that differ from their defaults must equal the daemon's (EngineArgs.attach_to).
     """
-    check_endpoint(args.otlp_traces_endpoint)
+    _check_endpoints(args)
     if engine in ("inproc", "process"):
         config = args.create_engine_config()
         tokenizer_load = TokenizerLoad(config)
@@ -196,7 +204,7 @@ def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Con
 
 async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> Connected:
     """As connect in asyncio_mode, without blocking the running loop; see AsyncLLM.start."""
-    check_endpoint(args.otlp_traces_endpoint)
+    _check_endpoints(args)
     if engine not in ("inproc", "process"):
         client = await _start_client(args.tree(), engine, on_progress)
         try:

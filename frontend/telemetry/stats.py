@@ -71,6 +71,8 @@ from ..requests.input_processor import ProcessedRequest
 from ..requests.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
+    from ..requests.request_state import RequestState
+    from .server_metrics import ServerMetrics
     from .tracing import RequestTracer
 
 logger = logging.getLogger("quire.stats")
@@ -182,17 +184,45 @@ class Telemetry:
             else StatsLogger(service.log_stats_interval_s, client.is_shared)
         )
         self._tracer: RequestTracer | None = None
+        self._server_metrics: ServerMetrics | None = None
         if service.otlp_traces_endpoint is not None:
             from .tracing import make_tracer_provider
 
             self.set_tracer_provider(
                 make_tracer_provider(service.otlp_traces_endpoint), is_ours=True
             )
+        if service.otlp_metrics_endpoint is not None:
+            from .server_metrics import make_meter_provider
+
+            self.set_meter_provider(
+                make_meter_provider(service.otlp_metrics_endpoint), is_ours=True
+            )
 
     def log(self) -> None:
         """Logs a line of statistics now, unless disable_log_stats is set."""
         if self._log is not None:
             self._log.log()
+
+    def set_meter_provider(self, provider: Any, *, is_ours: bool = False) -> None:
+        """Measures later requests with this opentelemetry.metrics.MeterProvider. None: stops."""
+        if self._server_metrics is not None:
+            self._server_metrics.close()
+        self._server_metrics = None
+        if provider is not None:
+            from .server_metrics import ServerMetrics
+
+            self._server_metrics = ServerMetrics(provider, self._config, is_ours=is_ours)
+        self._watch_ends()
+
+    def _watch_ends(self) -> None:
+        wants_ends = self._tracer is not None or self._server_metrics is not None
+        self._output_processor.on_finished = self._on_finished if wants_ends else None
+
+    def _on_finished(self, state: RequestState, clock_offset: float) -> None:
+        if self._tracer is not None:
+            self._tracer.finish(state, clock_offset)
+        if self._server_metrics is not None:
+            self._server_metrics.finish(state)
 
     def set_tracer_provider(self, provider: Any, *, is_ours: bool = False) -> None:
         """Records later requests as spans of this opentelemetry.trace.TracerProvider. None: stops
@@ -205,7 +235,7 @@ class Telemetry:
             from .tracing import RequestTracer
 
             self._tracer = RequestTracer(provider, self._config, is_ours=is_ours)
-        self._output_processor.on_finished = None if self._tracer is None else self._tracer.finish
+        self._watch_ends()
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
         """Called before a request is sent.
@@ -243,8 +273,9 @@ class Telemetry:
         }
 
     def close(self) -> None:
-        """Sends the remaining spans if this object owns the tracer provider. May be called
+        """Sends the remaining spans and metrics if this object owns their providers. May be called
         twice.
         """
-        if self._tracer is not None:
-            self._tracer.close()
+        for part in (self._tracer, self._server_metrics):
+            if part is not None:
+                part.close()

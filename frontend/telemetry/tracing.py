@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 # limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
 EXPORT_TIMEOUT_S = 3.0
-PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"  # OpenTelemetry's own: grpc, http/protobuf
+# by the value of OpenTelemetry's own variable OTEL_EXPORTER_OTLP_{TRACES,METRICS}_PROTOCOL
 EXPORTERS = {
-    "grpc": "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
-    "http/protobuf": "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
+    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
 }
 
 
@@ -51,14 +51,23 @@ def check_installed(parameter: str, *modules: str) -> None:
             )
 
 
-def exporter_module() -> str:
-    protocol = os.environ.get(PROTOCOL_VARIABLE, "grpc")
+def exporter_module(kind: str) -> str:
+    """The module of the exporter of "traces" or "metrics"."""
+    variable = f"OTEL_EXPORTER_OTLP_{kind.upper()}_PROTOCOL"
+    protocol = os.environ.get(variable, "grpc")
     if protocol not in EXPORTERS:
         raise InvalidParameterError(
-            "otlp_traces_endpoint",
-            f"{PROTOCOL_VARIABLE} must be one of {', '.join(EXPORTERS)}, got {protocol!r}",
+            f"otlp_{kind}_endpoint",
+            f"{variable} must be one of {', '.join(EXPORTERS)}, got {protocol!r}",
         )
-    return EXPORTERS[protocol]
+    return f"{EXPORTERS[protocol]}.{kind.removesuffix('s')}_exporter"
+
+
+def resource() -> Any:
+    """What spans and metrics say of this program."""
+    from opentelemetry.sdk.resources import Resource
+
+    return Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")})
 
 
 def check_endpoint(endpoint: str | None) -> None:
@@ -66,22 +75,19 @@ def check_endpoint(endpoint: str | None) -> None:
     is started. None: tracing is off.
     """
     if endpoint is not None:
-        check_installed("otlp_traces_endpoint", exporter_module())
+        check_installed("otlp_traces_endpoint", exporter_module("traces"))
 
 
 def make_tracer_provider(endpoint: str) -> Any:
     """Returns a TracerProvider that sends spans to `endpoint` from its own thread."""
     check_endpoint(endpoint)
-    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-    exporter = importlib.import_module(exporter_module()).OTLPSpanExporter(
+    exporter = importlib.import_module(exporter_module("traces")).OTLPSpanExporter(
         endpoint=endpoint, timeout=EXPORT_TIMEOUT_S
     )
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")})
-    )
+    provider = TracerProvider(resource=resource())
     provider.add_span_processor(
         BatchSpanProcessor(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000)
     )

@@ -295,7 +295,7 @@ def test_a_missing_exporter_is_reported_before_an_engine_starts(monkeypatch):
         LLMEngine.from_engine_args(
             EngineArgs("no such model", otlp_traces_endpoint="http://localhost:4317")
         )
-    monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "smoke signals")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke signals")
     with pytest.raises(InvalidParameterError, match="must be one of grpc, http/protobuf"):
         tracing.check_endpoint("http://localhost:4317")
 

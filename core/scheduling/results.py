@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 # The CPU time that the grammar of one request may take: at first, and for each token of its output.
 # Usual are 10 to 100 us per token, and some milliseconds for the first one of a large schema.
-GRAMMAR_S, GRAMMAR_S_PER_TOKEN = 0.25, 0.002
+GRAMMAR_S, GRAMMAR_S_PER_TOKEN = 0.15, 0.001
 
 
 def update_from_output(

@@ -48,6 +48,7 @@ HELP = "\n".join(
         "",
         "  quire --version    print the version",
         "  quire help COMMAND    the common flags; quire COMMAND --help-all: all flags",
+        "  quire help --man, --completion SHELL    a manual page; completion of a shell",
         "",
         'Try: quire generate "Once upon a time"',
     ]
@@ -119,6 +120,8 @@ def run(argv: list[str]) -> int:
     if command in ("--version", "-V") or (command in COMMANDS and argv[1:] == ["--version"]):
         print(f"quire {__version__}")
         return 0
+    if command == "help" and argv[1:] and argv[1].startswith("-"):
+        return run_command("help", argv[1:])
     if command == "help" and argv[1:]:
         return run([*argv[1:], "--help"])
     if command in ("--help", "-h", "--help-all", "help"):

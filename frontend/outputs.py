@@ -92,18 +92,8 @@ def _between(begin_ts: float, end_ts: float) -> float | None:
     return end_ts - begin_ts if begin_ts and end_ts else None
 
 
-class AsDict:
-    __slots__ = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values, for json.dumps, also those of the objects within."""
-        values = asdict(self)  # type: ignore[call-overload]  # of a dataclass
-        values.pop("kind_is_delta", None)
-        return values
-
-
 @dataclass(slots=True)
-class CompletionOutput(AsDict):
+class CompletionOutput:
     """One continuation of the prompt.
 
     `token_ids` includes the stop token; `text` does not, unless include_stop_str_in_output.
@@ -124,6 +114,10 @@ class CompletionOutput(AsDict):
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps."""
+        return asdict(self)
+
     def extend(self, delta: CompletionOutput) -> None:
         """Appends the delta that follows this one."""
         self.text += delta.text
@@ -135,7 +129,7 @@ class CompletionOutput(AsDict):
 
 
 @dataclass(slots=True)
-class RequestOutput(AsDict):
+class RequestOutput:
     """The state of a request (CUMULATIVE, FINAL_ONLY: all n completions) or its changes (DELTA:
     only completions that changed).
 
@@ -157,6 +151,12 @@ class RequestOutput(AsDict):
     # the user's parameter that the engine rejected; None for a failure
     error_parameter: str | None = None
     kind_is_delta: bool = field(default=False, repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps, also those of the objects within."""
+        values = asdict(self)
+        del values["kind_is_delta"]
+        return values
 
     def merge(self, newer: RequestOutput) -> None:
         """Adds a later output, for a reader that is slower than the engine.

@@ -172,7 +172,7 @@ FOREIGN |= {"--engine-args", "--kv-events-port", "--migration-limit"}  # of exam
 def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """Flags of a `quire` command, in back quotes."""
     benches = ("serve", "throughput", "latency", "cpu")
-    for words in [[name] for name in COMMANDS] + [["bench", name] for name in benches]:
+    for words in [[name] for name in (*COMMANDS, "help")] + [["bench", name] for name in benches]:
         with contextlib.suppress(SystemExit):
             main([*words, "--help-all"])
     known = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))

@@ -79,7 +79,7 @@ class Parser(argparse.ArgumentParser):
             "--model", dest=MODEL_OPTION, default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
 
-    def _add_sources(self) -> None:
+    def add_sources(self) -> None:
         """Added last, so that the help shows them after the command's own flags."""
         group = self.add_argument_group("settings")
         group.add_argument(
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         """
         if self.groups:
             self._add_vllm_flags()
-            self._add_sources()
+            self.add_sources()
         args, unknown = self.parse_known_intermixed_args(self._with_dashes(argv))
         if unknown:
             self.error(self._unknown(unknown[0]))

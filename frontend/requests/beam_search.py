@@ -11,15 +11,15 @@ follows the rules of transformers' `generate(num_beams=...)`; the names are vLLM
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import msgspec
 
 from ...ipc.checks import INT64_MAX, NamedArguments, is_finite, require, require_int, require_kind
 from ...ipc.config import ModelConfig
 from ...ipc.params import ALL_LOGPROBS, RequestOutputKind, SamplingParams
-from ..outputs import AsDict, PositionLogprobs, RequestOutput
+from ..outputs import PositionLogprobs, RequestOutput
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 
@@ -60,7 +60,7 @@ class BeamSearchParams(msgspec.Struct, metaclass=NamedArguments, frozen=True):
 
 
 @dataclass(slots=True)
-class BeamSearchSequence(AsDict):
+class BeamSearchSequence:
     """One finished beam.
 
     `tokens` and `text` begin with the prompt, as in vLLM; `logprobs` covers the output tokens.
@@ -74,15 +74,23 @@ class BeamSearchSequence(AsDict):
     finish_reason: str | None = None  # "stop" or "length"
     stop_reason: int | None = None  # the end-of-sequence token
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps."""
+        return asdict(self)
+
 
 @dataclass(slots=True)
-class BeamSearchOutput(AsDict):
+class BeamSearchOutput:
     """The result: `sequences` has beam_width entries, best first. If the search failed, it is empty
     and `error` has the reason.
     """
 
     sequences: list[BeamSearchSequence]
     error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, for json.dumps, also those of the sequences."""
+        return asdict(self)
 
 
 @dataclass(slots=True)

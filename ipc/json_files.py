@@ -96,22 +96,6 @@ def check_model_file(path: Path, directory: Path | None = None) -> None:
         )
 
 
-def check_model_file(path: Path, directory: Path | None = None) -> None:
-    """Raises ModelLoadError also for a link that leads out of the model's directory (default: the
-    file's), unless into the hub's cache: a model must not name other files of this machine.
-    """
-    check_regular_file(path)
-    if not path.is_symlink() and directory is None:
-        return
-    own, target = (directory or path.parent).resolve(), path.resolve()
-    folder = target.parent  # the hub's cache: models--owner--name/blobs/DIGEST
-    is_cached = folder.name == "blobs" and folder.parent.name.startswith("models--")
-    if not is_cached and not target.is_relative_to(own):
-        raise ModelLoadError(
-            f"{path} is a link out of the model's directory, to {target}; copy the file instead"
-        )
-
-
 def _integer(text: str) -> int | float:
     number = int(text) if len(text) < 30 else None  # longer ones take quadratic time
     return number if number is not None and -(2**63) <= number < 2**64 else float(text)

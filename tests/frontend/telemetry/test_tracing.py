@@ -327,19 +327,19 @@ def test_an_unreachable_endpoint_loses_only_its_spans(monkeypatch, protocol):
         engine.shutdown()
 
 
-def test_spans_arrive_at_the_endpoint(monkeypatch):
+def test_spans_and_metrics_arrive_at_the_endpoint(monkeypatch):
     pytest.importorskip(
         "opentelemetry.exporter.otlp.proto.http",
         reason="opentelemetry-exporter-otlp is not installed",
     )
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    received = []
+    received, measured = [], []
 
     class Collector(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            received.append(
+            (received if self.path == "/v1/traces" else measured).append(
                 gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body
             )
             self.send_response(200)
@@ -348,16 +348,22 @@ def test_spans_arrive_at_the_endpoint(monkeypatch):
         def log_message(self, *args) -> None:
             pass
 
-    monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "http/protobuf")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
         engine = make_engine(
-            None, otlp_traces_endpoint=f"http://127.0.0.1:{server.server_address[1]}/v1/traces"
+            None,
+            otlp_traces_endpoint=f"{address}/v1/traces",
+            otlp_metrics_endpoint=f"{address}/v1/metrics",
         )
         engine.add_request("a", [1, 2, 3], GREEDY)
         run(engine)
-        engine.shutdown()  # sends the remaining spans
+        engine.shutdown()  # sends the remaining spans and metrics
         server.shutdown()
+    for name in ("request.duration", "time_to_first_token", "time_per_output_token"):
+        assert any(f"gen_ai.server.{name}".encode() in body for body in measured)
     [resource] = [
         resource
         for body in received

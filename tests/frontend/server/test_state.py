@@ -1,9 +1,12 @@
 """ServerState: its errors while nothing is loaded, after loading failed, and while draining."""
 
+import asyncio
+
 import pytest
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState, read_template
+from quire.tests.frontend.server.scripted import TOOL_TEMPLATE, ScriptedEngine
 
 
 def refusal(state: ServerState) -> ApiError:
@@ -86,3 +89,24 @@ def test_a_template_is_a_file_or_a_name(tmp_path) -> None:
     assert read_template("tool_use") == "tool_use" and read_template(None) is None
     text = "{{ messages }}" * 500
     assert read_template(text) == text
+
+
+def test_the_start_says_what_a_model_without_a_chat_template_can_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def told(config: ServerConfig, is_base: bool) -> str:
+        caplog.clear()
+        engine = ScriptedEngine([""])
+        if is_base:
+            engine.tokenizer.chat_templates.clear()
+        state = ServerState(config, "m")
+        asyncio.run(state.adopt_engine(engine))
+        assert state.engine is engine
+        return caplog.text
+
+    assert (
+        told(ServerConfig(), False) == told(ServerConfig(chat_template=TOOL_TEMPLATE), True) == ""
+    )
+    words = told(ServerConfig(), True)
+    for word in ("has no chat template", "base model", "/v1/completions", "--chat-template FILE"):
+        assert word in words

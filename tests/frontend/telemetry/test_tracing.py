@@ -317,7 +317,7 @@ def test_an_unreachable_endpoint_loses_only_its_spans(monkeypatch, protocol):
         "opentelemetry.exporter.otlp.proto.grpc",
         reason="opentelemetry-exporter-otlp is not installed",
     )
-    monkeypatch.setenv(tracing.PROTOCOL_VARIABLE, protocol)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", protocol)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         engine = make_engine(
             None, otlp_traces_endpoint=f"http://127.0.0.1:{silent.getsockname()[1]}"

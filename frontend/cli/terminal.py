@@ -12,8 +12,6 @@ import sys
 import time
 from typing import Any, Self, TextIO
 
-from ...ipc.process import ignores_interrupts
-
 
 class Interrupts:
     """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested` to its
@@ -27,8 +25,8 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         for number in self._previous:
-            self._previous[number] = signal.getsignal(number)
-            if number != signal.SIGINT or not ignores_interrupts():
+            self._previous[number] = previous = signal.getsignal(number)
+            if number != signal.SIGINT or previous is not signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
         return self
 

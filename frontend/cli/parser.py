@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, NoReturn, get_args
 
 from ...ipc.checks import closest
-from ..arguments import other_engines
 from ..arguments.vllm_arguments import spelled
 from .flags import Flag, engine_flags, given, vllm_flags
 from .values import from_text, is_literal, plain_type
@@ -212,6 +211,8 @@ class Parser(argparse.ArgumentParser):
         return [match for match in found if match[1] == option_string[:2] and match[0].nargs != 0]
 
     def _unknown(self, word: str) -> str:
+        from ..arguments import other_engines
+
         option = word.split("=")[0]
         if (instead := other_engines.FLAGS.get(option)) is not None:
             if instead.startswith("--"):

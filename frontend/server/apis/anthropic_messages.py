@@ -100,7 +100,7 @@ def plain_messages(
         messages.append({"role": "system", "content": [text]})
     if not said:
         raise invalid("messages", "'messages' must have at least one message.", "empty_array")
-    names: dict[str, str] = {}  # of the tools, by the ids of their calls
+    calls: set[str] = set()  # their ids
     for i, message in enumerate(said):
         if message.role not in ("user", "assistant", "system"):
             raise invalid(
@@ -114,7 +114,7 @@ def plain_messages(
             else message.content
         )
         for j, block in enumerate(blocks):
-            _add(messages, message.role, block, f"messages[{i}].content[{j}]", names)
+            _add(messages, message.role, block, f"messages[{i}].content[{j}]", calls)
         if not blocks:
             _last(messages, message.role)
     for message in messages:
@@ -142,14 +142,14 @@ def _last(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
 
 
 def _add(
-    messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, names: dict[str, str]
+    messages: list[dict[str, Any]], role: str, block: AnyBlock, where: str, calls: set[str]
 ) -> None:
     if isinstance(block, TextBlock):
         _last(messages, role)["content"].append(block.text)
     elif isinstance(block, ThinkingBlock) and role == "assistant":
         _last(messages, role).setdefault("reasoning_content", []).append(block.thinking)
     elif isinstance(block, ToolUseBlock) and role == "assistant":
-        names[block.id] = block.name
+        calls.add(block.id)
         call = {
             "id": block.id,
             "type": "function",
@@ -157,20 +157,13 @@ def _add(
         }
         _last(messages, role).setdefault("tool_calls", []).append(call)
     elif isinstance(block, ToolResultBlock) and role == "user":
-        if block.tool_use_id not in names:
+        if block.tool_use_id not in calls:
             raise invalid(
                 f"{where}.tool_use_id",
                 f"'{where}.tool_use_id' must be the id of a tool_use block of an earlier message.",
             )
         content = [_result_text(block, where)]
-        messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": block.tool_use_id,
-                "name": names[block.tool_use_id],
-                "content": content,
-            }
-        )
+        messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
     elif isinstance(block, (ImageBlock, DocumentBlock)):
         raise no_media(where, block)
     elif isinstance(block, RedactedThinkingBlock):

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
+from ..http.bodies import checked, known_fields, sent_as
 from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
@@ -35,6 +36,15 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: dict[str, Any] | None = None
+
+
+# The fields that describe a tool to the model -> their names in OpenAI's form.
+FUNCTION_KEYS = {
+    "name": "name",
+    "description": "description",
+    "input_schema": "parameters",
+    "strict": "strict",
+}
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -64,7 +74,7 @@ class PromptBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
     system: str | list[SystemBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    tools: list[Annotated[dict[str, Any], sent_as(AnthropicTool)]] | None = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -205,7 +215,9 @@ def _tools(body: PromptBody) -> tuple[list[dict[str, Any]] | None, Any]:
     return tools, {"name": choice.name}
 
 
-def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
+def _tool(sent: dict[str, Any], i: int) -> dict[str, Any]:
+    """Keeps the order of the client's keys, since a template writes them."""
+    tool = checked(sent, AnthropicTool, f"tools[{i}]")
     if tool.type not in (None, "custom"):
         message = (
             f"'tools[{i}]', {tool.type:.40}, is a tool of Anthropic's servers; this server "
@@ -216,8 +228,9 @@ def _tool(tool: AnthropicTool, i: int) -> dict[str, Any]:
         raise missing(f"tools[{i}].name")
     if tool.input_schema is None:
         raise missing(f"tools[{i}].input_schema")
-    described = {"description": tool.description} if tool.description else {}
-    function = {"name": tool.name, **described, "parameters": tool.input_schema} | (
-        {"strict": True} if tool.strict else {}
-    )
+    function = {
+        FUNCTION_KEYS[key]: value
+        for key, value in known_fields(sent, AnthropicTool).items()
+        if key in FUNCTION_KEYS and value not in ("", False)
+    }
     return {"type": "function", "function": function}

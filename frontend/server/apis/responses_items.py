@@ -112,13 +112,13 @@ def messages_of(
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": instructions}] if instructions else []
     )
-    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    calls: set[str] = set()  # their ids
     for i, item in enumerate(items):
         _add(
             messages,
             item,
             f"input[{i - num_earlier}]" if i >= num_earlier else earlier,
-            names,
+            calls,
         )
     if not items:
         raise invalid("input", "'input' must have at least one item.", "empty_array")
@@ -142,7 +142,7 @@ def _required(value: str | None, where: str) -> str:
     return value
 
 
-def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str, str]) -> None:
+def _add(messages: list[dict[str, Any]], item: Item, where: str, calls: set[str]) -> None:
     last: dict[str, Any] = messages[-1] if messages else {"role": ""}
     if item.type == "message":
         _add_message(messages, last, item, where)
@@ -157,7 +157,7 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
     elif item.type in ("function_call", "custom_tool_call"):
         call_id = _required(item.call_id, f"{where}.call_id")
         name = called_name(_required(item.name, f"{where}.name"), item.namespace)
-        names[call_id] = name
+        calls.add(call_id)
         if last["role"] != "assistant":
             last = {"role": "assistant", "content": ""}
             messages.append(last)
@@ -166,19 +166,12 @@ def _add(messages: list[dict[str, Any]], item: Item, where: str, names: dict[str
             {"id": call_id, "type": "function", "function": function}
         )
     elif item.type in ("function_call_output", "custom_tool_call_output"):
-        if item.call_id is None or item.call_id not in names:
+        if item.call_id is None or item.call_id not in calls:
             raise invalid(f"{where}.call_id", f"'{where}.call_id' must be that of an earlier call.")
         if item.output is None:
             raise missing(f"{where}.output")
         content = _text(item.output, f"{where}.output")
-        messages.append(
-            {
-                "role": "tool",
-                "tool_call_id": item.call_id,
-                "name": names[item.call_id],
-                "content": content,
-            }
-        )
+        messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
     elif item.type == "compaction":
         text = item.encrypted_content or ""
         if not text.startswith(SUMMARY_MARK):

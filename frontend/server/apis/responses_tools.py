@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from ..http.bodies import checked, sent_as
 from ..http.errors import invalid, missing, unsupported
 from .lark_regex import LarkError, lark_regex
 
@@ -47,6 +48,9 @@ class ResponsesTool(NamespacedTool, kw_only=True, omit_defaults=True):
     """`tools`: of a namespace."""
 
     tools: list[NamespacedTool] | None = None
+
+
+SentResponsesTool = Annotated[dict[str, Any], sent_as(ResponsesTool)]
 
 
 class ResponsesToolRef(msgspec.Struct, kw_only=True):
@@ -93,19 +97,20 @@ def called_name(name: str, namespace: str | None) -> str:
 
 
 def checked_tools(
-    tools: list[ResponsesTool] | None, choice: str | ResponsesToolChoice | None
+    tools: list[SentResponsesTool] | None, choice: str | ResponsesToolChoice | None
 ) -> CheckedTools:
     """Raises ApiError with the path of the invalid field."""
     found = CheckedTools(None if tools is None else [])
     functions: dict[str, dict[str, Any]] = {}
-    for where, tool, namespace in _flattened(tools or [], found.ignored):
+    for where, sent, namespace in _flattened(tools or [], found.ignored):
+        tool = checked(sent, NamespacedTool, where)
         if not tool.name:
             raise missing(f"{where}.name")
         name = called_name(tool.name, namespace)
         if name in functions:
             raise invalid(f"{where}.name", f"'{where}.name': two tools are called {name!r:.60}.")
         found.origins[name] = ToolOrigin(tool.type, tool.name, namespace)
-        functions[name] = _function(tool, name, where, found.ignored)
+        functions[name] = _function(sent, tool, name, where, found.ignored)
     if isinstance(choice, ResponsesToolChoice):
         allowed, found.choice = _chosen(choice, found.origins)
         functions = {name: functions[name] for name in functions if name in allowed}
@@ -126,32 +131,40 @@ def checked_tools(
 
 
 def _flattened(
-    tools: list[ResponsesTool], ignored: list[str]
-) -> Iterator[tuple[str, NamespacedTool, str | None]]:
-    """The path of each tool that the client runs, the tool, and its namespace."""
-    for i, tool in enumerate(tools):
+    tools: list[SentResponsesTool], ignored: list[str]
+) -> Iterator[tuple[str, dict[str, Any], str | None]]:
+    """The path of each tool that the client runs, the tool as it was sent, and its namespace."""
+    for i, sent in enumerate(tools):
+        tool = checked(sent, ResponsesTool, f"tools[{i}]")
         if tool.type == "namespace":
             if not tool.name:
                 raise missing(f"tools[{i}].name")
-            for j, inner in enumerate(tool.tools or []):
+            for j, inner in enumerate(sent.get("tools") or []):
                 where = f"tools[{i}].tools[{j}]"
-                if inner.type in ("function", "custom"):
+                if inner["type"] in ("function", "custom"):
                     yield where, inner, tool.name
                 else:
                     ignored.append(where)
         elif tool.type in ("function", "custom"):
-            yield f"tools[{i}]", tool, None
+            yield f"tools[{i}]", sent, None
         else:
             ignored.append(f"tools[{i}]")
 
 
-def _function(tool: NamespacedTool, name: str, where: str, ignored: list[str]) -> dict[str, Any]:
-    described = {"description": tool.description} if tool.description else {}
+def _function(
+    sent: dict[str, Any], tool: NamespacedTool, name: str, where: str, ignored: list[str]
+) -> dict[str, Any]:
+    """Keeps the order of the client's keys, since a template writes them. `sent` is the tool as it
+    was sent, `name` what the model calls.
+    """
     parameters, is_strict = tool.parameters or {"type": "object"}, bool(tool.strict)
     if tool.type == "custom":
         parameters, is_strict = _custom_parameters(tool.format, f"{where}.format", ignored)
-    function = {"name": name, **described, "parameters": parameters}
-    return {"type": "function", "function": function | ({"strict": True} if is_strict else {})}
+    told = {"description": tool.description, "parameters": parameters, "strict": is_strict}
+    told = {"name": name} | {key: value for key, value in told.items() if value}
+    keys = ["parameters" if key == "format" else key for key in sent]
+    ordered = {key: told[key] for key in keys if key in told}
+    return {"type": "function", "function": ordered | told}
 
 
 def _custom_parameters(
@@ -218,8 +231,9 @@ def _called(name: str | None, origins: dict[str, ToolOrigin]) -> list[str]:
     return [key for key, origin in origins.items() if name in (key, origin.name)]
 
 
-def shown_tool(tool: ResponsesTool) -> dict[str, Any]:
-    """A tool of the body in a response."""
+def shown_tool(sent: SentResponsesTool) -> dict[str, Any]:
+    """A tool of the body, which `checked_tools` accepted, in a response."""
+    tool = msgspec.convert(sent, ResponsesTool)
     shown = msgspec.to_builtins(tool)
     return shown | {"strict": bool(tool.strict)} if tool.type == "function" else shown
 

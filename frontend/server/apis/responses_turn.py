@@ -21,7 +21,7 @@ from ..turns.chat_turn import ChatTurn, thinking_variables
 from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
 from .responses_items import Item, messages_of
-from .responses_tools import CheckedTools, ResponsesTool, ResponsesToolChoice
+from .responses_tools import CheckedTools, ResponsesToolChoice, SentResponsesTool
 
 # Internal parameter names -> the names in this API, for errors.
 NAMES = {
@@ -99,7 +99,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     include: list[str] | None = None
     text: TextConfig | None = None
-    tools: list[ResponsesTool] | None = None
+    tools: list[SentResponsesTool] | None = None
     tool_choice: str | ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None

@@ -256,10 +256,16 @@ MOST_BYTES = ServerConfig().max_body_bytes
 MAX_GAP_S = 0.25  # of the answers of /health, in seconds of this process
 
 
+def annotated(info: inspect.Metadata) -> inspect.Type:
+    """The type that the value is checked as."""
+    kind = (info.extra or {}).get("sent_as")
+    return info.type if kind is None else inspect.type_info(kind)
+
+
 def sample(info: inspect.Type, name: str = "") -> Any:
     """A small valid value of the type."""
     if isinstance(info, inspect.Metadata):
-        return sample(info.type, name)
+        return sample(annotated(info), name)
     if isinstance(info, inspect.UnionType):
         members = [kind for kind in info.types if not isinstance(kind, inspect.NoneType)]
         return sample(members[0], name)
@@ -293,7 +299,7 @@ def lists_in(
     the given number of elements, and one element.
     """
     if isinstance(info, inspect.Metadata):
-        yield from lists_in(info.type, name, seen)
+        yield from lists_in(annotated(info), name, seen)
     elif isinstance(info, inspect.UnionType):
         for member in info.types:
             yield from lists_in(member, name, seen)
@@ -307,7 +313,9 @@ def lists_in(
                     element,
                 )
     elif isinstance(info, inspect.ListType):
-        of_type = getattr(info.item_type, "cls", type(None)).__name__
+        item = info.item_type
+        item = annotated(item) if isinstance(item, inspect.Metadata) else item
+        of_type = getattr(item, "cls", type(None)).__name__
         for element in ELEMENTS.get(of_type, [sample(info.item_type)]):
             yield f"{name}[]", lambda n, element=element: many(element, n), element
         for path, make, element in lists_in(info.item_type, f"{name}[]", seen):

@@ -93,7 +93,7 @@ def test_a_conversation_with_a_tool() -> None:
             "reasoning_content": "hm",
             "tool_calls": [{"id": "toolu_1", "type": "function", "function": function}],
         },
-        {"role": "tool", "tool_call_id": "toolu_1", "name": "add", "content": "3"},
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "3"},
         {"role": "user", "content": "and?\nwell?"},
     ]
     assert found.tools == [
@@ -104,6 +104,15 @@ def test_a_conversation_with_a_tool() -> None:
     ]
     assert found.tool_choice == "auto" and found.parallel_tool_calls and found.add_generation_prompt
     assert "<think>hm</think>" in render_chat(TOOL_TEMPLATE, found.messages, tools=found.tools)
+
+
+def test_keys_of_tools_keep_the_order_of_the_client() -> None:
+    schema = {"z": {}, "a": {}}
+    tool = {"strict": True, "input_schema": schema, "type": "custom", "name": "f"}
+    [found] = turn(tools=[tool | {"description": None}]).tools or []
+    function = found["function"]
+    assert list(function.items()) == [("strict", True), ("parameters", schema), ("name", "f")]
+    assert list(function["parameters"]) == ["z", "a"]
 
 
 def test_an_error_of_a_tool_reaches_the_model() -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from quire.frontend.server.apis.responses_tools import (
     CheckedTools,
-    ResponsesTool,
     ResponsesToolChoice,
+    SentResponsesTool,
     checked_tools,
     custom_input,
 )
@@ -22,7 +22,7 @@ PATCH = {"type": "custom", "name": "patch", "description": "Patches."}
 
 def checked(tools: list[dict[str, Any]] | None, choice: Any = None) -> CheckedTools:
     return checked_tools(
-        msgspec.convert(tools, list[ResponsesTool] | None),
+        msgspec.convert(tools, list[SentResponsesTool] | None),
         msgspec.convert(choice, str | ResponsesToolChoice | None),
     )
 
@@ -48,6 +48,22 @@ def test_kinds_that_a_server_would_run_are_left_out() -> None:
     found = checked([SEARCH, ADD, {"type": "image_generation"}])
     assert names(found) == ["add"] and found.ignored == ["tools[0]", "tools[2]"]
     assert checked([SEARCH]).functions is None and checked([]).functions == []
+
+
+def test_keys_keep_the_order_of_the_client() -> None:
+    schema = {"z": {}, "a": {}}
+    tool = {"parameters": schema, "strict": True, "type": "function", "name": "f"}
+    patch = {"format": {"type": "text"}, "type": "custom", "name": "p", "description": "Patches."}
+    space = {"tools": [tool], "type": "namespace", "name": "team"}
+    first, second, third = checked([tool, patch, space]).functions or []
+    assert list(first["function"].items()) == [
+        ("parameters", schema),
+        ("strict", True),
+        ("name", "f"),
+    ]
+    assert list(first["function"]["parameters"]) == ["z", "a"]
+    assert list(second["function"]) == ["parameters", "name", "description"]
+    assert list(third["function"]) == ["parameters", "strict", "name"]
 
 
 def parameters_of(format: dict[str, Any] | None) -> tuple[dict[str, Any], bool, list[str]]:

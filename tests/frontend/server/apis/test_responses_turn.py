@@ -106,8 +106,8 @@ def test_a_conversation_with_a_tool() -> None:
         {"role": "system", "content": "be brief\nin verse"},
         {"role": "user", "content": "one\ntwo"},
         {"role": "assistant", "content": "let me", "reasoning_content": "hm", "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_1", "name": "add", "content": "3"},
-        {"role": "tool", "tool_call_id": "call_2", "name": "add", "content": "4"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "4"},
         {"role": "assistant", "content": "no more"},
     ]
     assert found.tools == [IN_CHAT] and found.tool_choice == "auto"

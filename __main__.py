@@ -81,6 +81,8 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             sys.stdout.flush()
     except KeyboardInterrupt:
+        if sys.stderr.isatty():  # the shell's prompt begins its line, where the ^C is
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader has exited (`quire generate ... | head`)
         _discard_output()

@@ -281,9 +281,10 @@ def test_ctrl_c_while_the_engine_starts(tmp_path: Path) -> None:
     assert psutil.wait_procs(children, timeout=5)[1] == []
 
 
-def test_ctrl_c_while_loading_leaves_a_clean_line() -> None:
-    terminal = Terminal("generate", STORY)
-    terminal.wait_for("loading bundled ...")
+@pytest.mark.parametrize("arguments", [("generate", STORY), ("serve", "--port", "0")])
+def test_ctrl_c_while_loading_leaves_a_clean_line(arguments: tuple[str, ...]) -> None:
+    terminal = Terminal(*arguments)
+    terminal.wait_for("loading bundled")
     terminal.type("\x03")
     shown = b""
     with suppress(OSError):  # EIO: the program has ended

@@ -162,8 +162,17 @@ models:
 }
 
 
+AFTER_DASHES = ", and give the agent's own arguments after --"
+
+
+class LaunchParser(Parser):
+    def _unknown(self, word: str) -> str:
+        kind = "flag" if word.startswith("-") else "argument"
+        return f"unknown {kind} {word.split('=')[0]}; see {self.prog} --help-all{AFTER_DASHES}"
+
+
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire launch", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = LaunchParser("quire launch", USAGE, DESCRIPTION, show_all="--help-all" in argv)
     parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(AGENTS))
     parser.add_argument(
         "--url",

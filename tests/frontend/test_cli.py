@@ -13,6 +13,7 @@ from quire.frontend.cli.flags import (
     given,
     sampling_flags,
 )
+from quire.frontend.cli.launch import AFTER_DASHES
 from quire.ipc.config import config_fields
 from quire.tests.frontend.cli.command import QUIRE, call
 
@@ -209,7 +210,7 @@ def test_every_command_refuses_an_unknown_flag_in_one_sentence(
         (code, out) == (2, "")
         and err
         == f"quire {' '.join(words)}: unknown flag --frobnicate; see quire {' '.join(words)} "
-        f"--help-all\n"
+        f"--help-all{AFTER_DASHES if command == 'launch' else ''}\n"
     )
 
 

@@ -126,6 +126,8 @@ def test_an_agent_that_is_not_there_is_named(
     [
         (("emacs",), 2, "must be one of claude, codex"),
         (("codex", "--model", "big"), 2, "must be one of tiny, other"),
+        (("claude", "-p", "hi"), 2, "unknown flag -p; see quire launch --help-all, and give"),
+        (("codex", "exec", "hi"), 2, "exec; see quire launch --help-all, and give the agent's own"),
         (("codex", "--api-key", "other"), 1, "Wrong key."),
         (("codex", "--api-key", "a'b"), 1, "Wrong key."),
         (("codex", "--url", "http://127.0.0.1:9"), 1, "no server answers at"),

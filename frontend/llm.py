@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
 
 import msgspec
 
+from ..ipc.checks import require_kind
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, require_sampling
@@ -357,10 +358,15 @@ class LLM(BlockingCalls):
             raise InvalidParameterError(
                 "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"
             )
-        is_one = isinstance(messages, str) or (bool(messages) and isinstance(messages[0], dict))
+        is_one = isinstance(messages, str | dict) or (
+            isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], dict)
+        )
         conversations: Any = [messages] if is_one else messages
+        kind = "a text, a list of messages, or a list of these"
+        require_kind(isinstance(conversations, Sequence), "messages", kind, messages)
         prompts = []
         for conversation in conversations:
+            require_kind(isinstance(conversation, Sequence), "messages", kind, conversation)
             if isinstance(conversation, str):
                 conversation = [{"role": "user", "content": conversation}]
             text = tokenizer.apply_chat_template(

@@ -204,6 +204,12 @@ def test_text_alone_is_a_conversation_of_one_message(monkeypatch) -> None:
     assert prompts == [[one], [one, "<user>c"], [one, "<system>s<user>ab"], ["<system>s<user>ab"]]
 
 
+@pytest.mark.parametrize("messages", [None, 5, [5], {"role": "user", "content": "hi"}])
+def test_what_is_no_conversation_is_refused(messages, monkeypatch) -> None:
+    with pytest.raises(InvalidParameterError, match="messages: must be a text, a list of messages"):
+        make_llm(monkeypatch).chat(messages, PARAMS)
+
+
 def test_what_is_printed_of_an_llm_names_its_model(monkeypatch) -> None:
     llm = make_llm(monkeypatch)
     config = llm.llm_engine.config.model_config

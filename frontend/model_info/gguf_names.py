@@ -132,7 +132,7 @@ def find_on_hub(wanted: HubFile, revision: str | None, download_dir: str | None)
             return cached
         raise ModelLoadError(
             f"model {wanted.repository!r}: it is not in the cache, and the hub did not provide it: "
-            f"{_reason(error)}"
+            f"{reason_of(error)}"
         ) from error
     file = PurePosixPath(choose(names, wanted))
     parts = [str(file.with_name(part)) for part in part_names(file.name)]
@@ -145,7 +145,7 @@ def find_on_hub(wanted: HubFile, revision: str | None, download_dir: str | None)
         )
     except Exception as error:
         raise ModelLoadError(
-            f"model {wanted.repository!r}: the hub did not provide {file}: {_reason(error)}"
+            f"model {wanted.repository!r}: the hub did not provide {file}: {reason_of(error)}"
         ) from error
     return find_file(Path(snapshot) / file)
 
@@ -197,5 +197,7 @@ def find_cached(wanted: HubFile, revision: str | None, download_dir: str | None)
     return find_file(snapshot / choose(names, wanted)) if names else None
 
 
-def _reason(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def reason_of(error: Exception) -> str:
+    """The first line of an error of the hub client."""
+    first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first.removeprefix("Got: ")  # so it begins where it names another error

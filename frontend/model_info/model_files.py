@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ...ipc.models.gguf_weights import is_gguf
 from . import gguf_names
 
 BUNDLED = "bundled"
+HUB_ADDRESS = re.compile(r"(https?://)?(www\.)?(huggingface|hf)\.co/", re.IGNORECASE)
 CONFIG_PATTERNS = ["*.json", "*.jinja", "additional_chat_templates/*.jinja"]
 WEIGHT_PATTERNS = ["*.safetensors"]
 # the same weights in other forms, and files of other programs. Folders of sentence-transformers'
@@ -64,6 +66,7 @@ def find_model_directory(
             f"model {model!r} is a file; a model is a GGUF file (*.gguf), or a directory that "
             f"holds config.json and *.safetensors"
         )
+    refuse_address(model)
     if (on_hub := gguf_names.parse_hub_name(model)) is not None:
         return gguf_names.find_on_hub(on_hub, revision, download_dir)
     if is_gguf(path):
@@ -102,6 +105,13 @@ def find_cached_directory(
     return Path(found).absolute().parent if isinstance(found, str) else None
 
 
+def refuse_address(model: str) -> None:
+    """Raises ModelLoadError, which has the model's name, for an address of a page of the hub."""
+    if (found := HUB_ADDRESS.match(model)) is not None:
+        name, page = re.sub(r"/(tree|blob|resolve)/[^/]+", "", model[found.end() :]), found[0]
+        raise ModelLoadError(f"model {model!r}: give the name without {page}: {name!r}")
+
+
 def _looks_like_a_path(model: str) -> bool:
     return model.startswith(("/", ".", "~")) or model.endswith("/") or model.count("/") > 1
 
@@ -122,9 +132,9 @@ def _download(
         return Path(found).resolve()
     except Exception as error:
         # The hub client raises its own exceptions and those of its HTTP library and the system.
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelLoadError(
-            f"model {model!r}: there is no such directory, and the hub did not provide it: {reason}"
+            f"model {model!r}: there is no such directory, and the hub did not provide it: "
+            f"{gguf_names.reason_of(error)}"
         ) from error
 
 

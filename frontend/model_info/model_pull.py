@@ -24,7 +24,13 @@ from ...ipc.errors import ModelLoadError, QuireError
 from ...ipc.models.gguf import part_names
 from . import gguf_names
 from .gguf_names import BESIDE, HubFile
-from .model_files import CONFIG_PATTERNS, NOT_NEEDED, WEIGHT_PATTERNS, find_model_directory
+from .model_files import (
+    CONFIG_PATTERNS,
+    NOT_NEEDED,
+    WEIGHT_PATTERNS,
+    find_model_directory,
+    refuse_address,
+)
 
 CHUNK_BYTES = 2**20
 MAX_RETRIES = 3  # of a broken connection, without a byte received in between
@@ -88,6 +94,7 @@ def find_wanted(model: str, revision: str | None = None) -> Wanted:
 
     if Path(model).expanduser().exists() or model.startswith(("/", ".", "~")):
         raise ModelLoadError(f"model {model!r} is a path; pull takes a name on the hub")
+    refuse_address(model)
     on_hub = gguf_names.parse_hub_name(model)
     repository = on_hub.repository if on_hub is not None else model
     with explained(model, repository, revision):

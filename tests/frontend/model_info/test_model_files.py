@@ -18,6 +18,7 @@ from quire.frontend.model_info.model_files import (
     read_generation_config,
     read_hf_config,
 )
+from quire.frontend.model_info.model_pull import find_wanted
 from quire.frontend.session import default_sampling_params
 from quire.ipc.config import ModelConfig
 from quire.tests.gguf_files import write_gguf
@@ -43,6 +44,21 @@ def test_a_missing_path_never_contacts_the_hub(model, monkeypatch) -> None:
         ModelLoadError, match=f"model {re.escape(repr(model))}: there is no such directory"
     ):
         find_model_directory(model)
+
+
+@pytest.mark.parametrize("find", [find_model_directory, find_wanted])
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf.co/org/model:Q4_K_M", "org/model:Q4_K_M"),
+        ("https://huggingface.co/org/model", "org/model"),
+        ("https://huggingface.co/org/model/tree/main", "org/model"),
+        ("http://www.hf.co/org/model/resolve/main/file.gguf", "org/model/file.gguf"),
+    ],
+)
+def test_the_address_of_a_model_on_the_hub_is_refused_with_its_name(find, address, name) -> None:
+    with pytest.raises(ModelLoadError, match=rf"give the name without .*co/: '{name}'$"):
+        find(address)
 
 
 def test_a_file_is_a_model_if_it_is_gguf(tmp_path) -> None:
@@ -90,7 +106,7 @@ def test_without_a_network_the_error_names_the_model_in_one_line(monkeypatch) ->
     import huggingface_hub
 
     def download(*_, **__):
-        raise ConnectionError("Name or service not known\nmore\nlines")
+        raise ConnectionError("Got: Name or service not known\nmore\nlines")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     with pytest.raises(ModelLoadError) as raised:

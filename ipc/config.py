@@ -64,8 +64,8 @@ class ModelConfig(Section, frozen=True):
     quantization: Annotated[
         Literal["int8", "int4"] | None,
         Meta(
-            description="Makes the weights of linear layers so small when they are loaded (the "
-            "output head's int8 in both cases). Default: as dtype."
+            description="Converts the weights of linear layers to this type when they are loaded "
+            "(those of the output head to int8 in both cases). Default: as dtype."
         ),
     ] = None
     model_impl: Annotated[

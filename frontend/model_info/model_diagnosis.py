@@ -130,7 +130,7 @@ def check_weights(
         fix = (
             f"hf download {args.model}, or start the engine, which downloads them"
             if is_cached
-            else "copy them there; Quire supports safetensors only"
+            else "copy them there; Quire reads safetensors and GGUF files only"
         )
         return Finding(
             "weights",

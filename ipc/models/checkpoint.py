@@ -65,8 +65,8 @@ def find_weight_files(directory: Path) -> list[Path]:
     if missing := missing_weight_files(directory):
         if missing == [SINGLE_FILE]:
             raise ModelLoadError(
-                f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there; Quire reads "
-                f"safetensors only"
+                f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there, and no GGUF file; "
+                f"Quire reads no other formats"
             )
         raise ModelLoadError(f"{directory / INDEX_FILE}: the shard {missing[0]} is not there")
     return [directory / name for name in _weight_file_names(directory)]

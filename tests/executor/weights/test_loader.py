@@ -313,8 +313,8 @@ def test_no_weights_at_all(broken):
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(
         ModelLoadError,
-        match=r"neither model\.safetensors nor model\.safetensors\.index\.json is there; Quire "
-        r"reads safetensors only",
+        match=r"neither model\.safetensors nor model\.safetensors\.index\.json is there, and "
+        r"no GGUF file; Quire reads no other formats",
     ):
         load(directory)
 

@@ -31,7 +31,7 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-from markupsafe import Markup, escape
+from markupsafe import EscapeFormatter, Markup, escape
 
 MAX_LENGTH = 2**25  # characters of a text, weight of a list or dict: more than any context holds
 MAX_MADE = 2**29  # bytes that a rendering makes in all
@@ -42,6 +42,7 @@ MAX_SORTED = 2**16  # elements
 MAX_WRITTEN_AT_ONCE = 2**16  # weight of JSON: with the largest indent MAX_LENGTH characters
 MAX_BITS = 10_000  # of an integer
 MAX_WIDTH = 9999  # of a field in a format
+MAX_PATH = 128  # characters of an attribute's name, with the names of its own attributes
 MAX_DIGITS = 400  # that a number is rounded to
 MAX_REASON = 1000  # characters of the template's own error
 ELEMENT = 32  # weight of an element beside its text
@@ -49,7 +50,8 @@ MAX_ELEMENTS = MAX_LENGTH // ELEMENT
 _CHECKED_EACH = 8  # operations between two checks of the clock
 _LARGE = 4096  # length from which a text is counted
 _ESCAPED = 6  # times the length that a Markup may write of another text
-_FIELD = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d+))?")
+# a key, which may be unclosed, a width and a precision; nothing is read twice
+_FIELD = re.compile(r"%(\([^()]*\)?)?[#0\- +]*(\*|\d*)(?:\.(\*|\d+))?")
 
 # ---------------------------------------------------------------- what templates reach
 
@@ -408,7 +410,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def wrap_str_format(self, value: Any) -> Any:
         is_method = isinstance(value, (MethodType, BuiltinMethodType))
-        if not is_method or value.__name__ != "format" or type(value.__self__) is not str:
+        if not is_method or value.__name__ != "format" or not isinstance(value.__self__, str):
             return None
         return partial(_format, self, value.__self__)
 
@@ -482,7 +484,10 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
     num_fields = 0
     for field in _FIELD.finditer(text):
         num_fields += 1
-        if any(part and (part == "*" or int(part[:9]) > MAX_WIDTH) for part in field.groups()):
+        key, *sizes = field.groups()
+        if key and not key.endswith(")"):
+            raise TemplateError("a field's name in a format has parentheses or does not end")
+        if any(part and (part == "*" or int(part[:9]) > MAX_WIDTH) for part in sizes):
             raise _too_long()
     longest = max((_ESCAPED * _weigh(value)[0] for value in values), default=0)
     _check_length(len(text) + num_fields * max(longest, MAX_WIDTH))
@@ -490,6 +495,10 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
 
 class _Formatter(SandboxedFormatter):
     length = 0
+
+    def get_field(self, field_name: str, *values: Any) -> Any:
+        _check_path(field_name)
+        return super().get_field(field_name, *values)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         if any(int(digits[:9]) > MAX_WIDTH for digits in re.findall(r"\d+", format_spec)):
@@ -501,8 +510,23 @@ class _Formatter(SandboxedFormatter):
         return text
 
 
+class _MarkupFormatter(_Formatter, EscapeFormatter):
+    """Escapes the values."""
+
+
 def _format(environment: _Environment, text: str, *args: Any, **kwargs: Any) -> str:
+    if isinstance(text, Markup):
+        formatter = _MarkupFormatter(environment, escape=text.escape)
+        return _made(type(text)(formatter.vformat(text, args, kwargs)))
     return _made(_Formatter(environment).vformat(text, args, kwargs))
+
+
+def _check_path(attribute: Any) -> None:
+    if isinstance(attribute, str) and len(attribute) > MAX_PATH:
+        raise TemplateLimitError(f"names an attribute with more than {MAX_PATH} characters")
+
+
+_COMPARING_EACH = _words("strip lstrip rstrip rfind rindex rpartition rsplit")
 
 
 def _call_text_method(
@@ -511,9 +535,11 @@ def _call_text_method(
     """Calls one of TEXT_METHODS, but for `format`."""
     name, growth = method.__name__, 1 if type(text) is str else _ESCAPED
     _spend(len(text))
-    if name in ("strip", "lstrip", "rstrip"):
-        _check_length(len(text) * len(args[0]) >> 7 if args and isinstance(args[0], str) else 0)
-    elif name in ("ljust", "rjust", "center", "zfill"):
+    # those from the right and the sets of characters compare each character with all of these
+    if name in _COMPARING_EACH:
+        texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
+        _check_length(len(text) * max(map(len, texts), default=0) >> 7)
+    if name in ("ljust", "rjust", "center", "zfill"):
         _check_length(args[0] if args and isinstance(args[0], int) else 0)
     elif name == "replace" and len(args) >= 2 and all(isinstance(a, str) for a in args[:2]):
         _check_length(growth * (len(text) + text.count(args[0]) * len(args[1])))
@@ -574,6 +600,7 @@ def _tojson(
 def _join_filter(environment: _Environment, value: Any, d: str = "", attribute: Any = None) -> str:
     items = list(_ticked(value))
     if attribute is not None:
+        _check_path(attribute)
         items = list(map(filters.make_attrgetter(environment, attribute), items))
     delimiter = str(d)
     texts, length = [], 0
@@ -640,6 +667,7 @@ def _round(value: float, precision: int = 0, method: Any = "common") -> float:
 def _sum_filter(
     environment: _Environment, iterable: Any, attribute: Any = None, start: Any = 0
 ) -> Any:
+    _check_path(attribute)
     get = filters.make_attrgetter(environment, attribute) if attribute is not None else None
     total = start
     for item in _ticked(iterable):
@@ -655,6 +683,8 @@ def _eager(filter: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]
 
     @pass_context
     def apply(context: Any, value: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        for path in (kwargs.get("attribute"), *args[:1]):
+            _check_path(path)
         return iter(list(filter(context, value and _ticked(value), *args, **kwargs)))
 
     return apply
@@ -665,6 +695,8 @@ def _few(filter: Callable[..., Any]) -> Callable[..., Any]:
 
     @pass_environment
     def apply(environment: _Environment, value: Any, *args: Any, **kwargs: Any) -> Any:
+        for path in (*args, *kwargs.values()):
+            _check_path(path)
         items = list(_ticked(value))
         if len(items) > MAX_SORTED:
             raise TemplateLimitError(f"sorts more than {MAX_SORTED:,} elements")
@@ -682,7 +714,16 @@ def _dictsort(value: Any, *args: Any, **kwargs: Any) -> Any:
 
 @pass_environment
 def _unique(environment: _Environment, value: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    for path in (*args, *kwargs.values()):
+        _check_path(path)
     return iter(list(filters.sync_do_unique(environment, _ticked(value), *args, **kwargs)))
+
+
+def _title(value: Any) -> str:
+    """jinja2 splits the text at its words."""
+    text = filters.soft_str(value)
+    _check_length(ELEMENT * len(text))
+    return _made(filters.do_title(text))
 
 
 def _list(value: Any) -> list[Any]:
@@ -724,7 +765,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "safe": _counted(Markup),
     "string": _counted(filters.soft_str),
     "sum": _sum_filter,
-    "title": _counted(filters.do_title),
+    "title": _title,
     "tojson": _tojson,
     "trim": _text_method("strip"),
     "unique": _unique,

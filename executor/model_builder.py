@@ -17,8 +17,8 @@ from ..ipc.json_files import read_json
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
-from ..ipc.models.gguf import read_gguf
-from ..ipc.models.gguf_weights import check_gguf_tensors, is_gguf, weights_in_memory
+from ..ipc.models.gguf import is_gguf, read_gguf
+from ..ipc.models.gguf_weights import check_gguf_tensors, weights_in_memory
 from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ..ipc.models.quantized_tensors import saved_bytes

@@ -12,9 +12,8 @@ from ...ipc.config import EngineConfig
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json
 from ...ipc.models.architectures import text_part
-from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_config import gguf_config
-from ...ipc.models.gguf_weights import is_gguf
 from . import find_model_class
 
 

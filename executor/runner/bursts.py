@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.cpu.native.passes import Passes
 from ...kernels.cpu.native.replay import Program
 from ..sampling.sampler import NOT_FINITE, draw_parameters, draws
@@ -66,7 +66,7 @@ class Bursts:
         num_good = np.logical_and.accumulate(is_finite.numpy()).sum(axis=0).tolist()
         for slot, row, num_tokens in zip(slots, by_row, num_good):
             self._batch.append_runs(np.array([slot]), row[None, :num_tokens])
-        errors = {
+        errors: dict[int, RowError] = {
             slot: NOT_FINITE
             for slot, num_tokens in zip(slots.tolist(), num_good)
             if num_tokens < count

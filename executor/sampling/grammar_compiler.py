@@ -28,8 +28,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_schemas import closed_schema
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.gguf_tokenizer import tokenizer_json
-from ...ipc.models.gguf_weights import is_gguf
 from ...ipc.params import StructuredOutputsParams
 
 MAX_GRAMMAR_BYTES = 512 * 1024  # of a schema, a regex, a grammar, or all choices together, in UTF-8

@@ -26,7 +26,7 @@ class _Owner:
     __slots__ = ("checked_s", "spent_s", "updated", "waiting")
 
     def __init__(self, checked_s: float, now: float):
-        self.waiting: dict[Hashable, None] = {}  # in order of arrival
+        self.waiting: dict[bytes, None] = {}  # in order of arrival
         self.checked_s = checked_s  # CPU time of its checks; only differences have a meaning
         self.spent_s = 0.0  # of the allowance, at the time `updated`
         self.updated = now
@@ -43,7 +43,7 @@ class GrammarQueue:
         self._num_slow = 0  # checks of slow owners that run
         self._lock = threading.Lock()
 
-    def add(self, owner: Hashable, grammar: Hashable) -> None:
+    def add(self, owner: Hashable, grammar: bytes) -> None:
         """The grammar waits, unless it does already for this owner."""
         with self._lock:
             mine = self._owners.pop(owner, None) or _Owner(self._last_checked_s, self._clock())
@@ -56,7 +56,7 @@ class GrammarQueue:
                 if idle != owner:
                     del self._owners[idle]
 
-    def take(self) -> tuple[Hashable, Hashable, bool] | None:
+    def take(self) -> tuple[Hashable, bytes, bool] | None:
         """Removes the next grammar: its owner, itself, and whether the owner is slow, for `done`.
         None: no more may be checked now; a worker asks again after `done`.
         """

@@ -55,7 +55,9 @@ class Sampler:
         token_ids, is_finite = (
             column.numpy(force=True) for column in largest or self.ops.argmax(logits)
         )
-        errors, logprobs, raw_logits = {}, [], None
+        errors: dict[int, RowError] = {}
+        logprobs: list[SlotLogprobs] = []
+        raw_logits = None
         if not is_finite.all():
             errors = dict.fromkeys(np.flatnonzero(~is_finite).tolist(), NOT_FINITE)
             self._clear(logits, errors)
@@ -113,7 +115,7 @@ class Sampler:
         token_ids: np.ndarray,
         batch: InputBatch,
         slots: np.ndarray,
-        errors: dict[int, str],
+        errors: dict[int, RowError],
     ) -> list[SlotLogprobs]:
         """raw_logits [N, vocab_size] of `rows` [N].
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from ...ipc.config import EngineConfig
 from ...ipc.machine import free_memory_bytes
 from ...ipc.models.checkpoint import OTHER_PARTS
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.ranks import num_ranks
 from .packed_cache import PackedCache, weight_files

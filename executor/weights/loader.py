@@ -19,7 +19,7 @@ from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import check_checkpoint
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
 from ...ipc.models.stacked_experts import (
     MXFP4_NUMBERS,

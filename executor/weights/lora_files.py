@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json
 from ...ipc.models.checkpoint import read_header
-from ...ipc.models.gguf import GGUFFile, GGUFTensor, read_gguf
-from ...ipc.models.gguf_weights import READABLE_TYPES, architecture_of, is_gguf, is_permuted
+from ...ipc.models.gguf import GGUFFile, GGUFTensor, is_gguf, read_gguf
+from ...ipc.models.gguf_weights import READABLE_TYPES, architecture_of, is_permuted
 from ...ipc.models.lora_config import CONFIG_NAME, LoraConfig, parse_lora_config
 from ...kernels.lora import in_blocks
 from .gguf import halves_apart

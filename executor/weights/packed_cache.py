@@ -33,8 +33,7 @@ import numpy as np
 
 from ...ipc.config import EngineConfig
 from ...ipc.machine import available_cores
-from ...ipc.models.gguf import part_names
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf, part_names
 from ...ipc.own_files import TEMPORARY, UntrustedFileError, open_own, replace_own
 
 logger = logging.getLogger(__name__)

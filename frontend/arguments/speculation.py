@@ -11,7 +11,7 @@ import msgspec
 
 from ...ipc.config import EngineConfig, ModelConfig, SpeculativeConfig, resolved
 from ...ipc.errors import InvalidParameterError, ModelLoadError
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.rope_config import model_context
 from ..model_info.model_files import find_model_directory, read_hf_config
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.errors import InvalidParameterError, QuireError
 from ...ipc.models.checkpoint import find_weight_files, read_header
-from ...ipc.models.gguf import read_gguf
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.params import SamplingParams
 from ..model_info.model_sizes import DTYPE_BYTES
 from .machine import measure_read_bandwidth

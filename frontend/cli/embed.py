@@ -148,8 +148,9 @@ def embed(
             ordered.records.append(record)
             yield text, params
 
+    interrupts = Interrupts(signal.SIGTERM)
     try:
-        with Interrupts(signal.SIGTERM) as interrupts:
+        with interrupts:
             run_in_windows(
                 engine,
                 prompts(),

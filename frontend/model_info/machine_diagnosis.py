@@ -327,22 +327,26 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_open_files(max_connections: int) -> Finding:
+    """A server raises the soft limit itself, and takes fewer connections below the hard one."""
     import resource
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = max_connections + 256  # sockets, model files, libraries
-    detail = (
-        f"{'no limit' if soft == resource.RLIM_INFINITY else soft}, of which "
-        f"max_connections={max_connections} takes most"
-    )
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        fix = (
-            f"ulimit -n {needed}"
-            if hard in (resource.RLIM_INFINITY,) or hard >= needed
-            else f"raise the hard limit of {hard} (limits.conf, LimitNOFILE)"
+    from ..server.config import connections_within, most_files
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        return passed("open files", "no limit")
+    allowed, needed = connections_within(max_connections, hard), most_files(max_connections)
+    if allowed < max_connections:
+        return warning(
+            "open files",
+            f"the hard limit of {hard} allows {allowed} connections, "
+            f"max_connections={max_connections} needs {needed} files",
+            f"raise the hard limit to {needed} (limits.conf, LimitNOFILE), or "
+            f"--max-connections {allowed}",
         )
-        return warning("open files", detail, f"{fix}, or --max-connections {max(1, soft - 256)}")
-    return passed("open files", detail)
+    return passed(
+        "open files", f"{hard}, of which max_connections={max_connections} needs {needed}"
+    )
 
 
 def check_disks() -> Iterator[Finding]:

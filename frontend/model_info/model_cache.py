@@ -14,8 +14,7 @@ import msgspec
 
 from ...ipc.errors import ModelLoadError, QuireError
 from ...ipc.models.checkpoint import missing_weight_files
-from ...ipc.models.gguf import part_names
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf, part_names
 from ..engine_args import EngineArgs
 from .gguf_names import first_parts, quantization_of
 from .model_files import BUNDLED, find_model_directory, read_hf_config

@@ -15,7 +15,7 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError, QuireError
 from ...ipc.models.architectures import ARCHITECTURES, NATIVE
 from ...ipc.models.checkpoint import check_checkpoint, find_weight_files, missing_weight_files
 from ...ipc.models.decoder_config import unread_keys
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization, parse_quantization
 from ...ipc.models.resolve_pooling import resolve_pooling
 from ...ipc.models.stored_names import find_stored_names, is_ignored

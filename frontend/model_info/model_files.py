@@ -17,8 +17,7 @@ import msgspec
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json, read_json_if_exists
-from ...ipc.models.gguf import part_names, read_gguf
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import is_gguf, part_names, read_gguf
 from . import gguf_names
 
 BUNDLED = "bundled"

@@ -25,8 +25,8 @@ from ...ipc.models.fallback_architectures import (
     parse_fallback_config,
 )
 from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS, parse_fallback_encoder
-from ...ipc.models.gguf import read_gguf
-from ...ipc.models.gguf_weights import DTYPE_BYTES, is_gguf, tensors_by_name
+from ...ipc.models.gguf import is_gguf, read_gguf
+from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
 from ...ipc.models.quantization_config import parse_quantization
 

@@ -17,13 +17,8 @@ from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.machine import free_memory_bytes, total_memory_bytes
 from ...ipc.models.architectures import NATIVE
 from ...ipc.models.expert_parallel import shares_experts
-from ...ipc.models.gguf import read_gguf
-from ...ipc.models.gguf_weights import (
-    DTYPE_BYTES,
-    check_gguf_tensors,
-    is_gguf,
-    weights_in_memory,
-)
+from ...ipc.models.gguf import is_gguf, read_gguf
+from ...ipc.models.gguf_weights import DTYPE_BYTES, check_gguf_tensors, weights_in_memory
 from ...ipc.models.kv_layout import make_layout, one_group, plan_groups
 from ...ipc.models.memory_plan import (
     CPU_MEMORY_FRACTION,

@@ -11,8 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...ipc.models.gguf import GGUFFile, read_gguf
-from ...ipc.models.gguf_weights import is_gguf
+from ...ipc.models.gguf import GGUFFile, is_gguf, read_gguf
 from ...ipc.models.quantization_config import MXFP4, parse_quantization
 
 FILE_TYPE_KEY = "general.file_type"

@@ -14,6 +14,8 @@ from msgspec import Meta
 from ...ipc.config import NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Meta(gt=0)]
+SPARE_CONNECTIONS = 256  # at most; see `most_connections`
+OTHER_FILES = 128  # files and sockets of an engine that a process has besides its connections
 
 
 class ServerConfig(Section, frozen=True):
@@ -302,3 +304,23 @@ class ServerConfig(Section, frozen=True):
 def server_fields() -> dict[str, msgspec.structs.FieldInfo]:
     """Every argument of the server by name."""
     return {field.name: field for field in msgspec.structs.fields(ServerConfig)}
+
+
+def most_connections(max_connections: int) -> int:
+    """All open connections, with those that only receive an error since `max_connections` others
+    are open.
+    """
+    return max_connections + min(SPARE_CONNECTIONS, max_connections // 3 + 1)
+
+
+def most_files(max_connections: int) -> int:
+    """The descriptors of a server with so many connections."""
+    return most_connections(max_connections) + OTHER_FILES
+
+
+def connections_within(max_connections: int, num_files: int) -> int:
+    """How many of `max_connections` a process may have that opens at most `num_files` files."""
+    if most_files(max_connections) <= num_files:
+        return max_connections
+    num_left = num_files - min(OTHER_FILES, num_files // 2)
+    return min(max_connections, max(1, num_left - min(SPARE_CONNECTIONS, num_left // 4 + 1)))

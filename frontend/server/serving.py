@@ -31,8 +31,8 @@ from ...ipc.socket_files import SocketFile, directory_lock
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
 from .app import make_app
-from .config import ServerConfig
-from .http.acceptor import SPARE_CONNECTIONS, AcceptingServer, most_connections
+from .config import ServerConfig, connections_within, most_files
+from .http.acceptor import AcceptingServer
 from .http.errors import ENDS, ApiError
 from .http.protocol import Protocol
 from .http.write_batch import WriteBatch
@@ -43,7 +43,6 @@ from .state import ServerState
 logger = logging.getLogger(__name__)
 tell = functools.partial(announce, logger, "quire serve")
 BACKLOG = 2048  # connections that wait to be accepted
-OTHER_FILES = 128  # files and sockets of an engine that a process has besides its connections
 
 
 def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: str) -> int:
@@ -177,11 +176,9 @@ def allowed_connections(config: ServerConfig) -> int:
     connections that the limit then allows, which may be smaller; the log says so.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = most_connections(config.max_connections) + OTHER_FILES
-    most = config.max_connections
+    most, wanted = config.max_connections, most_files(config.max_connections)
     if hard != resource.RLIM_INFINITY and wanted > hard:
-        num_left = hard - min(OTHER_FILES, hard // 2)
-        most = min(most, max(1, num_left - min(SPARE_CONNECTIONS, num_left // 4 + 1)))
+        most = connections_within(most, hard)
         logger.warning(
             "at most %d connections: max_connections=%d needs %d open files, the system allows %d "
             "(ulimit -Hn)",

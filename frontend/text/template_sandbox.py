@@ -31,7 +31,7 @@ from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
-from markupsafe import EscapeFormatter, Markup, escape
+from markupsafe import EscapeFormatter, Markup, escape, soft_str
 
 MAX_LENGTH = 2**25  # characters of a text, weight of a list or dict: more than any context holds
 MAX_MADE = 2**29  # bytes that a rendering makes in all
@@ -308,7 +308,7 @@ class _Limits(NodeTransformer):
         return node if is_short else _call_filter("quire_compared", node)
 
 
-def _call_filter(name: str, first: nodes.Expr, *others: nodes.Expr) -> nodes.Filter:
+def _call_filter(name: str, first: nodes.Node, *others: nodes.Node) -> nodes.Filter:
     return nodes.Filter(first, name, list(others), [], None, None, lineno=first.lineno)
 
 
@@ -344,10 +344,10 @@ class _Generation(Extension):
 class _CodeGenerator(CodeGenerator):
     """Computes nothing at compile time, where no limits apply."""
 
-    def _output_child_to_const(self, node: nodes.Expr, *args: Any) -> str:
+    def _output_child_to_const(self, node: nodes.Expr, frame: Any, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible()
-        return super()._output_child_to_const(node, *args)
+        return super()._output_child_to_const(node, frame, finalize)
 
 
 # ---------------------------------------------------------------- checks while it runs
@@ -383,10 +383,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     concat = staticmethod(_join)
     code_generator_class = _CodeGenerator
 
-    def _parse(self, source: str, *args: Any) -> nodes.Template:
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         if len(source) > MAX_SOURCE:
             raise TemplateLimitError(f"has more than {MAX_SOURCE:,} characters")
-        return super()._parse(source, *args)
+        return super()._parse(source, name, filename)
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
         return super()._generate(_Limits().visit(source), *args, **options)
@@ -620,7 +620,7 @@ def _text_method(name: str) -> Callable[..., Any]:
     def apply(value: Any, *args: Any) -> Any:
         if type(value) is str and not args and len(value) <= _LARGE:
             return call(value)
-        text = filters.soft_str(value)
+        text = soft_str(value)
         return _made(_call_text_method(getattr(text, name), text, args, {}))
 
     return apply
@@ -632,7 +632,7 @@ def _replace_filter(s: str, old: str, new: str, count: int | None = None) -> str
 
 
 def _center_filter(value: str, width: int = 80) -> str:
-    text = filters.soft_str(value)
+    text = soft_str(value)
     return _made(_call_text_method(text.center, text, (width,), {}))
 
 
@@ -646,7 +646,7 @@ def _indent_filter(s: str, width: int | str = 4, first: bool = False, blank: boo
 
 @pass_environment
 def _format_filter(environment: _Environment, value: str, *args: Any, **kwargs: Any) -> str:
-    text = filters.soft_str(value)
+    text = soft_str(value)
     _check_format(text, (*args, *kwargs.values()))
     return _made(filters.do_format(text, *args, **kwargs))
 
@@ -721,7 +721,7 @@ def _unique(environment: _Environment, value: Any, *args: Any, **kwargs: Any) ->
 
 def _title(value: Any) -> str:
     """jinja2 splits the text at its words."""
-    text = filters.soft_str(value)
+    text = soft_str(value)
     _check_length(ELEMENT * len(text))
     return _made(filters.do_title(text))
 
@@ -763,7 +763,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "reverse": _counted(filters.do_reverse),
     "round": _round,
     "safe": _counted(Markup),
-    "string": _counted(filters.soft_str),
+    "string": _counted(soft_str),
     "sum": _sum_filter,
     "title": _title,
     "tojson": _tojson,

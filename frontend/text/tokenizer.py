@@ -16,9 +16,8 @@ import tokenizers
 
 from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
-from ...ipc.models.gguf import read_gguf
+from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
-from ...ipc.models.gguf_weights import is_gguf
 from . import token_bounds
 from .chat_template import choose_template, read_chat_templates, render_chat
 

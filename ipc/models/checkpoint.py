@@ -19,8 +19,8 @@ import msgspec
 
 from ..errors import ModelLoadError
 from ..json_files import check_model_file, check_regular_file, read_json
-from .gguf import read_gguf
-from .gguf_weights import check_gguf_tensors, is_gguf
+from .gguf import is_gguf, read_gguf
+from .gguf_weights import check_gguf_tensors
 from .quantization_config import MXFP4, CheckpointQuantization
 from .quantized_tensors import UNUSED, StoredPart, parts_of, shape_of_weight
 from .stacked_experts import MXFP4_GROUP, MXFP4_NUMBERS, MXFP4_SCALES, Piece, stacked_pieces

@@ -120,6 +120,10 @@ class GGUFFile(NamedTuple):
     tensors: dict[str, GGUFTensor]
 
 
+def is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf"
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """The header of a GGUF file, and of its other parts if it is one of several; metadata is the
     first part's.

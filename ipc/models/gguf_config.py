@@ -180,7 +180,7 @@ def _encoder_config(file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any]
     """Of a text encoder. Rows of its tables count: keys may leave out padding."""
     if own.get("attention.causal"):
         raise ModelLoadError(f"{file.paths[0]}: attention.causal is not supported for encoders")
-    keys = _ENCODER_KEYS | known.keys
+    keys = {**_ENCODER_KEYS, **known.keys}
     config = {
         "architectures": [known.architecture],
         "model_type": known.model_type,

@@ -9,7 +9,6 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from math import prod
-from pathlib import Path
 
 from ..errors import ModelLoadError
 from .gguf import BLOCK_SIZES, GGUFFile, GGUFTensor
@@ -63,10 +62,6 @@ LONG_ROPE_FACTORS = {  # of Phi-3: name -> rope parameter
 }
 MAX_ROPE_FACTORS = 65_536
 HEAD = "lm_head.weight"
-
-
-def is_gguf(path: Path) -> bool:
-    return path.suffix == ".gguf"
 
 
 def check_gguf_tensors(file: GGUFFile, shapes: dict[str, list[int]]) -> dict[str, GGUFTensor]:

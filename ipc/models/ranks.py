@@ -136,7 +136,7 @@ def _check_model(config: EngineConfig, name: str) -> None:
     # all architectures, which an engine with one rank does not need
     from .architectures import ARCHITECTURES
     from .fallback_architectures import QUIRE, choose_implementation
-    from .gguf_weights import is_gguf
+    from .gguf import is_gguf
     from .quantization_config import parse_quantization
 
     model = config.model_config

@@ -15,7 +15,7 @@ from typing import Any
 
 from .architectures import TEXT_PREFIX
 from .checkpoint import find_weight_files, read_header
-from .gguf_weights import is_gguf
+from .gguf import is_gguf
 
 _WRAPPERS = ("module.", "_orig_mod.")  # of DistributedDataParallel and of torch.compile
 # where files may have a base model: in a multimodal one, as transformers wrote and writes it, or

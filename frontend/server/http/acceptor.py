@@ -18,20 +18,12 @@ from typing import Any
 
 import uvicorn
 
-from ..config import ServerConfig
+from ..config import ServerConfig, most_connections
 
 logger = logging.getLogger(__name__)
-SPARE_CONNECTIONS = 256  # at most; see `most_connections`
 AT_ONCE = 64  # connections in one turn of the event loop
 RETRY_S = 0.1  # after the system had no descriptor or no memory for a connection
 LOG_INTERVAL_S = 10.0
-
-
-def most_connections(max_connections: int) -> int:
-    """All open connections, with those that only receive an error since `max_connections` others
-    are open.
-    """
-    return max_connections + min(SPARE_CONNECTIONS, max_connections // 3 + 1)
 
 
 class AcceptingServer(uvicorn.Server):

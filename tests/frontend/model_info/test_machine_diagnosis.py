@@ -281,14 +281,13 @@ def test_port() -> None:
 
 def test_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 4096))
-    assert diagnosis.check_open_files(700).status == "pass"
-    assert diagnosis.check_open_files(800) == Finding(
+    assert diagnosis.check_open_files(3712).status == "pass"  # a server raises the soft limit
+    assert diagnosis.check_open_files(3713) == Finding(
         "open files",
         "warn",
-        "1024, of which max_connections=800 takes most",
-        "ulimit -n 1056, or --max-connections 768",
+        "the hard limit of 4096 allows 3712 connections, max_connections=3713 needs 4097 files",
+        "raise the hard limit to 4097 (limits.conf, LimitNOFILE), or --max-connections 3712",
     )
-    assert "raise the hard limit of 4096" in diagnosis.check_open_files(5000).fix
     monkeypatch.setattr(
         resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )

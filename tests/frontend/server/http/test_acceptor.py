@@ -11,8 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 import uvloop
+from quire.frontend.server.config import most_connections
 from quire.frontend.server.http import acceptor
-from quire.frontend.server.http.acceptor import Acceptor, most_connections
+from quire.frontend.server.http.acceptor import Acceptor
 
 MOST = 5
 

@@ -20,7 +20,7 @@ HELP = "\n".join(
     [
         "usage: quire bench MODE ...",
         "",
-        *(f"  quire bench {mode:<10} {what}" for mode, what in MODES.items()),
+        *(f"  quire bench {mode:<10}  {what}" for mode, what in MODES.items()),
     ]
 )
 # of the other modes: bench_offline

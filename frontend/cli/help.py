@@ -104,6 +104,8 @@ def completion(shell: str) -> str:
         import shtab  # type: ignore[import-not-found]
     except ImportError:
         raise InvalidParameterError("--completion", "needs shtab: pip install shtab") from None
+    from .bench import MODES
+
     root = argparse.ArgumentParser("quire")
     root.add_argument("--version", action="version", version=__version__)
     modes = commands = root.add_subparsers()
@@ -112,6 +114,6 @@ def completion(shell: str) -> str:
             modes = commands.add_parser("bench", help=COMMANDS["bench"]).add_subparsers()
         target, _, mode = name.rpartition(" ")
         (modes if target else commands).add_parser(
-            mode, help=COMMANDS.get(name), parents=[parser], add_help=False
+            mode, help=(MODES if target else COMMANDS)[mode], parents=[parser], add_help=False
         )
     return shtab.complete(root, shell=shell)

@@ -10,7 +10,7 @@ import sys
 import pytest
 from quire.__main__ import COMMANDS
 from quire.frontend.cli.bench import MODES
-from quire.frontend.cli.help import escaped, parsers
+from quire.frontend.cli.help import SHELLS, escaped, parsers
 from quire.tests.frontend.cli.command import call
 
 
@@ -56,6 +56,18 @@ def test_bash_completes_commands_and_flags(capsys: pytest.CaptureFixture, tmp_pa
         )
         done = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, timeout=60)
         assert wanted in done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_shell_completes_every_command(shell: str, capsys: pytest.CaptureFixture) -> None:
+    pytest.importorskip("shtab")
+    code, script, err = call(capsys, "help", "--completion", shell)
+    words = set(re.findall(r"[\w-]+", script))
+    assert (code, err) == (0, "") and {*COMMANDS, *MODES} <= words
+    assert "max-model-len" in script
+    if shutil.which(shell) is not None and shell != "tcsh":  # tcsh cannot only read a script
+        checked = subprocess.run([shell, "-n"], input=script, capture_output=True, text=True)
+        assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_without_the_library_it_says_what_to_install(

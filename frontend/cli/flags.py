@@ -20,14 +20,18 @@ from ..arguments import vllm_arguments
 
 SAMPLING_HELP = {
     "n": "Completions per prompt.",
-    "temperature": "0: always the most likely token; higher: more varied.",
-    "top_p": "Sample from the most likely tokens with this total probability.",
-    "top_k": "Sample from this many most likely tokens; 0: all.",
-    "min_p": "Omit tokens less likely than this fraction of the most likely token's probability.",
+    "temperature": "0: always the most likely token; higher: more varied. Default: the "
+    "model's, else 1.",
+    "top_p": "Sample from the most likely tokens with this total probability. Default: the "
+    "model's, else 1.",
+    "top_k": "Sample from this many most likely tokens; 0: all. Default: the model's, else 0.",
+    "min_p": "Omit tokens less likely than this fraction of the most likely token's probability. "
+    "Default: the model's, else 0.",
     "seed": "Seed of the random numbers: the same seed, prompt and flags give the same tokens.",
     "presence_penalty": "Subtracted from the logit of every token in the output.",
     "frequency_penalty": "Subtracted from a token's logit for each occurrence in the output.",
-    "repetition_penalty": "Divides the logits of tokens in the prompt or output; 1: off.",
+    "repetition_penalty": "Divides the logits of tokens in the prompt or output; 1: off. "
+    "Default: the model's, else 1.",
     "max_tokens": "Maximum tokens of one completion; none: to the end of the context.",
     "min_tokens": "Minimum tokens of one completion.",
     "timeout_s": "End so many seconds after the start with finish reason timeout; none: no limit.",

@@ -487,10 +487,16 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
         key, *sizes = field.groups()
         if key and not key.endswith(")"):
             raise TemplateError("a field's name in a format has parentheses or does not end")
-        if any(part and (part == "*" or int(part[:9]) > MAX_WIDTH) for part in sizes):
-            raise _too_long()
+        for size in filter(None, sizes):
+            _check_width(size)
     longest = max((_ESCAPED * _weigh(value)[0] for value in values), default=0)
     _check_length(len(text) + num_fields * max(longest, MAX_WIDTH))
+
+
+def _check_width(digits: str) -> None:
+    """Also of a precision: digits, which may begin with zeros, or "*"."""
+    if digits == "*" or len(digits) > MAX_DIGITS or int(digits) > MAX_WIDTH:
+        raise _too_long()
 
 
 class _Formatter(SandboxedFormatter):
@@ -501,8 +507,8 @@ class _Formatter(SandboxedFormatter):
         return super().get_field(field_name, *values)
 
     def format_field(self, value: Any, format_spec: str) -> str:
-        if any(int(digits[:9]) > MAX_WIDTH for digits in re.findall(r"\d+", format_spec)):
-            raise _too_long()
+        for digits in re.findall(r"\d+", format_spec):
+            _check_width(digits)
         text = super().format_field(value, format_spec)
         self.length += len(text)
         _check_length(self.length)

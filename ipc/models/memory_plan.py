@@ -156,15 +156,19 @@ def check_cache_size(
         name = "kv_cache_memory_bytes"
         if cache_config.kv_cache_memory_bytes is None:
             return ""
-    asked = f"the KV cache would take {num_bytes} bytes"
+    asked = f"the KV cache would take {num_bytes:,} bytes ({num_bytes / 2**30:.1f} GiB)"
     if num_bytes > total_bytes:
         raise NotEnoughMemoryError(
             name,
-            f"{asked}, this machine has {total_bytes} bytes of memory for it; without {name} "
-            f"the KV cache follows from the free memory",
+            f"{asked}, but this machine has {total_bytes:,} bytes ({total_bytes / 2**30:.1f} GiB) "
+            f"of memory for it; without {name} the KV cache follows from the free memory",
         )
     if num_bytes > free_bytes:
-        return f"{name}: {asked}, {max(0, free_bytes)} bytes are free: it may not hold what it has"
+        free = max(0, free_bytes)
+        return (
+            f"{name}: {asked}, but only {free:,} bytes ({free / 2**30:.1f} GiB) are free: the "
+            f"system may end the engine when the cache fills"
+        )
     return ""
 
 

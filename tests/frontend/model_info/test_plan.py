@@ -284,9 +284,9 @@ def test_plan_doctor_and_engine_agree_on_a_cache_of_a_given_size(
     worker.load_model(lambda stage, fraction: None)
     caplog.clear()
     if status == "fail":
-        with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* has 2147483648 bytes"):
+        with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* has 2,147,483,648 bytes"):
             worker.determine_num_blocks()
-        assert f"{name}: " in finding.detail and "2147483648" in finding.detail
+        assert f"{name}: " in finding.detail and "2,147,483,648 bytes (2.0 GiB)" in finding.detail
         return
     worker.determine_num_blocks()
     assert (f"{name}: the KV cache would take" in caplog.text) == (status == "warn")

@@ -92,8 +92,10 @@ def test_a_cache_of_a_given_size_must_fit_into_the_machine(size):
     config, (name,) = CacheConfig(**size), size
     assert check_cache_size(config, 1000, free_bytes=1000, total_bytes=2000) == ""
     warning = check_cache_size(config, 2000, free_bytes=1000, total_bytes=2000)
-    assert warning.startswith(f"{name}: the KV cache would take 2000 bytes, 1000 bytes are free")
-    with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* 2001 bytes, this machine has 2000"):
+    assert warning.startswith(
+        f"{name}: the KV cache would take 2,000 bytes (0.0 GiB), but only 1,000 "
+    )
+    with pytest.raises(NotEnoughMemoryError, match=f"{name}: .* 2,001 bytes .* machine has 2,000 "):
         check_cache_size(config, 2001, free_bytes=1000, total_bytes=2000)
     assert check_cache_size(CacheConfig(), 2001, free_bytes=1000, total_bytes=2000) == ""
 

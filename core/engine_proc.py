@@ -476,10 +476,11 @@ def main(
     parser.add_argument("--max-message-bytes", type=int, default=ServiceConfig().max_message_bytes)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     parser.add_argument("--log-format", choices=FORMATS, default="text")
+    parser.add_argument("--log-model", default="", help="the model that lines of the log name")
     args = parser.parse_args(argv)
     if args.connect is not None:
         die_with_parent(args.parent_pid)
-    configure_logging(args.log_level, args.log_format)
+    configure_logging(args.log_level, args.log_format, args.log_model)
     # the stacks of all threads on stderr, also of a thread that holds the GIL
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # a server's threads give way to its engine (SCHED_BATCH), and an engine started later is their

@@ -4,7 +4,8 @@ lost.
 Must not know: who logs what.
 
 A record may carry `fields`, a dict (extra={"fields": ...}). Text leaves them out, since the message
-says the same; in JSON each is a key of its own.
+says the same; in JSON each is a key of its own. Where a server has several models, a record also
+names the one that it is about.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import io
 import json
 import logging
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+TEXT = "%(asctime)s %(levelname)s %(name)s: %(about)s%(message)s"
 FORMATS = ("text", "json")
+# of the several models of a server, the one that a task works for
+_model: ContextVar[str] = ContextVar("quire_log_model", default="")
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,11 +36,25 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
+            **({"model": record.model} if getattr(record, "model", "") else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
             entry["exception"] = self.formatException(record.exc_info)
         return json.dumps(entry, default=str)
+
+
+class ModelFilter(logging.Filter):
+    """Adds the model to records. `model`: of all records of this process; "" if tasks say it."""
+
+    def __init__(self, model: str):
+        super().__init__()
+        self.model = model
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.model = _model.get() or self.model
+        record.about = f"[{record.model}] " if record.model else ""
+        return True
 
 
 class LossyFile(io.FileIO):
@@ -74,13 +92,15 @@ def make_stderr_lossy() -> None:
     )
 
 
-def configure_logging(level: int, log_format: str) -> None:
+def configure_logging(level: int, log_format: str, model: str = "") -> None:
     """For a process that must go on whatever becomes of its log: makes stderr lossy. Does nothing
-    else where the root logger has handlers already. `log_format`: one of FORMATS.
+    else where the root logger has handlers already. `log_format`: one of FORMATS. `model`: that
+    all lines are about, if a server has several.
     """
     make_stderr_lossy()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(TEXT))
+    handler.addFilter(ModelFilter(model))
     if not logging.getLogger().handlers:
         # below INFO libraries tell of themselves only
         logging.basicConfig(level=max(level, logging.INFO), handlers=[handler])
@@ -96,6 +116,18 @@ def current_format() -> str:
     """What this process writes, for a child that shall write the same."""
     handlers = logging.getLogger().handlers
     return "json" if any(isinstance(h.formatter, JsonFormatter) for h in handlers) else "text"
+
+
+def name_model(model: str) -> None:
+    """From here on the lines of this task, and of tasks and processes that it starts, name it."""
+    _model.set(model)
+
+
+def current_model() -> str:
+    """The model that lines of this task name; "": none."""
+    filters = (f for handler in logging.getLogger().handlers for f in handler.filters)
+    of_process = (f.model for f in filters if isinstance(f, ModelFilter))
+    return _model.get() or next(of_process, "")
 
 
 def announce(logger: logging.Logger, program: str, message: str, level: int = logging.INFO) -> None:

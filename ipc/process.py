@@ -23,7 +23,7 @@ from typing import NoReturn
 import msgspec
 
 from .config import EngineConfig
-from .log_format import current_format
+from .log_format import current_format, current_model
 
 TAIL_BYTES = 4096  # of stderr, kept for the EngineDeadError
 TAIL_LINES = 12
@@ -81,7 +81,9 @@ def exec_daemon(address: str, config: EngineConfig, *, replaces: bool = False) -
 def _log_arguments() -> list[str]:
     """The child logs as this process does."""
     level = logging.getLogger("quire").getEffectiveLevel()
-    return ["--log-format", current_format(), "--log-level", str(level)]
+    model = current_model()
+    arguments = ["--log-format", current_format(), "--log-level", str(level)]
+    return [*arguments, "--log-model", model] if model else arguments
 
 
 def engine_environment() -> dict[str, str]:

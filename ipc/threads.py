@@ -39,7 +39,7 @@ async def in_thread(
     discard: Callable[[T], None] | None = None,
     may_abandon: bool = False,
 ) -> T:
-    """Awaits function() in a thread; its exception is raised here.
+    """Awaits function() in a thread, in this task's context; its exception is raised here.
 
     A cancellation is raised after the function has returned, so that nothing is left half done:
     `on_cancel` (called in the loop) may tell it to hurry, and `discard` (called in the thread)
@@ -47,6 +47,7 @@ async def in_thread(
     ends later; use it for functions that hold nothing.
     """
     import asyncio  # 6 MB and 30 ms, which blocking programs do not need
+    from contextvars import copy_context
 
     future: Future[T] = Future()
     is_cancelled = threading.Event()
@@ -59,7 +60,9 @@ async def in_thread(
         else:
             future.set_result(result)
 
-    thread = threading.Thread(target=run, name="quire-blocking", daemon=True)
+    thread = threading.Thread(
+        target=copy_context().run, args=(run,), name="quire-blocking", daemon=True
+    )
     thread.start()
     done, cancellation = asyncio.wrap_future(future), None
     while not done.done():

@@ -235,10 +235,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--key-fd", type=int, required=True)
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     parser.add_argument("--log-format", choices=FORMATS, default="text")
+    parser.add_argument("--log-model", default="")
     args = parser.parse_args(argv)
     die_with_parent(args.parent_pid)
     read_key(args.key_fd, 1)
-    configure_logging(args.log_level, args.log_format)
+    configure_logging(args.log_level, args.log_format, args.log_model)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     gc.disable()  # until it is ready
     ends = msgspec.json.decode(args.ends, type=RankEnds)

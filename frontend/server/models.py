@@ -17,6 +17,7 @@ ready, the engine's process alone while it sleeps.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import functools
 import logging
 import time
@@ -27,7 +28,7 @@ import msgspec
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import QuireError
-from ...ipc.log_format import announce
+from ...ipc.log_format import announce, name_model
 from ...ipc.machine import free_memory_bytes
 from ..async_llm import AsyncLLM
 from ..engine_args import EngineArgs
@@ -246,7 +247,10 @@ class Models:
     def _bring(self, slot: ModelSlot) -> asyncio.Task[None]:
         """The task that makes the slot ready; all that wait for it share it."""
         if slot.coming is None:
-            slot.coming = asyncio.get_running_loop().create_task(self._come(slot))
+            context = contextvars.copy_context()
+            context.run(name_model, slot.name)  # the engine's process and its tasks log it
+            loop = asyncio.get_running_loop()
+            slot.coming = loop.create_task(self._come(slot), context=context)
             # a failure that nobody waits for any more is not an error of the loop
             slot.coming.add_done_callback(lambda task: task.cancelled() or task.exception())
         return slot.coming

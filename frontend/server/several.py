@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...ipc.log_format import name_model
 from .apis.ollama_answer import NDJSON, now
 from .durations import parse_duration
 from .http.call import read_body, receive_body
@@ -135,6 +136,7 @@ def _by_query(front: ServerState, models: Models, handlers: dict[str, Endpoint])
         query = request.query_params.multi_items()
         rest = urlencode([(name, value) for name, value in query if name != "model"])
         scope = {**request.scope, "query_string": rest.encode()}
+        name_model(slot.name)
         return await handlers[slot.name](Request(scope, request.receive))
 
     return endpoint
@@ -157,6 +159,7 @@ def _by_body(front: ServerState, models: Models, handlers: dict[str, Endpoint]) 
             keep_alive_s = _keep_alive(asked.keep_alive)
             if keep_alive_s == 0 and not (asked.prompt or asked.messages or asked.input):
                 return await _unload(models, slot, request.scope["path"])
+        name_model(slot.name)
         await models.acquire(slot)
         release = functools.partial(models.release, slot, keep_alive_s)
         try:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import logging, sys
 from quire.ipc.log_format import announce, configure_logging, current_format
@@ -22,10 +24,10 @@ print(current_format(), engine_command(listen="ipc:///x")[-3])
 """
 
 
-def log_of(log_format: str) -> tuple[list[str], str]:
+def log_of(log_format: str, program: str = PROGRAM) -> tuple[list[str], str]:
     """Return (lines of stderr, stdout)."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, log_format],
+        [sys.executable, "-c", program, log_format],
         capture_output=True,
         text=True,
         timeout=60,
@@ -55,6 +57,38 @@ def test_text() -> None:
     assert lines[0].endswith("INFO quire.test: a line") and lines[1] == "of text"
     assert lines[-1] == "quire test: the end"
     assert stdout == "text text"
+
+
+MODELS = """
+import asyncio, contextvars, logging, sys
+from quire.ipc.log_format import configure_logging, name_model
+from quire.ipc.process import engine_command
+configure_logging(logging.INFO, sys.argv[1])
+log = logging.getLogger("quire.test")
+async def work():
+    async def inner():
+        log.info("inner")
+        print(*engine_command(listen="ipc:///x")[-2:])
+    name_model("small")
+    log.info("outer")
+    await asyncio.create_task(inner())
+async def main():
+    await asyncio.create_task(work())
+    log.info("of none")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_lines_of_a_task_name_the_model_it_works_for(log_format: str) -> None:
+    lines, stdout = log_of(log_format, MODELS)
+    if log_format == "json":
+        entries = [json.loads(line) for line in lines]
+        assert [entry.get("model") for entry in entries] == ["small", "small", None]
+    else:
+        said = [line.partition("quire.test: ")[2] for line in lines]
+        assert said == ["[small] outer", "[small] inner", "of none"]
+    assert stdout == "--log-model small"  # so that the engine's process names it too
 
 
 LOSSY = """

@@ -4,6 +4,7 @@ them blocks or runs out of memory.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -12,10 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import quire
 from quire import EngineArgs, QuireError
 from quire.frontend.llm_engine import LLMEngine
 from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import make_plan
+from quire.frontend.text import tokenizer_trial
+from quire.frontend.text.tokenizer import Tokenizer
+from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.gguf_pre_tokenizers import PRE_TOKENIZERS
 from quire.tests.tiny_models import save_tiny_model
 
 Spoil = Callable[[Path], Any]
@@ -56,19 +62,38 @@ def link(file: str, target: Path | None = None) -> Spoil:
     return apply
 
 
-def normalize(*steps: dict[str, Any], tokens: int = 1) -> Spoil:
+def normalize(*steps: dict[str, Any], tokens: int = 1, content: str = "a" * 40) -> Spoil:
     """Gives the tokenizer these normalizers, and added tokens that they normalize at the load."""
 
     def apply(model: Path) -> None:
         path = model / "tokenizer.json"
         file = json.loads(path.read_text())
         flags = dict.fromkeys(("special", "single_word", "lstrip", "rstrip"), False)
-        token = {"content": "a" * 40, "normalized": True, **flags}
+        token = {"content": content, "normalized": True, **flags}
         file["added_tokens"] += [token | {"id": 9000 + i} for i in range(tokens)]
         file["normalizer"] = {"type": "Sequence", "normalizers": list(steps)}
         path.write_text(json.dumps(file))
 
     return apply
+
+
+def split(regex: str) -> Spoil:
+    """Gives the tokenizer a pre-tokenizer."""
+    pattern = {"Regex": regex}
+    return edit(
+        "tokenizer.json",
+        pre_tokenizer={
+            "type": "Split",
+            "pattern": pattern,
+            "behavior": "Isolated",
+            "invert": False,
+        },
+    )
+
+
+def charsmap(trie_size: int, trie: bytes, texts: bytes) -> dict[str, Any]:
+    table = base64.b64encode(trie_size.to_bytes(4, "little") + trie + texts).decode()
+    return {"type": "Precompiled", "precompiled_charsmap": table}
 
 
 def replace(pattern: dict[str, str], content: str) -> dict[str, Any]:
@@ -106,6 +131,13 @@ CASES: dict[str, Spoil] = {
     ),
     "many steps": normalize(*[{"type": "Prepend", "prepend": "a"}] * 40),
     "many normalizers": normalize(*[{"type": "NFC"}] * 10**5),
+    "table without its trie": normalize(charsmap(2**31, b"\xff" * 16, b"a\0")),
+    "table with a trie that points out of it": normalize(charsmap(16, b"\xff" * 16, b"a\0")),
+    "table with a long text": normalize(charsmap(16, b"\0" * 16, b"a" * 10**6)),
+    "expression that the library gives up": normalize(
+        replace({"Regex": "(a+)+$"}, ""), content="a" * 60 + "b"
+    ),
+    "expression that cannot be compiled": split("(a"),
     "link for config": link(CONFIG),
     "link for weights": link("model.safetensors"),
     "link for tokenizer": link("tokenizer.json"),
@@ -140,6 +172,60 @@ def test_engine_plan_and_doctor_fail_with_one_sentence(
     assert failures
     for sentence in sentences + failures:
         assert "\n" not in sentence and len(sentence) < 600, sentence
+
+
+COSTLY: dict[str, Spoil] = {
+    "to compile": split(
+        "".join(rf"(?<n{i}>a|\g<n{i + 1}>\g<n{i + 1}>)" for i in range(60)) + "(?<n60>a)"
+    ),
+    "for an added token": normalize(
+        replace({"Regex": "(?:a|aa)+[^a]z"}, ""), content=("a" * 26 + "b") * 10**4
+    ),
+    "for a text": split("(?:a|aa){1,19}[^a]z|a"),
+    "of an unknown form": edit(
+        "tokenizer.json",
+        normalizer={"pattern": {"Regex": "(?:a|aa)+[^a]z"}, "content": ""},
+        added_tokens=[
+            {"id": 9000, "content": ("a" * 26 + "b") * 10**4, "normalized": True}
+            | dict.fromkeys(("special", "single_word", "lstrip", "rstrip"), False)
+        ],
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("case", COSTLY)
+def test_costly_regular_expressions_end_within_a_limit(
+    case: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_trial, "CPU_LIMIT_S", 1)
+    model = shutil.copytree(saved, tmp_path / "model")
+    COSTLY[case](model)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: .* took more than 1 s or 2\.0 GiB"):
+        Tokenizer(model)
+
+
+def test_known_regular_expressions_need_no_process(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Path] = []
+    monkeypatch.setattr(tokenizer_trial, "try_out", lambda path, contents: tried.append(path))
+    Tokenizer(Path(quire.__file__).parent / "frontend" / "bundled_model")
+    model = shutil.copytree(saved, tmp_path / "model")
+    for name in ("qwen2", "llama-bpe", "gpt-4o", "deepseek-v3"):
+        steps = {"type": "Sequence", "pretokenizers": list(PRE_TOKENIZERS[name].steps)}
+        edit("tokenizer.json", pre_tokenizer=steps)(model)
+        Tokenizer(model)
+    assert tried == []
+    split("[a-z]+|.")(model)
+    Tokenizer(model)
+    assert tried == [model / "tokenizer.json"]
+
+
+def test_another_regular_expression_is_tried_out_and_used(saved: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(saved, tmp_path / "model")
+    split("[a-z]+|.")(model)
+    assert Tokenizer(model).encode("abc") == Tokenizer(saved).encode("abc")
 
 
 @pytest.mark.timeout(60)

@@ -18,10 +18,11 @@ from ...ipc.errors import InvalidParameterError, ModelLoadError
 from ...ipc.json_files import check_model_file, read_json_if_exists
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokenizer_config
-from . import token_bounds
+from . import token_bounds, tokenizer_trial
 from .chat_template import choose_template, read_chat_templates, render_chat
 
-# of a tokenizer's normalizers: published ones have at most 20 steps and grow a text fourfold
+# of a tokenizer's normalizers: published ones have at most 20 steps and grow a text fourfold, or
+# with sentencepiece's table, whose longest text has 18 characters, by 36
 MAX_NORMALIZERS = 256
 MAX_GROWTH = 64  # characters that one character becomes
 MAX_NORMALIZED = 2**26  # characters of all added tokens, normalized
@@ -194,6 +195,7 @@ class _Normalizer(msgspec.Struct):
     pattern: dict[str, str] | None = None
     content: str = ""
     prepend: str = ""
+    precompiled_charsmap: bytes | None = None  # sentencepiece's table
 
     def parts(self) -> Iterator[_Normalizer]:
         yield self
@@ -204,12 +206,25 @@ class _Normalizer(msgspec.Struct):
         """How many characters one becomes at most, without what Unicode's forms do to it."""
         if self.type == "Prepend":
             return 1 + len(self.prepend)
+        if self.type == "Precompiled":
+            texts = self.table()[1].split(b"\0")
+            return max(len(text.decode(errors="replace")) for text in texts)
         if self.type != "Replace":
             return 1
         replaced = (self.pattern or {}).get("String")
         if not replaced:  # a regular expression may match between two characters
             return 1 + len(self.content)
         return max(1, -(-len(self.content) // len(replaced)))
+
+    def table(self) -> tuple[bytes, bytes]:
+        """The trie of a table, and the texts that take the place of what it finds. Raises
+        ValueError.
+        """
+        data = self.precompiled_charsmap or b""
+        size = int.from_bytes(data[:4], "little")
+        if len(data) < 4 or size % 4 or size > len(data) - 4:
+            raise ValueError(f"its table of {len(data)} bytes has a trie of {size} bytes")
+        return data[4 : 4 + size], data[4 + size :]
 
 
 class _AddedToken(msgspec.Struct):
@@ -219,20 +234,46 @@ class _AddedToken(msgspec.Struct):
 class _TokenizerFile(msgspec.Struct):
     normalizer: _Normalizer | None = None
     added_tokens: list[_AddedToken] = []
+    pre_tokenizer: Any = None
+    post_processor: Any = None
+    decoder: Any = None
+
+    def has_known_expressions(self) -> bool:
+        """Whether all of its regular expressions are known."""
+        parts = self.normalizer.parts() if self.normalizer is not None else ()
+        replaced = tokenizer_trial.regular_expressions([part.pattern for part in parts])
+        others = [self.pre_tokenizer, self.post_processor, self.decoder]
+        return (
+            replaced <= tokenizer_trial.KNOWN_IN_NORMALIZERS
+            and tokenizer_trial.regular_expressions(others) <= tokenizer_trial.KNOWN
+        )
 
 
-def _check_normalizer(path: Path, contents: bytes) -> None:
-    """Raises ModelLoadError for a normalizer that makes texts very long: loading the file already
-    normalizes its added tokens, and the library's work has no limit.
+def _check_contents(path: Path, contents: bytes) -> None:
+    """Raises ModelLoadError for a file whose load, or whose work on the first texts, might not end:
+    the library has no limit.
     """
     try:
         file = msgspec.json.decode(contents, type=_TokenizerFile)
+        is_known = file.has_known_expressions()
     except (msgspec.MsgspecError, RecursionError):
-        return  # the library says what is wrong
+        return tokenizer_trial.try_out(path, contents)  # the library may read it nevertheless
+    _check_normalizer(path, file)
+    if not is_known:
+        tokenizer_trial.try_out(path, contents)
+
+
+def _check_normalizer(path: Path, file: _TokenizerFile) -> None:
+    """Raises ModelLoadError for a normalizer that makes texts very long: loading the file already
+    normalizes its added tokens.
+    """
     parts = list(file.normalizer.parts()) if file.normalizer is not None else []
     growth = 1
-    for part in parts[:MAX_NORMALIZERS]:
-        growth = min(growth * part.growth(), 10**9)
+    try:
+        for part in parts[:MAX_NORMALIZERS]:
+            growth = min(growth * part.growth(), 10**9)
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: its normalizer cannot be used: {error}") from error
     length = sum(len(token.content) for token in file.added_tokens)
     if growth > MAX_GROWTH or len(parts) > MAX_NORMALIZERS or growth * length > MAX_NORMALIZED:
         raise ModelLoadError(
@@ -251,15 +292,22 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     check_model_file(path)
     try:
         contents = path.read_bytes()
-        _check_normalizer(path, contents)
+        _check_contents(path, contents)
         backend = tokenizers.Tokenizer.from_buffer(contents)
     except ModelLoadError:
         raise
-    except Exception as error:  # the library raises bare Exception
-        raise ModelLoadError(f"{path} cannot be read: {error}") from error
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise ModelLoadError(f"{path} cannot be read: {error!s:.300}") from error
     backend.no_truncation()  # some files contain the settings of their training
     backend.no_padding()
     return backend
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """The library raises bare Exception, and BaseException where its Rust code panics."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _load_gguf(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
@@ -270,8 +318,13 @@ def _load_gguf(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
         return _load_backend(beside), config
     contents = gguf_tokenizer(vocabulary)
     try:
+        _check_normalizer(path, msgspec.convert(contents, _TokenizerFile))
         return _build_backend(contents), config
-    except Exception as error:  # the library raises bare Exception
+    except ModelLoadError:
+        raise
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
         raise ModelLoadError(f"{path}: its tokenizer cannot be built: {error!s:.300}") from error
 
 

@@ -196,7 +196,7 @@ def test_every_escape_is_refused_or_ended(name: str) -> None:
     """CPU time, since other programs may run: a template ends soon after its limit."""
     start = time.thread_time()
     try:
-        with time_limit(0.2):
+        with time_limit(0.1):
             render(ESCAPES[name], {})
         assert name in ENDING
     except (TemplateError, RecursionError, SyntaxError, ValueError):
@@ -291,7 +291,7 @@ def test_an_event_loop_is_not_blocked_by_an_endless_template(
     """
     from quire.frontend.server.turns import chat_turn
 
-    monkeypatch.setattr("quire.frontend.text.chat_template.TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr("quire.frontend.text.chat_template.TIME_LIMIT_S", 0.3)
     assert (
         chat_turn._render_at_once(lambda: render_chat("{{ messages[0].content }}", USER)) == "Hello"
     )
@@ -311,22 +311,23 @@ def test_an_event_loop_is_not_blocked_by_an_endless_template(
 
 
 def test_the_limits_cost_little() -> None:
-    """The ratio to jinja2 without limits, the best of several runs."""
+    """The ratio to jinja2 without limits in CPU time, the best of several runs by turns."""
     template = "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' + m.content }}{% endfor %}"
     variables: dict[str, Any] = {"messages": USER * 2000}
     plain = ImmutableSandboxedEnvironment().from_string(template)
 
-    def fastest(call: Any) -> float:
-        seconds = []
-        for _ in range(7):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds)
+    def seconds(call: Any) -> float:
+        start = time.thread_time()
+        call()
+        return time.thread_time() - start
 
     template_sandbox.compile_template(template)
-    ratio = fastest(lambda: render(template, variables)) / fastest(lambda: plain.render(variables))
-    assert ratio < 6
+    runs = [
+        (seconds(lambda: render(template, variables)), seconds(lambda: plain.render(variables)))
+        for _ in range(7)
+    ]
+    limited, unlimited = map(min, zip(*runs, strict=True))
+    assert limited / unlimited < 6
 
 
 def test_the_variables_of_a_template() -> None:

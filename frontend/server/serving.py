@@ -322,7 +322,8 @@ class Server(AcceptingServer):
         deadline = loop.time() + self.state.server_config.drain_timeout_s
         running = set(self.server_state.tasks)
         if running:
-            tell(f"{len(running)} active requests may finish; a second signal aborts them")
+            requests = "request may" if len(running) == 1 else "requests may"
+            tell(f"{len(running)} active {requests} finish; a second signal aborts them")
         while running and not self.force_exit and loop.time() < deadline:
             _, running = await asyncio.wait(running, timeout=0.05)
         self._note_death()

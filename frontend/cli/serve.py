@@ -69,11 +69,12 @@ def run(args: argparse.Namespace) -> int:
     arguments = given(args, engine_flags())
     if config.lora_modules:
         arguments.setdefault("enable_lora", True)
-    if len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL):
+    is_several = len(args.models) > 1 or any(hasattr(args, name) for name in OF_SEVERAL)
+    if is_several or config.allow_model_changes:
         from ..server.serving import serve
 
         with naming_sources(args.settings):
-            return serve(config, served_models(args, arguments), ENGINE.default)
+            return serve(config, served_models(args, arguments), ENGINE.default, arguments)
     engine = getattr(args, "engine", ENGINE.default)
     configure_logging(level_of(config.log_level), config.log_format)
     with early_engine(engine, arguments):

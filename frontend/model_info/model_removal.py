@@ -31,8 +31,10 @@ class Removal(msgspec.Struct, frozen=True):
                 path.unlink(missing_ok=True)
 
 
-def find_removal(model: str) -> Removal:
-    """Raises ModelLoadError for a model that is not in the cache."""
+def find_removal(model: str, download_dir: str | None = None) -> Removal:
+    """`download_dir`: in place of the hub cache. Raises ModelLoadError for a model that is not
+    there.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
@@ -41,7 +43,7 @@ def find_removal(model: str) -> Removal:
         raise ModelLoadError("model 'bundled' is a part of Quire and cannot be removed")
     wanted = parse_hub_name(model)
     repository = wanted.repository if wanted is not None else model
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = Path(download_dir or constants.HF_HUB_CACHE).expanduser()
     try:
         name = repo_folder_name(repo_id=repository, repo_type="model")
     except HFValidationError:

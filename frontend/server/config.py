@@ -96,6 +96,13 @@ class ServerConfig(Section, frozen=True):
             description="Serve the routes that change the engine: pause, resume, sleep, wake, LoRA."
         ),
     ] = False
+    allow_model_changes: Annotated[
+        bool,
+        Meta(
+            description="Let clients download models from the hub (Ollama's /api/pull) and delete "
+            "what they have pulled (/api/delete). The server then is one with several models."
+        ),
+    ] = False
     lora_modules: Annotated[
         list[str],
         Meta(

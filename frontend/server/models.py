@@ -22,6 +22,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -73,6 +74,7 @@ class ModelSlot:
         self.phase: Phase = "unloaded"
         self.is_asleep = False  # the engine's process is there, its weights and cache are not
         self.has_loaded = False  # once
+        self.is_removed = False  # its files are deleted; nobody uses it any more
         self.shown: dict[str, Any] | None = None  # the answer to /api/show
         self.num_users = 0  # requests that use the engine or wait until it is ready
         self.last_used = 0.0  # time.monotonic()
@@ -99,14 +101,28 @@ class ModelSlot:
         self.unloads_at = None
 
 
+@dataclass(frozen=True)
+class Downloads:
+    """How a model that a client pulls is downloaded and becomes a slot.
+
+    make_slot: gives the slot of a name on the hub whose files are there, planned as one of so many
+    models; it blocks, and raises QuireError. revision, download_dir: as in EngineArgs.
+    """
+
+    make_slot: Callable[[str, int], ModelSlot]
+    revision: str | None = None
+    download_dir: str | None = None
+
+
 class Models:
-    """All slots of a server, in the order of the command line.
+    """All slots of a server: those of the command line in their order, then the pulled ones.
 
     default: the slot of requests that name no model. limit_bytes: memory for all engines;
     is_measured: it was measured at start, so memory that others have taken since counts too.
     keep_alive_s, sleep_after_s: idle times after which an engine ends and sleeps; negative: never.
     wait_s: the longest wait of a request for its model. max_waiting: of such requests; further ones
-    are refused. on_loaded: called after each load.
+    are refused. on_loaded: called after each load. downloads: None if clients may not pull models.
+    at_drain: called when the server begins to end.
     """
 
     def __init__(
@@ -123,11 +139,16 @@ class Models:
         unknown_is_default: bool = False,
         on_loaded: Callable[[], None] = lambda: None,
         start: Callable[..., Awaitable[AsyncLLM]] = AsyncLLM.start,
+        downloads: Downloads | None = None,
     ):
-        self.slots = {slot.name: slot for slot in slots}
+        self.slots: dict[str, ModelSlot] = {}
+        self.keep_alive_s = keep_alive_s
+        for slot in slots:
+            self.add(slot)
         self.default = self.slots[default]
         self.limit_bytes = limit_bytes
-        self.keep_alive_s = keep_alive_s
+        self.downloads = downloads
+        self.at_drain: list[Callable[[], None]] = []
         self.sleep_after_s = sleep_after_s
         self.wait_s = wait_s
         self.max_waiting = max_waiting
@@ -138,9 +159,26 @@ class Models:
         self._on_loaded = on_loaded
         self._start = start
         self._room = asyncio.Lock()  # one model at a time looks for memory, in order of arrival
-        for slot in self.slots.values():
-            slot.keep_alive_s = keep_alive_s
-            slot.state.is_on_demand = True
+
+    def add(self, slot: ModelSlot) -> None:
+        slot.keep_alive_s = self.keep_alive_s
+        slot.state.is_on_demand = True
+        self.slots[slot.name] = slot
+
+    async def remove(self, slot: ModelSlot) -> None:
+        """Ends the engine of a slot without users, and forgets it. Requests that come meanwhile
+        wait, and find no such model.
+        """
+        slot.is_removed = True
+        slot.clear_timers()
+        if slot.phase in ("ready", "sleeping"):
+            await self._outcome(self._leave(slot, unload=True))
+        del self.slots[slot.name]
+
+    def unknown(self, name: str) -> ApiError:
+        served = ", ".join(map(repr, self.slots))
+        message = f"The model {name!r} does not exist. This server has {served}."
+        return ApiError(404, message, code="model_not_found", param="model")
 
     def find(self, name: str | None) -> ModelSlot:
         """The slot of a body's `model`; without a name the default. Raises ApiError 404 for an
@@ -151,9 +189,7 @@ class Models:
         if (slot := self.slots.get(name) or self._of_lora(name)) is None:
             if self._unknown_is_default:
                 return self.default
-            served = ", ".join(map(repr, self.slots))
-            message = f"The model {name!r} does not exist. This server has {served}."
-            raise ApiError(404, message, code="model_not_found", param="model")
+            raise self.unknown(name)
         return slot
 
     def _of_lora(self, name: str) -> ModelSlot | None:
@@ -195,6 +231,8 @@ class Models:
         while (obstacle := slot.wanted or slot.leaving) is not None:
             await self._outcome(obstacle)
         self._check_open()
+        if slot.is_removed:
+            raise self.unknown(slot.name)
         slot.num_users += 1
         slot.idle.clear()
         slot.clear_timers()
@@ -459,7 +497,9 @@ class Models:
     async def drain(self) -> None:
         """From here on nothing is loaded; those who wait are refused."""
         self.is_draining = True
-        for slot in self.slots.values():
+        for notify in self.at_drain:
+            notify()
+        for slot in list(self.slots.values()):
             slot.clear_timers()
             if slot.coming is not None:
                 slot.coming.cancel()

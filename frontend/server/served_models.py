@@ -6,7 +6,7 @@ Must not know: the command line, HTTP, when a model is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from ..engine_args import EngineArgs
 from ..model_info.plan import Plan, make_plan, resolve
 from .config import ServerConfig
 from .durations import parse_duration
-from .models import Models, ModelSlot
+from .models import Downloads, Models, ModelSlot
 from .state import ServerState
 
 
@@ -33,20 +33,15 @@ def make_models(
     served: list[ServedModel],
     config: ServerConfig,
     on_loaded: Callable[[], None] = lambda: None,
+    common: Mapping[str, Any] = {},
 ) -> Models:
-    """Reads the configuration of each model, downloading it if needed.
+    """Reads the configuration of each model, downloading it if needed. `common`: the engine
+    settings of models that clients pull.
 
     Raises ModelLoadError and InvalidParameterError, as an engine would.
     """
     limit_bytes = _memory_limit(config.memory_limit)
-    slots = []
-    for model in served:
-        plan = plan_beside(model.args, limit_bytes, len(served))
-        args = sized(model, plan)
-        engine_config = resolve(args)
-        if engine_config.device_config.device != "cpu":
-            raise InvalidParameterError("device", "several models are served on a CPU only")
-        slots.append(ModelSlot(args, ServerState(config, model.name), engine_config, plan))
+    slots = [make_slot(model, config, limit_bytes, len(served)) for model in served]
     names = [slot.name for slot in slots]
     default = config.default_model or names[0]
     if default not in names:
@@ -54,6 +49,12 @@ def make_models(
             "default_model", f"must be one of {', '.join(names)}, got {default!r}"
         )
     keep_alive_s = _duration("keep_alive", config.keep_alive)
+
+    def make_pulled(name: str, num_models: int) -> ModelSlot:
+        model = ServedModel(name, EngineArgs(**common | {"model": name}))
+        return make_slot(model, config, limit_bytes, num_models)
+
+    downloads = Downloads(make_pulled, common.get("revision"), common.get("download_dir"))
     return Models(
         slots,
         default,
@@ -65,7 +66,20 @@ def make_models(
         max_waiting=max(1, config.max_queued_requests),
         unknown_is_default=config.unknown_model == "default",
         on_loaded=on_loaded,
+        downloads=downloads if config.allow_model_changes else None,
     )
+
+
+def make_slot(
+    model: ServedModel, config: ServerConfig, limit_bytes: int, num_models: int
+) -> ModelSlot:
+    """The slot of one of `num_models`."""
+    plan = plan_beside(model.args, limit_bytes, num_models)
+    args = sized(model, plan)
+    engine_config = resolve(args)
+    if engine_config.device_config.device != "cpu":
+        raise InvalidParameterError("device", "several models are served on a CPU only")
+    return ModelSlot(args, ServerState(config, model.name), engine_config, plan)
 
 
 def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:

@@ -16,7 +16,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -45,11 +45,16 @@ tell = functools.partial(announce, logger, "quire serve")
 BACKLOG = 2048  # connections that wait to be accepted
 
 
-def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: str) -> int:
+def serve(
+    config: ServerConfig,
+    args: EngineArgs | list[ServedModel],
+    engine: str,
+    common: Mapping[str, Any] = {},
+) -> int:
     """Runs until a signal, or until the engine cannot be loaded or dies. Returns the exit code.
 
     With a list of models, each has an engine that comes and goes (models.py), and the server
-    outlives them.
+    outlives them; `common` has the engine settings of models that clients pull.
     """
     configure_logging(level_of(config.log_level), config.log_format)
     check_certificate(config)
@@ -60,7 +65,7 @@ def serve(config: ServerConfig, args: EngineArgs | list[ServedModel], engine: st
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if isinstance(args, list):
         state, loading = ServerState(config, ""), ", ".join(model.name for model in args)
-        models = make_models(args, config, on_loaded=settle)
+        models = make_models(args, config, on_loaded=settle, common=common)
         server = Server(config, state, models, engine)
         tell(
             f"{shown_address(config, listener)} (models: {loading}; default: {models.default.name})"

@@ -3,17 +3,19 @@ the model is ready.
 
 Must not know: what a handler does, when models leave memory.
 
-The routes of one model (`frontend/server/routes/`) are made once for each. A route whose body has a
-field `model` is answered by that model, which is loaded first; other routes about an engine take
-`?model=NAME`, and load nothing. Lists, health and metrics cover all models.
+The routes of one model (`frontend/server/routes/`) are made once for each slot. A route whose body
+has a field `model` is answered by that model, which is loaded first; other routes about an engine
+take `?model=NAME`, and load nothing. Lists, health and metrics cover all models.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlencode
+from weakref import WeakKeyDictionary
 
 import msgspec
 from starlette.requests import Request
@@ -22,12 +24,14 @@ from starlette.routing import Route
 
 from ...ipc.log_format import name_model
 from .apis.ollama_answer import NDJSON, now
+from .apis.ollama_turn import plain_name
 from .durations import parse_duration
-from .http.call import read_body, receive_body
-from .http.errors import invalid, missing
+from .http.call import call_of, read_body, receive_body
+from .http.errors import ApiError, invalid, missing
 from .http.openapi import described
-from .http.sse import Json
+from .http.sse import Json, encode
 from .models import Models, ModelSlot
+from .pulls import Pulls
 from .routes import (
     admin,
     chat,
@@ -71,6 +75,7 @@ OF_ONE_MODEL = (
 )
 OLLAMA = "/api/"
 Endpoint = Callable[[Request], Awaitable[Any]]
+HandlerOf = Callable[[ModelSlot], Endpoint]
 
 
 class Asked(msgspec.Struct):
@@ -99,11 +104,9 @@ class Leased:
 
 def several_routes(front: ServerState, models: Models) -> list[Route]:
     """`front`: the state of the server itself, which has no engine."""
-    for slot in models.slots.values():
-        slot.state.responses = front.responses  # a conversation may change its model
     own = [
         *_health_routes(front, models),
-        *metrics.routes_of_several(front, [slot.state for slot in models.slots.values()]),
+        *metrics.routes_of_several(front, lambda: [s.state for s in models.slots.values()]),
         *_list_routes(front, models),
         *_ollama_routes(front, models),
     ]
@@ -114,46 +117,53 @@ def several_routes(front: ServerState, models: Models) -> list[Route]:
 
 
 def _dispatched(front: ServerState, models: Models) -> list[Route]:
-    of_slots = {
-        slot.name: [route for family in OF_ONE_MODEL for route in family.routes(slot.state)]
-        for slot in models.slots.values()
-    }
+    of_slots: WeakKeyDictionary[ModelSlot, list[Route]] = WeakKeyDictionary()
+
+    def routes_of(slot: ModelSlot) -> list[Route]:
+        """Made when they are first used: slots come and go."""
+        if slot not in of_slots:
+            slot.state.responses = front.responses  # a conversation may change its model
+            of_slots[slot] = [r for family in OF_ONE_MODEL for r in family.routes(slot.state)]
+        return of_slots[slot]
+
+    def handler_of(number: int, slot: ModelSlot) -> Endpoint:
+        return routes_of(slot)[number].endpoint
+
     found = []
-    for same in zip(*of_slots.values(), strict=True):
-        handlers = {name: route.endpoint for name, route in zip(of_slots, same, strict=True)}
-        first = same[0]
+    for number, first in enumerate(routes_of(models.default)):
+        of_slot = functools.partial(handler_of, number)
         body = getattr(getattr(first.endpoint, "description", None), "body", None)
         has_model = body is not None and "model" in body.__struct_fields__
         dispatch = _by_body if has_model else _by_query
-        endpoint = functools.wraps(first.endpoint)(dispatch(front, models, handlers))
+        endpoint = functools.wraps(first.endpoint)(dispatch(front, models, of_slot))
         found.append(Route(first.path, endpoint, methods=list(first.methods or ())))
     return found
 
 
-def _by_query(front: ServerState, models: Models, handlers: dict[str, Endpoint]) -> Endpoint:
+def _by_query(front: ServerState, models: Models, handler_of: HandlerOf) -> Endpoint:
     async def endpoint(request: Request) -> Any:
         slot = models.find(request.query_params.get("model"))
         query = request.query_params.multi_items()
         rest = urlencode([(name, value) for name, value in query if name != "model"])
         scope = {**request.scope, "query_string": rest.encode()}
         name_model(slot.name)
-        return await handlers[slot.name](Request(scope, request.receive))
+        return await handler_of(slot)(Request(scope, request.receive))
 
     return endpoint
 
 
-def _by_body(front: ServerState, models: Models, handlers: dict[str, Endpoint]) -> Endpoint:
+def _by_body(front: ServerState, models: Models, handler_of: HandlerOf) -> Endpoint:
     async def endpoint(request: Request) -> Any:
         raw = await receive_body(request, front.server_config)
         try:
             asked = msgspec.json.decode(raw, type=Asked)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # a body that every handler refuses, with the reason
-            return await handlers[models.default.name](request)
+            return await handler_of(models.default)(request)
         is_ollama = request.scope["path"].startswith(OLLAMA)
         if is_ollama and not asked.model:
             raise missing("model")
-        name = asked.model.removesuffix(":latest") if is_ollama and asked.model else asked.model
+        name = plain_name(asked.model, models.slots) if is_ollama and asked.model else asked.model
         slot, keep_alive_s = models.find(name), None
         if is_ollama and asked.keep_alive is not None:
             keep_alive_s = _keep_alive(asked.keep_alive)
@@ -163,7 +173,7 @@ def _by_body(front: ServerState, models: Models, handlers: dict[str, Endpoint]) 
         await models.acquire(slot)
         release = functools.partial(models.release, slot, keep_alive_s)
         try:
-            response = await handlers[slot.name](request)
+            response = await handler_of(slot)(request)
         except BaseException:
             release()
             raise
@@ -253,7 +263,19 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
     return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
 
 
+async def _encoded(lines: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(lines):
+        async for line in lines:
+            yield encode(line) + b"\n"
+
+
+def _error_line(error: ApiError) -> bytes:
+    return encode(error.in_format(OLLAMA)) + b"\n"
+
+
 def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
+    pulls = Pulls(models)
+
     def tag(slot: ModelSlot) -> dict[str, Any]:
         return ollama_models.tag(slot.name, slot.config) | {"size": slot.needs.weights_bytes}
 
@@ -276,10 +298,7 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
     async def show(request: Request) -> Response:
         """Details of a model; the first time, the model is loaded"""
         body = await read_body(request, front.server_config, ollama_models.ShowBody)
-        name = body.model or body.name
-        if not name:
-            raise missing("model")
-        slot = models.find(name.removesuffix(":latest"))
+        slot = models.find(ollama_models.named_model(body, models.slots))
         if slot.shown is None:
             await models.acquire(slot)
             try:
@@ -289,15 +308,31 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
         return Json(slot.shown)
 
     @described(ollama_models.PullBody, dict[str, Any], streams=NDJSON.decode())
-    async def pull(request: Request) -> Response:
-        """Confirms a model that this server has; clients pull a model before they use it"""
+    async def pull(request: Request) -> Any:
+        """Downloads a model, or confirms one that this server has"""
         body = await read_body(request, front.server_config, ollama_models.PullBody)
-        loras = [name for slot in models.slots.values() for name in slot.state.loras.by_name]
-        return ollama_models.pulled(body, [*models.slots, *loras])
+        name, call = ollama_models.named_model(body, models.slots), call_of(request)
+        lines = pulls.pull(name, call.tenant)
+        if body.stream is False:
+            async with aclosing(lines):
+                last = [line async for line in lines][-1]
+            return Json(last)
+        return front.event_stream(
+            _encoded(lines), call, error_event=_error_line, comment=b" ", media_type=NDJSON
+        )
+
+    @described(ollama_models.DeleteBody)
+    async def delete(request: Request) -> Response:
+        """Deletes a model that clients have pulled"""
+        body = await read_body(request, front.server_config, ollama_models.DeleteBody)
+        name = ollama_models.named_model(body, models.slots)
+        await pulls.delete(name, call_of(request).tenant)
+        return Response()
 
     own = [Route("/api/tags", tags), Route("/api/ps", ps)]
     own.append(Route("/api/show", show, methods=["POST"]))
     own.append(Route("/api/pull", pull, methods=["POST"]))
+    own.append(Route("/api/delete", delete, methods=["DELETE", "POST"]))
     paths = {route.path for route in own}
     return [*own, *(r for r in ollama_models.routes(front) if r.path not in paths)]
 

@@ -110,8 +110,13 @@ def check_errors(address: str, _: str) -> None:
         "context length"
         in raises(ollama.ResponseError, lambda: list(client.chat(**long, stream=True))).error
     )
-    assert raises(ollama.ResponseError, lambda: client.pull("llama3")).status_code == 404
-    assert raises(ollama.ResponseError, lambda: client.delete("quire")).status_code == 400
+    for call, status in (
+        (lambda: client.pull("llama3"), 404),
+        (lambda: list(client.pull("llama3", stream=True)), 404),
+        (lambda: client.delete("quire"), 403),
+    ):
+        error = raises(ollama.ResponseError, call)
+        assert error.status_code == status and "--allow-model-changes" in error.error
     too_short = {"model": "quire", "input": "hi", "dimensions": 3}
     assert raises(ollama.ResponseError, lambda: client.embed(**too_short)).status_code == 400
 

@@ -6,6 +6,8 @@ Must not know: the format of the response, HTTP.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Container
 from typing import Annotated, Any
 
 import msgspec
@@ -24,6 +26,8 @@ from ..turns.response_format import wants_compact_json, wants_listed_properties
 from ..turns.sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
 from ..turns.tokenizing import tokenize_all
 
+# how Ollama's clients write that a model is from the hub
+HUB_ADDRESS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
 CHAT_NAMES = {
     "prompt": "messages",
     "structured_outputs": "format",
@@ -165,7 +169,7 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
     ]
     if body.keep_alive is not None and not state.is_on_demand:
         call.ignored_params.append("keep_alive")
-    state.select_model(body.model.removesuffix(":latest"), call)
+    state.select_model(plain_name(body.model, state.model_names), call)
     if body.think and state.answer_format.reasoning_marks is None:
         raise invalid(
             "think", f"The model {body.model!r:.60} does not reason: 'think' cannot be set."
@@ -335,3 +339,11 @@ async def _prepare_raw(
     check_context(state, token_ids, params, GENERATE_NAMES)
     job = Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES)
     return AnswerRun(state, call, [job], detect(None).parser)
+
+
+def plain_name(name: str, known: Container[str] = ()) -> str:
+    """The name of a model without what Ollama's clients add: a tag `latest`, and the address of the
+    hub. One of `known` keeps its address.
+    """
+    name = name.removesuffix(":latest")
+    return name if name in known else HUB_ADDRESS.sub("", name)

@@ -6,10 +6,12 @@ Must not know: routes, requests, how a response is sent.
     400     invalid_request_error   (the reason, or null)     a parameter is wrong; `param` names it
     401     authentication_error    invalid_api_key           no key, or a wrong one
     403     permission_error        admin_disabled            a route that needs --admin
+    403     permission_error        model_changes_disabled    needs --allow-model-changes
     403     permission_error        host_not_allowed, ...     a web page of another site (no keys)
     404     not_found_error         model_not_found, ...      no such model, route or object
     405     invalid_request_error   method_not_allowed
     408     timeout_error           request_timeout           the client sent too slowly
+    409     invalid_request_error   engine_paused, ...        the engine or a model is in use
     413     invalid_request_error   request_too_large
     415     invalid_request_error   unsupported_media_type    the body is not sent as JSON
     429     rate_limit_error        rate_limit_exceeded       the queue is full; see Retry-After

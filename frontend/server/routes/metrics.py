@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -47,9 +47,13 @@ def routes(state: ServerState) -> list[Route]:
     return _routes(Collector(state))
 
 
-def routes_of_several(front: ServerState, of_models: list[ServerState]) -> list[Route]:
-    """The same for a server with several models: those of engines have the label model_name."""
-    return _routes(CollectorOfSeveral(Collector(front), [Collector(state) for state in of_models]))
+def routes_of_several(
+    front: ServerState, of_models: Callable[[], list[ServerState]]
+) -> list[Route]:
+    """The same for a server with several models, which come and go: those of engines have the label
+    model_name.
+    """
+    return _routes(CollectorOfSeveral(Collector(front), of_models))
 
 
 def _routes(collector: Collector | CollectorOfSeveral) -> list[Route]:
@@ -70,7 +74,7 @@ class Collector:
     """Collects the current metrics of the server and the last known metrics of the engine."""
 
     def __init__(self, state: ServerState):
-        self._state = state
+        self.state = state
         self._of_engines: dict[int, dict[str, int]] = {0: {}}
         self._statuses: dict[int, dict[str, Any]] = {0: {}}
         # of all engines, and the counters of this server
@@ -80,7 +84,7 @@ class Collector:
 
     async def ask_engines(self) -> None:
         """If an engine does not answer, its metrics stay as they were, and engine_up is 0."""
-        engine = self._state.engine
+        engine = self.state.engine
         self._engines_up = [False]
         if engine is None:
             return
@@ -115,17 +119,17 @@ class Collector:
         yield from self._http()
         yield from self._of_own_engine()
         yield from self._of_the_server()
-        if self._state.server_config.vllm_metrics:
+        if self.state.server_config.vllm_metrics:
             yield from self._as_vllm("vllm:")
 
     @property
     def model_name(self) -> str:
-        return self._state.model_name
+        return self.state.model_name
 
     def of_engine(self) -> Iterator[Metric]:
         yield from self._as_vllm("quire:")
         yield from self._of_own_engine()
-        if self._state.server_config.vllm_metrics:
+        if self.state.server_config.vllm_metrics:
             yield from self._as_vllm("vllm:")
 
     def of_server(self) -> Iterator[Metric]:
@@ -133,7 +137,7 @@ class Collector:
         yield from self._of_the_server()
 
     def _as_vllm(self, prefix: str) -> Iterator[Metric]:
-        state = self._state
+        state = self.state
         yield from self._of_each(prefix, LOAD, GaugeMetricFamily)
         yield from self._of_the_schedulers(prefix)
         yield from self._of_each(prefix, COUNTERS, CounterMetricFamily)
@@ -159,12 +163,12 @@ class Collector:
             for index, counts in self._of_engines.items():
                 num_queued = self._num_queued if index == 0 else 0
                 value = value_of(counts | {"num_queued": num_queued})
-                family.add_metric((self._state.model_name, str(index)), value)
+                family.add_metric((self.state.model_name, str(index)), value)
             yield family
 
     @property
     def _num_queued(self) -> int:
-        admission = self._state.admission
+        admission = self.state.admission
         return admission.num_waiting if admission is not None else 0
 
     def _cache_config(self, engine: AsyncLLM, prefix: str) -> Metric:
@@ -207,8 +211,8 @@ class Collector:
             self._add_scheduler(families, index, counts)
         yield from families
         if loras := self._status.get("loras"):
-            yield _lora_info(prefix, loras, self._state.now())
-        name = self._state.model_name
+            yield _lora_info(prefix, loras, self.state.now())
+        name = self.state.model_name
         by_position = CounterMetricFamily(
             prefix + "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by their position in a draft.",
@@ -230,7 +234,7 @@ class Collector:
 
     def _add_scheduler(self, families: list[Any], index: int, counts: dict[str, int]) -> None:
         by_source, by_reason, sleep_state = families
-        values, status = (self._state.model_name, str(index)), self._statuses.get(index, {})
+        values, status = (self.state.model_name, str(index)), self._statuses.get(index, {})
         by_source.add_metric((*values, "local_compute"), counts.get("num_prompt_tokens", 0))
         by_source.add_metric((*values, "local_cache_hit"), counts.get("prefix_cache_hits", 0))
         num_held, asleep = status.get("num_held", 0), status.get("asleep", ())
@@ -246,7 +250,7 @@ class Collector:
 
     def _http(self) -> Iterator[Metric]:
         """The names and labels of prometheus-fastapi-instrumentator, which vLLM uses."""
-        meters = self._state.meters
+        meters = self.state.meters
         requests = Counter[tuple[str, str, str]]()
         for (method, route, status), count in meters.http_requests.items():
             if route not in PROBES:
@@ -270,7 +274,7 @@ class Collector:
 
     def _of_own_engine(self) -> Iterator[Metric]:
         """Metrics of the engine and its queue that only Quire has."""
-        admission = self._state.admission
+        admission = self.state.admission
         yield GaugeMetricFamily(
             "quire:engine_up",
             "1 if all engines answered this scrape, else 0.",
@@ -341,9 +345,9 @@ class Collector:
             yield from (imbalance, unused)
 
     def _of_restarts(self) -> Iterator[Metric]:
-        if (engine := self._state.engine) is None:
+        if (engine := self.state.engine) is None:
             return
-        restarts, gaps = engine.client.restarts, self._state.meters.restart_gaps
+        restarts, gaps = engine.client.restarts, self.state.meters.restart_gaps
         while restarts.gaps_s:
             gaps.observe(restarts.gaps_s.popleft())
         yield _by(
@@ -362,7 +366,7 @@ class Collector:
 
     def _of_the_server(self) -> Iterator[Metric]:
         """Metrics of the HTTP server that only Quire has."""
-        state, meters = self._state, self._state.meters
+        state, meters = self.state, self.state.meters
         yield _by(
             "quire:connections_refused",
             "Connections rejected before their first request, by code of the error.",
@@ -395,11 +399,14 @@ class Collector:
 class CollectorOfSeveral:
     """Joins the metrics of several models under one name each."""
 
-    def __init__(self, server: Collector, of_models: list[Collector]):
+    def __init__(self, server: Collector, states: Callable[[], list[ServerState]]):
         self._server = server
-        self._of_models = of_models
+        self._states = states
+        self._of_models: list[Collector] = []
 
     async def ask_engines(self) -> None:
+        known = {collector.state: collector for collector in self._of_models}
+        self._of_models = [known.get(state) or Collector(state) for state in self._states()]
         await asyncio.gather(*(collector.ask_engines() for collector in self._of_models))
 
     def describe(self) -> list[Metric]:

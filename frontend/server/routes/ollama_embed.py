@@ -17,6 +17,7 @@ from starlette.routing import Route
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import PoolingParams
 from ...pooling_outputs import PoolingRequestOutput
+from ..apis.ollama_turn import plain_name
 from ..apis.pooling_answer import json_rows, usage_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import missing
@@ -115,7 +116,7 @@ def check(state: ServerState, call: Call, body: Any) -> str:
     state.ready_engine()
     if not body.model:
         raise missing("model")
-    pooling_of(state, ("embed",), body.model.removesuffix(":latest"))
+    pooling_of(state, ("embed",), plain_name(body.model, state.model_names))
     call.ignored_params += [f"options.{name}" for name in body.options or ()]
     if body.keep_alive is not None and not state.is_on_demand:
         call.ignored_params.append("keep_alive")

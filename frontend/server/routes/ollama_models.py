@@ -1,11 +1,12 @@
-"""/api/tags, /api/show, /api/ps, /api/version: Ollama's routes about models. Unsupported operations
-return an error that explains why.
+"""/api/tags, /api/show, /api/ps, /api/pull, /api/delete, /api/version: Ollama's routes about
+models. Unsupported operations return an error that explains why.
 
 Must not know: requests to models, files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
@@ -22,20 +23,22 @@ from ...model_info.model_sizes import ModelSizes, measure_model
 from ...model_info.plan import weights_in_engine
 from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
 from ..apis.ollama_answer import NDJSON
+from ..apis.ollama_turn import plain_name
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import described
 from ..http.sse import Json
+from ..pulls import changes_disabled, not_allowed_to_pull
 from ..state import ServerState
 
 # The version of Ollama's API that is implemented; clients compare it with the minimum they need.
 API_VERSION = "0.13.0"
 NEVER = "9999-12-31T23:59:59Z"
 ONE_MODEL = (
-    "This server has only the models that it was started with: models cannot be created, copied, "
-    "pushed or deleted. `quire models remove NAME` deletes one."
+    "This server has models as they are on disk and on the hub: models cannot be created, copied "
+    "or pushed."
 )
-REFUSED = {f"/api/{name}": ONE_MODEL for name in ("push", "create", "copy", "delete")}
+REFUSED = {f"/api/{name}": ONE_MODEL for name in ("push", "create", "copy")}
 
 
 class ShowBody(msgspec.Struct, kw_only=True):
@@ -44,6 +47,13 @@ class ShowBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     name: str | None = None  # its deprecated name
     verbose: bool | None = None  # no effect
+
+
+class DeleteBody(msgspec.Struct, kw_only=True):
+    """DELETE /api/delete."""
+
+    model: str | None = None
+    name: str | None = None  # its deprecated name
 
 
 class PullBody(msgspec.Struct, kw_only=True):
@@ -82,10 +92,7 @@ def routes(state: ServerState) -> list[Route]:
         """Details of a model"""
         body = await read_body(request, state.server_config, ShowBody)
         state.ready_engine()
-        name = body.model or body.name
-        if not name:
-            raise missing("model")
-        state.check_model(name.removesuffix(":latest"))
+        state.check_model(named_model(body, state.model_names))
         return Json(shown(state))
 
     @described(PullBody, dict[str, Any], streams=NDJSON.decode())
@@ -94,6 +101,10 @@ def routes(state: ServerState) -> list[Route]:
         body = await read_body(request, state.server_config, PullBody)
         state.ready_engine()
         return pulled(body, [*state.model_names, *state.loras.by_name])
+
+    async def delete(request: Request) -> Response:
+        """Not supported with one model; returns an error"""
+        raise changes_disabled()
 
     @described(answer=dict[str, str])
     async def version(request: Request) -> Response:
@@ -109,23 +120,24 @@ def routes(state: ServerState) -> list[Route]:
     about_one = [
         Route("/api/show", show, methods=["POST"]),
         Route("/api/pull", pull, methods=["POST"]),
+        Route("/api/delete", delete, methods=["DELETE", "POST"]),
     ]
     return [*plain, *about_one, *refusals]
 
 
-def pulled(body: PullBody, names: list[str]) -> Response:
-    """The response to a client that pulls one of `names`. Raises ApiError for another model."""
-    name = (body.model or body.name or "").removesuffix(":latest")
+def named_model(body: ShowBody | DeleteBody | PullBody, known: Container[str]) -> str:
+    """The model's name, as plain_name gives it. Raises ApiError if there is none."""
+    name = body.model or body.name
     if not name:
         raise missing("model")
+    return plain_name(name, known)
+
+
+def pulled(body: PullBody, names: list[str]) -> Response:
+    """The response to a client that pulls one of `names`. Raises ApiError for another model."""
+    name = named_model(body, names)
     if name not in names:
-        raise ApiError(
-            404,
-            f"This server does not have {name!r:.100}, and downloads no models while it runs. "
-            f"`quire pull NAME` downloads one, and `quire serve NAME` serves it.",
-            code="model_not_found",
-            param="model",
-        )
+        raise not_allowed_to_pull(name)
     if body.stream is False:
         return Json({"status": "success"})
     stages = ("pulling manifest", "success")

@@ -102,22 +102,25 @@ def make_slots(
         log.append(f"start {name}")
         return NotingEngine(name, log, delay_s)
 
-    slots = []
-    for name, size in sizes.items():
-        plan: Any = SimpleNamespace(
-            num_engines=1,
-            weights_bytes=(size - 10) * MIB,
-            kv_cache_bytes=0,
-            runtime_bytes=10 * MIB,
-            max_model_len=512,
-        )
-        args: Any = SimpleNamespace(model=name)
-        slots.append(ModelSlot(args, ServerState(config, name), scripted().config, plan))
+    slots = [make_slot(name, size, config) for name, size in sizes.items()]
     first = next(iter(sizes))
     models = Models(
         slots, first, limit_bytes=limit * MIB, start=start, **{"keep_alive_s": -1.0} | options
     )
     return models, log, failures
+
+
+def make_slot(name: str, size: int, config: ServerConfig) -> ModelSlot:
+    """`size`: in MiB."""
+    plan: Any = SimpleNamespace(
+        num_engines=1,
+        weights_bytes=(size - 10) * MIB,
+        kv_cache_bytes=0,
+        runtime_bytes=10 * MIB,
+        max_model_len=512,
+    )
+    args: Any = SimpleNamespace(model=name)
+    return ModelSlot(args, ServerState(config, name), scripted().config, plan)
 
 
 def bad_files() -> ModelLoadError:

@@ -88,16 +88,16 @@ ROWS: Table = {
         ({}, 405, None, None, "/api/version does not support POST"),
     ],
     ("POST", "/api/create"): [
-        ({}, 400, None, None, "This server has only the models that it was started with:"),
+        ({}, 400, None, None, "This server has models as they are on disk and on the hub:"),
     ],
     ("POST", "/api/copy"): [
-        ({}, 400, None, None, "This server has only the models that it was started with:"),
+        ({}, 400, None, None, "This server has models as they are on disk and on the hub:"),
     ],
     ("POST", "/api/push"): [
-        ({}, 400, None, None, "This server has only the models that it was started with:"),
+        ({}, 400, None, None, "This server has models as they are on disk and on the hub:"),
     ],
     ("DELETE", "/api/delete"): [
-        ({}, 400, None, None, "This server has only the models that it was started with:"),
+        ({"model": "bundled"}, 403, None, None, "Clients delete no models of this server."),
     ],
     ("POST", "/api/embeddings"): [
         ({"prompt": "x"}, 400, None, None, "Missing required parameter: 'model'."),

@@ -107,9 +107,16 @@ def test_the_model_that_is_there_can_be_pulled() -> None:
     assert post(APP, "/api/pull", {"name": "bundled", "stream": False}).json() == lines[-1]
     absent = post(APP, "/api/pull", {"model": "llama3"})
     assert absent.status_code == 404 and "quire pull" in absent.json()["error"]
+    assert "--allow-model-changes" in absent.json()["error"]
 
 
-@pytest.mark.parametrize("path", ["/api/delete", "/api/create", "/api/push"])
+def test_deleting_names_the_option_that_allows_it() -> None:
+    body = {"model": "bundled"}
+    answer = talk(APP, lambda client: client.request("DELETE", "/api/delete", json=body))
+    assert answer.status_code == 403 and "--allow-model-changes" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/api/copy", "/api/create", "/api/push"])
 def test_unsupported_actions_are_refused_with_a_sentence(path: str) -> None:
     answer = post(APP, path, {"model": "bundled"})
     assert answer.status_code == 400 and answer.json()["error"].endswith(".")

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn, Protocol
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.own_files import UntrustedFileError, read_own, replace_own
+from ...ipc.own_files import read_own, replace_own
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +136,7 @@ class PartialFile:
             self.file.seek(self.num_bytes)
         except OSError as error:
             raise InvalidParameterError(
-                "--output", f"cannot write {name}: {error.strerror}"
+                "--output", f"cannot write {name}: {error.strerror or error}"
             ) from None
 
     def _lock(self) -> None:
@@ -152,7 +152,7 @@ class PartialFile:
             saved = msgspec.json.decode(read_own(self._state, MAX_STATE_BYTES), type=SavedRun)
         except FileNotFoundError:
             return None
-        except UntrustedFileError as error:
+        except OSError as error:  # also another's, or one that is too large
             self._refuse(str(error))
         except msgspec.MsgspecError as error:
             self._refuse(f"{self._state} cannot be understood ({error})")

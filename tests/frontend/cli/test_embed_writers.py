@@ -174,6 +174,19 @@ def test_a_state_that_others_may_have_changed_is_refused(tmp_path: Path, fault: 
     assert make_writer(name, is_by_token=False, run=RUN).num_done == 10
 
 
+def test_what_lies_at_the_paths_and_cannot_be_used_is_named(tmp_path: Path) -> None:
+    name, state = str(tmp_path / "a.npy"), tmp_path / "a.npy.partial.json"
+    state.write_bytes(b" " * (embed_writers.MAX_STATE_BYTES + 1))
+    with pytest.raises(InvalidParameterError, match="has 1048577 bytes.*; give --no-resume"):
+        make_writer(name, is_by_token=False, run=RUN)
+    state.unlink()
+    partial = tmp_path / "a.npy.partial"
+    partial.unlink()
+    os.mkfifo(partial)
+    with pytest.raises(InvalidParameterError, match="cannot write .*a.npy: .*not seekable"):
+        make_writer(name, is_by_token=False, run=RUN)
+
+
 def test_a_digit_of_the_state_that_changed_is_found(tmp_path: Path) -> None:
     name, state = str(tmp_path / "a.npy"), tmp_path / "a.npy.partial.json"
     writer = make_writer(name, is_by_token=False, run=RUN)

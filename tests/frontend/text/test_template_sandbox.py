@@ -107,10 +107,10 @@ ESCAPES = {
     "width after a key with parentheses": "{{ '%(a(b))1000000000d' % {'a(b)': 1} }}",
     "unclosed keys by %": "{{ ('%(' * 2 ** 20) % 1 }}",
     "zeros before a precision by %": "{{ '%.0000000001000000000d' % 1 }}",
-    "zeros before a width": "{{ '{:>0000000001000000000}'.format('a') }}",
+    "zeros before a width": "{{ '{:>000000000100000000000000}'.format('a') }}",
     "zeros before a precision": "{{ '{:.0000000001000000000f}'.format(1.5) }}",
-    "digits of another script": "{{ '{:>\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660"
-    "\u0661\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0660}'.format('a') }}",
+    "digits of another script": "{{ ('{:>' ~ '\u0660' * 9 ~ '\u0661' ~ '\u0660' * 14 ~ '}')"
+    ".format('a') }}",
     "many zeros before a width": "{{ ('{:>' ~ '0' * 9999 ~ '9}').format('a') }}",
     "format_map": "{{ '{a}'.format_map({'a': 1}) }}",
     "indent of JSON": "{{ [1] | tojson(indent=10 ** 10) }}",

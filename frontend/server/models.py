@@ -62,12 +62,20 @@ class ModelSlot:
     `state`: what the routes of this model receive; its engine comes and goes.
     """
 
-    def __init__(self, args: EngineArgs, state: ServerState, config: EngineConfig, plan: Plan):
+    def __init__(
+        self,
+        args: EngineArgs,
+        state: ServerState,
+        config: EngineConfig,
+        plan: Plan,
+        has_chat_template: bool = True,
+    ):
         self.name = state.model_name
         self.args = args
         self.state = state
         self.config = config  # as far as it is known without the engine
         self.plan = plan
+        self.has_chat_template = has_chat_template
         self.needs = Needs(
             plan.weights_bytes, plan.kv_cache_bytes * plan.num_engines, plan.runtime_bytes
         )

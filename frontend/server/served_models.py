@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 
+from ...ipc.config import ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.machine import free_memory_bytes
 from ..cli.values import parse_bytes
 from ..engine_args import EngineArgs
 from ..model_info.plan import Plan, make_plan, resolve
+from ..text.tokenizer import stored_chat_templates
 from .config import ServerConfig
 from .durations import parse_duration
 from .models import Downloads, Models, ModelSlot
@@ -79,7 +81,17 @@ def make_slot(
     engine_config = resolve(args)
     if engine_config.device_config.device != "cpu":
         raise InvalidParameterError("device", "several models are served on a CPU only")
-    return ModelSlot(args, ServerState(config, model.name), engine_config, plan)
+    state = ServerState(config, model.name)
+    is_chat = state.chat_template is not None or _has_template(engine_config.model_config)
+    return ModelSlot(args, state, engine_config, plan, is_chat)
+
+
+def _has_template(config: ModelConfig) -> bool:
+    """As its files say, before it is loaded."""
+    if config.skip_tokenizer_init:
+        return False
+    templates = stored_chat_templates(config.tokenizer or config.model)
+    return "tool_use" in templates or "default" in templates
 
 
 def plan_beside(args: EngineArgs, limit_bytes: int, num_models: int) -> Plan:

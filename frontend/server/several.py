@@ -241,6 +241,7 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
             created=int(front.started),
             root=slot.args.model,
             max_model_len=slot.plan.max_model_len,
+            has_chat_template=slot.has_chat_template,
         )
 
     def cards(slot: ModelSlot) -> list[model_routes.ModelCard]:

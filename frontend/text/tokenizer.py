@@ -179,6 +179,16 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
+def stored_chat_templates(directory: str | Path) -> dict[str, str]:
+    """As Tokenizer.chat_templates, without loading the tokenizer. Raises ModelLoadError."""
+    path = Path(directory)
+    beside = path.parent if is_gguf(path) else path
+    stated = gguf_tokenizer_config(Vocabulary(read_gguf(path))) if is_gguf(path) else {}
+    return read_chat_templates(
+        beside, stated | read_json_if_exists(beside / "tokenizer_config.json")
+    )
+
+
 def _token_text(token: Any) -> str | None:
     """tokenizer_config.json contains a special token as its text or as an object with `content`."""
     text = token.get("content") if isinstance(token, dict) else token

@@ -228,6 +228,18 @@ def test_no_string_becomes_markup_without_the_sanitizer(open_page) -> None:
 # ---------------------------------------------------------------- completion mode
 
 
+def test_a_model_without_a_template_completes_before_it_is_loaded(open_page, chromium) -> None:
+    context = chromium.new_context()
+    card = {"id": "base", "has_chat_template": False}
+    context.route("**/v1/models", lambda route: route.fulfill(json={"data": [card]}))
+    absent = {"error": {"code": "model_not_loaded", "message": "It is not loaded."}}
+    context.route("**/v1/engine/state*", lambda route: route.fulfill(json=absent))
+    page = open_page(context=context)
+    page.wait_for_selector("#mode:disabled:text('Mode: completion')")
+    assert page.get_attribute("#health", "data-is") == "absent"
+    context.close()
+
+
 def test_a_model_without_a_template_completes(open_page, mock) -> None:
     mock.has_chat_template = False
     page = open_page()

@@ -19,7 +19,12 @@ function toEnd() {
 
 /* ---------------------------------------------------------------- mode */
 
-const hasTemplate = () => engine.state?.has_chat_template ?? true;
+/* The list knows it of a model that is not loaded. */
+function hasTemplate() {
+  const { state, listed } = engine;
+  const { has_chat_template: has } = listed.find(({ id }) => id === chosenModel) || listed[0] || {};
+  return state?.has_chat_template ?? has ?? true;
+}
 /* "chat" sends the conversation through the model's template. "completion" sends the message
    alone, as the beginning of a text. A model without a template has only the latter. */
 function mode() {

@@ -4,6 +4,7 @@
 const engine = {
   model: "",
   state: null, // the last answer of /v1/engine/state
+  listed: [], // the models, as /v1/models lists them
   samples: [], // { time, output, prompt }: the token counters of the last minute
   steps: [],
   since: -1,

@@ -2,12 +2,13 @@
 /* The choice between the models of a server that has several. With one model there is none. */
 
 async function offerModels() {
-  let names;
   try {
-    names = (await (await call("v1/models")).json()).data.map(({ id }) => id);
+    engine.listed = (await (await call("v1/models")).json()).data;
   } catch {
     return; // one model, which is loading; or a key is needed, and the next one asks again
   }
+  const names = engine.listed.map(({ id }) => id);
+  showMode();
   if (chosenModel && !names.includes(chosenModel)) {
     chosenModel = "";
     remember(browserStore, "quire-model", "");

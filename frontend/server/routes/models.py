@@ -18,7 +18,10 @@ from ..state import ServerState
 
 
 class ModelCard(msgspec.Struct, kw_only=True):
-    """OpenAI's model object, with vLLM's `root`, `parent` and `max_model_len`."""
+    """OpenAI's model object, with vLLM's `root`, `parent` and `max_model_len`.
+
+    has_chat_template: of a model; null for an adapter, which has its model's.
+    """
 
     id: str
     object: Literal["model"] = "model"
@@ -27,6 +30,7 @@ class ModelCard(msgspec.Struct, kw_only=True):
     root: str
     parent: str | None = None
     max_model_len: int
+    has_chat_template: bool | None = None
 
 
 class ModelList(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -90,6 +94,7 @@ def routes(state: ServerState) -> list[Route]:
                 created=int(state.started),
                 root=state.model_name,
                 max_model_len=max_model_len,
+                has_chat_template=bool(state.template_text),
             )
             for name in state.model_names
         ]

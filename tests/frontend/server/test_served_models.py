@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.plan import RUNTIME_BYTES
+from quire.frontend.server.app import make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.models import Models
 from quire.frontend.server.served_models import ServedModel, make_models
+from quire.frontend.server.state import ServerState
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
+from quire.tests.frontend.server.scripted import talk
 from quire.tests.tiny_encoders import save_tiny_encoder
+from quire.tests.tiny_models import save_tiny_model
 
 GIB = 2**30
 
@@ -55,6 +61,26 @@ def test_a_text_encoder_has_no_cache(limit: str, tmp_path: Path) -> None:
     models = make_models(served, ServerConfig(memory_limit=limit))
     slot = models.slots["rag"]
     assert slot.args.kv_cache_memory_bytes is None and slot.needs.kv_cache_bytes == 0
+
+
+def test_models_without_a_chat_template_are_known_before_they_are_loaded(tmp_path: Path) -> None:
+    base = save_tiny_model(tmp_path, "qwen2")
+    config = json.loads((base / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (base / "tokenizer_config.json").write_text(json.dumps(config))
+    served = [ServedModel("chat", EngineArgs()), ServedModel("base", EngineArgs(str(base)))]
+    app: Any = make_app(ServerState(ServerConfig(), ""), make_models(served, ServerConfig()))
+
+    async def speak(client: httpx.AsyncClient) -> None:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert {card["id"]: card["has_chat_template"] for card in cards} == {
+            "chat": True,
+            "base": False,
+        }
+
+    talk(app, speak)
+    given = make_models(served, ServerConfig(chat_template="{{ messages }}"))
+    assert given.slots["base"].has_chat_template
 
 
 def test_settings() -> None:

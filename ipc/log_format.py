@@ -36,7 +36,7 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname,
             "logger": record.name,
             "message": record.getMessage(),
-            **({"model": record.model} if getattr(record, "model", "") else {}),
+            **({"model": model} if (model := getattr(record, "model", "")) else {}),
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
@@ -52,8 +52,8 @@ class ModelFilter(logging.Filter):
         self.model = model
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.model = _model.get() or self.model
-        record.about = f"[{record.model}] " if record.model else ""
+        model = _model.get() or self.model
+        record.__dict__.update(model=model, about=f"[{model}] " if model else "")
         return True
 
 

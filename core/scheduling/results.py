@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# The CPU time that the grammar of one request may take: at first, and for each token of its output.
-# Usual are 10 to 100 us per token, and some milliseconds for the first one of a large schema.
-GRAMMAR_S, GRAMMAR_S_PER_TOKEN = 0.15, 0.001
+# The CPU time that the grammar of one request may take: at first, for each further completion, and
+# for each token of its outputs. Usual are 10 to 100 us per token, and some milliseconds for the
+# first one of a large schema.
+GRAMMAR_S, GRAMMAR_S_PER_COMPLETION, GRAMMAR_S_PER_TOKEN = 0.15, 0.01, 0.001
 
 
 def update_from_output(
@@ -111,20 +112,40 @@ def spend_on_grammars(
     """Charges the CPU time of grammars, slot -> seconds, to requests and their owners. Returns the
     errors of those that have taken too much, by slot.
     """
-    errors: dict[int, RowError] = {}
-    for request, slot in zip(step.requests, step.output.slots):
-        if (seconds := grammar_s.get(slot, 0.0)) and request.grammar_s is not None:
-            request.grammar_s += seconds
+    constrained = [
+        (request, slot)
+        for request, slot in zip(step.requests, step.output.slots)
+        if request.grammar_s is not None
+    ]
+    for request, slot in constrained:
+        if seconds := grammar_s.get(slot, 0.0):
+            request.grammar_s = (request.grammar_s or 0.0) + seconds
             scheduler.waiting.charge_time(request, seconds)
-            allowed_s = GRAMMAR_S + GRAMMAR_S_PER_TOKEN * request.num_output_tokens
-            if request.grammar_s > allowed_s:
-                errors[slot] = RowRefusal(
-                    "structured_outputs",
-                    f"is too complex: finding the tokens that may come next took "
-                    f"{request.grammar_s:.2f} s for {request.num_output_tokens} tokens, "
-                    f"{allowed_s:.2f} s are allowed",
-                )
+    refusals: dict[str, RowRefusal | None] = {}  # by message: completions have a common allowance
+    errors: dict[int, RowError] = {}
+    for request, slot in constrained:
+        members = [request] if request.family is None else [*request.family.members.values()]
+        name = request.request_id if request.family is None else request.family.request_id
+        if name not in refusals:
+            refusals[name] = grammar_refusal(members)
+        if (refusal := refusals[name]) is not None:
+            errors[slot] = refusal
     return errors
+
+
+def grammar_refusal(completions: list[Request]) -> RowRefusal | None:
+    """Why a message may not go on, of whose completions these are unfinished; None: it may."""
+    spent_s = sum(request.grammar_s or 0.0 for request in completions)
+    num_tokens = sum(request.num_output_tokens for request in completions)
+    allowed_s = GRAMMAR_S + GRAMMAR_S_PER_COMPLETION * (len(completions) - 1)
+    allowed_s += GRAMMAR_S_PER_TOKEN * num_tokens
+    if spent_s <= allowed_s:
+        return None
+    return RowRefusal(
+        "structured_outputs",
+        f"is too complex: finding the tokens that may come next took {spent_s:.2f} s for "
+        f"{num_tokens} tokens, {allowed_s:.2f} s are allowed",
+    )
 
 
 def append_tokens(

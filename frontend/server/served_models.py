@@ -53,7 +53,8 @@ def make_models(
     keep_alive_s = _duration("keep_alive", config.keep_alive)
 
     def make_pulled(name: str, num_models: int) -> ModelSlot:
-        model = ServedModel(name, EngineArgs(**common | {"model": name}))
+        arguments: dict[str, Any] = {**common, "model": name}
+        model = ServedModel(name, EngineArgs(**arguments))
         return make_slot(model, config, limit_bytes, num_models)
 
     downloads = Downloads(make_pulled, common.get("revision"), common.get("download_dir"))

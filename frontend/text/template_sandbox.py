@@ -502,9 +502,9 @@ def _check_width(digits: str) -> None:
 class _Formatter(SandboxedFormatter):
     length = 0
 
-    def get_field(self, field_name: str, *values: Any) -> Any:
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
         _check_path(field_name)
-        return super().get_field(field_name, *values)
+        return super().get_field(field_name, args, kwargs)
 
     def format_field(self, value: Any, format_spec: str) -> str:
         for digits in re.findall(r"\d+", format_spec):

@@ -32,10 +32,13 @@ MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
 Metadata = Annotated[dict[str, str], Meta(max_length=MAX_METADATA)]
 
 
+MAX_ADDED = 20  # items in one request; OpenAI's limit
+
+
 class ConversationBody(msgspec.Struct, kw_only=True):
     """POST /v1/conversations."""
 
-    items: list[Item] | None = None
+    items: Annotated[list[Item], Meta(max_length=MAX_ADDED)] | None = None
     metadata: Metadata | None = None
 
 
@@ -48,7 +51,7 @@ class MetadataBody(msgspec.Struct, kw_only=True):
 class ItemsBody(msgspec.Struct, kw_only=True):
     """POST /v1/conversations/{id}/items."""
 
-    items: Annotated[list[Item], Meta(min_length=1)]
+    items: Annotated[list[Item], Meta(min_length=1, max_length=MAX_ADDED)]
 
 
 def routes(state: ServerState) -> list[Route]:

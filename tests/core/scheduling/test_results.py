@@ -6,7 +6,7 @@ from quire.core.output_rows import OutputRows
 from quire.core.scheduling.owners import TOKENS_PER_S
 from quire.core.scheduling.results import GRAMMAR_S, GRAMMAR_S_PER_TOKEN
 from quire.core.scheduling.scheduler import Scheduler
-from quire.ipc.messages import Array, EngineCoreRequest, FinishReason
+from quire.ipc.messages import Array, EngineCoreRequest, FinishReason, child_request_id
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.ipc.step_messages import ModelRunnerOutput, RowRefusal, SlotPromptLogprobs
 from quire.tests.core.scheduling.loop import Loop, distinct
@@ -212,6 +212,28 @@ def test_a_request_whose_grammar_takes_too_much_time_ends_alone():
     assert end.reason == FinishReason.ERROR and end.parameter == "structured_outputs"
     assert "is too complex" in end.error and "0.17 s are allowed" in end.error
     assert set(loop.scheduler.requests) == {"usual", "first"}
+    loop.scheduler.check_integrity()
+
+
+def test_completions_of_a_request_share_the_time_of_its_grammar():
+    """Else n=64 would have 64 times as much."""
+    loop = Loop(max_model_len=256)
+    constraint = StructuredOutputsParams(regex="a*")
+    loop.add("many", distinct(0, 5), n=4, max_tokens=100, structured_outputs=constraint)
+    names = [child_request_id("many", i) for i in range(4)]
+    while len(loop.scheduler.running) < 4:
+        loop.rows.take(None)
+        spending(loop)
+    spending(loop, **dict.fromkeys(names, GRAMMAR_S / 5))
+    assert set(loop.scheduler.requests) == set(names)
+    loop.rows.take(None)
+    spending(loop, **dict.fromkeys(names, GRAMMAR_S / 5))
+    assert not loop.scheduler.requests  # all of them end at once
+    ends = loop.rows.take(None)[0].finished
+    assert {(end.reason, end.parameter) for end in ends} == {
+        (FinishReason.ERROR, "structured_outputs")
+    }
+    assert len(ends) == 4
     loop.scheduler.check_integrity()
 
 

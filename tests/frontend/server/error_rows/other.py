@@ -71,6 +71,24 @@ ROWS: Table = {
             "This route changes the engine for all clients and is disabled",
         ),
     ],
+    ("POST", "/start_profile"): [
+        (
+            None,
+            403,
+            None,
+            "admin_disabled",
+            "This route changes the engine for all clients and is disabled",
+        ),
+    ],
+    ("POST", "/stop_profile"): [
+        (
+            None,
+            403,
+            None,
+            "admin_disabled",
+            "This route changes the engine for all clients and is disabled",
+        ),
+    ],
     ("POST", "/collective_rpc"): [
         (None, 404, None, "unknown_url", "Unknown route: POST /collective_rpc"),
     ],

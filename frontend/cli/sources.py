@@ -164,7 +164,7 @@ def _values(
     flags: Mapping[str, Flag], parsed: dict[Any, Any], file: str, origin: str, command: str
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    for key, value in parsed.items():
+    for key, value in _with_aliases(parsed, flags).items():
         name = key.replace("-", "_") if isinstance(key, str) else key
         if name not in flags:
             raise InvalidParameterError(origin, f"{file}: {_unknown(name, flags, command)}")
@@ -177,6 +177,16 @@ def _values(
         except ValueError as error:
             raise InvalidParameterError(origin, f"{file}: {name} {error}") from None
     return values
+
+
+def _with_aliases(parsed: dict[Any, Any], flags: Mapping[str, Flag]) -> dict[Any, Any]:
+    """vLLM's list of names is a name and aliases, where a command has those."""
+    key = next((key for key in ("served_model_name", "served-model-name") if key in parsed), None)
+    names = parsed.get(key)
+    if not isinstance(names, list) or not names or "model_aliases" not in flags:
+        return parsed
+    aliases = [*names[1:], *parsed.get("model_aliases", [])]
+    return {**parsed, key: names[0], "model_aliases": aliases}
 
 
 def _unknown(name: Any, flags: Mapping[str, Flag], command: str) -> str:

@@ -100,6 +100,17 @@ def test_every_kind_of_value_in_a_file(name: str) -> None:
     assert given(args, engine_flags()) == {"kernels": {"rms_norm": "reference"}, "swap_space": 1.0}
 
 
+def test_a_list_of_names_is_a_name_and_aliases(environment: pytest.MonkeyPatch) -> None:
+    """As in vLLM, in whose files served_model_name may be a list."""
+    Path("q.yaml").write_text("served-model-name: [a, b, c]\n")
+    settings = parse("--config", "q.yaml")
+    assert settings["served_model_name"] == Setting("a", "file q.yaml")
+    assert settings["model_aliases"] == Setting(["b", "c"], "file q.yaml")
+    Path("q.yaml").write_text("served_model_name: []\n")
+    with pytest.raises(InvalidParameterError, match="served_model_name must be a string"):
+        parse("--config", "q.yaml")
+
+
 def test_an_empty_file_and_empty_variables_set_nothing(environment: pytest.MonkeyPatch) -> None:
     Path("q.yaml").write_text("# nothing\n")
     environment.setenv("QUIRE_PORT", "")

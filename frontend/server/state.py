@@ -100,7 +100,9 @@ class ServerState:
         self.engine: AsyncLLM | None = None
         self.request_log = RequestLog()
         self.chat_template = read_template(server_config.chat_template)
-        self.answer_format: AnswerFormat  # set with the engine
+        # until the engine is set; unknown names are refused before a model is loaded
+        parsers = server_config.tool_call_parser, server_config.reasoning_parser
+        self.answer_format: AnswerFormat = detect(None, *parsers)
         self.template_text = ""  # the Jinja source of the chat template, "" if the model has none
         self.system_fingerprint = ""
         self.admission: Admission | None = None  # set with the engine

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from quire import InvalidParameterError
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState, read_template
@@ -110,3 +111,10 @@ def test_the_start_says_what_a_model_without_a_chat_template_can_do(
     words = told(ServerConfig(), True)
     for word in ("has no chat template", "base model", "/v1/completions", "--chat-template FILE"):
         assert word in words
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_an_unknown_parser_is_refused_before_a_model_is_loaded(name: str) -> None:
+    with pytest.raises(InvalidParameterError) as raised:
+        ServerState(ServerConfig(**{name: "hermess"}), "m")
+    assert raised.value.parameter == name

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quire import LLM, EngineArgs, SamplingParams
+from quire import LLM, EngineArgs, SamplingParams, __version__
 from quire.executor.single_process import SingleProcessExecutor
 from quire.executor.step_costs import StepTimer, Times
 from quire.frontend import bundled_model
@@ -335,9 +335,8 @@ def on_device(step: AttentionMetadata, device: str) -> AttentionMetadata:
 
 def machine(is_gpu: bool) -> dict[str, Any]:
     card = torch.cuda.get_device_properties(0) if is_gpu else None
-    about = {
-        name: version(name) for name in ("quire", "torch", "triton", "transformers", "numpy")
-    } | {"cuda": torch.version.cuda}
+    about = {name: version(name) for name in ("torch", "triton", "transformers", "numpy")}
+    about |= {"quire": __version__, "cuda": torch.version.cuda}
     return about | (
         {
             "gpu": card.name,

@@ -89,7 +89,7 @@ def clean(monkeypatch):
             "1 / 0",
             {
                 "error": "the plugin mine = my_kernels cannot be loaded: "
-                "ZeroDivisionError: division by zero"
+                "ZeroDivisionError: division by zero (my_kernels.py:1)"
             },
         ),
     ],
@@ -99,4 +99,7 @@ def test_of_a_plugin(tmp_path, monkeypatch, code, expected):
     install_plugin(tmp_path, code)
     monkeypatch.syspath_prepend(str(tmp_path))
     [plugin] = installed_plugins()
-    assert registered_by(plugin) == expected
+    report = registered_by(plugin)
+    if "error" in report:
+        report["error"] = report["error"].replace(f"{tmp_path}/", "")
+    assert report == expected

@@ -68,6 +68,7 @@ class Acceptor:
         most: int,
         ssl: Any = None,
     ):
+        self._is_closed = False
         self._listener = listener
         self._make_protocol = make_protocol
         self._connections = connections
@@ -81,11 +82,13 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._on_readable)
 
     def close(self) -> None:
+        self._is_closed = True
         self._loop.remove_reader(self._listener.fileno())
         if self._retry is not None:
             self._retry.cancel()
-        for task in self._connecting:
-            task.cancel()
+        if self._ssl is not None:  # a handshake may take long
+            for task in self._connecting:
+                task.cancel()
 
     async def wait_closed(self) -> None:
         await asyncio.gather(*self._connecting, return_exceptions=True)
@@ -110,11 +113,19 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, connection: socket.socket) -> None:
+        """Is not cancelled, except during a handshake: uvloop would make the connection all the
+        same and never end it, and the server would wait for it.
+        """
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._ssl)
+            _, protocol = await self._loop.connect_accepted_socket(
+                self._make_protocol, connection, ssl=self._ssl
+            )
         except OSError as error:  # also an SSLError: no handshake
             connection.close()
             logger.debug("a connection was not made: %s", error)
+        else:
+            if self._is_closed:  # uvicorn has ended the others meanwhile
+                protocol.shutdown()
 
     def _pause(self, error: OSError) -> None:
         """Else the event loop would try again at each turn."""

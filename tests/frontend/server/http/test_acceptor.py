@@ -25,8 +25,13 @@ class Greeting(asyncio.Protocol):
         self._connections = connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
         self._connections.add(self)
         transport.write(b"hi")
+
+    def shutdown(self) -> None:
+        """As uvicorn calls it at the end of a server."""
+        self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
@@ -100,6 +105,31 @@ def test_without_descriptors_a_client_waits(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.ERROR, acceptor.__name__)
     accepting(test)
     assert caplog.messages == ["connections wait, since none can be accepted: Too many open files"]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_connections_that_come_during_the_end_are_ended(new_loop: Callable) -> None:
+    """Else the server would wait for them."""
+
+    async def run() -> None:
+        connections: set[asyncio.Protocol] = set()
+        with listening() as listener:
+            accepts = Acceptor(listener, lambda: Greeting(connections), connections, MOST)
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(MOST)]
+            accepts._on_readable()
+            await asyncio.sleep(0)  # they are being made
+            accepts.close()
+            await accepts.wait_closed()
+            for _ in range(100):
+                if not connections:
+                    break
+                await asyncio.sleep(0.01)
+            assert not connections
+            for client in clients:
+                client.close()
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(run())
 
 
 @pytest.mark.parametrize(("max_connections", "most"), [(1, 2), (3, 5), (95, 127), (4096, 4352)])

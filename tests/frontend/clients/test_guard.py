@@ -218,7 +218,13 @@ def test_a_second_thread_gets_an_error(driver) -> None:
         client.add_request(request)
     client._guard.__enter__()  # as if this thread were inside a call
     try:
-        for call in (client.get_output, lambda: client.call_utility("is_paused")):
+        for call in (
+            client.get_output,
+            lambda: client.call_utility("is_paused"),
+            lambda: client.add_request(make_requests(1, seed=1)[0]),
+            lambda: client.abort_requests(["r0"]),
+            lambda: client.pace_outputs(9),
+        ):
             thread, raised = outcome_of(call)
             thread.join(20)
             assert raised[0].startswith("EngineUsageError: another thread is in a call of this eng")

@@ -38,7 +38,7 @@ class HeadBuilder:
         self._model, self._rows = model, rows
         self.weights_bytes = 0
         target, hf_config = builder.shape, dict(config.model_config.hf_config)
-        if not isinstance(model(), Decoder) or getattr(model(), "IS_FALLBACK", False):
+        if not isinstance(model(), Decoder) or model().IS_FALLBACK:
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
             )

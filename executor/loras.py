@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..ipc.config import LoRAConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
+from .model import Model
 from .models.adapted_layers import Modules
 from .models.adapters import EmbeddingAdapters, LinearAdapters
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
@@ -61,7 +61,7 @@ class Loras:
     def is_enabled(self) -> bool:
         return self._config.enable_lora
 
-    def use_model(self, model: Any) -> None:
+    def use_model(self, model: Model) -> None:
         """Call it before requests enter slots, whenever the model has been replaced."""
         self._modules = model.adapted_modules
         self._layers = list({id(of): of for of, _ in self._modules.values()}.values())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,8 +31,9 @@ from .kernel_choice import (
     warn_of_slow_heads,
     warn_of_unused_kernels,
 )
+from .model import Model
 from .models import find_model_class
-from .models.adapted_layers import adapt_layers, explore_layers, takes_adapters
+from .models.adapted_layers import adapt_layers, explore_layers
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
@@ -126,7 +126,7 @@ class ModelBuilder:
         model_config = config.model_config
         self.model_class = find_model_class(model_config.hf_config, model_config.model_impl)
         self.shape = shape = self.model_class.parse_config(model_config.hf_config)
-        is_fallback = getattr(self.model_class, "IS_FALLBACK", False)
+        is_fallback = self.model_class.IS_FALLBACK
         unread = unread_keys(model_config.hf_config)
         if isinstance(shape, EncoderConfig):
             check_encoder(device)
@@ -137,7 +137,7 @@ class ModelBuilder:
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
         self.ops = select_operations(config, shape, dtype, kv_cache_dtype, device, cpu_isa, group)
 
-    def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Any:
+    def build(self, directory: Path | None, report: Callable[[str, float], None]) -> Model:
         """A model with the weights of `directory`, or random ones, without a cache. Raises
         ModelLoadError, NotEnoughMemoryError.
         """
@@ -166,13 +166,13 @@ class ModelBuilder:
                 load_weights(model, directory, report, make.fill, quantization, make.stored_shape)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
-        if takes_adapters(model) and hasattr(model, "explore"):
+        if model.adapter_rows is not None and model.IS_FALLBACK:
             explore_layers(model)
         return model
 
     def _check_size(
         self,
-        model: Any,
+        model: Model,
         make: LayerFactory,
         directory: Path | None,
         quantization: CheckpointQuantization | None,
@@ -188,7 +188,7 @@ class ModelBuilder:
         if directory is not None and quantization is not None and make.multiplies_blocks:
             shapes = (
                 read_stored_weights(directory, quantization).kept
-                if hasattr(model, "plan_conversions")
+                if model.IS_FALLBACK
                 else {name: list(tensor.shape) for name, tensor in model.weights()}
             )
             num_bytes -= saved_bytes(shapes, quantization, self.dtype.itemsize)

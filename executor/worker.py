@@ -81,7 +81,7 @@ class Worker:
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
-        self.model: Any = None
+        self.model: Any = None  # a Model
         self.runner: ModelRunner  # set by load_model
         self.grammars: Grammars | None = None
         self.loras = Loras(config.lora_config, self.dtype)
@@ -423,7 +423,7 @@ class Worker:
 
     def expert_load(self) -> dict[int, list[int]]:
         """See models.experts.expert_load."""
-        return expert_load(self.model)
+        return {} if self.model is None else expert_load(self.model)
 
     def sleep(self, tags: list[str]) -> None:
         """Releases the memory of "kv_cache" or "weights".

@@ -5,12 +5,9 @@ Must not know: architectures, files, requests, which adapters there are.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-
 from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidParameterError
+from ..model import Model
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layers import LayerFactory
 from .linear import Embedding, Linear, TiedHead
@@ -19,13 +16,14 @@ from .linear import Embedding, Linear, TiedHead
 Modules = dict[str, tuple[LinearAdapters | EmbeddingAdapters, int]]
 
 
-def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
+def adapt_layers(model: Model, make: LayerFactory, config: LoRAConfig) -> None:
     """Makes room for adapters in the layers of `model`, which `make` has made and not yet filled.
 
     They are `model.adapted_modules`. Experts and routers have none. Raises InvalidParameterError
     for a model whose layers cannot have any.
     """
-    if problem := _refusal(model):
+    if not model.has_head:
+        problem = f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
         raise InvalidParameterError("enable_lora", problem)
     rows = AdapterRows(make.device)
     sizes = make.ops, rows, config.max_loras, config.max_lora_rank
@@ -39,7 +37,9 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
             heads[id(layer)] = layer
             layer = layer.tied_to
         if isinstance(layer, Embedding):
-            layer.adapters = EmbeddingAdapters(*sizes, tuple(tensor.shape), make.dtype)
+            layer.adapters = EmbeddingAdapters(
+                *sizes, (tensor.shape[0], tensor.shape[1]), make.dtype
+            )
             modules[module] = layer.adapters, 0
         elif isinstance(layer, Linear) and layer.takes_adapters:
             if layer.adapters is None:
@@ -58,16 +58,17 @@ def adapt_layers(model: Any, make: LayerFactory, config: LoRAConfig) -> None:
             *sizes, layer.weight.shape[1], [num_rows], make.dtype, is_common=False
         )
         modules[shard] = layer.adapters, 0
-    model.adapter_rows, model.adapted_modules = rows, modules
+    model.use_adapters(rows, modules)
 
 
-def explore_layers(model: Any) -> None:
+def explore_layers(model: Model) -> None:
     """Removes from `model.adapted_modules` those that may not see one row for each token of a step:
     nobody but transformers knows what the modules of its models are called with.
 
     Call it for a model in transformers' code whose weights are there.
     """
-    rows: AdapterRows = model.adapter_rows
+    rows = model.adapter_rows
+    assert rows is not None  # adapt_layers has set it
     rows.seen = {}
     try:
         num_tokens = model.explore()
@@ -77,21 +78,3 @@ def explore_layers(model: Any) -> None:
     for name, (adapters, _) in list(model.adapted_modules.items()):
         if name != model.head_name and {*seen.get(id(adapters), ())} != {num_tokens}:
             del model.adapted_modules[name]
-
-
-def _refusal(model: Any) -> str:
-    is_decoder = hasattr(model, "layers") or hasattr(model, "explore")
-    if not is_decoder or not getattr(model, "has_head", True):
-        return f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
-    return ""
-
-
-def takes_adapters(model: Any) -> bool:
-    """Whether `adapt_layers` has prepared the model."""
-    return hasattr(model, "adapter_rows")
-
-
-def begin_step(model: Any, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
-    """Tells the layers which adapters the rows of the next step use: see AdapterRows."""
-    if takes_adapters(model):
-        model.adapter_rows.begin(adapters, logits_indices)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,10 +16,14 @@ from ...ipc.models.architectures import PRE_NORMS, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
+from ..model import Model
 from ..pooling.heads import PoolingHead, TokenScore, make_head
 from .blocks import Attention
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .parallel_layers import GatheredHead
+
+if TYPE_CHECKING:
+    from .experts import RoutedTokens
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -61,7 +65,7 @@ class DecoderLayer:
                 yield from norm.weights(prefix)
 
 
-class Decoder:
+class Decoder(Model):
     """A causal language model.
 
     `make_attention` and `make_mlp`, functions of the layer's index, build the blocks of a layer.
@@ -105,8 +109,6 @@ class Decoder:
         self.has_head = config.has_lm_head and self.stages.is_last
         self.head: PoolingHead = make_head(make, config.head)
         self.lm_head: Linear | GatheredHead | None = None
-        # takes the input of each layer, for a head that drafts
-        self.taps: Callable[[int, torch.Tensor], None] | None = None
         if config.score_tokens:
             table = self.embed_tokens if config.tie_word_embeddings else None
             self.head = TokenScore(make, config, table)
@@ -218,7 +220,7 @@ class Decoder:
         is_tied = is_tied and self.embed_tokens is not None
         return {head: table} if is_tied else {}
 
-    def is_elsewhere(self, name: str) -> bool:
+    def is_of_another_rank(self, name: str) -> bool:
         """Whether another stage, or another engine, has this tensor of the checkpoint."""
         if self.config.experts is not None and (found := _EXPERT.search(name)) is not None:
             if int(found[1]) in self.other_experts:
@@ -232,6 +234,11 @@ class Decoder:
         layer = name.removeprefix(f"{prefix}model.layers.").partition(".")[0]
         is_layer = layer.isdecimal() and int(layer) < self.config.num_hidden_layers
         return is_layer and int(layer) not in self.layer_range
+
+    def routed_tokens(self) -> dict[int, RoutedTokens]:
+        """By layer; a plugin's block may have no experts, and no attribute for them."""
+        blocks = [getattr(layer.mlp, "routed", None) for layer in self.layers]
+        return {i: routed for i, routed in zip(self.layer_range, blocks) if routed is not None}
 
     def attention_layers(self) -> list[Attention]:
         """The attention layers in order; each owns its key_cache and value_cache. None of a model

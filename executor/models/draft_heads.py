@@ -19,6 +19,7 @@ import torch
 from ...ipc.models.architectures import PRE_NORMS
 from ...ipc.models.decoder_config import DecoderConfig
 from ...kernels.ops import AttentionMetadata
+from ..model import Model
 from .blocks import Attention, GatedMLP
 from .decoder import Decoder, DecoderLayer
 from .layers import LayerFactory, Weights
@@ -45,24 +46,24 @@ class Eagle3Taps:
             yield from part.weights("")
 
 
-class DraftHead:
+class DraftHead(Model):
     """What both kinds have. `state` [tokens, hidden_size]: what a pass reads, and then what the
     next one reads; embedding and output head may be the model's.
     """
 
     def __init__(self, make: LayerFactory, config: DecoderConfig, rows: int):
         self.config, self.ops = config, make.ops
+        self.has_head = True
         self.state = make.parameter(rows, config.hidden_size)
         self.state.zero_()
         self.embed_tokens: Any = None
         self.lm_head: Any = None
-        self.taps: Eagle3Taps | None = None
 
     def share(self, model: Decoder) -> None:
         """Uses the model's embedding, and its output head unless the head has one."""
         self.embed_tokens = model.embed_tokens
         self.lm_head = model.lm_head
-        model.taps = self.taps
+        model.use_taps(self.taps)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
@@ -112,6 +113,7 @@ class Eagle3Head(DraftHead):
         super().__init__(make, config, rows)
         size, ropes = config.hidden_size, make.ropes(config, max_model_len)
         self.known = None if known is None else known.to(make.device)
+        self.head_operations = () if known is None else ("spread_logits",)
         self.taps = Eagle3Taps(make, config, tap_layers, rows)
         self.self_attn = Eagle3Attention(make, config, ropes, qkv_bias, False, False)
         self.mlp = GatedMLP(make, config, 0, bias=False)
@@ -151,7 +153,7 @@ class Eagle3Head(DraftHead):
 
     def weights(self) -> Weights:
         """`#token` and `#hidden`: the columns of a weight that multiply these."""
-        assert self.taps is not None
+        assert isinstance(self.taps, Eagle3Taps)
         yield from self.taps.weights()
         for part, linear in (
             ("token", self.self_attn.qkv_proj),

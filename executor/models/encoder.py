@@ -15,6 +15,7 @@ import torch
 from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.encoders import EncoderArchitecture
 from ...kernels.ops import AttentionMetadata
+from ..model import TextEncoder
 from ..pooling.heads import make_head
 from .layers import LayerFactory, Rope, Weights
 
@@ -133,12 +134,10 @@ class EncoderLayer:
                 yield from part.weights(prefix)
 
 
-class Encoder:
+class Encoder(TextEncoder):
     """A text encoder: it has hidden states, and no logits."""
 
     built: EncoderArchitecture  # set by each architecture
-    has_head = False
-    compute_logits = None
 
     def __init__(self, config: EncoderConfig, make: LayerFactory, max_model_len: int):
         self.config = config
@@ -151,7 +150,9 @@ class Encoder:
             self.positions = make.parameter(rows, hidden)
         if config.type_vocab_size:
             self.types = make.embedding(names.types, config.type_vocab_size, hidden)
-        self.wants_token_types = self.types is not None
+        self.num_token_types = 0
+        if self.types is not None:
+            self.num_token_types = 1 + config.has_pair_types
         self.embedding_norm = LayerNorm(make, names.embedding_norm, config)
         self.bias = RelativeBias(make, names.relative_bias, config) if names.relative_bias else None
         num_layers = config.num_hidden_layers
@@ -229,10 +230,3 @@ class Encoder:
         for index, layer in enumerate(self.layers):
             yield from layer.weights(base + names.layer.format(index))
         yield from self.head.weights()
-
-    def tied_weights(self) -> dict[str, str]:
-        return {}
-
-    def attention_layers(self) -> list[Any]:
-        """None that has a cache."""
-        return []

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.experts_config import ExpertsConfig
 from ...kernels.moe import ClampedSwiGLU, Experts
+from ..model import Model
 from .blocks import GatedMLP
 from .layers import LayerFactory, Weights
 
@@ -25,7 +25,7 @@ class RoutedTokens:
     """How many tokens a layer has sent to each of its experts, since its weights were loaded.
 
     A block that has one as `routed` counts with `ops.count_experts(ids, routed.slots,
-    routed.counts)`; the engine reports it (`routed_tokens`).
+    routed.counts)`; the engine reports it (Model.routed_tokens).
     """
 
     counts: torch.Tensor  # [E] i64
@@ -33,19 +33,11 @@ class RoutedTokens:
     slots: torch.Tensor | None = None
 
 
-def routed_tokens(model: Any) -> dict[int, RoutedTokens]:
-    """By layer; empty for a model without experts, and one in transformers' code."""
-    layers = _layers(model)
-    indices = getattr(model, "layer_range", range(len(layers)))
-    found = {i: getattr(layer, "mlp", None) for i, layer in zip(indices, layers)}
-    return {i: block.routed for i, block in found.items() if block and hasattr(block, "routed")}
-
-
-def expert_load(model: Any) -> dict[int, list[int]]:
+def expert_load(model: Model) -> dict[int, list[int]]:
     """For each layer with experts, the tokens that each of them got since the weights were loaded.
-    Empty for models without such layers, or in transformers' code, and for None.
+    Empty for models without such layers, or in transformers' code.
     """
-    found = routed_tokens(model)
+    found = model.routed_tokens()
     if not found:
         return {}
     # one copy from the device
@@ -53,15 +45,10 @@ def expert_load(model: Any) -> dict[int, list[int]]:
     return dict(zip(found, counts.tolist()))
 
 
-def _layers(model: Any) -> list[Any]:
-    layers = getattr(model, "layers", ())
-    return layers if isinstance(layers, list) else []
-
-
 @contextmanager
-def uncounted(model: Any) -> Iterator[None]:
+def uncounted(model: Model) -> Iterator[None]:
     """A context whose steps compute no tokens of requests, and are not counted."""
-    before = [(routed, routed.counts.clone()) for routed in routed_tokens(model).values()]
+    before = [(routed, routed.counts.clone()) for routed in model.routed_tokens().values()]
     try:
         yield
     finally:
@@ -70,9 +57,9 @@ def uncounted(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def padded(model: Any, slots: torch.Tensor) -> Iterator[None]:
+def padded(model: Model, slots: torch.Tensor) -> Iterator[None]:
     """A context whose step has padding tokens, with negative slots [T] i64."""
-    found = routed_tokens(model).values()
+    found = model.routed_tokens().values()
     for routed in found:
         routed.slots = slots
     try:

@@ -84,7 +84,7 @@ class Pooler:
     def use_model(self, model: Any) -> None:
         """Other weights are in use, or none: no request is half pooled."""
         self._unfinished.clear()
-        self._classifier = getattr(model, "head", None) or PoolingHead([])
+        self._classifier = PoolingHead([]) if model is None else model.head
 
     def use_dense(self, directory: Path) -> None:
         """Raises ModelLoadError as the constructor does; then nothing has changed."""

@@ -16,7 +16,7 @@ from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
-from ..models.adapted_layers import begin_step, takes_adapters
+from ..model import Model
 from ..models.experts import uncounted
 
 logger = logging.getLogger(__name__)
@@ -49,22 +49,11 @@ OPERATIONS = (
     "encoder_attention",
 )  # what a model may be made of
 LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapters
-PART_OPERATIONS = ("spread_logits",)  # if its head knows a part of the vocabulary
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
-def has_head(model: Any) -> bool:
-    """Whether the model has logits. A text encoder has none: its class says `has_head = False`."""
-    return getattr(model, "has_head", True)
-
-
-def wants_token_types(model: Any) -> bool:
-    """Whether the model takes the type of each token, as BERT's family does."""
-    return getattr(model, "wants_token_types", False)
-
-
 def run_op_by_op(
-    model: Any,
+    model: Model,
     ops: OpTable,
     token_ids: torch.Tensor,
     positions: torch.Tensor,
@@ -78,12 +67,13 @@ def run_op_by_op(
     hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
 
     A model without a head gives the hidden states alone, and logits_indices are not read.
-    token_types [T] i32 are the last argument of a model that wants them.
+    token_types [T] i32 are the last argument of a model that distinguishes them.
     """
-    types = (token_types,) if wants_token_types(model) else ()
-    begin_step(model, metadata.adapters, logits_indices)
+    types = (token_types,) if model.num_token_types else ()
+    if model.adapter_rows is not None:  # which adapters the rows of this step use
+        model.adapter_rows.begin(metadata.adapters, logits_indices)
     hidden = model(token_ids, positions, metadata, *types)
-    if not has_head(model):
+    if not model.has_head:
         return (hidden,)
     logits = model.compute_logits(
         hidden if len(logits_indices) == len(hidden) else ops.gather_rows(hidden, logits_indices)
@@ -92,7 +82,7 @@ def run_op_by_op(
 
 
 def record_step(
-    model: Any,
+    model: Model,
     ops: OpTable,
     limits: Limits,
     num_groups: int = 1,
@@ -107,11 +97,11 @@ def record_step(
     hold nothing in block 0, which is never allocated to a request: it is overwritten during the
     check.
     """
-    if reason := getattr(model, "UNRECORDABLE", ""):
-        logger.info("the model runs operation by operation: %s", reason)
+    if model.UNRECORDABLE:
+        logger.info("the model runs operation by operation: %s", model.UNRECORDABLE)
         return None
-    operations = OPERATIONS + (LORA_OPERATIONS if takes_adapters(model) else ())
-    operations += PART_OPERATIONS if getattr(model, "known", None) is not None else ()
+    operations = OPERATIONS + model.head_operations
+    operations += () if model.adapter_rows is None else LORA_OPERATIONS
     others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
     if len(others) == len(operations):
         logger.info("the model runs operation by operation: there are no native kernels for it")
@@ -163,7 +153,7 @@ def _reason_of(error: Exception) -> str:
 
 @torch.inference_mode()
 def record_origins(
-    model: Any, ops: Any, limits: Limits, num_groups: int, origin: Callable[[], Any]
+    model: Model, ops: Any, limits: Limits, num_groups: int, origin: Callable[[], Any]
 ) -> list[Any]:
     """Records a program that `record_step` has made once more, and returns what `origin` gives for
     each of its calls while it is recorded.
@@ -173,12 +163,13 @@ def record_origins(
     return [call.origin for call in _record(model, ops, recorder).calls]
 
 
-def _recorder_for(model: Any, limits: Limits, num_groups: int) -> Recorder:
-    return Recorder(limits, num_groups, wants_token_types(model), takes_adapters(model))
+def _recorder_for(model: Model, limits: Limits, num_groups: int) -> Recorder:
+    has_adapters = model.adapter_rows is not None
+    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters)
 
 
 @torch.inference_mode()
-def _record(model: Any, ops: OpTable, recorder: Recorder) -> Program:
+def _record(model: Model, ops: OpTable, recorder: Recorder) -> Program:
     with recording(recorder, Guard()):
         results = run_op_by_op(
             model,
@@ -193,7 +184,7 @@ def _record(model: Any, ops: OpTable, recorder: Recorder) -> Program:
 
 
 @torch.inference_mode()
-def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
+def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
     """Runs a decode and a prompt, or two texts, both ways and compares bits.
 
     This detects what the recorder cannot see, such as a layer that computes with numpy.
@@ -212,12 +203,12 @@ def _try(program: Program, model: Any, ops: OpTable, num_groups: int) -> None:
         sum(length == 1 for length in query_lens),
         query_lens,
         query_lens,
-        torch.zeros(num_tokens, dtype=torch.int32) - 1 if takes_adapters(model) else None,
+        torch.zeros(num_tokens, dtype=torch.int32) - 1 if model.adapter_rows is not None else None,
     )
     token_ids = torch.arange(num_tokens, dtype=torch.int32) % model.config.vocab_size
-    token_types = torch.zeros_like(token_ids) if wants_token_types(model) else None
+    token_types = torch.zeros_like(token_ids) if model.num_token_types else None
     step = token_ids, positions, metadata, metadata.query_start_loc[1:].long() - 1, token_types
-    state = getattr(model, "state", torch.empty(0))  # of a head that drafts: it changes it
+    state = model.state  # a head that drafts changes it
     state[:num_tokens] = torch.arange(state[:num_tokens].numel()).view_as(state[:num_tokens]) % 7
     before = state[:num_tokens].clone()
     recorded = [result.clone() for result in program(*step)]

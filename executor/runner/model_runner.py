@@ -16,10 +16,11 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
+from ..model import Model
 from ..models.experts import uncounted
 from ..plugins import plugin_failure
 from ..pooling.pooler import Pooler
-from ..program.step_program import has_head, run_op_by_op, wants_token_types
+from ..program.step_program import run_op_by_op
 from ..sampling.grammar import Grammars
 from ..sampling.prompt_logprobs import PromptScorer
 from ..sampling.sampler import Sampler
@@ -45,14 +46,14 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         ops: OpTable,
         batch: InputBatch,
         block_size: int,
         device: torch.device,
         grammars: Grammars | None = None,
     ):
-        self.model = model
+        self.model: Any = model
         self.ops = ops
         # set by the worker: runs what run_op_by_op does in one call
         self.program: Callable | None = None
@@ -65,9 +66,7 @@ class ModelRunner:
         self.batch = batch
         self.device = device
         self.block_size = block_size
-        num_types = int(wants_token_types(model))
-        num_types += num_types and getattr(model.config, "has_pair_types", False)
-        self.host_inputs = StepInputMaker(batch, block_size, num_types)
+        self.host_inputs = StepInputMaker(batch, block_size, model.num_token_types)
         self.make_inputs: Callable[[SchedulerOutput], StepInputs] = self.host_inputs
         self.tables: DeviceTables | None = None
         self.launcher: StepLauncher | None = None  # of steps whose tokens stay on the device
@@ -98,7 +97,7 @@ class ModelRunner:
     def _graph_buffers(self, count: int) -> tuple[torch.Tensor, ...] | None:
         return self.program.buffers(count) if isinstance(self.program, GraphedStep) else None
 
-    def use_model(self, model: Any) -> None:
+    def use_model(self, model: Model | None) -> None:
         """Switches to another model of the same shape, or to none: then no step may follow."""
         self.model, self.program, self.bursts = model, None, None
         self.prompt_scorer.compute_logits = logits_of(model)
@@ -112,7 +111,7 @@ class ModelRunner:
         layers = self.model.attention_layers()
         return layers if self.draft is None else [*layers, *self.draft.attention_layers()]
 
-    def _use_adapters(self, model: Any) -> None:
+    def _use_adapters(self, model: Model) -> None:
         if self.batch.loras is not None:
             self.batch.loras.use_model(model)
             self.prompt_scorer.adapter_rows = model.adapter_rows
@@ -351,7 +350,7 @@ class ModelRunner:
     def _observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Shows a pass whose tokens are drawn to the drafter."""
         if self.speculation is not None:
-            taps = getattr(self.model, "taps", None)
+            taps = self.model.taps
             self.speculation.observe(inputs, hidden if taps is None else taps.state[: len(hidden)])
 
     def _begin(self, scheduler_output: SchedulerOutput) -> tuple[Any, ...]:
@@ -372,7 +371,7 @@ class ModelRunner:
         """The StepInputs' token_ids, positions, metadata, logits_indices and token_types, if any
         -> the results of run_op_by_op, valid until the next step.
         """
-        if (taps := getattr(self.model, "taps", None)) is not None:
+        if (taps := self.model.taps) is not None:
             taps.state[: len(step[0])].zero_()
         if self.is_stage:
             self.model.receive_stream(len(step[0]))
@@ -485,7 +484,7 @@ class ModelRunner:
             num_tokens, num_logits, self.batch.num_groups, self.device, self.batch.loras is not None
         )
         with uncounted(self.model):
-            types = (step[0],) if wants_token_types(self.model) else ()
+            types = (step[0],) if self.model.num_token_types else ()
             _, *results = self._forward(*step, *types)
         if is_sampled and results:
             logits, seeds = results[0], torch.zeros_like(step[3])
@@ -494,6 +493,6 @@ class ModelRunner:
                 self.ops.sample_tokens(logits, halves, *filters, seeds, seeds)
 
 
-def logits_of(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def logits_of(model: Model | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """model.compute_logits; None of no model, and of one without an output head."""
-    return model.compute_logits if model is not None and has_head(model) else None
+    return model.compute_logits if model is not None and model.has_head else None

@@ -24,7 +24,6 @@ from ...kernels.cpu.native.calls import Op
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program
 from ...kernels.cpu.native.timing import CallTimer, timed_calls
-from ..models.experts import routed_tokens
 from ..program.step_program import record_origins
 from ..runner.model_runner import ModelRunner
 from .instruments import Instruments, Site
@@ -86,7 +85,7 @@ class StepTracer:
         self._program = runner.program if isinstance(runner.program, Program) else None
         self._bursts = runner.bursts
         self._origins: dict[int, tuple[Site, str, str]] = {}  # by the address of a call
-        self._counts = {i: one.counts for i, one in routed_tokens(runner.model).items()}
+        self._counts = {i: one.counts for i, one in runner.model.routed_tokens().items()}
         self._site = NOWHERE
         self._isa = library.isa if library is not None else ""
         self.instruments = Instruments(runner.ops, self._around, self._enter, self._leave)

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
-from ..models.draft_heads import Eagle3Head, MTPHead
+from ..models.draft_heads import Eagle3Head, Eagle3Taps, MTPHead
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
 
@@ -127,7 +127,7 @@ def fill_eagle3(
 ) -> None:
     """tokens: read_known_tokens. Raises ModelLoadError for what is missing or has another shape."""
     size = head.config.hidden_size
-    assert head.taps is not None
+    assert isinstance(head.taps, Eagle3Taps)
     layers = list(head.taps.parts)
 
     def values_of(name: str) -> torch.Tensor:

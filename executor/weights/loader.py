@@ -73,7 +73,7 @@ def load_weights(
         load_gguf_weights(model, directory, report, fill, times)
         times.log()
         return
-    if hasattr(model, "plan_conversions"):
+    if model.IS_FALLBACK:
         load_converted_weights(model, directory, report, fill, quantization)
         return
     missing, tied = dict(model.weights()), model.tied_weights()
@@ -128,11 +128,10 @@ def load_weights(
 
 def _ignores(model: Any, names: StoredNames) -> Callable[[str], bool]:
     """Whether the model has no place for a stored tensor, and needs none."""
-    is_elsewhere = getattr(model, "is_elsewhere", lambda name: False)
 
     def ignores(stored: str) -> bool:
         own = names.own(stored)
-        return is_ignored(own, model.config) or is_elsewhere(own)
+        return is_ignored(own, model.config) or model.is_of_another_rank(own)
 
     return ignores
 

@@ -15,6 +15,7 @@ import time
 from types import SimpleNamespace
 
 import torch
+from quire.executor.model import TextEncoder
 from quire.executor.program.step_program import record_step
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library
@@ -28,10 +29,10 @@ SHAPES = {"minilm": (6, 384, 1536, 12), "bge-small": (12, 384, 1536, 12)}
 PROFILES = {"32 x 16": [16] * 32, "32 x 256": [256] * 32, "1 x 12": [12]}
 
 
-class Encoder:
+class Encoder(TextEncoder):
     """BERT's layers with random weights."""
 
-    has_head, wants_token_types = False, True
+    num_token_types = 2
     config = SimpleNamespace(vocab_size=30522)
 
     def __init__(self, ops: OpTable, shape: str, dtype: torch.dtype, bits: int | None):
@@ -51,9 +52,6 @@ class Encoder:
         sizes = (3 * size, size), (size, size), (inner, size), (size, inner)
         self.layers = [[linear(*pair) for pair in sizes] for _ in range(num_layers)]
         self.num_weights = num_layers * sum(a * b for a, b in sizes)
-
-    def attention_layers(self) -> list:
-        return []
 
     def __call__(self, token_ids, positions, metadata, token_types):
         ops = self.ops

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from quire import LLMEngine, SamplingParams
-from quire.executor.models.experts import MixtureOfExperts, routed_tokens
+from quire.executor.models.experts import MixtureOfExperts
 from quire.kernels.cpu.native.calls import ALL_TOKENS, Op, SortByExpert, Step
 from quire.kernels.cpu.native.library import library
 from quire.kernels.cpu.native.replay import Program
@@ -134,7 +134,7 @@ def test_padding_of_graphs_is_not_counted(tiny):
     for executor in (plain, graphed):
         generate(executor, prompts, 6)
     assert graphed.collective_rpc("expert_load") == plain.collective_rpc("expert_load")
-    assert all(one.slots is None for one in routed_tokens(graphed.worker.model).values())
+    assert all(one.slots is None for one in graphed.worker.model.routed_tokens().values())
 
 
 class EqualLogits(WatchedOps):

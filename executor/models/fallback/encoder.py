@@ -17,7 +17,7 @@ from ....ipc.errors import ModelLoadError
 from ....ipc.models.fallback_encoders import FallbackEncoderConfig, parse_fallback_encoder
 from ....ipc.models.stored_names import is_ignored
 from ....kernels.ops import AttentionMetadata
-from ...pooling.heads import PoolingHead
+from ...model import TextEncoder
 from ..layers import LayerFactory, Weights
 from .attention import encoding
 from .faster import replace_faster
@@ -28,13 +28,11 @@ from .names import Conversion, plan_conversions
 logger = logging.getLogger(__name__)
 
 
-class TransformersEncoder:
-    """See encoder.Encoder for the attributes and methods that the runner uses."""
+class TransformersEncoder(TextEncoder):
+    """Its layers are those of transformers, with Quire's linear layers and attention."""
 
     IS_FALLBACK = True
     UNRECORDABLE = "its code is that of transformers"
-    has_head = False
-    compute_logits = None
     parse_config = staticmethod(parse_fallback_encoder)
 
     def __init__(self, config: FallbackEncoderConfig, make: LayerFactory, max_model_len: int):
@@ -50,8 +48,7 @@ class TransformersEncoder:
         if on_meta := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
             raise ModelLoadError(f"transformers leaves {on_meta[0]} without values")
         model.eval()
-        self.wants_token_types = config.type_vocab_size > 0
-        self.head = PoolingHead([])
+        self.num_token_types = 1 + config.has_pair_types if config.type_vocab_size else 0
         self._is_prepared = False
         logger.info("%s runs in transformers' code: Quire has no page for it", kind.__name__)
 
@@ -76,9 +73,6 @@ class TransformersEncoder:
     def weights(self) -> Weights:
         """The tensors to fill, by transformers' names."""
         yield from self._table.items()
-
-    def tied_weights(self) -> dict[str, str]:
-        return {}
 
     def plan_conversions(self, stored: list[str]) -> list[Conversion]:
         prefix = f"{self._model.base_model_prefix}."

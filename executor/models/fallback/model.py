@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from ....ipc.errors import InvalidParameterError, ModelLoadError
 from ....ipc.models.fallback_architectures import FallbackConfig, parse_fallback_config
 from ....kernels.ops import AttentionMetadata
+from ...model import Model
 from ..layers import LayerFactory, Weights
 from .attention import NAME, PagedAttention, during, exploring
 from .faster import replace_faster
@@ -68,8 +69,8 @@ class _Given(nn.Module):
         return self  # OPT calls model.decoder
 
 
-class TransformersModel:
-    """See decoder.Decoder for the methods that the runner calls."""
+class TransformersModel(Model):
+    """Its layers are those of transformers, with Quire's linear layers and attention."""
 
     IS_FALLBACK = True  # keys of config.json are transformers' to read
     UNRECORDABLE = "its code is that of transformers"
@@ -79,6 +80,7 @@ class TransformersModel:
         if make.device.type != "cpu":
             raise ModelLoadError("models that run through transformers need device=cpu")
         self.config, self.ops = config, make.ops
+        self.has_head = True
         hf_config = {k: v for k, v in config.hf_config.items() if k != "quantization_config"}
         hf = AutoConfig.for_model(hf_config.pop("model_type"), **hf_config)
         check_rope(hf, max_model_len)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from quire.executor.model import TextEncoder
 from quire.executor.models.layers import RMSNorm
 from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.program.step_program import OPERATIONS, record_step, run_op_by_op
@@ -272,10 +273,10 @@ def test_a_users_layer_works(tiny, logged, monkeypatch):
 # ------------------------------------------------------------ a text encoder
 
 
-class Encoder:
+class Encoder(TextEncoder):
     """A layer of a text encoder with everything that such models are made of."""
 
-    has_head, wants_token_types = False, True
+    num_token_types = 2
     config = SimpleNamespace(vocab_size=50)
     heads, head_dim = 4, 8
 
@@ -296,9 +297,6 @@ class Encoder:
         self.qkv, self.out = linear(3 * size, size), linear(size, size)
         self.up, self.gate_up = linear(64, size), linear(2 * size, 64)
         self.bias = torch.randn(self.heads, 21)
-
-    def attention_layers(self) -> list:
-        return []
 
     def __call__(self, token_ids, positions, metadata, token_types):
         ops, first = self.ops, self.norms[0]

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from quire.executor.model import Model
 from quire.executor.runner.cuda_graphs import GraphedStep, graph_sizes
 from quire.executor.single_process import SingleProcessExecutor
 from quire.ipc.params import SamplingParams
@@ -124,7 +125,9 @@ def test_the_largest_graph_is_captured_first(tiny):
 
 
 def test_nothing_derived_before_a_capture_is_used_in_it():
-    class Model:
+    class Passed(Model):
+        has_head = True
+
         def __call__(self, token_ids, positions, metadata):
             assert not metadata.scratch
             metadata.scratch["derived"] = metadata.seq_lens.clone()
@@ -134,7 +137,7 @@ def test_nothing_derived_before_a_capture_is_used_in_it():
             return hidden
 
     ops = SimpleNamespace(argmax=lambda logits: (logits.argmax(1), logits.isfinite().all(1)))
-    step = GraphedStep(Model(), ops, 4, 64, 16, torch.device("cpu"), FakeCapture())
+    step = GraphedStep(Passed(), ops, 4, 64, 16, torch.device("cpu"), FakeCapture())
     for count in (2, 2, 4):
         rows = torch.arange(count)
         metadata = AttentionMetadata(

@@ -38,7 +38,7 @@ class HeadBuilder:
         self._model, self._rows = model, rows
         self.weights_bytes = 0
         target, hf_config = builder.shape, dict(config.model_config.hf_config)
-        if not isinstance(model(), Decoder) or model().IS_FALLBACK:
+        if not isinstance(model(), Decoder):
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
             )
@@ -52,7 +52,7 @@ class HeadBuilder:
         self.shape: DecoderConfig = (
             parse_decoder_config(hf_config, honours=("attention_bias", "mlp_bias", "is_causal"))
             if method == "eagle3"
-            else builder.model_class.parse_config(hf_config)
+            else builder.kind.parse_config(hf_config)
         )
         if self.shape.hidden_size != target.hidden_size:
             raise InvalidParameterError(

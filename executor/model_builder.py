@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from ..ipc.config import EngineConfig
+from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.json_files import read_json
+from ..ipc.models.architectures import text_part
 from ..ipc.models.checkpoint import read_stored_weights
 from ..ipc.models.decoder_config import DecoderConfig, unread_keys
 from ..ipc.models.encoder_config import EncoderConfig
 from ..ipc.models.gguf import is_gguf, read_gguf
+from ..ipc.models.gguf_config import gguf_config
 from ..ipc.models.gguf_weights import check_gguf_tensors, weights_in_memory
 from ..ipc.models.memory_plan import check_weights_fit
 from ..ipc.models.quantization_config import CheckpointQuantization, parse_quantization
@@ -32,7 +35,7 @@ from .kernel_choice import (
     warn_of_unused_kernels,
 )
 from .model import Model
-from .models import find_model_class
+from .models import ModelKind, find_model
 from .models.adapted_layers import adapt_layers, explore_layers
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
@@ -101,7 +104,7 @@ def _warn_of_unused_layers(make: LayerFactory, model: str) -> None:
 
 
 class ModelBuilder:
-    """Chooses the class and the operations of the configuration's model.
+    """Chooses how the configuration's model is made, and its operations.
 
     Raises ModelLoadError, InvalidParameterError (an unknown kernel).
     """
@@ -124,14 +127,13 @@ class ModelBuilder:
         self.kv_cache_dtype, self.cpu_isa = kv_cache_dtype, cpu_isa
         self.weights_bytes = 0  # of the model built last
         model_config = config.model_config
-        self.model_class = find_model_class(model_config.hf_config, model_config.model_impl)
-        self.shape = shape = self.model_class.parse_config(model_config.hf_config)
-        is_fallback = self.model_class.IS_FALLBACK
+        self.kind: ModelKind = find_model(model_config.hf_config, model_config.model_impl)
+        self.shape = shape = self.kind.parse_config(model_config.hf_config)
         unread = unread_keys(model_config.hf_config)
         if isinstance(shape, EncoderConfig):
             check_encoder(device)
             unread = []
-        if is_fallback:  # transformers reads all keys but those that only a GGUF file has
+        if self.kind.is_fallback:  # transformers reads all keys but those that only a GGUF file has
             unread = [key for key in unread if "." in key]
         if unread:
             logger.warning("config.json: keys that Quire does not use: %s", ", ".join(unread))
@@ -150,11 +152,14 @@ class ModelBuilder:
             self.group,
             self.expert_group,
         )
-        model = self.model_class(
-            self.model_class.parse_config(model_config.hf_config), make, model_config.max_model_len
+        model = self.kind.build(
+            self.kind.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
-        _warn_of_unused_layers(make, self.model_class.__name__)
+        _warn_of_unused_layers(make, self.kind.name)
         if self.config.lora_config.enable_lora:
+            if not model.has_head:
+                problem = "takes no LoRA adapters: it does not generate text"
+                raise InvalidParameterError("enable_lora", f"{self.kind.name} {problem}")
             adapt_layers(model, make, self.config.lora_config)
         quantization = None if directory is None else self._quantization_of(directory)
         self._check_size(model, make, directory, quantization)
@@ -202,3 +207,32 @@ class ModelBuilder:
         if directory != Path(self.config.model_config.model) and path.exists():
             hf_config = read_json(path)
         return parse_quantization(hf_config)
+
+    def check_same_architecture(self, directory: Path) -> None:
+        """Checks that the config.json or GGUF file of new weights, if there is one, describes the
+        running model.
+
+        Not every difference shows in a shape. Raises ModelLoadError naming the first key that
+        differs.
+        """
+        path = directory if is_gguf(directory) else directory / "config.json"
+        if not path.exists():
+            return
+        model_config, kind = self.config.model_config, self.kind
+        hf_config = gguf_config(read_gguf(path)) if is_gguf(path) else text_part(read_json(path))
+        described = find_model(hf_config, model_config.model_impl)
+        if described.name != kind.name:
+            raise ModelLoadError(
+                f"{path}: the architecture is {described.name}, the engine runs {kind.name}"
+            )
+        known = model_config.hf_config
+        # the architecture may have been converted (ipc/models/resolve_pooling.py)
+        keys = (*model_config.hf_overrides, "architectures", "score_token_ids")
+        overrides = {key: known[key] for key in keys if key in known}
+        other = kind.parse_config(hf_config | overrides)
+        for name in self.shape.__dataclass_fields__:
+            if getattr(self.shape, name) != getattr(other, name):
+                raise ModelLoadError(
+                    f"{path}: {name} is {getattr(other, name)!r}, the engine runs a model with "
+                    f"{getattr(self.shape, name)!r}"
+                )

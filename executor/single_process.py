@@ -238,7 +238,7 @@ class SingleProcessExecutor:
             places,
             tracer.notes,
             str(worker.cpu_isa) if worker.device.type == "cpu" else str(worker.device),
-            type(worker.model).__name__,
+            worker.model_name,
         )
 
     def check_health(self) -> None:

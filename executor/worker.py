@@ -26,7 +26,6 @@ from .kv_cache_memory import KVCacheMemory, move_caches
 from .loras import Loras
 from .model_builder import ModelBuilder
 from .models.experts import expert_load
-from .models.same_architecture import check_same_architecture
 from .offload.block_store import BlockStore
 from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins
@@ -310,6 +309,10 @@ class Worker:
         self.runner.execute_dummy_batch(num_tokens, num_tokens)
 
     @property
+    def model_name(self) -> str:
+        return self._builder.kind.name
+
+    @property
     def burst_weights_bytes(self) -> int:
         """Bytes of weights if a step with lookahead tokens is one call, else 0."""
         return self._builder.weights_bytes if self.runner.bursts is not None else 0
@@ -472,7 +475,7 @@ class Worker:
         ModelLoadError, NotEnoughMemoryError.
         """
         directory = Path(path)
-        check_same_architecture(self.config, self._builder.model_class, directory)
+        self._builder.check_same_architecture(directory)
         model = self._builder.build(directory, _report_nothing)
         if self.runner.pooler is not None:
             self.runner.pooler.use_dense(directory)

@@ -1,76 +1,81 @@
-"""Maps architectures to model classes; `register_model` adds one from outside the package, and
-`register_layer` replaces a layer of the built-in ones.
+"""Finds how the model of a config.json is made; `register_model` adds an architecture from outside
+the package, and `register_layer` replaces a layer of the built-in ones.
 
 Must not know: how a model is built; its module is imported on first use.
 
-`decoder.py`, `encoder.py`, `blocks.py`, `experts.py`, `layers.py` and `rope.py` are shared by the
-other modules: the architectures.
+An architecture is a row of ipc/models/: `decoder.py` and `encoder.py` build the model from it.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from ...ipc.models.architectures import NATIVE, Architecture
+from ...ipc.models.encoders import EncoderArchitecture
 from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
 from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS
 from .layer_registry import register_layer as register_layer
 
-_MODELS: dict[str, str | type] = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "Gemma3ForCausalLM": "gemma3",
-    "Phi3ForCausalLM": "phi3",
-    "SmolLM3ForCausalLM": "smollm3",
-    "Olmo2ForCausalLM": "olmo2",
-    "Olmo3ForCausalLM": "olmo2",
-    "GraniteForCausalLM": "granite",
-    "Ministral3ForCausalLM": "ministral3",
-    "MixtralForCausalLM": "llama",
-    "Qwen2MoeForCausalLM": "qwen2",
-    "Qwen3MoeForCausalLM": "qwen3",
-    "OlmoeForCausalLM": "olmoe",
-    "GptOssForCausalLM": "gpt_oss",
-    "Gemma3ForConditionalGeneration": "gemma3",
-    "Mistral3ForConditionalGeneration": "ministral3",
-    "BertModel": "bert",
-    "RobertaModel": "bert",
-    "XLMRobertaModel": "bert",
-    "CamembertModel": "bert",
-    "MPNetModel": "mpnet",
-    "DistilBertModel": "distilbert",
-    "ModernBertModel": "modernbert",
-    "NomicBertModel": "nomic_bert",
-}
+_MODELS: dict[str, Architecture | EncoderArchitecture | type] = dict(NATIVE)
 
 
-def register_model(architecture: str, model_class: type) -> None:
-    """Registers `model_class` for configs that name `architecture`.
+@dataclass(frozen=True)
+class ModelKind:
+    """How a model is made: from the row of its architecture, by a class, or in transformers' code.
+
+    `build(config, make: LayerFactory, max_model_len)` returns it unfilled; config is what
+    `parse_config(hf_config)` returns.
+    """
+
+    name: str  # of the architecture, or of the class
+    parse_config: Callable[[dict[str, Any]], Any]
+    build: Callable[..., Any]
+    is_fallback: bool = False  # transformers reads config.json
+
+
+def register_model(architecture: str, model: Architecture | type) -> None:
+    """Makes `model` that of configs which name `architecture`: the row of a model whose layers are
+    built-in ones, or a class.
 
     The class needs `parse_config(hf_config) -> DecoderConfig` and the constructor `(config, make:
-    LayerFactory, max_model_len)`; models/llama.py is an example.
+    LayerFactory, max_model_len)`; docs/extending.md has an example.
     """
-    _MODELS[architecture] = model_class
+    _MODELS[architecture] = model
 
 
-def registered_models() -> dict[str, str | type]:
-    """By architecture: a module of this package, or a registered class."""
+def registered_models() -> dict[str, Any]:
+    """By architecture: its row, or a registered class."""
     return dict(_MODELS)
 
 
-def find_model_class(hf_config: dict[str, Any], model_impl: str = "auto") -> type:
-    """Returns the class of the first supported name in `architectures`, or else of `model_type`.
+def find_model(hf_config: dict[str, Any], model_impl: str = "auto") -> ModelKind:
+    """The kind of the first supported name in `architectures`, or else of `model_type`.
 
     model_impl: see ipc/config.py. Raises ModelLoadError, which lists what is supported.
     """
     implementation, name = choose_implementation(hf_config, model_impl, _MODELS)
-    if implementation != QUIRE and name in FALLBACK_ENCODERS:
-        return import_module(".fallback.encoder", __name__).TransformersEncoder
     if implementation != QUIRE:
-        return import_module(".fallback.model", __name__).TransformersModel
+        return _fallback(name)
     found = _MODELS[name]
-    if isinstance(found, str):
-        return getattr(import_module(f".{found}", __name__), name)
-    return found
+    if isinstance(found, Architecture):
+        from .decoder import Decoder
+
+        return ModelKind(name, found.parse, partial(Decoder.of_row, found))
+    if isinstance(found, EncoderArchitecture):
+        from .encoder import Encoder
+
+        return ModelKind(name, found.parse, partial(Encoder, found))
+    made: Any = found
+    return ModelKind(made.__name__, made.parse_config, made)
+
+
+def _fallback(model_type: str) -> ModelKind:
+    made: Any
+    if model_type in FALLBACK_ENCODERS:
+        from .fallback.encoder import TransformersEncoder as made
+    else:
+        from .fallback.model import TransformersModel as made
+    return ModelKind(made.__name__, made.parse_config, made, is_fallback=True)

@@ -6,7 +6,6 @@ Must not know: architectures, files, requests, which adapters there are.
 from __future__ import annotations
 
 from ...ipc.config import LoRAConfig
-from ...ipc.errors import InvalidParameterError
 from ..model import Model
 from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layers import LayerFactory
@@ -19,12 +18,8 @@ Modules = dict[str, tuple[LinearAdapters | EmbeddingAdapters, int]]
 def adapt_layers(model: Model, make: LayerFactory, config: LoRAConfig) -> None:
     """Makes room for adapters in the layers of `model`, which `make` has made and not yet filled.
 
-    They are `model.adapted_modules`. Experts and routers have none. Raises InvalidParameterError
-    for a model whose layers cannot have any.
+    They are `model.adapted_modules`. Experts and routers have none.
     """
-    if not model.has_head:
-        problem = f"{type(model).__name__} takes no LoRA adapters: it does not generate text"
-        raise InvalidParameterError("enable_lora", problem)
     rows = AdapterRows(make.device)
     sizes = make.ops, rows, config.max_loras, config.max_lora_rank
     modules: Modules = {}

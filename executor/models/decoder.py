@@ -1,29 +1,27 @@
-"""The stack that most decoder-only models share: embedding, layers of attention and MLP with norms
+"""The stack that decoder-only models share: embedding, layers of attention and MLP with norms
 before or after them, a final norm, a head.
 
-Must not know: the architectures that are built from it, files, requests.
+Must not know: which architectures there are, files, requests.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from ...ipc.models.architectures import PRE_NORMS, LayerNorms
+from ...ipc.models.architectures import PRE_NORMS, Architecture, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model
 from ..pooling.heads import PoolingHead, TokenScore, make_head
-from .blocks import Attention
+from .blocks import Attention, GatedMLP, attention_for
+from .experts import MixtureOfExperts, RoutedTokens
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .parallel_layers import GatheredHead
-
-if TYPE_CHECKING:
-    from .experts import RoutedTokens
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -69,7 +67,6 @@ class Decoder(Model):
     """A causal language model.
 
     `make_attention` and `make_mlp`, functions of the layer's index, build the blocks of a layer.
-    Architectures differ only in these.
     """
 
     def __init__(
@@ -79,10 +76,14 @@ class Decoder(Model):
         make_attention: Callable[[int], Attention],
         make_mlp: Callable[[int], MLP],
         norms: LayerNorms = PRE_NORMS,
+        embedding_scale: float | None = None,
     ):
+        """embedding_scale: default the config's."""
         self.config = config
         self.ops = make.ops
         self.embedding_scale = config.embedding_scale
+        if embedding_scale is not None:
+            self.embedding_scale = embedding_scale
         self.dtype, self.stages = make.dtype, make.group.stages
         is_tied = config.has_lm_head and config.tie_word_embeddings
         self.embed_tokens: Embedding | None = None
@@ -119,6 +120,35 @@ class Decoder(Model):
             self.lm_head = make.tied_head("lm_head", self.embed_tokens)
         else:
             self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
+
+    @classmethod
+    def of_row(
+        cls, row: Architecture, config: DecoderConfig, make: LayerFactory, max_model_len: int
+    ) -> Decoder:
+        """The model of an architecture. config: of row.parse."""
+        ropes = make.ropes(config, max_model_len)
+        qkv_bias, o_bias = row.attention_biases(config)
+        biases = {"qkv_bias": qkv_bias, "o_bias": o_bias}
+        # a plugin's layer need not know the options of other models than its own
+        options = {
+            name: True for name in ("qk_norm_whole", "is_merged", "has_sinks") if getattr(row, name)
+        }
+        merged = {"is_merged": True} if row.is_merged else {}
+
+        def make_attention(layer: int) -> Attention:
+            kind = attention_for(config)
+            own = {**biases, "qk_norm": row.qk_norm, **options}
+            return make.block(kind, config, layer, ropes, **own)
+
+        def make_mlp(layer: int) -> MLP:
+            if config.experts is None or layer in config.experts.dense_layers:
+                return make.block(GatedMLP, config, layer, bias=config.mlp_bias, **merged)
+            return make.block(MixtureOfExperts, config, layer)
+
+        scale = config.embedding_scale
+        if row.scaled_embedding:  # transformers multiplies by a number of the model's dtype
+            scale = torch.tensor(scale, dtype=make.dtype).item()
+        return cls(make, config, make_attention, make_mlp, row.norms, scale)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

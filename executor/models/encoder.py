@@ -1,7 +1,7 @@
 """The stack that text encoders share: embeddings, layers of attention in both directions and MLP
 with layer norms after or before them.
 
-Must not know: the architectures that are built from it, files, requests. ipc/models/encoders.py has
+Must not know: which architectures there are, files, requests. ipc/models/encoders.py has
 the names of the tensors.
 """
 
@@ -90,12 +90,12 @@ class EncoderLayer:
         self,
         make: LayerFactory,
         config: EncoderConfig,
-        built: EncoderArchitecture,
+        row: EncoderArchitecture,
         index: int,
         rope: Rope | None,
         bias: RelativeBias | None,
     ):
-        names, hidden, inner = built.names, config.hidden_size, config.intermediate_size
+        names, hidden, inner = row.names, config.hidden_size, config.intermediate_size
         self.ops, self.rope, self.bias = make.ops, rope, bias
         self.heads, self.head_dim = config.num_attention_heads, config.head_dim
         self.scale, self.hidden_size = config.head_dim**-0.5, hidden
@@ -103,11 +103,11 @@ class EncoderLayer:
         qkv = {name: 3 * hidden // len(names.qkv) for name in names.qkv}
         self.qkv = make.linear(hidden, qkv, config.attention_bias)
         self.out = make.row_linear(names.out, hidden, hidden, config.attention_bias)
-        up = {name: (1 + built.is_gated) * inner // len(names.up) for name in names.up}
+        up = {name: (1 + row.is_gated) * inner // len(names.up) for name in names.up}
         self.up = make.linear(hidden, up, config.mlp_bias)
         self.down = make.row_linear(names.down, inner, hidden, config.mlp_bias)
-        self.activate = getattr(make.ops, config.activation + "_and_mul" * built.is_gated)
-        has_norm = index > 0 or not built.is_pre_norm
+        self.activate = getattr(make.ops, config.activation + "_and_mul" * row.is_gated)
+        has_norm = index > 0 or not row.is_pre_norm
         self.attention_norm = LayerNorm(make, names.attention_norm, config) if has_norm else None
         self.mlp_norm = LayerNorm(make, names.mlp_norm, config)
 
@@ -137,12 +137,16 @@ class EncoderLayer:
 class Encoder(TextEncoder):
     """A text encoder: it has hidden states, and no logits."""
 
-    built: EncoderArchitecture  # set by each architecture
-
-    def __init__(self, config: EncoderConfig, make: LayerFactory, max_model_len: int):
-        self.config = config
+    def __init__(
+        self,
+        row: EncoderArchitecture,
+        config: EncoderConfig,
+        make: LayerFactory,
+        max_model_len: int,
+    ):
+        self.config, self.names = config, row.names
         self.ops = make.ops
-        names, hidden = self.built.names, config.hidden_size
+        names, hidden = row.names, config.hidden_size
         self.words = make.embedding(names.words, config.vocab_size, hidden)
         self.positions = self.types = None
         if names.positions:
@@ -158,7 +162,7 @@ class Encoder(TextEncoder):
         num_layers = config.num_hidden_layers
         ropes = make.ropes(config, max_model_len) if config.ropes else [None] * num_layers
         self.layers = [
-            EncoderLayer(make, config, self.built, index, ropes[index], self.bias)
+            EncoderLayer(make, config, row, index, ropes[index], self.bias)
             for index in range(num_layers)
         ]
         self.final_norm = LayerNorm(make, names.final_norm, config) if names.final_norm else None
@@ -218,7 +222,7 @@ class Encoder(TextEncoder):
 
     def weights(self) -> Weights:
         """The weight-name table, as in decoder.py."""
-        names, base = self.built.names, self.built.names.base
+        names, base = self.names, self.names.base
         yield from self.words.weights(base)
         if self.positions is not None:
             yield f"{base}{names.positions}.weight", self.positions

@@ -131,12 +131,3 @@ class MixtureOfExperts:
         if self.shared is not None:
             yield from self.shared.weights(f"{prefix}shared_expert.")
             yield from self.shared_gate.weights(prefix)
-
-
-def experts_or_mlp(
-    make: LayerFactory, config: DecoderConfig, layer: int, bias: bool = False
-) -> MixtureOfExperts | GatedMLP:
-    """The block of this layer of a model that may have experts. `bias` is that of the gated MLP."""
-    if config.experts is None or layer in config.experts.dense_layers:
-        return make.block(GatedMLP, config, layer, bias=bias)
-    return make.block(MixtureOfExperts, config, layer)

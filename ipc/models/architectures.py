@@ -1,8 +1,8 @@
 """The supported decoder architectures: how each reads its config.json, and the names and shapes of
 its checkpoint's tensors. NATIVE has them and the text encoders of encoders.py.
 
-Must not know: tensors' values, layers, how any of it is computed. executor/models/ builds the
-models; tests/executor/test_models.py compares their tensors with this table.
+Must not know: tensors' values, layers, how any of it is computed. executor/models/decoder.py builds
+the models; tests/ipc/models/test_architectures.py compares their tensors with this table.
 """
 
 from __future__ import annotations
@@ -91,12 +91,19 @@ class Architecture:
         head, table = f"{self.prefix}lm_head.weight", f"{self.prefix}model.embed_tokens.weight"
         return {head: table} if config.has_lm_head and config.tie_word_embeddings else {}
 
+    def attention_biases(self, config: DecoderConfig) -> tuple[bool, bool]:
+        """Whether q, k and v have biases, and whether the output projection has."""
+        own = config.attention_bias
+        return (
+            own if self.qkv_bias is None else self.qkv_bias,
+            own if self.o_bias is None else self.o_bias,
+        )
+
     def _layer(self, config: DecoderConfig, layer: int) -> Iterator[tuple[str, list[int]]]:
         hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
         q_rows = config.num_attention_heads * head_dim
         kv_rows = config.num_key_value_heads * head_dim
-        qkv_bias = config.attention_bias if self.qkv_bias is None else self.qkv_bias
-        o_bias = config.attention_bias if self.o_bias is None else self.o_bias
+        qkv_bias, o_bias = self.attention_biases(config)
         qkv, gate_up = (
             (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)),
             (("gate_proj", inner), ("up_proj", inner)),

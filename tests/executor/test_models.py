@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quire.executor.models import find_model_class, register_model
-from quire.executor.models.llama import LlamaForCausalLM
+from quire.executor.models import find_model, register_model
+from quire.executor.models.decoder import Decoder
 from quire.frontend import bundled_model
 from quire.frontend.model_info.model_files import read_hf_config
 from quire.ipc.errors import ModelLoadError
+from quire.ipc.models.architectures import ARCHITECTURES
 from quire.kernels import registry
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 from quire.tests.tiny_models import save_tiny_multimodal_model
@@ -394,14 +395,24 @@ def test_unknown_architecture_lists_the_known_ones():
         ModelLoadError,
         match="MambaForCausalLM.*supported: BertModel.*Gemma3ForCausalLM, Gemma3ForCond",
     ):
-        find_model_class({"architectures": ["MambaForCausalLM"]})
+        find_model({"architectures": ["MambaForCausalLM"]})
     with pytest.raises(ModelLoadError, match="names no architecture"):
-        find_model_class({})
+        find_model({})
 
 
-def test_a_model_can_be_registered_from_outside(tiny, monkeypatch):
+class MyLlama:
+    parse_config = staticmethod(ARCHITECTURES["LlamaForCausalLM"].parse)
+
+    def __new__(cls, config, make, max_model_len):
+        return Decoder.of_row(ARCHITECTURES["LlamaForCausalLM"], config, make, max_model_len)
+
+
+@pytest.mark.parametrize(
+    "model", [MyLlama, ARCHITECTURES["LlamaForCausalLM"]], ids=["class", "row"]
+)
+def test_a_model_can_be_registered_from_outside(tiny, monkeypatch, model):
     monkeypatch.setattr("quire.executor.models._MODELS", {})
-    register_model("MyLlama", LlamaForCausalLM)
+    register_model("MyLlama", model)
     (row,) = generate(
         start_executor(tiny("llama"), {"architectures": ["Unknown", "MyLlama"]}), [[1, 2, 3]], 4
     )

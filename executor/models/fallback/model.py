@@ -72,7 +72,6 @@ class _Given(nn.Module):
 class TransformersModel(Model):
     """Its layers are those of transformers, with Quire's linear layers and attention."""
 
-    IS_FALLBACK = True  # keys of config.json are transformers' to read
     UNRECORDABLE = "its code is that of transformers"
     parse_config = staticmethod(parse_fallback_config)
 

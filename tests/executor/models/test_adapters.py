@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.executor.models import find_model_class
+from quire.executor.models import find_model
 from quire.executor.models.adapted_layers import adapt_layers
 from quire.executor.models.adapters import AdapterRows, LinearAdapters
 from quire.executor.models.layers import LayerFactory
@@ -21,10 +21,10 @@ CONFIG = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=8)
 
 def adapted(directory: Path, dtype: torch.dtype = torch.float32):
     hf_config = json.loads((directory / "config.json").read_text())
-    kind = find_model_class(hf_config)
+    found = find_model(hf_config)
     ops = registry.select("cpu", dtype, head_dim=16)
     make = LayerFactory(ops, dtype, torch.device("cpu"))
-    model = kind(kind.parse_config(hf_config), make, 64)
+    model = found.build(found.parse_config(hf_config), make, 64)
     adapt_layers(model, make, CONFIG)
     return model
 

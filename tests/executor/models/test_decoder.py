@@ -8,7 +8,7 @@ import json
 
 import pytest
 import torch
-from quire.executor.models import find_model_class
+from quire.executor.models import find_model
 from quire.executor.models.layers import LayerFactory
 from quire.ipc.models.ranks import head_in_layers
 from quire.ipc.models.stacked_experts import stacked_pieces
@@ -22,9 +22,9 @@ from safetensors import safe_open
 def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
     directory = tiny(kind, **overrides)
     hf_config = json.loads((directory / "config.json").read_text())
-    model_class = find_model_class(hf_config)
+    found = find_model(hf_config)
     make = LayerFactory(registry.select("cpu", torch.float32), torch.float32, torch.device("cpu"))
-    model = model_class(model_class.parse_config(hf_config), make, 64)
+    model = found.build(found.parse_config(hf_config), make, 64)
     table = list(model.weights())
     with safe_open(directory / "model.safetensors", framework="pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
@@ -50,7 +50,7 @@ def test_weight_names_are_those_that_transformers_saves(kind, overrides, tiny):
 def test_the_head_in_layers(kind, tiny) -> None:
     """Half of its weights beside those that a token multiplies in a layer."""
     hf_config = json.loads((tiny(kind) / "config.json").read_text())
-    shape = find_model_class(hf_config).parse_config(hf_config)
+    shape = find_model(hf_config).parse_config(hf_config)
     size, kv_width = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
     attention = 2 * size * (shape.num_attention_heads * shape.head_dim + kv_width)
     inner = shape.intermediate_size

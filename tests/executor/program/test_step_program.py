@@ -6,16 +6,19 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from quire.executor.model import TextEncoder
+from quire.executor.models import ModelKind
+from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import RMSNorm
-from quire.executor.models.qwen2 import Qwen2ForCausalLM
 from quire.executor.program.step_program import OPERATIONS, record_step, run_op_by_op
 from quire.executor.single_process import SingleProcessExecutor
+from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
 from quire.kernels.cpu.native.recorder import Limits
@@ -190,14 +193,17 @@ def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, logged):
     assert all(len(output) == 8 for output in outputs(executor))
 
 
-class Doubled(Qwen2ForCausalLM):
+QWEN2 = ARCHITECTURES["Qwen2ForCausalLM"]
+
+
+class Doubled(Decoder):
     """A user's model that computes with torch between its layers."""
 
     def __call__(self, token_ids, positions, metadata):
         return super().__call__(token_ids, positions, metadata) * 2
 
 
-class Numpy(Qwen2ForCausalLM):
+class Numpy(Decoder):
     """A user's model that computes outside torch."""
 
     def __call__(self, token_ids, positions, metadata):
@@ -207,7 +213,7 @@ class Numpy(Qwen2ForCausalLM):
         return hidden
 
 
-class Branching(Qwen2ForCausalLM):
+class Branching(Decoder):
     """A user's model that branches on the size of the step."""
 
     def __call__(self, token_ids, positions, metadata):
@@ -217,7 +223,7 @@ class Branching(Qwen2ForCausalLM):
         return hidden
 
 
-class Failing(Qwen2ForCausalLM):
+class Failing(Decoder):
     """A user's model that fails on a step that is not real."""
 
     def __call__(self, token_ids, positions, metadata):
@@ -245,7 +251,8 @@ class Failing(Qwen2ForCausalLM):
 def test_a_model_that_cannot_be_recorded_runs_op_by_op(
     model_class, reason, tiny, logged, monkeypatch
 ):
-    monkeypatch.setattr("quire.executor.model_builder.find_model_class", lambda *_: model_class)
+    kind = ModelKind(model_class.__name__, QWEN2.parse, partial(model_class.of_row, QWEN2))
+    monkeypatch.setattr("quire.executor.model_builder.find_model", lambda *_: kind)
     executor = start_executor(tiny("qwen2"))
     assert executor.worker.runner.program is None
     assert logged()[-1].endswith(reason)

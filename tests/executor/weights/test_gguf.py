@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 from quire.executor import device as devices
-from quire.executor.models import find_model_class
+from quire.executor.models import find_model
 from quire.executor.models.layers import LayerFactory
 from quire.executor.single_process import SingleProcessExecutor
 from quire.executor.weights.gguf import PackedRows, halves_apart
@@ -96,9 +96,9 @@ def load(path: Path, directory: Path, **overrides) -> dict[str, torch.Tensor]:
     """
     config = json.loads((directory / "config.json").read_text())
     config |= rope_overrides(directory) | overrides
-    model_class = find_model_class(config)
+    found = find_model(config)
     make = LayerFactory(registry.select(CPU, torch.float32), torch.float32, CPU)
-    model = model_class(model_class.parse_config(config), make, 64)
+    model = found.build(found.parse_config(config), make, 64)
     for _, tensor in model.weights():
         tensor.fill_(float("nan"))
     load_weights(model, path, lambda stage, fraction: None)
@@ -243,9 +243,9 @@ def test_the_log_says_what_is_done(checkpoint, tmp_path, caplog):
 def build(path: Path, directory: Path, dtype: torch.dtype, quantization: str | None = None):
     """A model as the executor builds it, and its factory."""
     config = json.loads((directory / "config.json").read_text()) | rope_overrides(directory)
-    model_class = find_model_class(config)
+    found = find_model(config)
     make = LayerFactory(registry.select(CPU, dtype), dtype, CPU, quantization)
-    model = model_class(model_class.parse_config(config), make, 64)
+    model = found.build(found.parse_config(config), make, 64)
     load_weights(model, path, lambda stage, fraction: None, make.fill)
     return model, make
 

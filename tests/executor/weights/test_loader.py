@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from quire.executor.models import find_model_class
+from quire.executor.models import find_model
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import fill_with_random_weights, load_weights
@@ -32,9 +32,9 @@ def make_model(directory: Path, dtype: torch.dtype = torch.float32, **overrides)
     visible.
     """
     hf_config = json.loads((directory / "config.json").read_text()) | overrides
-    model_class = find_model_class(hf_config)
-    model = model_class(
-        model_class.parse_config(hf_config),
+    found = find_model(hf_config)
+    model = found.build(
+        found.parse_config(hf_config),
         LayerFactory(registry.select(CPU, dtype), dtype, CPU),
         64,
     )

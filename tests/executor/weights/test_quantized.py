@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from quire import EngineArgs
-from quire.executor.models import find_model_class
+from quire.executor.models import find_model
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.loader import load_weights
 from quire.executor.weights.packed_rows import PackedRows
@@ -83,9 +83,9 @@ def checkpoint(tiny, tmp_path_factory):
 
 def load(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     config = json.loads((directory / "config.json").read_text())
-    model_class = find_model_class(config)
+    found = find_model(config)
     make = LayerFactory(registry.select(CPU, dtype), dtype, CPU)
-    model = model_class(model_class.parse_config(config), make, 64)
+    model = found.build(found.parse_config(config), make, 64)
     for _, tensor in model.weights():
         tensor.fill_(float("nan"))
     load_weights(
@@ -188,9 +188,9 @@ def test_the_log_says_once_what_is_unpacked_and_why(checkpoint, caplog):
 def build(directory: Path, dtype: torch.dtype = torch.bfloat16):
     """A model as the executor builds it, and its factory."""
     config = json.loads((directory / "config.json").read_text())
-    model_class = find_model_class(config)
+    found = find_model(config)
     make = LayerFactory(registry.select(CPU, dtype), dtype, CPU)
-    model = model_class(model_class.parse_config(config), make, 64)
+    model = found.build(found.parse_config(config), make, 64)
     quantization = parse_quantization(config)
     load_weights(model, directory, lambda stage, fraction: None, make.fill, quantization)
     return model, make

@@ -40,20 +40,20 @@ CASES = [
 def test_sizes_equal_those_of_the_layers(kind: str, variant: dict[str, Any]) -> None:
     hf_config = make_tiny_config(kind, **variant).to_dict()
     hf_config["architectures"] = None  # model_type names it
-    model_class = models.find_model_class(hf_config)
+    found = models.find_model(hf_config)
     ops = registry.select("cpu", torch.bfloat16)
-    model = model_class(
-        model_class.parse_config(hf_config),
+    model = found.build(
+        found.parse_config(hf_config),
         LayerFactory(ops, torch.bfloat16, torch.device("cpu")),
         64,
     )
     sizes = measure_model(hf_config)
-    assert sizes.config == model_class.parse_config(hf_config)
+    assert sizes.config == found.parse_config(hf_config)
     assert sizes.num_parameters == sum(tensor.numel() for _, tensor in model.weights())
     assert sizes.weights_bytes("bfloat16") == sum(tensor.nbytes for _, tensor in model.weights())
     for quantization in (None, *QUANTIZATION_BITS):
         make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"), quantization)
-        model_class(model_class.parse_config(hf_config), make, 64)
+        found.build(found.parse_config(hf_config), make, 64)
         assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
     for kv_cache_dtype, dtype in {
         "auto": torch.bfloat16,
@@ -83,11 +83,11 @@ def test_sizes_of_models_that_pool_equal_those_of_the_layers(kind: str, form: st
         hf_config = config_of(kind, form, num_labels=3)
     else:
         hf_config = make_tiny_config(kind).to_dict() | {"architectures": [form]}
-    model_class: Any = models.find_model_class(hf_config)
+    found = models.find_model(hf_config)
     ops, sizes = registry.select("cpu", torch.bfloat16), measure_model(hf_config)
     for quantization in (None, *QUANTIZATION_BITS):
         make = LayerFactory(ops, torch.bfloat16, torch.device("cpu"), quantization)
-        model = model_class(model_class.parse_config(hf_config), make, 64)
+        model = found.build(found.parse_config(hf_config), make, 64)
         assert sizes.weights_bytes("bfloat16", quantization) == make.weights_bytes
     assert sizes.num_parameters == sum(tensor.numel() for _, tensor in model.weights())
     if kind in FAMILIES:

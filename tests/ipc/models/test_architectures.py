@@ -1,6 +1,6 @@
 """The architecture table agrees with the executor's models.
 
-It lists the same architectures, reads config.json alike and expects the same checkpoint tensors.
+It reads config.json alike and expects the same checkpoint tensors.
 """
 
 from __future__ import annotations
@@ -12,13 +12,9 @@ import torch
 from quire.executor import models
 from quire.executor.models.layers import LayerFactory
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.models.architectures import ARCHITECTURES, NATIVE, find_architecture, text_part
+from quire.ipc.models.architectures import ARCHITECTURES, find_architecture, text_part
 from quire.kernels import registry
 from quire.tests.tiny_models import KINDS, make_tiny_config
-
-
-def test_the_table_lists_the_executors_models() -> None:
-    assert set(NATIVE) == set(models._MODELS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -32,11 +28,11 @@ def test_tensors_equal_those_of_the_model(kind: str, variant: dict[str, Any]) ->
         with pytest.raises(ModelLoadError, match="is not supported"):
             ARCHITECTURES[name].parse(hf_config)
         return
-    model_class = models.find_model_class(hf_config)
-    config = model_class.parse_config(hf_config)
+    found = models.find_model(hf_config)
+    config = found.parse_config(hf_config)
     cpu = torch.device("cpu")
     make = LayerFactory(registry.select("cpu", torch.float32), torch.float32, cpu)
-    model = model_class(config, make, 64)
+    model = found.build(config, make, 64)
     assert ARCHITECTURES[name].parse(hf_config) == config
     expected = {name: list(tensor.shape) for name, tensor in model.weights()}
     assert ARCHITECTURES[name].weight_shapes(config) == expected
@@ -61,7 +57,7 @@ def test_an_unknown_architecture_has_the_same_error_message(hf_config: dict[str,
     with pytest.raises(ModelLoadError, match=r"^[^\n]{,600}$") as ours:
         find_architecture(hf_config)
     with pytest.raises(ModelLoadError) as theirs:
-        models.find_model_class(hf_config)
+        models.find_model(hf_config)
     assert str(theirs.value).startswith(str(ours.value))
 
 
@@ -77,7 +73,7 @@ def test_model_type_stands_in_for_a_missing_architecture(kind: str) -> None:
     name = find_architecture(hf_config)
     plain = kind.removesuffix("_text").replace("_", "")
     assert name.lower() == f"{plain}forcausallm"
-    assert models.find_model_class(hf_config).__name__ == name
+    assert models.find_model(hf_config).name == name
 
 
 def test_the_text_part_of_a_multimodal_model() -> None:

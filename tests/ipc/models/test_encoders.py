@@ -35,7 +35,7 @@ def test_tensors_equal_those_of_the_model(kind: str, form: str) -> None:
     config = ENCODERS[name].parse(hf_config)
     ops = registry.select("cpu", torch.float32)
     make = LayerFactory(ops, torch.float32, torch.device("cpu"))
-    model = models.find_model_class(hf_config)(config, make, 64)
+    model = models.find_model(hf_config).build(config, make, 64)
     tensors = {tensor: list(values.shape) for tensor, values in model.weights()}
     assert tensors == ENCODERS[name].weight_shapes(config)
     is_classifier = "Classification" in form

@@ -11,8 +11,8 @@ import pytest
 import torch
 from quire.executor.loras import Loras
 from quire.executor.models.adapted_layers import adapt_layers
+from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
-from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.runner import device_inputs
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
@@ -20,6 +20,7 @@ from quire.executor.runner.model_runner import ModelRunner
 from quire.executor.sampling.token_stages import make_stages
 from quire.executor.weights.loader import fill_with_random_weights
 from quire.ipc.config import LoRAConfig
+from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.kernels import registry
@@ -57,7 +58,8 @@ AROUND = {
 def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> ModelRunner:
     ops = registry.select("cuda", torch.float32, head_dim=16)
     make = LayerFactory(ops, torch.float32, CPU)
-    model = Qwen3ForCausalLM(Qwen3ForCausalLM.parse_config(SHAPE), make, MAX_LEN)
+    row = ARCHITECTURES["Qwen3ForCausalLM"]
+    model = Decoder.of_row(row, row.parse(SHAPE), make, MAX_LEN)
     if config.enable_lora:
         adapt_layers(model, make, config)
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)

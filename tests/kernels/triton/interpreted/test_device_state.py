@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from quire.executor.loras import Loras
-from quire.executor.models.qwen3 import Qwen3ForCausalLM
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
@@ -32,7 +31,7 @@ GREEDY, DRAWN = (
 
 def make_runner(device: str) -> ModelRunner:
     config = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=4)
-    model, ops = build(Qwen3ForCausalLM, device, config)
+    model, ops = build("Qwen3ForCausalLM", device, config)
     batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
     batch.loras = Loras(config, torch.float32)
     runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)

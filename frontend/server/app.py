@@ -19,7 +19,7 @@ from ... import __version__
 from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ENDS, from_status
-from .http.openapi import description_routes
+from .http.openapi import ApiRoute, description_routes
 from .http.sse import Json
 from .models import Models
 from .routes import health, metrics, models, ollama_models, page
@@ -77,7 +77,7 @@ def log_access(scope: Any, status: int, duration_s: float) -> None:
     access_logger.info("%s %s %s %s %.1f ms %s", *fields.values(), extra={"fields": fields})
 
 
-def all_routes(state: ServerState, models: Models | None = None) -> list[Route]:
+def all_routes(state: ServerState, models: Models | None = None) -> list[ApiRoute]:
     if models is None:
         routes = [route for family in FAMILIES for route in family.routes(state)]
     else:

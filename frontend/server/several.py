@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ...ipc.log_format import name_model
 from .apis.ollama_answer import NDJSON, now
@@ -28,7 +27,7 @@ from .apis.ollama_turn import plain_name
 from .durations import parse_duration
 from .http.call import call_of, read_body, receive_body
 from .http.errors import ApiError, invalid, missing
-from .http.openapi import described
+from .http.openapi import LINES, ApiRoute
 from .http.sse import Json, encode
 from .models import Models, ModelSlot
 from .pulls import Pulls
@@ -102,7 +101,7 @@ class Leased:
             self._release()
 
 
-def several_routes(front: ServerState, models: Models) -> list[Route]:
+def several_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     """`front`: the state of the server itself, which has no engine."""
     own = [
         *_health_routes(front, models),
@@ -116,10 +115,10 @@ def several_routes(front: ServerState, models: Models) -> list[Route]:
 # ------------------------------------------------------------ dispatch
 
 
-def _dispatched(front: ServerState, models: Models) -> list[Route]:
-    of_slots: WeakKeyDictionary[ModelSlot, list[Route]] = WeakKeyDictionary()
+def _dispatched(front: ServerState, models: Models) -> list[ApiRoute]:
+    of_slots: WeakKeyDictionary[ModelSlot, list[ApiRoute]] = WeakKeyDictionary()
 
-    def routes_of(slot: ModelSlot) -> list[Route]:
+    def routes_of(slot: ModelSlot) -> list[ApiRoute]:
         """Made when they are first used: slots come and go."""
         if slot not in of_slots:
             slot.state.responses = front.responses  # a conversation may change its model
@@ -132,11 +131,9 @@ def _dispatched(front: ServerState, models: Models) -> list[Route]:
     found = []
     for number, first in enumerate(routes_of(models.default)):
         of_slot = functools.partial(handler_of, number)
-        body = getattr(getattr(first.endpoint, "description", None), "body", None)
-        has_model = body is not None and "model" in body.__struct_fields__
+        has_model = first.body is not None and "model" in first.body.__struct_fields__
         dispatch = _by_body if has_model else _by_query
-        endpoint = functools.wraps(first.endpoint)(dispatch(front, models, of_slot))
-        found.append(Route(first.path, endpoint, methods=list(first.methods or ())))
+        found.append(first.with_endpoint(dispatch(front, models, of_slot)))
     return found
 
 
@@ -202,7 +199,7 @@ async def _unload(models: Models, slot: ModelSlot, path: str) -> Json:
 # ------------------------------------------------------------ about all models
 
 
-def _health_routes(front: ServerState, models: Models) -> list[Route]:
+def _health_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     heartbeat = health.Heartbeat()
 
     async def alive(request: Request) -> Response:
@@ -226,15 +223,15 @@ def _health_routes(front: ServerState, models: Models) -> list[Route]:
         return Json({"server_load": sum(slot.num_users for slot in models.slots.values())})
 
     return [
-        Route("/health", alive),
-        Route("/health/ready", ready),
-        Route("/ping", alive, methods=["GET", "POST"], name="ping"),
-        Route("/load", load),
-        Route("/version", health.version),
+        ApiRoute("/health", alive),
+        ApiRoute("/health/ready", ready),
+        ApiRoute("/ping", alive, methods=["GET", "POST"]),
+        ApiRoute("/load", load),
+        ApiRoute("/version", health.version),
     ]
 
 
-def _list_routes(front: ServerState, models: Models) -> list[Route]:
+def _list_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     def card(slot: ModelSlot) -> model_routes.ModelCard:
         return model_routes.ModelCard(
             id=slot.name,
@@ -248,20 +245,21 @@ def _list_routes(front: ServerState, models: Models) -> list[Route]:
         loras = model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)
         return [card(slot), *loras]
 
-    @described(answer=model_routes.ModelList)
     async def list_models(request: Request) -> Response:
         """The models of this server, the default first"""
         slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
         return Json(model_routes.listed(request, [one for slot in slots for one in cards(slot)]))
 
-    @described(answer=model_routes.ModelCard)
     async def retrieve_model(request: Request) -> Response:
         """One model of this server"""
         name = request.path_params["model"]
         found = cards(models.find(name))
         return Json(next((one for one in found if one.id == name), found[0]))
 
-    return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
+    return [
+        ApiRoute("/v1/models", list_models, answer=model_routes.ModelList),
+        ApiRoute("/v1/models/{model:path}", retrieve_model, answer=model_routes.ModelCard),
+    ]
 
 
 async def _encoded(lines: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
@@ -274,13 +272,12 @@ def _error_line(error: ApiError) -> bytes:
     return encode(error.in_format(OLLAMA)) + b"\n"
 
 
-def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
+def _ollama_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     pulls = Pulls(models)
 
     def tag(slot: ModelSlot) -> dict[str, Any]:
         return ollama_models.tag(slot.name, slot.config) | {"size": slot.needs.weights_bytes}
 
-    @described(answer=dict[str, Any])
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
         modified = {"modified_at": ollama_models.time_text(front.started)}
@@ -289,13 +286,11 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
             found += [model := tag(slot), *ollama_models.loras_of(slot.state, model)]
         return Json({"models": [one | modified for one in found]})
 
-    @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
         """The loaded models, as Ollama lists them"""
         loaded = [slot for slot in models.slots.values() if slot.phase == "ready"]
         return Json({"models": [tag(slot) | _running(slot) for slot in loaded]})
 
-    @described(ollama_models.ShowBody, dict[str, Any])
     async def show(request: Request) -> Response:
         """Details of a model; the first time, the model is loaded"""
         body = await read_body(request, front.server_config, ollama_models.ShowBody)
@@ -308,7 +303,6 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
                 models.release(slot)
         return Json(slot.shown)
 
-    @described(ollama_models.PullBody, dict[str, Any], streams=NDJSON.decode())
     async def pull(request: Request) -> Any:
         """Downloads a model, or confirms one that this server has"""
         body = await read_body(request, front.server_config, ollama_models.PullBody)
@@ -322,7 +316,6 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
             _encoded(lines), call, error_event=_error_line, comment=b" ", media_type=NDJSON
         )
 
-    @described(ollama_models.DeleteBody)
     async def delete(request: Request) -> Response:
         """Deletes a model that clients have pulled"""
         body = await read_body(request, front.server_config, ollama_models.DeleteBody)
@@ -330,10 +323,19 @@ def _ollama_routes(front: ServerState, models: Models) -> list[Route]:
         await pulls.delete(name, call_of(request).tenant)
         return Response()
 
-    own = [Route("/api/tags", tags), Route("/api/ps", ps)]
-    own.append(Route("/api/show", show, methods=["POST"]))
-    own.append(Route("/api/pull", pull, methods=["POST"]))
-    own.append(Route("/api/delete", delete, methods=["DELETE", "POST"]))
+    own = [
+        ApiRoute("/api/tags", tags, answer=dict[str, Any]),
+        ApiRoute("/api/ps", ps, answer=dict[str, Any]),
+    ]
+    own.append(ApiRoute("/api/show", show, body=ollama_models.ShowBody, answer=dict[str, Any]))
+    own.append(
+        ApiRoute(
+            "/api/pull", pull, body=ollama_models.PullBody, answer=dict[str, Any], streams=LINES
+        )
+    )
+    own.append(
+        ApiRoute("/api/delete", delete, methods=["DELETE", "POST"], body=ollama_models.DeleteBody)
+    )
     paths = {route.path for route in own}
     return [*own, *(r for r in ollama_models.routes(front) if r.path not in paths)]
 

@@ -7,9 +7,8 @@ Must not know: what a route does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import msgspec
@@ -21,41 +20,47 @@ from .errors import AnthropicError, ApiError, Error, OllamaError
 from .reference import HEADERS, reference_page
 from .sse import Json
 
+EVENTS, LINES = "text/event-stream", "application/x-ndjson"  # media types of streams
 REFERENCE = "#/components/schemas/{name}"
 PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")  # of a path, with starlette's converter
 
 
-@dataclass(frozen=True)
-class Description:
-    """What the description says of a handler.
+class ApiRoute(Route):
+    """A route with the types of its body and response, for the description of the API.
 
-    `answer`: the type of a successful response; None: not described. `streams`: the media type of
-    the response if the body sets `stream`.
+    It takes POST if it has a body and GET if not, unless `methods` says otherwise. `answer`: the
+    type of a successful response; None: not described. `streams`: the media type of the response if
+    the body sets `stream`. The first line of the handler's docstring is the title.
     """
 
-    body: Any = None
-    answer: Any = None
-    streams: str | None = None
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[[Request], Any],
+        *,
+        methods: Sequence[str] = (),
+        body: Any = None,
+        answer: Any = None,
+        streams: str | None = None,
+    ):
+        super().__init__(path, endpoint, methods=methods or ["GET" if body is None else "POST"])
+        self.body = body
+        self.answer = answer
+        self.streams = streams
 
-
-def described(
-    body: Any = None, answer: Any = None, *, streams: bool | str = False
-) -> Callable[[Any], Any]:
-    """Decorates a handler with the types of its body and response.
-
-    The first line of the handler's docstring is the title.
-    """
-
-    def note(handler: Any) -> Any:
-        handler.description = Description(
-            body, answer, "text/event-stream" if streams is True else streams or None
+    def with_endpoint(self, endpoint: Callable[[Request], Any]) -> ApiRoute:
+        """The same route with another handler, which has this one's title."""
+        return ApiRoute(
+            self.path,
+            wraps(self.endpoint)(endpoint),
+            methods=list(self.methods or ()),
+            body=self.body,
+            answer=self.answer,
+            streams=self.streams,
         )
-        return handler
-
-    return note
 
 
-def description_routes(routes: list[Route], version: str, root_path: str = "") -> list[Route]:
+def description_routes(routes: list[ApiRoute], version: str, root_path: str = "") -> list[ApiRoute]:
     """The routes /openapi.json, which describes `routes` below `root_path`, and /docs, the same as
     a page. Both are generated on first use.
     """
@@ -64,45 +69,30 @@ def description_routes(routes: list[Route], version: str, root_path: str = "") -
     def document() -> dict[str, Any]:
         return describe([*routes, *own], version, root_path)
 
-    @described()
     async def description(request: Request) -> Response:
         """This description"""
         return Json(document())
 
-    @described()
     async def docs(request: Request) -> Response:
         """This description as a page"""
         return HTMLResponse(reference_page(document()), headers=HEADERS)
 
-    own = [
-        Route("/openapi.json", description, methods=["GET"]),
-        Route("/docs", docs, methods=["GET"]),
-    ]
+    own = [ApiRoute("/openapi.json", description), ApiRoute("/docs", docs)]
     return own
 
 
-def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict[str, Any]:
-    """Returns the whole document.
-
-    Routes whose handlers are not decorated are listed by path and method only.
-    """
-    routes = list(routes)
-    descriptions = [getattr(route.endpoint, "description", Description()) for route in routes]
-    types = [
-        kind
-        for description in descriptions
-        for kind in (description.body, description.answer)
-        if kind is not None
-    ]
+def describe(routes: Sequence[ApiRoute], version: str, root_path: str = "") -> dict[str, Any]:
+    """Returns the whole document."""
+    types = [kind for route in routes for kind in (route.body, route.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components(
         [*types, Error, AnthropicError, OllamaError], ref_template=REFERENCE
     )
     schema_of = dict(zip(map(id, types), schemas, strict=False))
     paths: dict[str, dict[str, Any]] = {}
-    for route, description in zip(routes, descriptions, strict=True):
+    for route in routes:
         operations = paths.setdefault(PARAMETER.sub(r"{\1}", route.path), {})
         for method in sorted((route.methods or {"GET"}) - {"HEAD"}):
-            operations[method.lower()] = _operation(route, method, description, schema_of)
+            operations[method.lower()] = _operation(route, method, schema_of)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -120,9 +110,7 @@ def describe(routes: Iterable[Route], version: str, root_path: str = "") -> dict
     }
 
 
-def _operation(
-    route: Route, method: str, description: Description, schema_of: dict[int, Any]
-) -> dict[str, Any]:
+def _operation(route: ApiRoute, method: str, schema_of: dict[int, Any]) -> dict[str, Any]:
     summary = (route.endpoint.__doc__ or route.name).strip().splitlines()[0]
     error = type(ApiError(500, "").in_format(route.path))
     failure = {
@@ -143,16 +131,16 @@ def _operation(
             }
             for name in names
         ]
-    if description.body is not None:
+    if route.body is not None:
         operation["requestBody"] = {
             "required": True,
-            "content": _json(schema_of[id(description.body)]),
+            "content": _json(schema_of[id(route.body)]),
         }
     content: dict[str, Any] = {}
-    if description.answer is not None:
-        content = _json(schema_of[id(description.answer)])
-    if description.streams:
-        content[description.streams] = {}
+    if route.answer is not None:
+        content = _json(schema_of[id(route.answer)])
+    if route.streams:
+        content[route.streams] = {}
     operation["responses"] = {
         "200": {"description": "Success."} | ({"content": content} if content else {}),
         "4XX": failure,

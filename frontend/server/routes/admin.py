@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.routing import Route
 
 from ....ipc.errors import EnginePausedError, EngineUsageError
 from ...async_llm import AsyncLLM
 from ..http.call import read_body
 from ..http.errors import ApiError
+from ..http.openapi import ApiRoute
 from ..http.queries import Reader, flag, one_of, read_query, seconds, some_of
 from ..http.sse import Json
 from ..state import ServerState
@@ -136,7 +136,7 @@ def check_admin(state: ServerState) -> None:
         raise ApiError(403, message, code="admin_disabled")
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     def endpoint(
         action: Action, readers: dict[str, Reader]
     ) -> Callable[[Request], Awaitable[Response]]:
@@ -170,11 +170,11 @@ def routes(state: ServerState) -> list[Route]:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     actions = [
-        Route(path, endpoint(action, readers), methods=[method])
+        ApiRoute(path, endpoint(action, readers), methods=[method])
         for path, (method, action, readers) in ACTIONS.items()
     ]
     lora = [
-        Route("/v1/load_lora_adapter", load_lora, methods=["POST"]),
-        Route("/v1/unload_lora_adapter", unload_lora, methods=["POST"]),
+        ApiRoute("/v1/load_lora_adapter", load_lora, methods=["POST"]),
+        ApiRoute("/v1/unload_lora_adapter", unload_lora, methods=["POST"]),
     ]
     return [*actions, *lora]

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ...text.chat_template import template_variables
@@ -18,7 +17,7 @@ from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import SentTool, ToolChoice, checked_tools
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid
-from ..http.openapi import described
+from ..http.openapi import EVENTS, ApiRoute
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..turns.response_format import wants_compact_json, wants_listed_properties
@@ -72,8 +71,7 @@ class ChatBody(SamplingBody, kw_only=True):
     include_reasoning: bool | None = None
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(body=ChatBody, answer=ChatCompletion, streams=True)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def create(request: Request) -> Any:
         """OpenAI's chat completions"""
         body = await read_body(request, state.server_config, ChatBody)
@@ -82,7 +80,11 @@ def routes(state: ServerState) -> list[Route]:
         run = await prepare_chat(state, call, chat_turn(state, call, body))
         return await ChatAnswer(state, call, body, model, run).respond()
 
-    return [Route("/v1/chat/completions", create, methods=["POST"])]
+    return [
+        ApiRoute(
+            "/v1/chat/completions", create, body=ChatBody, answer=ChatCompletion, streams=EVENTS
+        )
+    ]
 
 
 def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:

@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.models.pooling import Pooling
@@ -19,7 +18,7 @@ from ....ipc.params import PoolingParams
 from ..apis.pooling_answer import usage_of, values
 from ..http.call import call_of, read_body
 from ..http.errors import missing, unsupported
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.sse import json_of
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
@@ -61,8 +60,7 @@ class CohereEmbeddings(msgspec.Struct, kw_only=True):
     response_type: Literal["embeddings_by_type"] = "embeddings_by_type"
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(body=CohereEmbedBody, answer=CohereEmbeddings)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def embed(request: Request) -> Response:
         """Embeddings of texts, in Cohere's format"""
         body = await read_body(request, state.server_config, CohereEmbedBody)
@@ -100,7 +98,7 @@ def routes(state: ServerState) -> list[Route]:
 
         return await json_of(answer, sum(output.outputs.data.size for output in outputs) // 8)
 
-    return [Route("/v2/embed", embed, methods=["POST"])]
+    return [ApiRoute("/v2/embed", embed, body=CohereEmbedBody, answer=CohereEmbeddings)]
 
 
 def _checked(body: CohereEmbedBody) -> tuple[list[str], list[str]]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 from starlette.requests import Request
-from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
@@ -17,7 +16,7 @@ from ...answer_format import detect
 from ..apis.completion_answer import Completion, CompletionAnswer
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid, unsupported
-from ..http.openapi import described
+from ..http.openapi import EVENTS, ApiRoute
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.generation import Job, check_context, check_room
@@ -46,14 +45,15 @@ class CompletionBody(SamplingBody, kw_only=True):
     best_of: Annotated[int, Meta(ge=1)] | None = None
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(body=CompletionBody, answer=Completion, streams=True)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def create(request: Request) -> Any:
         """OpenAI's text completions"""
         body = await read_body(request, state.server_config, CompletionBody)
         return await (await prepare(state, call_of(request), body)).respond()
 
-    return [Route("/v1/completions", create, methods=["POST"])]
+    return [
+        ApiRoute("/v1/completions", create, body=CompletionBody, answer=Completion, streams=EVENTS)
+    ]
 
 
 async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:

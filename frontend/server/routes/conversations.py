@@ -15,14 +15,13 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..apis.response_store import ResponseStore, Stored
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_turn import MAX_METADATA
 from ..http.call import call_of, read_body
 from ..http.errors import ApiError, invalid, not_found, unsupported
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.queries import integer
 from ..http.sse import Json
 from ..state import ServerState
@@ -54,18 +53,20 @@ class ItemsBody(msgspec.Struct, kw_only=True):
     items: Annotated[list[Item], Meta(min_length=1, max_length=MAX_ADDED)]
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     api = ConversationsApi(state)
     one = "/v1/conversations/{conversation_id}"
     return [
-        Route("/v1/conversations", api.create, methods=["POST"]),
-        Route(one, api.show, methods=["GET"]),
-        Route(one, api.update, methods=["POST"]),
-        Route(one, api.delete, methods=["DELETE"]),
-        Route(f"{one}/items", api.list_items, methods=["GET"]),
-        Route(f"{one}/items", api.add_items, methods=["POST"]),
-        Route(f"{one}/items/{{item_id}}", api.item, methods=["GET"]),
-        Route(f"{one}/items/{{item_id}}", api.delete_item, methods=["DELETE"]),
+        ApiRoute("/v1/conversations", api.create, body=ConversationBody, answer=dict[str, Any]),
+        ApiRoute(one, api.show, answer=dict[str, Any]),
+        ApiRoute(one, api.update, body=MetadataBody, answer=dict[str, Any]),
+        ApiRoute(one, api.delete, methods=["DELETE"], answer=dict[str, Any]),
+        ApiRoute(f"{one}/items", api.list_items, answer=dict[str, Any]),
+        ApiRoute(f"{one}/items", api.add_items, body=ItemsBody, answer=dict[str, Any]),
+        ApiRoute(f"{one}/items/{{item_id}}", api.item, answer=dict[str, Any]),
+        ApiRoute(
+            f"{one}/items/{{item_id}}", api.delete_item, methods=["DELETE"], answer=dict[str, Any]
+        ),
     ]
 
 
@@ -140,7 +141,6 @@ class ConversationsApi:
         tenant, conversation_id = call_of(request).tenant, request.path_params["conversation_id"]
         return tenant, conversation_id, find_conversation(self._store, tenant, conversation_id)
 
-    @described(ConversationBody, dict[str, Any])
     async def create(self, request: Request) -> Response:
         """A new conversation"""
         body = await read_body(request, self._state.server_config, ConversationBody)
@@ -160,13 +160,11 @@ class ConversationsApi:
         self._store.put(call_of(request).tenant, Stored(conversation, _new_items(body.items), []))
         return Json(conversation)
 
-    @described(answer=dict[str, Any])
     async def show(self, request: Request) -> Response:
         """A conversation"""
         _, _, found = self._found(request)
         return Json(found.response)
 
-    @described(MetadataBody, dict[str, Any])
     async def update(self, request: Request) -> Response:
         """A conversation with other metadata"""
         body = await read_body(request, self._state.server_config, MetadataBody)
@@ -175,20 +173,17 @@ class ConversationsApi:
         self._store.put(tenant, Stored(changed, found.input_items, []))
         return Json(changed)
 
-    @described(answer=dict[str, Any])
     async def delete(self, request: Request) -> Response:
         """The deletion of a conversation"""
         tenant, conversation_id, _ = self._found(request)
         self._store.pop(tenant, conversation_id)
         return Json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
-    @described(answer=dict[str, Any])
     async def list_items(self, request: Request) -> Response:
         """The items of a conversation"""
         _, _, found = self._found(request)
         return Json(page_of(request, found.input_items))
 
-    @described(ItemsBody, dict[str, Any])
     async def add_items(self, request: Request) -> Response:
         """New items of a conversation"""
         body = await read_body(request, self._state.server_config, ItemsBody)
@@ -207,13 +202,11 @@ class ConversationsApi:
                 return item
         raise not_found(f"Item with id {item_id!r:.100} not found in this conversation.")
 
-    @described(answer=dict[str, Any])
     async def item(self, request: Request) -> Response:
         """An item of a conversation"""
         _, _, found = self._found(request)
         return Json(self._item(request, found))
 
-    @described(answer=dict[str, Any])
     async def delete_item(self, request: Request) -> Response:
         """A conversation without one of its items"""
         tenant, conversation_id, found = self._found(request)

@@ -11,7 +11,6 @@ import secrets
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.errors import EnginePausedError
 from ....ipc.params import SamplingParams
@@ -20,7 +19,7 @@ from ...async_llm import AsyncLLM
 from ..admission import Admission
 from ..http.call import read_body
 from ..http.errors import ApiError, invalid
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..state import ServerState
 from ..turns import generation
 from ..turns.chat_turn import prepare_chat
@@ -41,8 +40,7 @@ class TraceSteps(msgspec.Struct):
     model: str | None = None
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(TraceSteps)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def trace(request: Request) -> Response:
         """Record the engine's next steps
 
@@ -62,7 +60,7 @@ def routes(state: ServerState) -> list[Route]:
         recorded.places = http_places() | recorded.places
         return Response(recorded.to_json(), media_type="application/json")
 
-    return [Route("/v1/engine/trace", trace, methods=["POST"])]
+    return [ApiRoute("/v1/engine/trace", trace, body=TraceSteps)]
 
 
 def http_places() -> dict[str, str]:

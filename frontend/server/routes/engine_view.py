@@ -9,9 +9,9 @@ import time
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..http.errors import ApiError
+from ..http.openapi import ApiRoute
 from ..http.queries import integer
 from ..http.sse import Json
 from ..request_log import MAX_REQUESTS, FinishedRequest
@@ -32,7 +32,7 @@ SHOWN_DEFAULTS = (
 MAX_CELLS = 4096  # characters of the block map; with more blocks, several share one character
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     async def engine_state(request: Request) -> Response:
         """`since`: the number of the last step that the caller has seen, -1 for none; the response
         contains the later steps. `errors=body`: while the model is not loaded, the error object
@@ -95,9 +95,9 @@ def routes(state: ServerState) -> list[Route]:
         return entry
 
     return [
-        Route("/v1/engine/state", engine_state),
-        Route("/v1/engine/experts", experts),
-        Route("/v1/requests", recent),
-        Route("/v1/requests/{request_id}/trace", trace),
-        Route("/v1/requests/{request_id}", one),
+        ApiRoute("/v1/engine/state", engine_state),
+        ApiRoute("/v1/engine/experts", experts),
+        ApiRoute("/v1/requests", recent),
+        ApiRoute("/v1/requests/{request_id}/trace", trace),
+        ApiRoute("/v1/requests/{request_id}", one),
     ]

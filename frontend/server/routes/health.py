@@ -9,11 +9,11 @@ import asyncio
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from .... import __version__
 from ...async_llm import AsyncLLM
 from ..http.errors import ApiError
+from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 
@@ -82,7 +82,7 @@ async def version(request: Request) -> Response:
     return Json({"version": __version__})
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     heartbeat = Heartbeat()
 
     async def health(request: Request) -> Response:
@@ -104,9 +104,9 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"server_load": len(state.running_ids)})
 
     return [
-        Route("/health", health),
-        Route("/health/ready", ready),
-        Route("/ping", health, methods=["GET", "POST"], name="ping"),  # SageMaker
-        Route("/load", load),
-        Route("/version", version),
+        ApiRoute("/health", health),
+        ApiRoute("/health/ready", ready),
+        ApiRoute("/ping", health, methods=["GET", "POST"]),  # SageMaker
+        ApiRoute("/load", load),
+        ApiRoute("/version", version),
     ]

@@ -9,20 +9,18 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..apis.messages_answer import MessagesAnswer
 from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from ..http.call import call_of, read_body
 from ..http.errors import named
-from ..http.openapi import described
+from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.chat_turn import prepare_chat, render_turn
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(MessagesBody, dict[str, Any], streams=True)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def create(request: Request) -> Any:
         """Anthropic's messages"""
         body, call = await read_body(request, state.server_config, MessagesBody), call_of(request)
@@ -31,7 +29,6 @@ def routes(state: ServerState) -> list[Route]:
             run = await prepare_chat(state, call, turn_of(state, call, body, f"msg_{call.suffix}"))
         return await MessagesAnswer(state, call, model, run).respond(streams=body.stream)
 
-    @described(PromptBody, dict[str, int])
     async def count_tokens(request: Request) -> Response:
         """How many tokens a message's prompt has"""
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
@@ -43,6 +40,6 @@ def routes(state: ServerState) -> list[Route]:
         return Json({"input_tokens": len(token_ids)})
 
     return [
-        Route("/v1/messages", create, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+        ApiRoute("/v1/messages", create, body=MessagesBody, answer=dict[str, Any], streams=EVENTS),
+        ApiRoute("/v1/messages/count_tokens", count_tokens, body=PromptBody, answer=dict[str, int]),
     ]

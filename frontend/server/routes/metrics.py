@@ -29,10 +29,10 @@ from prometheus_client.metrics_core import (
 )
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.errors import EngineDeadError
 from ...async_llm import AsyncLLM
+from ..http.openapi import ApiRoute
 from ..meters import Histogram
 from ..state import ServerState
 from .metric_tables import COUNTERS, LOAD, MEMORY, MEMORY_ABOUT, OWN_COUNTERS, PROMPTS, Table
@@ -43,20 +43,20 @@ LABELS = ("model_name", "engine")
 PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     return _routes(Collector(state))
 
 
 def routes_of_several(
     front: ServerState, of_models: Callable[[], list[ServerState]]
-) -> list[Route]:
+) -> list[ApiRoute]:
     """The same for a server with several models, which come and go: those of engines have the label
     model_name.
     """
     return _routes(CollectorOfSeveral(Collector(front), of_models))
 
 
-def _routes(collector: Collector | CollectorOfSeveral) -> list[Route]:
+def _routes(collector: Collector | CollectorOfSeveral) -> list[ApiRoute]:
     registry = CollectorRegistry()
     registry.register(collector)
     ProcessCollector(registry=registry)
@@ -67,7 +67,7 @@ def _routes(collector: Collector | CollectorOfSeveral) -> list[Route]:
         text = await asyncio.to_thread(generate_latest, registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
-    return [Route("/metrics", metrics)]
+    return [ApiRoute("/metrics", metrics)]
 
 
 class Collector:

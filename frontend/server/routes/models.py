@@ -10,9 +10,8 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 
@@ -85,7 +84,7 @@ def cards_of_loras(state: ServerState, max_model_len: int) -> list[ModelCard]:
     ]
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     def cards() -> list[ModelCard]:
         max_model_len = state.max_model_len
         own = [
@@ -100,16 +99,17 @@ def routes(state: ServerState) -> list[Route]:
         ]
         return [*own, *cards_of_loras(state, max_model_len)]
 
-    @described(answer=ModelList)
     async def list_models(request: Request) -> Response:
         """The models of this server, and its adapters"""
         return Json(listed(request, cards()))
 
-    @described(answer=ModelCard)
     async def retrieve_model(request: Request) -> Response:
         """One model or adapter of this server"""
         state.ready_engine()
         name = state.check_model(request.path_params["model"])
         return Json(next(card for card in cards() if card.id == name))
 
-    return [Route("/v1/models", list_models), Route("/v1/models/{model:path}", retrieve_model)]
+    return [
+        ApiRoute("/v1/models", list_models, answer=ModelList),
+        ApiRoute("/v1/models/{model:path}", retrieve_model, answer=ModelCard),
+    ]

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from starlette.requests import Request
-from starlette.routing import Route
 
-from ..apis.ollama_answer import NDJSON, OllamaAnswer, now
+from ..apis.ollama_answer import OllamaAnswer, now
 from ..apis.ollama_turn import (
     CHAT_NAMES,
     GENERATE_NAMES,
@@ -23,13 +22,12 @@ from ..apis.ollama_turn import (
 )
 from ..http.call import call_of, read_body
 from ..http.errors import named, unsupported
-from ..http.openapi import described
+from ..http.openapi import LINES, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(OllamaChatBody, dict[str, Any], streams=NDJSON.decode())
+def routes(state: ServerState) -> list[ApiRoute]:
     async def chat(request: Request) -> Any:
         """Ollama's chat"""
         body = await read_body(request, state.server_config, OllamaChatBody)
@@ -44,7 +42,6 @@ def routes(state: ServerState) -> list[Route]:
         answer = OllamaAnswer(state, call, model, run, is_chat=True)
         return await answer.respond(streams=body.stream is not False)
 
-    @described(OllamaGenerateBody, dict[str, Any], streams=NDJSON.decode())
     async def generate(request: Request) -> Any:
         """Ollama's generate"""
         body = await read_body(request, state.server_config, OllamaGenerateBody)
@@ -60,8 +57,10 @@ def routes(state: ServerState) -> list[Route]:
         return await answer.respond(streams=body.stream is not False)
 
     return [
-        Route("/api/chat", chat, methods=["POST"]),
-        Route("/api/generate", generate, methods=["POST"]),
+        ApiRoute("/api/chat", chat, body=OllamaChatBody, answer=dict[str, Any], streams=LINES),
+        ApiRoute(
+            "/api/generate", generate, body=OllamaGenerateBody, answer=dict[str, Any], streams=LINES
+        ),
     ]
 
 

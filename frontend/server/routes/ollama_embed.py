@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import PoolingParams
@@ -21,7 +20,7 @@ from ..apis.ollama_turn import plain_name
 from ..apis.pooling_answer import json_rows, usage_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import missing
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
@@ -60,7 +59,7 @@ class OllamaEmbedding(msgspec.Struct, kw_only=True):
     embedding: Any
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     async def run(
         call: Call, body: Any, texts: list[str], field: str, **more: Any
     ) -> list[PoolingRequestOutput]:
@@ -72,7 +71,6 @@ def routes(state: ServerState) -> list[Route]:
             state, call, PoolingJob(f"embed-{call.suffix}", texts, params, names)
         )
 
-    @described(OllamaEmbedBody, OllamaEmbedded)
     async def embed(request: Request) -> Response:
         """Ollama's embeddings of texts"""
         body = await read_body(request, state.server_config, OllamaEmbedBody)
@@ -94,7 +92,6 @@ def routes(state: ServerState) -> list[Route]:
         outputs = await run(call, body, texts, "input", dimensions=body.dimensions)
         return await json_rows(outputs, answer)
 
-    @described(OllamaEmbeddingsBody, OllamaEmbedding)
     async def embeddings(request: Request) -> Response:
         """Ollama's embedding of one text"""
         body = await read_body(request, state.server_config, OllamaEmbeddingsBody)
@@ -106,8 +103,8 @@ def routes(state: ServerState) -> list[Route]:
         return await json_rows(outputs, lambda rows: OllamaEmbedding(embedding=rows[0]))
 
     return [
-        Route("/api/embed", embed, methods=["POST"]),
-        Route("/api/embeddings", embeddings, methods=["POST"]),
+        ApiRoute("/api/embed", embed, body=OllamaEmbedBody, answer=OllamaEmbedded),
+        ApiRoute("/api/embeddings", embeddings, body=OllamaEmbeddingsBody, answer=OllamaEmbedding),
     ]
 
 

@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from .... import __version__
 from ....ipc.config import EngineConfig, ModelConfig
@@ -26,7 +25,7 @@ from ..apis.ollama_answer import NDJSON
 from ..apis.ollama_turn import plain_name
 from ..http.call import read_body
 from ..http.errors import ApiError, missing
-from ..http.openapi import described
+from ..http.openapi import LINES, ApiRoute
 from ..http.sse import Json
 from ..pulls import changes_disabled, not_allowed_to_pull
 from ..state import ServerState
@@ -65,8 +64,7 @@ class PullBody(msgspec.Struct, kw_only=True):
     insecure: bool | None = None  # no effect
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(answer=dict[str, Any])
+def routes(state: ServerState) -> list[ApiRoute]:
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
         config = state.ready_engine().config
@@ -74,7 +72,6 @@ def routes(state: ServerState) -> list[Route]:
         modified = {"modified_at": time_text(state.started)}
         return Json({"models": [one | modified for one in (*own, *loras_of(state, own[0]))]})
 
-    @described(answer=dict[str, Any])
     async def ps(request: Request) -> Response:
         """The loaded models, as Ollama lists them"""
         config = state.ready_engine().config
@@ -87,7 +84,6 @@ def routes(state: ServerState) -> list[Route]:
         }
         return Json({"models": [model | running]})
 
-    @described(ShowBody, dict[str, Any])
     async def show(request: Request) -> Response:
         """Details of a model"""
         body = await read_body(request, state.server_config, ShowBody)
@@ -95,7 +91,6 @@ def routes(state: ServerState) -> list[Route]:
         state.check_model(named_model(body, state.model_names))
         return Json(shown(state))
 
-    @described(PullBody, dict[str, Any], streams=NDJSON.decode())
     async def pull(request: Request) -> Response:
         """Confirms a model that this server has; clients pull a model before they use it"""
         body = await read_body(request, state.server_config, PullBody)
@@ -106,7 +101,6 @@ def routes(state: ServerState) -> list[Route]:
         """Not supported with one model; returns an error"""
         raise changes_disabled()
 
-    @described(answer=dict[str, str])
     async def version(request: Request) -> Response:
         """The version of Ollama's API"""
         return Json({"version": API_VERSION, "quire": __version__})
@@ -115,12 +109,16 @@ def routes(state: ServerState) -> list[Route]:
         """Not supported; returns an error"""
         raise ApiError(400, REFUSED[request.scope["path"]], code="unsupported_value")
 
-    refusals = [Route(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]
-    plain = [Route("/api/tags", tags), Route("/api/ps", ps), Route("/api/version", version)]
+    refusals = [ApiRoute(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]
+    plain = [
+        ApiRoute("/api/tags", tags, answer=dict[str, Any]),
+        ApiRoute("/api/ps", ps, answer=dict[str, Any]),
+        ApiRoute("/api/version", version, answer=dict[str, str]),
+    ]
     about_one = [
-        Route("/api/show", show, methods=["POST"]),
-        Route("/api/pull", pull, methods=["POST"]),
-        Route("/api/delete", delete, methods=["DELETE", "POST"]),
+        ApiRoute("/api/show", show, body=ShowBody, answer=dict[str, Any]),
+        ApiRoute("/api/pull", pull, body=PullBody, answer=dict[str, Any], streams=LINES),
+        ApiRoute("/api/delete", delete, methods=["DELETE", "POST"]),
     ]
     return [*plain, *about_one, *refusals]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
+from ..http.openapi import ApiRoute
 from ..state import ServerState
 
 FOLDER = Path(__file__).parent.parent / "page"
@@ -22,7 +22,7 @@ STYLE_SHEET = re.compile(r'<link rel="stylesheet" href="([\w./-]+)" />')
 SCRIPT = re.compile(r'<script src="([\w./-]+)"></script>')
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     if not state.server_config.page:
         return []
     html = join_page()
@@ -49,7 +49,7 @@ def routes(state: ServerState) -> list[Route]:
         gzipped = headers | {"content-encoding": "gzip"}
         return Response(compressed, media_type="text/html", headers=gzipped)
 
-    return [Route("/", page)]
+    return [ApiRoute("/", page)]
 
 
 def join_page(folder: Path = FOLDER) -> str:

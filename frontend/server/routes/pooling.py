@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
@@ -33,7 +32,7 @@ from ..apis.pooling_answer import (
 from ..http.call import call_of, read_body
 from ..http.errors import invalid, refused
 from ..http.limits import FieldLimit
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId
@@ -80,7 +79,7 @@ class ClassifyBody(InputBody, kw_only=True):
     """POST /classify."""
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     async def run(request: Request, body: Any, tasks: tuple[str, ...], kind: str) -> Any:
         """The task, and the outputs of the body's texts."""
         pooling, call = pooling_of(state, tasks, body.model), call_of(request)
@@ -97,7 +96,6 @@ def routes(state: ServerState) -> list[Route]:
         )
         return f"{kind}-{call.suffix}", await run_pooling(state, call, job)
 
-    @described(body=EmbeddingBody, answer=EmbeddingList)
     async def embeddings(request: Request) -> Response:
         """Embeddings of texts"""
         body = await read_body(request, state.server_config, EmbeddingBody)
@@ -109,7 +107,6 @@ def routes(state: ServerState) -> list[Route]:
 
         return await json_rows(outputs, answer, body.encoding_format)
 
-    @described(body=PoolingBody, answer=PooledList)
     async def pool(request: Request) -> Response:
         """The result of any pooling task"""
         body = await read_body(request, state.server_config, PoolingBody)
@@ -122,7 +119,6 @@ def routes(state: ServerState) -> list[Route]:
 
         return await json_rows(outputs, answer, body.encoding_format)
 
-    @described(body=ClassifyBody, answer=ClassificationList)
     async def classify(request: Request) -> Response:
         """The classes of texts"""
         body = await read_body(request, state.server_config, ClassifyBody)
@@ -146,10 +142,10 @@ def routes(state: ServerState) -> list[Route]:
         return await json_rows(outputs, answer, body.encoding_format)
 
     return [
-        Route("/v1/embeddings", embeddings, methods=["POST"]),
-        Route("/pooling", pool, methods=["POST"]),
-        Route("/classify", classify, methods=["POST"]),
-        Route("/v1/classify", classify, methods=["POST"]),
+        ApiRoute("/v1/embeddings", embeddings, body=EmbeddingBody, answer=EmbeddingList),
+        ApiRoute("/pooling", pool, body=PoolingBody, answer=PooledList),
+        ApiRoute("/classify", classify, body=ClassifyBody, answer=ClassificationList),
+        ApiRoute("/v1/classify", classify, body=ClassifyBody, answer=ClassificationList),
     ]
 
 

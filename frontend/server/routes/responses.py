@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ..apis.response_store import Stored
 from ..apis.responses_answer import (
@@ -27,7 +26,7 @@ from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, named, not_found, unsupported
-from ..http.openapi import described
+from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
@@ -45,16 +44,23 @@ SUMMARIZE = (
 MAX_REFERENCES = 5_000  # in one request
 
 
-def routes(state: ServerState) -> list[Route]:
+def routes(state: ServerState) -> list[ApiRoute]:
     api = ResponsesApi(state)
     one = "/v1/responses/{response_id}"
     return [
-        Route("/v1/responses", api.create, methods=["POST"]),
-        Route("/v1/responses/compact", api.compact, methods=["POST"]),
-        Route("/v1/responses/input_tokens", api.count_tokens, methods=["POST"]),
-        Route(one, api.one, methods=["GET", "DELETE"]),
-        Route(f"{one}/cancel", api.cancel, methods=["POST"]),
-        Route(f"{one}/input_items", api.input_items, methods=["GET"]),
+        ApiRoute(
+            "/v1/responses", api.create, body=ResponsesBody, answer=dict[str, Any], streams=EVENTS
+        ),
+        ApiRoute("/v1/responses/compact", api.compact, body=ResponsesBody, answer=dict[str, Any]),
+        ApiRoute(
+            "/v1/responses/input_tokens",
+            api.count_tokens,
+            body=ResponsesBody,
+            answer=dict[str, Any],
+        ),
+        ApiRoute(one, api.one, methods=["GET", "DELETE"], answer=dict[str, Any]),
+        ApiRoute(f"{one}/cancel", api.cancel, methods=["POST"]),
+        ApiRoute(f"{one}/input_items", api.input_items, answer=dict[str, Any]),
     ]
 
 
@@ -65,7 +71,6 @@ class ResponsesApi:
         self._state = state
         self._store = state.responses
 
-    @described(ResponsesBody, dict[str, Any], streams=True)
     async def create(self, request: Request) -> Any:
         """OpenAI's Responses"""
         state = self._state
@@ -110,7 +115,6 @@ class ResponsesApi:
             return self._state.event_stream(without_generation(head), call)
         return Json(whole_without_generation(head))
 
-    @described(ResponsesBody, dict[str, Any])
     async def compact(self, request: Request) -> Response:
         """A conversation in short: what the user said, and the model's summary of the rest"""
         state = self._state
@@ -129,7 +133,6 @@ class ResponsesApi:
             raise ApiError(500, "The model wrote no summary.", code="no_summary")
         return Json(compacted(turn.request_id, items, summary, run.usage))
 
-    @described(ResponsesBody, dict[str, Any])
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a response's prompt has"""
         body, call = (
@@ -220,7 +223,6 @@ class ResponsesApi:
             raise not_found(f"Response with id {response_id!r:.100} not found.")
         return found
 
-    @described(answer=dict[str, Any])
     async def one(self, request: Request) -> Response:
         """A stored response, or its deletion"""
         if request.method == "DELETE":
@@ -244,7 +246,6 @@ class ResponsesApi:
             code="not_cancellable",
         )
 
-    @described(answer=dict[str, Any])
     async def input_items(self, request: Request) -> Response:
         """The conversation before a response"""
         return Json(page_of(request, self._stored(request).input_items))

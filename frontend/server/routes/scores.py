@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.errors import InvalidParameterError
 from ...pooling_outputs import ScoringRequestOutput
@@ -34,7 +33,7 @@ from ..apis.pooling_answer import (
 from ..http.call import Call, call_of, read_body
 from ..http.errors import invalid, missing, refused, unsupported
 from ..http.limits import FieldLimit
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
@@ -70,8 +69,7 @@ class RerankBody(PoolingFields, kw_only=True):
     max_tokens_per_doc: Annotated[int, Meta(ge=1)] | None = None  # Cohere's; without effect
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(body=ScoreBody, answer=ScoreList)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def score(request: Request) -> Response:
         """Scores of pairs of texts"""
         body = await read_body(request, state.server_config, ScoreBody)
@@ -105,12 +103,10 @@ def routes(state: ServerState) -> list[Route]:
             )
         )
 
-    @described(body=RerankBody, answer=RankedList)
     async def rerank(request: Request) -> Response:
         """Documents ordered by relevance, with their texts"""
         return await rank(request, with_documents=True)
 
-    @described(body=RerankBody, answer=RankedList)
     async def cohere_rerank(request: Request) -> Response:
         """Documents ordered by relevance, as Cohere answers"""
         return await rank(request, with_documents=False)
@@ -122,7 +118,7 @@ def routes(state: ServerState) -> list[Route]:
         "/v1/rerank": rerank,
         "/v2/rerank": cohere_rerank,
     }
-    return [Route(path, handler, methods=["POST"]) for path, handler in paths.items()]
+    return [ApiRoute(path, handler, methods=["POST"]) for path, handler in paths.items()]
 
 
 async def run_scores(

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
@@ -22,7 +21,7 @@ from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import SentTool, checked_tools
 from ..http.call import Call, call_of, read_body
 from ..http.errors import ApiError, invalid, missing
-from ..http.openapi import described
+from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, render_turn
@@ -81,8 +80,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
     mask_token: str | None = None
 
 
-def routes(state: ServerState) -> list[Route]:
-    @described(body=TokenizeBody, answer=Tokenized)
+def routes(state: ServerState) -> list[ApiRoute]:
     async def to_tokens(request: Request) -> Response:
         """Token ids of a text or of a conversation"""
         body = await read_body(request, state.server_config, TokenizeBody)
@@ -96,7 +94,6 @@ def routes(state: ServerState) -> list[Route]:
             )
         return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
 
-    @described(body=DetokenizeBody, answer=Detokenized)
     async def to_text(request: Request) -> Response:
         """The text of token ids"""
         body = await read_body(request, state.server_config, DetokenizeBody)
@@ -112,7 +109,6 @@ def routes(state: ServerState) -> list[Route]:
         [text] = await beside_loop(state, call_of(request), len(body.tokens), decode)
         return Json(Detokenized(text))
 
-    @described(answer=TokenizerInfo)
     async def info(request: Request) -> Response:
         """The tokenizer's special tokens and chat template"""
         tokenizer = tokenizer_of(state)
@@ -129,9 +125,9 @@ def routes(state: ServerState) -> list[Route]:
         )
 
     return [
-        Route("/tokenize", to_tokens, methods=["POST"]),
-        Route("/detokenize", to_text, methods=["POST"]),
-        Route("/tokenizer_info", info, methods=["GET"]),
+        ApiRoute("/tokenize", to_tokens, body=TokenizeBody, answer=Tokenized),
+        ApiRoute("/detokenize", to_text, body=DetokenizeBody, answer=Detokenized),
+        ApiRoute("/tokenizer_info", info, answer=TokenizerInfo),
     ]
 
 

@@ -140,9 +140,9 @@ def test_a_handler_without_docstring_is_listed() -> None:
 
         And how."""
 
-    from starlette.routing import Route
+    from quire.frontend.server.http.openapi import ApiRoute
 
-    document = describe([Route("/x/{name:path}", plain)], "1")
+    document = describe([ApiRoute("/x/{name:path}", plain)], "1")
     operation = document["paths"]["/x/{name}"]["get"]
     assert operation["summary"] == "What it does." and [
         p["name"] for p in operation["parameters"]

@@ -16,6 +16,7 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
+from .dispatch import OF_ONE_MODEL, routes_of_models
 from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ENDS, from_status
@@ -23,7 +24,6 @@ from .http.openapi import ApiRoute, description_routes
 from .http.sse import Json
 from .models import Models
 from .routes import health, metrics, models, ollama_models, page
-from .several import OF_ONE_MODEL, several_routes
 from .state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def all_routes(state: ServerState, models: Models | None = None) -> list[ApiRout
     if models is None:
         routes = [route for family in FAMILIES for route in family.routes(state)]
     else:
-        routes = several_routes(state, models)
+        routes = routes_of_models(state, models)
     return [*routes, *description_routes(routes, __version__, state.server_config.root_path)]
 
 

@@ -22,7 +22,8 @@ from ...ipc.errors import ModelLoadError, QuireError
 from ..model_info.model_pull import DownloadError, HubBlob, Wanted, find_wanted, pull
 from ..model_info.model_removal import Removal, find_removal
 from .http.errors import ENDS, ApiError, invalid
-from .models import Downloads, Models, ModelSlot
+from .model_slot import ModelSlot
+from .models import Downloads, Models
 from .state import shutting_down
 
 MAX_DOWNLOADS = 4  # at once

@@ -18,9 +18,11 @@ from ..cli.values import parse_bytes
 from ..engine_args import EngineArgs
 from ..model_info.plan import Plan, make_plan, resolve
 from ..text.tokenizer import stored_chat_templates
+from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .durations import parse_duration
-from .models import Downloads, Models, ModelSlot
+from .model_slot import ModelSlot
+from .models import Downloads, Models
 from .state import ServerState
 
 
@@ -43,7 +45,13 @@ def make_models(
     Raises ModelLoadError and InvalidParameterError, as an engine would.
     """
     limit_bytes = _memory_limit(config.memory_limit)
-    slots = [make_slot(model, config, limit_bytes, len(served)) for model in served]
+    # shared, since a conversation may change its model
+    responses = ResponseStore(config.max_stored_responses)
+
+    def slot_of(model: ServedModel, num_models: int) -> ModelSlot:
+        return make_slot(model, config, limit_bytes, num_models, responses)
+
+    slots = [slot_of(model, len(served)) for model in served]
     names = [slot.name for slot in slots]
     default = config.default_model or names[0]
     if default not in names:
@@ -54,8 +62,7 @@ def make_models(
 
     def make_pulled(name: str, num_models: int) -> ModelSlot:
         arguments: dict[str, Any] = {**common, "model": name}
-        model = ServedModel(name, EngineArgs(**arguments))
-        return make_slot(model, config, limit_bytes, num_models)
+        return slot_of(ServedModel(name, EngineArgs(**arguments)), num_models)
 
     downloads = Downloads(make_pulled, common.get("revision"), common.get("download_dir"))
     return Models(
@@ -74,7 +81,11 @@ def make_models(
 
 
 def make_slot(
-    model: ServedModel, config: ServerConfig, limit_bytes: int, num_models: int
+    model: ServedModel,
+    config: ServerConfig,
+    limit_bytes: int,
+    num_models: int,
+    responses: ResponseStore,
 ) -> ModelSlot:
     """The slot of one of `num_models`."""
     plan = plan_beside(model.args, limit_bytes, num_models)
@@ -82,7 +93,7 @@ def make_slot(
     engine_config = resolve(args)
     if engine_config.device_config.device != "cpu":
         raise InvalidParameterError("device", "several models are served on a CPU only")
-    state = ServerState(config, model.name)
+    state = ServerState(config, model.name, is_on_demand=True, responses=responses)
     is_chat = state.chat_template is not None or _has_template(engine_config.model_config)
     return ModelSlot(args, state, engine_config, plan, is_chat)
 

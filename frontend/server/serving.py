@@ -263,9 +263,7 @@ class Server(AcceptingServer):
     def _set_draining(self, is_draining: bool) -> None:
         slots = self.models.slots.values() if self.models is not None else ()
         for state in (self.state, *(slot.state for slot in slots)):
-            state.is_draining = is_draining
-            if is_draining and state.engine is not None:
-                state.engine.client.begin_drain()
+            state.begin_drain(is_draining=is_draining)
 
     def _on_hangup(self) -> None:
         """SIGHUP: reads the key file again. It never ends the server, also without a file."""

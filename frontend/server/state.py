@@ -67,10 +67,8 @@ class Loading:
     def report(self, stage: str, fraction: float) -> None:
         """`fraction` is that of the stage."""
         begin, end = STAGES.get(stage, (self.fraction, self.fraction))
-        self.stage, self.fraction = (
-            stage,
-            max(self.fraction, begin + (end - begin) * min(1.0, max(0.0, fraction))),
-        )
+        self.stage = stage
+        self.fraction = max(self.fraction, begin + (end - begin) * min(1.0, max(0.0, fraction)))
 
     @property
     def remaining_s(self) -> float | None:
@@ -82,19 +80,27 @@ class Loading:
 class ServerState:
     """The state of the server. `engine` is None while it loads; `is_draining` is set by SIGTERM and
     never reset.
+
+    `is_on_demand`: a request starts the engine, which may end when it is idle (model_slot.py).
+    `responses`: the store that this state shares with the server's other models.
     """
 
     def __init__(
-        self, server_config: ServerConfig, model_name: str, engine: AsyncLLM | None = None
+        self,
+        server_config: ServerConfig,
+        model_name: str,
+        engine: AsyncLLM | None = None,
+        *,
+        is_on_demand: bool = False,
+        responses: ResponseStore | None = None,
     ):
         self.server_config = server_config
         # as the user named it; the engine's own name once it is loaded
         self.model_name = model_name
         self.loading = Loading()
         self.is_draining = False
-        # The engine is started by a request and may be ended when it is idle (models.py).
-        self.is_on_demand = False
-        self.is_loading = False  # on demand
+        self.is_on_demand = is_on_demand
+        self._is_loading = False  # on demand
         self.started = time.time()  # seconds since 1970
         self.began = time.monotonic()
         self.engine: AsyncLLM | None = None
@@ -111,7 +117,9 @@ class ServerState:
         self.meters = Meters()
         self.keys = Keys(server_config)
         self.loras = ServedLoras()
-        self.responses = ResponseStore(server_config.max_stored_responses)
+        if responses is None:
+            responses = ResponseStore(server_config.max_stored_responses)
+        self.responses = responses
         self.running_ids: set[str] = set()  # of the engine's requests, waiting ones included
         if engine is not None:
             self.set_engine(engine)
@@ -146,6 +154,22 @@ class ServerState:
         engine.max_outputs_per_s = config.max_chunks_per_s
         self.engine = engine
 
+    def begin_loading(self) -> Loading:
+        """The progress of an engine that is started on demand."""
+        self.loading, self._is_loading = Loading(), True
+        return self.loading
+
+    def end_loading(self) -> None:
+        self._is_loading = False
+
+    def begin_drain(self, *, is_draining: bool = True) -> None:
+        """The server ends. `is_draining` false: since its engine has failed, which this state
+        says.
+        """
+        self.is_draining = is_draining
+        if is_draining and self.engine is not None:
+            self.engine.client.begin_drain()
+
     def clear_engine(self) -> None:
         """Called when an engine on demand has ended. No request uses it any more."""
         self.engine = self.admission = None
@@ -175,7 +199,7 @@ class ServerState:
         if self.is_draining:
             raise shutting_down()
         if self.engine is None:
-            is_absent = self.is_on_demand and not self.is_loading
+            is_absent = self.is_on_demand and not self._is_loading
             raise self._not_in_memory() if is_absent else self.not_loaded()
         if self.engine.errored:
             raise ApiError(503, ENGINE_GONE, code="engine_dead")

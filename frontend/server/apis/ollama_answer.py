@@ -6,6 +6,7 @@ Must not know: how the body was checked, templates, the engine.
 from __future__ import annotations
 
 import secrets
+import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -94,7 +95,11 @@ class OllamaAnswer(BlockAnswer):
         }
 
     def _error_event(self, error: ApiError) -> bytes:
-        return error.body("/api/") + b"\n"
+        return error_line(error)
+
+
+def error_line(error: ApiError) -> bytes:
+    return error.body("/api/") + b"\n"
 
 
 def _text(blocks: list[Block], kind: str) -> str:
@@ -116,4 +121,9 @@ def _nanoseconds(seconds: float | None) -> int:
 
 
 def now() -> str:
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    return time_text(time.time())
+
+
+def time_text(moment: float) -> str:
+    """`moment`: seconds since 1970."""
+    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")

@@ -6,6 +6,8 @@ Must not know: requests.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -41,10 +43,8 @@ class Probe:
         """
         loop = asyncio.get_running_loop()
         if self._call is None or self._call.done():
-            self._call, self._sent = (
-                loop.create_task(engine.call_utility(self._method)),
-                loop.time(),
-            )
+            self._call = loop.create_task(engine.call_utility(self._method))
+            self._sent = loop.time()
         done, _ = await asyncio.wait([self._call], timeout=ANSWER_S)
         if not done:
             return loop.time() - self._sent
@@ -78,35 +78,53 @@ class Heartbeat:
             )
 
 
-async def version(request: Request) -> Response:
-    return Json({"version": __version__})
-
-
 def routes(state: ServerState) -> list[ApiRoute]:
     heartbeat = Heartbeat()
 
-    async def health(request: Request) -> Response:
+    def check() -> None:
+        if (state.engine is not None and state.engine.errored) or state.loading.error is not None:
+            state.ready_engine()
+
+    async def readiness() -> dict[str, Any]:
+        await heartbeat.check(state.ready_engine())
+        return {"status": "ready", "model": state.model_name}
+
+    return health_routes(check, readiness, lambda: len(state.running_ids))
+
+
+def health_routes(
+    check: Callable[[], None],
+    readiness: Callable[[], Awaitable[dict[str, Any]]],
+    num_requests: Callable[[], int],
+) -> list[ApiRoute]:
+    """`check` and `readiness` raise ApiError: the first if this process is to be restarted, the
+    second also while no request can be answered.
+    """
+
+    async def alive(request: Request) -> Response:
         """Liveness: this process answers.
 
         Fails only if the engine has failed permanently, not while it loads.
         """
-        if (state.engine is not None and state.engine.errored) or state.loading.error is not None:
-            state.ready_engine()
+        check()
         return Json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         """Readiness: the engine is loaded and answers and completes steps."""
-        await heartbeat.check(state.ready_engine())
-        return Json({"status": "ready", "model": state.model_name})
+        return Json(await readiness())
 
     async def load(request: Request) -> Response:
         """The number of running and waiting requests, in vLLM's format."""
-        return Json({"server_load": len(state.running_ids)})
+        return Json({"server_load": num_requests()})
+
+    async def version(request: Request) -> Response:
+        """The version of this server"""
+        return Json({"version": __version__})
 
     return [
-        ApiRoute("/health", health),
+        ApiRoute("/health", alive),
         ApiRoute("/health/ready", ready),
-        ApiRoute("/ping", health, methods=["GET", "POST"]),  # SageMaker
+        ApiRoute("/ping", alive, methods=["GET", "POST"]),  # SageMaker
         ApiRoute("/load", load),
         ApiRoute("/version", version),
     ]

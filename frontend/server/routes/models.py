@@ -5,6 +5,7 @@ Must not know: files, weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -99,15 +100,26 @@ def routes(state: ServerState) -> list[ApiRoute]:
         ]
         return [*own, *cards_of_loras(state, max_model_len)]
 
+    def find(name: str) -> ModelCard:
+        state.ready_engine()
+        served = state.check_model(name)
+        return next(card for card in cards() if card.id == served)
+
+    return card_routes(cards, find)
+
+
+def card_routes(
+    cards: Callable[[], list[ModelCard]], find: Callable[[str], ModelCard]
+) -> list[ApiRoute]:
+    """`find` raises ApiError 404 for an unknown name."""
+
     async def list_models(request: Request) -> Response:
         """The models of this server, and its adapters"""
         return Json(listed(request, cards()))
 
     async def retrieve_model(request: Request) -> Response:
         """One model or adapter of this server"""
-        state.ready_engine()
-        name = state.check_model(request.path_params["model"])
-        return Json(next(card for card in cards() if card.id == name))
+        return Json(find(request.path_params["model"]))
 
     return [
         ApiRoute("/v1/models", list_models, answer=ModelList),

@@ -6,11 +6,11 @@ Must not know: requests to models, files.
 
 from __future__ import annotations
 
-from collections.abc import Container
-from datetime import UTC, datetime
+from collections.abc import AsyncGenerator, Container
+from contextlib import aclosing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -21,12 +21,12 @@ from ....ipc.config import EngineConfig, ModelConfig
 from ...model_info.model_sizes import ModelSizes, measure_model
 from ...model_info.plan import weights_in_engine
 from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
-from ..apis.ollama_answer import NDJSON
+from ..apis.ollama_answer import NDJSON, error_line, time_text
 from ..apis.ollama_turn import plain_name
-from ..http.call import read_body
+from ..http.call import call_of, read_body
 from ..http.errors import ApiError, missing
 from ..http.openapi import LINES, ApiRoute
-from ..http.sse import Json
+from ..http.sse import Json, encode
 from ..pulls import changes_disabled, not_allowed_to_pull
 from ..state import ServerState
 
@@ -64,42 +64,90 @@ class PullBody(msgspec.Struct, kw_only=True):
     insecure: bool | None = None  # no effect
 
 
-def routes(state: ServerState) -> list[ApiRoute]:
-    async def tags(request: Request) -> Response:
-        """The available models, as Ollama lists them"""
+class OllamaCatalog(Protocol):
+    """What the routes show of the server's models. The methods raise ApiError."""
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The available models."""
+
+    def running(self) -> list[dict[str, Any]]:
+        """The loaded models."""
+
+    async def details(self, body: ShowBody) -> dict[str, Any]: ...
+
+    def pull(self, body: PullBody, tenant: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Downloads a model, or confirms one that the server has; yields the lines about it."""
+
+
+class OneModelCatalog:
+    """The catalog of a server with one model."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+
+    def listed(self) -> list[dict[str, Any]]:
+        state = self._state
         config = state.ready_engine().config
         own = [tag(name, config) for name in state.model_names]
         modified = {"modified_at": time_text(state.started)}
-        return Json({"models": [one | modified for one in (*own, *loras_of(state, own[0]))]})
+        return [one | modified for one in (*own, *loras_of(state, own[0]))]
 
-    async def ps(request: Request) -> Response:
-        """The loaded models, as Ollama lists them"""
-        config = state.ready_engine().config
-        model = tag(state.model_name, config)
-        on_gpu = config.device_config.device != "cpu"
-        running = {
-            "expires_at": NEVER,
-            "size_vram": model["size"] if on_gpu else 0,
-            "context_length": state.max_model_len,
-        }
-        return Json({"models": [model | running]})
+    def running(self) -> list[dict[str, Any]]:
+        config = self._state.ready_engine().config
+        model = tag(self._state.model_name, config)
+        return [model | running_fields(config, model["size"], self._state.max_model_len)]
 
-    async def show(request: Request) -> Response:
-        """Details of a model"""
-        body = await read_body(request, state.server_config, ShowBody)
-        state.ready_engine()
-        state.check_model(named_model(body, state.model_names))
-        return Json(shown(state))
+    async def details(self, body: ShowBody) -> dict[str, Any]:
+        self._state.ready_engine()
+        self._state.check_model(named_model(body, self._state.model_names))
+        return shown(self._state)
 
-    async def pull(request: Request) -> Response:
-        """Confirms a model that this server has; clients pull a model before they use it"""
-        body = await read_body(request, state.server_config, PullBody)
-        state.ready_engine()
-        return pulled(body, [*state.model_names, *state.loras.by_name])
+    async def pull(self, body: PullBody, tenant: str) -> AsyncGenerator[dict[str, Any], None]:
+        self._state.ready_engine()
+        names = [*self._state.model_names, *self._state.loras.by_name]
+        if (name := named_model(body, names)) not in names:
+            raise not_allowed_to_pull(name)
+        yield {"status": "pulling manifest"}
+        yield {"status": "success"}
 
+
+def routes(state: ServerState) -> list[ApiRoute]:
     async def delete(request: Request) -> Response:
         """Not supported with one model; returns an error"""
         raise changes_disabled()
+
+    deletion = ApiRoute("/api/delete", delete, methods=["DELETE", "POST"])
+    return [*catalog_routes(state, OneModelCatalog(state)), deletion]
+
+
+def catalog_routes(state: ServerState, catalog: OllamaCatalog) -> list[ApiRoute]:
+    """All routes except /api/delete."""
+
+    async def tags(request: Request) -> Response:
+        """The available models, as Ollama lists them"""
+        return Json({"models": catalog.listed()})
+
+    async def ps(request: Request) -> Response:
+        """The loaded models, as Ollama lists them"""
+        return Json({"models": catalog.running()})
+
+    async def show(request: Request) -> Response:
+        """Details of a model; the first time, a model that is not in memory is loaded"""
+        body = await read_body(request, state.server_config, ShowBody)
+        return Json(await catalog.details(body))
+
+    async def pull(request: Request) -> Any:
+        """Downloads a model, or confirms one that this server has"""
+        body = await read_body(request, state.server_config, PullBody)
+        call = call_of(request)
+        lines = catalog.pull(body, call.tenant)
+        if body.stream is False:
+            async with aclosing(lines):
+                last = [line async for line in lines][-1]
+            return Json(last)
+        return state.event_stream(
+            _encoded(lines), call, error_event=error_line, comment=b" ", media_type=NDJSON
+        )
 
     async def version(request: Request) -> Response:
         """The version of Ollama's API"""
@@ -109,18 +157,20 @@ def routes(state: ServerState) -> list[ApiRoute]:
         """Not supported; returns an error"""
         raise ApiError(400, REFUSED[request.scope["path"]], code="unsupported_value")
 
-    refusals = [ApiRoute(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED]
-    plain = [
+    return [
         ApiRoute("/api/tags", tags, answer=dict[str, Any]),
         ApiRoute("/api/ps", ps, answer=dict[str, Any]),
         ApiRoute("/api/version", version, answer=dict[str, str]),
-    ]
-    about_one = [
         ApiRoute("/api/show", show, body=ShowBody, answer=dict[str, Any]),
         ApiRoute("/api/pull", pull, body=PullBody, answer=dict[str, Any], streams=LINES),
-        ApiRoute("/api/delete", delete, methods=["DELETE", "POST"]),
+        *(ApiRoute(path, refuse, methods=["POST", "DELETE"]) for path in REFUSED),
     ]
-    return [*plain, *about_one, *refusals]
+
+
+async def _encoded(lines: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(lines):
+        async for line in lines:
+            yield encode(line) + b"\n"
 
 
 def named_model(body: ShowBody | DeleteBody | PullBody, known: Container[str]) -> str:
@@ -131,16 +181,15 @@ def named_model(body: ShowBody | DeleteBody | PullBody, known: Container[str]) -
     return plain_name(name, known)
 
 
-def pulled(body: PullBody, names: list[str]) -> Response:
-    """The response to a client that pulls one of `names`. Raises ApiError for another model."""
-    name = named_model(body, names)
-    if name not in names:
-        raise not_allowed_to_pull(name)
-    if body.stream is False:
-        return Json({"status": "success"})
-    stages = ("pulling manifest", "success")
-    lines = b"".join(msgspec.json.encode({"status": stage}) + b"\n" for stage in stages)
-    return Response(lines, media_type=NDJSON.decode())
+def running_fields(
+    config: EngineConfig, weights_bytes: int, max_model_len: int, unloads_at: float | None = None
+) -> dict[str, Any]:
+    """What the list of loaded models has besides a tag. `unloads_at`: seconds since 1970."""
+    return {
+        "expires_at": NEVER if unloads_at is None else time_text(unloads_at),
+        "size_vram": weights_bytes if config.device_config.device != "cpu" else 0,
+        "context_length": max_model_len,
+    }
 
 
 def tag(name: str, config: EngineConfig) -> dict[str, Any]:
@@ -224,10 +273,6 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return str(number)
-
-
-def time_text(moment: float) -> str:
-    return datetime.fromtimestamp(moment, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _stored(config: ModelConfig) -> StoredWeights:

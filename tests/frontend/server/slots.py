@@ -11,8 +11,10 @@ from typing import Any
 from msgspec.structs import replace
 from quire.frontend.clients.client import Restarts
 from quire.frontend.outputs import RequestMetrics, RequestOutput
+from quire.frontend.server.apis.response_store import ResponseStore
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.models import Models, ModelSlot
+from quire.frontend.server.model_slot import ModelSlot
+from quire.frontend.server.models import Models
 from quire.frontend.server.state import ServerState
 from quire.ipc.errors import EngineDeadError, ModelLoadError
 from quire.tests.frontend.server.scripted import ScriptedEngine
@@ -102,7 +104,8 @@ def make_slots(
         log.append(f"start {name}")
         return NotingEngine(name, log, delay_s)
 
-    slots = [make_slot(name, size, config) for name, size in sizes.items()]
+    responses = ResponseStore(config.max_stored_responses)
+    slots = [make_slot(name, size, config, responses) for name, size in sizes.items()]
     first = next(iter(sizes))
     models = Models(
         slots, first, limit_bytes=limit * MIB, start=start, **{"keep_alive_s": -1.0} | options
@@ -110,7 +113,9 @@ def make_slots(
     return models, log, failures
 
 
-def make_slot(name: str, size: int, config: ServerConfig) -> ModelSlot:
+def make_slot(
+    name: str, size: int, config: ServerConfig, responses: ResponseStore | None = None
+) -> ModelSlot:
     """`size`: in MiB."""
     plan: Any = SimpleNamespace(
         num_engines=1,
@@ -120,7 +125,8 @@ def make_slot(name: str, size: int, config: ServerConfig) -> ModelSlot:
         max_model_len=512,
     )
     args: Any = SimpleNamespace(model=name)
-    return ModelSlot(args, ServerState(config, name), scripted().config, plan)
+    state = ServerState(config, name, is_on_demand=True, responses=responses)
+    return ModelSlot(args, state, scripted().config, plan)
 
 
 def bad_files() -> ModelLoadError:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.models import Models, ModelSlot
+from quire.frontend.server.model_slot import ModelSlot
+from quire.frontend.server.models import Models
 from quire.tests.frontend.server.slots import MIB, bad_files, make_slots
 
 THREE = {"a": 100, "b": 100, "c": 100}
@@ -75,7 +76,7 @@ def test_a_sleeping_one_ends_if_its_process_is_in_the_way() -> None:
 
     async def work() -> None:
         await use(models, "a")
-        models._leave(models.slots["a"], unload=False)
+        models.slots["a"].leave(unload=False)
         await use(models, "b")
         assert log == ["start a", "sleep a", "end a", "start b"]
 
@@ -133,7 +134,7 @@ def test_a_request_while_its_model_is_unloaded() -> None:
         await until(lambda: slot.leaving is not None)
         await asyncio.gather(*(use(models, "a") for _ in range(3)), leaving)
         assert log == ["start a", "end a", "start a"]
-        assert slot.keep_alive_s == -1.0  # unload changed it for once
+        assert slot.keep_alive_s is None  # the server's: unload changed it for once
 
     run(work)
 
@@ -289,7 +290,7 @@ def test_an_engine_that_dies_asleep_is_started_again() -> None:
 
     async def work() -> None:
         a = await use(models, "a")
-        await asyncio.wait([models._leave(a, unload=False)])
+        await asyncio.wait([a.leave(unload=False)])
         engine: Any = a.state.engine
         engine.die()
         await use(models, "a")

@@ -19,7 +19,8 @@ from quire.frontend.model_info.model_pull import CHUNK_BYTES
 from quire.frontend.server.app import make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.models import Downloads, Models, ModelSlot
+from quire.frontend.server.model_slot import ModelSlot
+from quire.frontend.server.models import Downloads, Models
 from quire.frontend.server.pulls import MAX_DOWNLOADS, Pulls
 from quire.frontend.server.state import ServerState
 from quire.ipc.errors import ModelLoadError

@@ -88,7 +88,7 @@ def test_settings() -> None:
     assert (models.default.name, models.keep_alive_s, models.sleep_after_s) == ("one", 300.0, None)
     models = made(default_model="two", keep_alive="-1", sleep_after="30s", model_wait_s=5.0)
     assert (models.default.name, models.keep_alive_s, models.sleep_after_s) == ("two", -1.0, 30.0)
-    assert models.wait_s == 5.0 and models.slots["one"].keep_alive_s == -1.0
+    assert models.wait_s == 5.0 and models.slots["one"].keep_alive_s is None
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
 from typing import Any
 from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
@@ -22,14 +21,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...ipc.log_format import name_model
-from .apis.ollama_answer import NDJSON, now
+from .apis.ollama_answer import now, time_text
 from .apis.ollama_turn import plain_name
 from .durations import parse_duration
 from .http.call import call_of, read_body, receive_body
-from .http.errors import ApiError, invalid, missing
-from .http.openapi import LINES, ApiRoute
-from .http.sse import Json, encode
-from .models import Models, ModelSlot
+from .http.errors import invalid, missing
+from .http.openapi import ApiRoute
+from .http.sse import Json
+from .model_slot import ModelSlot
+from .models import Models
 from .pulls import Pulls
 from .routes import (
     admin,
@@ -101,12 +101,12 @@ class Leased:
             self._release()
 
 
-def several_routes(front: ServerState, models: Models) -> list[ApiRoute]:
+def routes_of_models(front: ServerState, models: Models) -> list[ApiRoute]:
     """`front`: the state of the server itself, which has no engine."""
     own = [
         *_health_routes(front, models),
         *metrics.routes_of_several(front, lambda: [s.state for s in models.slots.values()]),
-        *_list_routes(front, models),
+        *_card_routes(front, models),
         *_ollama_routes(front, models),
     ]
     return [*own, *_dispatched(front, models), *page.routes(front)]
@@ -121,7 +121,6 @@ def _dispatched(front: ServerState, models: Models) -> list[ApiRoute]:
     def routes_of(slot: ModelSlot) -> list[ApiRoute]:
         """Made when they are first used: slots come and go."""
         if slot not in of_slots:
-            slot.state.responses = front.responses  # a conversation may change its model
             of_slots[slot] = [r for family in OF_ONE_MODEL for r in family.routes(slot.state)]
         return of_slots[slot]
 
@@ -202,12 +201,8 @@ async def _unload(models: Models, slot: ModelSlot, path: str) -> Json:
 def _health_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     heartbeat = health.Heartbeat()
 
-    async def alive(request: Request) -> Response:
-        """Liveness: this process answers. A model that fails is no reason to restart the others."""
-        return Json({"status": "ok"})
-
-    async def ready(request: Request) -> Response:
-        """Readiness: the default model has been loaded, and is not stuck."""
+    async def readiness() -> dict[str, Any]:
+        """The default model has been loaded, and is not stuck."""
         slot = models.default
         if front.is_draining:
             raise shutting_down()
@@ -216,105 +211,89 @@ def _health_routes(front: ServerState, models: Models) -> list[ApiRoute]:
         if slot.phase == "ready" and slot.state.engine is not None:
             await heartbeat.check(slot.state.engine)
         phases = {slot.name: slot.phase for slot in models.slots.values()}
-        return Json({"status": "ready", "model": slot.name, "models": phases})
+        return {"status": "ready", "model": slot.name, "models": phases}
 
-    async def load(request: Request) -> Response:
-        """The number of running and waiting requests, in vLLM's format."""
-        return Json({"server_load": sum(slot.num_users for slot in models.slots.values())})
+    def check() -> None:
+        """A model that fails is no reason to restart the others."""
 
-    return [
-        ApiRoute("/health", alive),
-        ApiRoute("/health/ready", ready),
-        ApiRoute("/ping", alive, methods=["GET", "POST"]),
-        ApiRoute("/load", load),
-        ApiRoute("/version", health.version),
-    ]
+    def num_requests() -> int:
+        return sum(slot.num_users for slot in models.slots.values())
+
+    return health.health_routes(check, readiness, num_requests)
 
 
-def _list_routes(front: ServerState, models: Models) -> list[ApiRoute]:
-    def card(slot: ModelSlot) -> model_routes.ModelCard:
-        return model_routes.ModelCard(
+def _card_routes(front: ServerState, models: Models) -> list[ApiRoute]:
+    def cards_of(slot: ModelSlot) -> list[model_routes.ModelCard]:
+        card = model_routes.ModelCard(
             id=slot.name,
             created=int(front.started),
             root=slot.args.model,
             max_model_len=slot.plan.max_model_len,
             has_chat_template=slot.has_chat_template,
         )
+        return [card, *model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)]
 
-    def cards(slot: ModelSlot) -> list[model_routes.ModelCard]:
-        loras = model_routes.cards_of_loras(slot.state, slot.plan.max_model_len)
-        return [card(slot), *loras]
-
-    async def list_models(request: Request) -> Response:
-        """The models of this server, the default first"""
+    def cards() -> list[model_routes.ModelCard]:
+        """The default model first."""
         slots = sorted(models.slots.values(), key=lambda slot: slot is not models.default)
-        return Json(model_routes.listed(request, [one for slot in slots for one in cards(slot)]))
+        return [card for slot in slots for card in cards_of(slot)]
 
-    async def retrieve_model(request: Request) -> Response:
-        """One model of this server"""
-        name = request.path_params["model"]
-        found = cards(models.find(name))
-        return Json(next((one for one in found if one.id == name), found[0]))
+    def find(name: str) -> model_routes.ModelCard:
+        found = cards_of(models.find(name))
+        return next((card for card in found if card.id == name), found[0])
 
-    return [
-        ApiRoute("/v1/models", list_models, answer=model_routes.ModelList),
-        ApiRoute("/v1/models/{model:path}", retrieve_model, answer=model_routes.ModelCard),
-    ]
+    return model_routes.card_routes(cards, find)
 
 
-async def _encoded(lines: AsyncGenerator[Any, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(lines):
-        async for line in lines:
-            yield encode(line) + b"\n"
+class SlotCatalog:
+    """The catalog of a server with several models, which clients may pull."""
+
+    def __init__(self, front: ServerState, models: Models, pulls: Pulls):
+        self._front = front
+        self._models = models
+        self._pulls = pulls
+        self._details: WeakKeyDictionary[ModelSlot, dict[str, Any]] = WeakKeyDictionary()
+
+    def listed(self) -> list[dict[str, Any]]:
+        modified = {"modified_at": time_text(self._front.started)}
+        found = []
+        for slot in self._models.slots.values():
+            found += [model := _tag(slot), *ollama_models.loras_of(slot.state, model)]
+        return [one | modified for one in found]
+
+    def running(self) -> list[dict[str, Any]]:
+        return [
+            _tag(slot)
+            | ollama_models.running_fields(
+                slot.config, slot.needs.weights_bytes, slot.plan.max_model_len, slot.unloads_at
+            )
+            for slot in self._models.slots.values()
+            if slot.phase == "ready"
+        ]
+
+    async def details(self, body: ollama_models.ShowBody) -> dict[str, Any]:
+        """The first time, the model is loaded."""
+        slot = self._models.find(ollama_models.named_model(body, self._models.slots))
+        if slot not in self._details:
+            await self._models.acquire(slot)
+            try:
+                self._details[slot] = ollama_models.shown(slot.state)
+            finally:
+                self._models.release(slot)
+        return self._details[slot]
+
+    def pull(
+        self, body: ollama_models.PullBody, tenant: str
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        return self._pulls.pull(ollama_models.named_model(body, self._models.slots), tenant)
 
 
-def _error_line(error: ApiError) -> bytes:
-    return encode(error.in_format(OLLAMA)) + b"\n"
+def _tag(slot: ModelSlot) -> dict[str, Any]:
+    return ollama_models.tag(slot.name, slot.config) | {"size": slot.needs.weights_bytes}
 
 
 def _ollama_routes(front: ServerState, models: Models) -> list[ApiRoute]:
     pulls = Pulls(models)
-
-    def tag(slot: ModelSlot) -> dict[str, Any]:
-        return ollama_models.tag(slot.name, slot.config) | {"size": slot.needs.weights_bytes}
-
-    async def tags(request: Request) -> Response:
-        """The available models, as Ollama lists them"""
-        modified = {"modified_at": ollama_models.time_text(front.started)}
-        found = []
-        for slot in models.slots.values():
-            found += [model := tag(slot), *ollama_models.loras_of(slot.state, model)]
-        return Json({"models": [one | modified for one in found]})
-
-    async def ps(request: Request) -> Response:
-        """The loaded models, as Ollama lists them"""
-        loaded = [slot for slot in models.slots.values() if slot.phase == "ready"]
-        return Json({"models": [tag(slot) | _running(slot) for slot in loaded]})
-
-    async def show(request: Request) -> Response:
-        """Details of a model; the first time, the model is loaded"""
-        body = await read_body(request, front.server_config, ollama_models.ShowBody)
-        slot = models.find(ollama_models.named_model(body, models.slots))
-        if slot.shown is None:
-            await models.acquire(slot)
-            try:
-                slot.shown = ollama_models.shown(slot.state)
-            finally:
-                models.release(slot)
-        return Json(slot.shown)
-
-    async def pull(request: Request) -> Any:
-        """Downloads a model, or confirms one that this server has"""
-        body = await read_body(request, front.server_config, ollama_models.PullBody)
-        name, call = ollama_models.named_model(body, models.slots), call_of(request)
-        lines = pulls.pull(name, call.tenant)
-        if body.stream is False:
-            async with aclosing(lines):
-                last = [line async for line in lines][-1]
-            return Json(last)
-        return front.event_stream(
-            _encoded(lines), call, error_event=_error_line, comment=b" ", media_type=NDJSON
-        )
 
     async def delete(request: Request) -> Response:
         """Deletes a model that clients have pulled"""
@@ -323,30 +302,6 @@ def _ollama_routes(front: ServerState, models: Models) -> list[ApiRoute]:
         await pulls.delete(name, call_of(request).tenant)
         return Response()
 
-    own = [
-        ApiRoute("/api/tags", tags, answer=dict[str, Any]),
-        ApiRoute("/api/ps", ps, answer=dict[str, Any]),
-    ]
-    own.append(ApiRoute("/api/show", show, body=ollama_models.ShowBody, answer=dict[str, Any]))
-    own.append(
-        ApiRoute(
-            "/api/pull", pull, body=ollama_models.PullBody, answer=dict[str, Any], streams=LINES
-        )
-    )
-    own.append(
-        ApiRoute("/api/delete", delete, methods=["DELETE", "POST"], body=ollama_models.DeleteBody)
-    )
-    paths = {route.path for route in own}
-    return [*own, *(r for r in ollama_models.routes(front) if r.path not in paths)]
-
-
-def _running(slot: ModelSlot) -> dict[str, Any]:
-    on_gpu = slot.config.device_config.device != "cpu"
-    expires = (
-        ollama_models.NEVER if slot.unloads_at is None else ollama_models.time_text(slot.unloads_at)
-    )
-    return {
-        "expires_at": expires,
-        "size_vram": slot.needs.weights_bytes if on_gpu else 0,
-        "context_length": slot.plan.max_model_len,
-    }
+    body = ollama_models.DeleteBody
+    deletion = ApiRoute("/api/delete", delete, methods=["DELETE", "POST"], body=body)
+    return [*ollama_models.catalog_routes(front, SlotCatalog(front, models, pulls)), deletion]

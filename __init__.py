@@ -8,7 +8,55 @@ import os
 import sys
 from importlib import import_module
 
+TYPE_CHECKING = False  # the name that type checkers know; importing typing takes milliseconds
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:  # "as": a name that the package exports
+    # isort: off
+    from .frontend.llm import LLM as LLM
+    from .frontend.llm_engine import LLMEngine as LLMEngine
+    from .frontend.async_llm import AsyncLLM as AsyncLLM, AsyncLLMEngine as AsyncLLMEngine
+    from .frontend.clients.client import EngineClient as EngineClient
+    from .frontend.clients.inproc_client import InprocClient as InprocClient
+    from .frontend.clients.mp_client import MPClient as MPClient
+    from .core.engine_core import EngineCore as EngineCore
+    from .frontend.engine_args import EngineArgs as EngineArgs, AsyncEngineArgs as AsyncEngineArgs
+    from .frontend.outputs import (
+        RequestOutput as RequestOutput,
+        CompletionOutput as CompletionOutput,
+        Logprob as Logprob,
+    )
+    from .frontend.pooling_outputs import (
+        PoolingRequestOutput as PoolingRequestOutput,
+        PoolingOutput as PoolingOutput,
+        EmbeddingRequestOutput as EmbeddingRequestOutput,
+        ClassificationRequestOutput as ClassificationRequestOutput,
+        ScoringRequestOutput as ScoringRequestOutput,
+    )
+    from .frontend.requests.beam_search import (
+        BeamSearchParams as BeamSearchParams,
+        BeamSearchOutput as BeamSearchOutput,
+        BeamSearchSequence as BeamSearchSequence,
+    )
+    from .ipc.params import (
+        SamplingParams as SamplingParams,
+        StructuredOutputsParams as StructuredOutputsParams,
+        PoolingParams as PoolingParams,
+        RequestOutputKind as RequestOutputKind,
+    )
+    from .ipc.lora import LoRARequest as LoRARequest
+    from .ipc.config import EngineConfig as EngineConfig
+    from .ipc.errors import (
+        QuireError as QuireError,
+        InvalidParameterError as InvalidParameterError,
+        ModelLoadError as ModelLoadError,
+        EngineStartError as EngineStartError,
+        EngineDeadError as EngineDeadError,
+        EnginePausedError as EnginePausedError,
+        EngineUsageError as EngineUsageError,
+    )
+    # isort: on
 
 _HOME = {
     "LLM": "frontend.llm",

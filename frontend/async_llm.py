@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any, Unpack
+from typing import Any
 
 from ..ipc.checks import INT64_MAX, require_int
 from ..ipc.config import EngineConfig
@@ -19,11 +19,10 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
-from .arguments.engine_arguments import EngineArguments
 from .async_calls import AsyncCalls
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect, connect_async
-from .engine_args import EngineArgs
+from .engine_args import AsyncLLMArguments, EngineArgs, takes
 from .outputs import RequestMetrics, RequestOutput
 from .pooling_outputs import AnyOutput, PoolingRequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
@@ -68,13 +67,14 @@ class AsyncLLM(AsyncCalls):
         self._idle.set()
 
     @classmethod
+    @takes(AsyncLLMArguments)
     def from_engine_args(
         cls,
         engine_args: EngineArgs | None = None,
         engine: str = "process",
         *,
         model: str = "bundled",
-        **arguments: Unpack[EngineArguments],
+        **arguments: Any,
     ) -> AsyncLLM:
         """Blocks until the engine is ready.
 

@@ -5,14 +5,26 @@ Must not know: torch, the engine, the effect of a resolved value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 from msgspec import inspect
 
 from ..ipc.checks import unknown_argument
-from ..ipc.config import EngineConfig, config_fields
+from ..ipc.config import (
+    CacheConfig,
+    ConfigField,
+    DeviceSettings,
+    EngineConfig,
+    LoadConfig,
+    LoRAConfig,
+    ModelSettings,
+    SchedulerConfig,
+    ServiceConfig,
+    config_fields,
+)
 from ..ipc.errors import InvalidParameterError
 from ..ipc.kv_events import check_kv_events
 from ..ipc.models.expert_parallel import check_expert_parallel
@@ -21,7 +33,6 @@ from ..ipc.models.ranks import check_ranks
 from ..ipc.models.rope_config import model_context
 from ..ipc.user_cache import user_cache
 from .arguments import vllm_arguments
-from .arguments.engine_arguments import EngineArguments
 from .arguments.speculation import check_speculation, resolve_speculation
 from .model_info.cpu import prefers_bfloat16
 from .model_info.gguf_names import find_file
@@ -31,59 +42,76 @@ if TYPE_CHECKING:
     from ..ipc.models.resolve_pooling import Resolved
 
 DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
-# Arguments that a frontend may set even when it attaches to a daemon: they affect its requests,
-# not the engine.
-FRONTEND_ARGUMENTS = frozenset(
-    {
-        "tokenizer",
-        "seed",
-        "download_dir",
-        "skip_tokenizer_init",
-        "generation_config",
-        "override_generation_config",
-        "startup_timeout_s",
-        "on_engine_death",
-        "engine_restarts",
-        "step_timeout_s",
-        "shutdown_timeout_s",
-        "max_message_bytes",
-        "token_file",
-        "log_stats_interval_s",
-        "otlp_traces_endpoint",
-        "otlp_metrics_endpoint",
-    }
-)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Editors and type checkers see these fields as keyword arguments. A class takes the sections of its
+# bases from the last to the first.
+if TYPE_CHECKING:
+
+    class EngineArguments(
+        ServiceConfig,
+        DeviceSettings,
+        LoRAConfig,
+        SchedulerConfig,
+        CacheConfig,
+        LoadConfig,
+        ModelSettings,
+        frozen=True,
+    ): ...
+
+    class OwnArguments(EngineArguments, frozen=True):
+        """Of EngineArgs: the model may be given without a name."""
+
+        model: str = "bundled"
+
+    class NamedEngine(EngineArguments, frozen=True, kw_only=True):
+        engine: str = "process"
+
+    class LLMArguments(NamedEngine, frozen=True):
+        model: str = "bundled"
+
+    class AsyncLLMArguments(EngineArguments, frozen=True):
+        engine_args: EngineArgs | None = None
+        engine: str = "process"
+
+else:
+    EngineArguments = OwnArguments = LLMArguments = AsyncLLMArguments = object
 
 
-class EngineArgs:
-    """Every field of ipc/config.py as a keyword argument and an attribute.
+def takes(
+    arguments: Callable[P, Any],
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
+    """Gives a method the arguments of a class, for editors and type checkers."""
+    return lambda method: method
+
+
+class EngineArgs(EngineArguments):  # type: ignore[misc]
+    """Every setting of ipc/config.py as a keyword argument and an attribute.
 
     None selects an argument's default. vLLM's other arguments are accepted where they change
     nothing (vllm_arguments.py). Raises InvalidParameterError on construction.
     """
 
-    def __init__(self, model: str = "bundled", **arguments: Unpack[EngineArguments]):
+    @takes(OwnArguments)
+    def __init__(self, model: str = "bundled", **arguments: Any):
         fields = config_fields()
+        renamed = {alias: field.name for field in fields.values() for alias in field.aliases}
+        values = {name: field.default for name, field in fields.items()}
         for given, value in {"model": model, **arguments}.items():
-            name = vllm_arguments.RENAMED.get(given, given)
+            name = given if given.startswith("-") else renamed.get(given, given)
             if name in fields:
-                setattr(self, name, _checked(name, value, fields[name][1]))
+                values[name] = _checked(fields[name], value)
             elif not vllm_arguments.accept(name, value):
                 raise InvalidParameterError(name, unknown_argument(name, fields))
-        for name, (_, field) in fields.items():
-            if not hasattr(self, name):
-                setattr(self, name, _default(field))
-
-    if TYPE_CHECKING:  # the attributes are set from the configuration's fields
-
-        def __getattr__(self, name: str) -> Any: ...
+        vars(self).update(values)
 
     def __repr__(self) -> str:
-        defaults = {name: _default(field) for name, (_, field) in config_fields().items()}
         changed = (
             f"{name}={getattr(self, name)!r}"
-            for name, default in defaults.items()
-            if getattr(self, name) != default
+            for name, field in config_fields().items()
+            if getattr(self, name) != field.default
         )
         return f"EngineArgs({', '.join(changed)})"
 
@@ -93,8 +121,8 @@ class EngineArgs:
     def tree(self) -> EngineConfig:
         """The arguments as given, "auto" and None included. A daemon's client uses them."""
         sections: dict[str, dict[str, Any]] = {}
-        for name, (section, _) in config_fields().items():
-            sections.setdefault(section, {})[name] = getattr(self, name)
+        for name, field in config_fields().items():
+            sections.setdefault(field.section, {})[name] = getattr(self, name)
         return msgspec.convert(sections, EngineConfig)
 
     def create_engine_config(self) -> EngineConfig:
@@ -134,12 +162,13 @@ class EngineArgs:
         InvalidParameterError names both.
         """
         own: dict[str, dict[str, Any]] = {}
-        for name, (section, field) in config_fields().items():
-            wanted, actual = getattr(self, name), getattr(getattr(config, section), name)
-            if wanted == _default(field):
+        for name, field in config_fields().items():
+            wanted = getattr(self, name)
+            actual = getattr(getattr(config, field.section), name)
+            if wanted == field.default:
                 continue
-            if name in FRONTEND_ARGUMENTS:
-                own.setdefault(section, {})[name] = wanted
+            if field.is_of_frontend:
+                own.setdefault(field.section, {})[name] = wanted
             elif wanted != actual and not _names_model(name, wanted, config):
                 raise InvalidParameterError(
                     name,
@@ -150,10 +179,10 @@ class EngineArgs:
             own["model_config"]["generation_config"] = _resolve_generation_config(
                 self.generation_config, config.model_config.model
             )
-        if "tokenizer" in own.get("model_config", {}):
+        if (tokenizer := own.get("model_config", {}).get("tokenizer")) is not None:
             own["model_config"]["tokenizer"] = str(
                 find_model_directory(
-                    self.tokenizer,
+                    tokenizer,
                     revision=self.revision,
                     weights=False,
                     download_dir=self.download_dir,
@@ -175,16 +204,13 @@ def replace(section: Any, **changes: Any) -> Any:
     return msgspec.structs.replace(section, **changes)
 
 
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-
-
-def _checked(name: str, value: Any, field: msgspec.structs.FieldInfo) -> Any:
+def _checked(field: ConfigField, value: Any) -> Any:
+    name = field.name
     if name == "served_model_name" and isinstance(value, list) and len(value) == 1:
         value = value[0]
     value = vllm_arguments.spelled(name, value)
     if value is None and name != "model":
-        return _default(field)  # None itself where the field may be None
+        return field.default  # None itself where the field may be None
     try:
         return msgspec.convert(value, field.type)
     except msgspec.ValidationError:

@@ -6,7 +6,7 @@ Must not know: clients, messages, steps of the engine beyond LLMEngine.step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
 import msgspec
 
@@ -15,9 +15,8 @@ from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, require_sampling
 from .arguments import vllm_arguments
-from .arguments.engine_arguments import EngineArguments
 from .clients.guard import Guard
-from .engine_args import EngineArgs
+from .engine_args import EngineArgs, LLMArguments, takes
 from .llm_engine import LLMEngine
 from .outputs import RequestOutput
 from .pooling_outputs import (
@@ -56,13 +55,8 @@ class LLM(BlockingCalls):
     cannot use it and gets EngineUsageError.
     """
 
-    def __init__(
-        self,
-        model: str = "bundled",
-        *,
-        engine: str = "process",
-        **arguments: Unpack[EngineArguments],
-    ):
+    @takes(LLMArguments)
+    def __init__(self, model: str = "bundled", *, engine: str = "process", **arguments: Any):
         self.llm_engine = LLMEngine.from_engine_args(EngineArgs(model, **arguments), engine)
         self.session = self.llm_engine.session
         self._num_requests = 0

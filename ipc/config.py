@@ -8,8 +8,9 @@ Must not know: files on disk, torch, or how a value is used. frontend/engine_arg
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin
 
 import msgspec
 from msgspec import Meta
@@ -34,198 +35,168 @@ def resolved(value: T | None) -> T:
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections of the tree.
 
-    Field names are unique across sections: they are the flat names of EngineArgs.
+    A setting is a field whose annotation holds its type, its range, and the text of --help. Field
+    names are unique across sections: they are the flat names of EngineArgs.
     """
 
 
-class ModelConfig(Section, frozen=True):
+# A frontend may choose such a setting even where it attaches to a daemon: it affects the frontend's
+# requests, not the engine.
+OF_FRONTEND = Meta(extra={"is_of_frontend": True})
+# The value is never printed, neither with the settings nor in an error.
+SECRET = Meta(extra={"is_secret": True})
+
+
+def aliases(*names: str) -> Meta:
+    """Other names of a setting: of an argument of EngineArgs, or, with dashes, of an option of the
+    command line.
+    """
+    return Meta(extra={"aliases": names})
+
+
+class ModelSettings(Section, frozen=True, kw_only=True):
     model: Annotated[
         str,
-        Meta(
-            description="Directory or GGUF file of the model, or its name on the hub (org/name, "
-            "org/name:Q4_K_M, org/name/file.gguf). Default: the model bundled with Quire."
-        ),
+        "Directory or GGUF file of the model, or its name on the hub (org/name, org/name:Q4_K_M, "
+        "org/name/file.gguf). Default: the model bundled with Quire.",
     ] = "bundled"
     tokenizer: Annotated[
-        str | None, Meta(description="Directory of the tokenizer. Default: the model's own.")
+        str | None, OF_FRONTEND, "Directory of the tokenizer. Default: the model's own."
     ] = None
     served_model_name: Annotated[
-        str | None,
-        Meta(description="Name under which the model is served. Default: the model argument."),
+        str | None, "Name under which the model is served. Default: the model argument."
     ] = None
-    revision: Annotated[str | None, Meta(description="Branch, tag or commit on the hub.")] = None
+    revision: Annotated[str | None, "Branch, tag or commit on the hub."] = None
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32", "float16"],
-        Meta(
-            description="Type of weights and activations. auto: bfloat16 where the hardware or "
-            "native kernels multiply it, else float32."
-        ),
+        "Type of weights and activations. auto: bfloat16 where the hardware or native kernels "
+        "multiply it, else float32.",
     ] = "auto"
     quantization: Annotated[
         Literal["int8", "int4"] | None,
-        Meta(
-            description="Converts the weights of linear layers to this type when they are loaded "
-            "(those of the output head to int8 in both cases). Default: as dtype."
-        ),
+        aliases("-q"),
+        "Converts the weights of linear layers to this type when they are loaded (those of the "
+        "output head to int8 in both cases). Default: as dtype.",
     ] = None
     model_impl: Annotated[
         Literal["auto", "quire", "transformers"],
-        Meta(
-            description="Whose code computes the model. auto: Quire's where it has the "
-            "architecture, else that of transformers, on Quire's layers and KV cache."
-        ),
+        "Whose code computes the model. auto: Quire's where it has the architecture, else that of "
+        "transformers, on Quire's layers and KV cache.",
     ] = "auto"
     max_model_len: Annotated[
-        PositiveInt | None,
-        Meta(description="Longest prompt plus output, in tokens. Default: the model's context."),
+        PositiveInt | None, "Longest prompt plus output, in tokens. Default: the model's context."
     ] = None
     seed: Annotated[
         int,
-        Meta(
-            ge=0,
-            le=2**63 - 1,
-            description="Seed from which requests without a seed of their own draw theirs.",
-        ),
+        Meta(ge=0, le=2**63 - 1),
+        OF_FRONTEND,
+        "Seed from which requests without a seed of their own draw theirs.",
     ] = 0
     hf_overrides: Annotated[
-        dict[str, Any], Meta(description="Keys that replace those of the model's config.json.")
+        dict[str, Any], "Keys that replace those of the model's config.json."
     ] = {}
     skip_tokenizer_init: Annotated[
         bool,
-        Meta(
-            description="Do not load a tokenizer: prompts are token ids and outputs have no text."
-        ),
+        OF_FRONTEND,
+        "Do not load a tokenizer: prompts are token ids and outputs have no text.",
     ] = False
     generation_config: Annotated[
         str,
-        Meta(
-            description="Where defaults of sampling parameters come from. auto: the model's "
-            "generation_config.json; none: Quire's own; or a directory."
-        ),
+        OF_FRONTEND,
+        "Where defaults of sampling parameters come from. auto: the model's "
+        "generation_config.json; none: Quire's own; or a directory.",
     ] = "auto"
     override_generation_config: Annotated[
-        dict[str, Any], Meta(description="Keys that replace those of generation_config.json.")
+        dict[str, Any], OF_FRONTEND, "Keys that replace those of generation_config.json."
     ] = {}
     max_logprobs: Annotated[
-        int,
-        Meta(
-            ge=-1,
-            description="Most log-probabilities per token a request may ask for; -1: no limit.",
-        ),
+        int, Meta(ge=-1), "Most log-probabilities per token a request may ask for; -1: no limit."
     ] = 20
     logits_processors: Annotated[
         list[str],
-        Meta(
-            description='Your own logits processors, "package.module:name" each; see '
-            "executor/sampling/logits_processors.py."
-        ),
+        'Your own logits processors, "package.module:name" each; see '
+        "executor/sampling/logits_processors.py.",
     ] = []
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        Meta(
-            description="What the model does. generate: text, and embeddings of its last layer; "
-            "pooling: embeddings, scores or classes alone, without an output head. auto: what its "
-            "files say."
-        ),
+        "What the model does. generate: text, and embeddings of its last layer; pooling: "
+        "embeddings, scores or classes alone, without an output head. auto: what its files say.",
     ] = "auto"
     convert: Annotated[
         Literal["auto", "none", "embed", "classify"],
-        Meta(
-            description="Makes a model for embeddings or classes of one that generates text. auto: "
-            "embed, where runner=pooling asks for it."
-        ),
+        "Makes a model for embeddings or classes of one that generates text. auto: embed, where "
+        "runner=pooling asks for it.",
     ] = "auto"
     pooler_config: Annotated[
         PoolerConfig | None,
-        Meta(
-            description="How hidden states are pooled, where it differs from the model's files: "
-            'a JSON object such as {"pooling_type": "MEAN"}.'
-        ),
+        "How hidden states are pooled, where it differs from the model's files: a JSON object "
+        'such as {"pooling_type": "MEAN"}.',
     ] = None
-    # config.json with hf_overrides applied; filled when resolved, not a flag
-    hf_config: dict[str, Any] = {}
-    # filled when resolved; None: the model cannot pool
-    pooling: Pooling | None = None
 
 
-class LoadConfig(Section, frozen=True):
+class ModelConfig(ModelSettings, frozen=True):
+    """With what is filled in when the settings are resolved."""
+
+    hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied
+    pooling: Pooling | None = None  # None: the model cannot pool
+
+
+class LoadConfig(Section, frozen=True, kw_only=True):
     load_format: Annotated[
         Literal["auto", "safetensors", "dummy"],
-        Meta(description="auto and safetensors read the model's weights; dummy makes random ones."),
+        "auto and safetensors read the model's weights; dummy makes random ones.",
     ] = "auto"
     download_dir: Annotated[
-        str | None,
-        Meta(description="Directory of models from the hub. Default: the hub's own cache."),
+        str | None, OF_FRONTEND, "Directory of models from the hub. Default: the hub's own cache."
     ] = None
     packed_weights_cache: Annotated[
         str | None,
-        Meta(
-            description="Directory in which weights that are quantized at load are kept packed, so "
-            "that the next start maps them; auto: quire/packed_weights in the user's cache."
-        ),
+        "Directory in which weights that are quantized at load are kept packed, so that the next "
+        "start maps them; auto: quire/packed_weights in the user's cache.",
     ] = None
 
 
-class CacheConfig(Section, frozen=True):
-    block_size: Annotated[
-        Literal[8, 16, 32, 64, 128], Meta(description="Tokens per KV-cache block.")
-    ] = 16
+class CacheConfig(Section, frozen=True, kw_only=True):
+    block_size: Annotated[Literal[8, 16, 32, 64, 128], "Tokens per KV-cache block."] = 16
     kv_cache_dtype: Annotated[
         Literal["auto", "fp8", "int8"],
-        Meta(
-            description="Type of the KV cache. auto: as dtype. In half of bfloat16's memory: fp8 "
-            "(e4m3) on GPUs, int8 with scales on CPUs."
-        ),
+        "Type of the KV cache. auto: as dtype. In half of bfloat16's memory: fp8 (e4m3) on GPUs, "
+        "int8 with scales on CPUs.",
     ] = "auto"
     gpu_memory_utilization: Annotated[
         float,
-        Meta(
-            gt=0.0,
-            le=1.0,
-            description="Fraction of the GPU's memory the engine may use (not used on a CPU).",
-        ),
+        Meta(gt=0.0, le=1.0),
+        "Fraction of the GPU's memory the engine may use (not used on a CPU).",
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        PositiveInt | None,
-        Meta(description="Size of the KV cache in bytes. Default: from the free memory."),
+        PositiveInt | None, "Size of the KV cache in bytes. Default: from the free memory."
     ] = None
     num_gpu_blocks_override: Annotated[
-        PositiveInt | None,
-        Meta(description="Number of KV-cache blocks, whatever the memory (for tests)."),
+        PositiveInt | None, "Number of KV-cache blocks, whatever the memory (for tests)."
     ] = None
     swap_space: Annotated[
         float,
-        Meta(
-            ge=0,
-            description="Host memory for KV-cache blocks of preempted requests, in GiB; taken as "
-            "it is used. 0: none.",
-        ),
+        Meta(ge=0),
+        "Host memory for KV-cache blocks of preempted requests, in GiB; taken as it is used. 0: "
+        "none.",
     ] = 4.0
     enable_prefix_caching: Annotated[
-        bool,
-        Meta(description="Keep the KV cache of finished requests for prompts that begin alike."),
+        bool, "Keep the KV cache of finished requests for prompts that begin alike."
     ] = True
     kv_offloading_size: Annotated[
         NonNegativeFloat | None,
-        Meta(
-            description="Host memory, or a file with kv_offloading_path, for cached blocks that "
-            "the KV cache has no room for, in GiB (CPU only). Default: none.",
-        ),
+        "Host memory, or a file with kv_offloading_path, for cached blocks that the KV cache has "
+        "no room for, in GiB (CPU only). Default: none.",
     ] = None
     kv_offloading_path: Annotated[
         str | None,
-        Meta(
-            description="Directory of a file that keeps these blocks for the next start, and for "
-            "all engines of this machine with the same model and settings."
-        ),
+        "Directory of a file that keeps these blocks for the next start, and for all engines of "
+        "this machine with the same model and settings.",
     ] = None
     kv_events_config: Annotated[
         KVEventsConfig | None,
-        Meta(
-            description="Publishes over ZMQ which blocks the prefix cache has, for routers, as "
-            'vLLM does: a JSON object such as {"enable_kv_cache_events": true, "endpoint": '
-            '"tcp://*:5557"}.'
-        ),
+        "Publishes over ZMQ which blocks the prefix cache has, for routers, as vLLM does: a JSON "
+        'object such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}.',
     ] = None
 
     @property
@@ -267,208 +238,170 @@ class SpeculativeConfig(Section, frozen=True):
     draft_model_config: ModelConfig | None = None  # filled when resolved
 
 
-class SchedulerConfig(Section, frozen=True):
-    max_num_seqs: Annotated[
-        PositiveInt, Meta(description="Most requests that run in one step.")
-    ] = 256
+class SchedulerConfig(Section, frozen=True, kw_only=True):
+    max_num_seqs: Annotated[PositiveInt, "Most requests that run in one step."] = 256
     max_num_batched_tokens: Annotated[
-        PositiveInt | None, Meta(description="Most tokens computed in one step. Default: 2048.")
+        PositiveInt | None, "Most tokens computed in one step. Default: 2048."
     ] = None
-    enable_chunked_prefill: Annotated[
-        bool, Meta(description="Split long prompts over several steps.")
-    ] = True
+    enable_chunked_prefill: Annotated[bool, "Split long prompts over several steps."] = True
     long_prefill_token_threshold: Annotated[
-        NonNegativeInt, Meta(description="Most tokens of one prompt in one step; 0: no limit.")
+        NonNegativeInt, "Most tokens of one prompt in one step; 0: no limit."
     ] = 0
     scheduling_policy: Annotated[
         Literal["fcfs", "priority"],
-        Meta(
-            description="fcfs: first come, first served. priority: lower `priority` first, then by "
-            "arrival."
-        ),
+        "fcfs: first come, first served. priority: lower `priority` first, then by arrival.",
     ] = "fcfs"
     preemption_mode: Annotated[
         Literal["auto", "recompute", "swap"],
-        Meta(
-            description="How a request makes room. recompute: its blocks are lost; swap: they move "
-            "to swap_space; auto: what costs less."
-        ),
+        "How a request makes room. recompute: its blocks are lost; swap: they move to swap_space; "
+        "auto: what costs less.",
     ] = "auto"
     num_scheduler_steps: Annotated[
         NonNegativeInt,
-        Meta(
-            description="Decoding steps per scheduling (multi-step decoding). 0: some, where few "
-            "requests of a small model run on a CPU; else 1."
-        ),
+        "Decoding steps per scheduling (multi-step decoding). 0: some, where few requests of a "
+        "small model run on a CPU; else 1.",
     ] = 0
     speculative_config: Annotated[
         SpeculativeConfig | None,
-        Meta(
-            description="How tokens are drafted, several of which a step verifies; a JSON object "
-            'such as {"method": "ngram", "num_speculative_tokens": 7}.'
-        ),
+        "How tokens are drafted, several of which a step verifies; a JSON object such as "
+        '{"method": "ngram", "num_speculative_tokens": 7}.',
     ] = None
-    async_scheduling: Annotated[
-        bool, Meta(description="Schedule the next step while one runs.")
-    ] = False
+    async_scheduling: Annotated[bool, "Schedule the next step while one runs."] = False
     disable_hybrid_kv_cache_manager: Annotated[
-        bool,
-        Meta(description="Keep the whole context in layers with a sliding window, too."),
+        bool, "Keep the whole context in layers with a sliding window, too."
     ] = False
     enable_jump_forward: Annotated[
         bool,
-        Meta(
-            description="Append tokens without the model where a grammar leaves no choice (not "
-            "with async_scheduling or several scheduler steps)."
-        ),
+        "Append tokens without the model where a grammar leaves no choice (not with "
+        "async_scheduling or several scheduler steps).",
     ] = True
 
 
-class LoRAConfig(Section, frozen=True):
+class LoRAConfig(Section, frozen=True, kw_only=True):
     enable_lora: Annotated[
-        bool,
-        Meta(description="Let requests use LoRA adapters (lora_request; quire serve: model)."),
+        bool, "Let requests use LoRA adapters (lora_request; quire serve: model)."
     ] = False
-    max_loras: Annotated[
-        PositiveInt, Meta(description="Most different LoRA adapters in one step.")
-    ] = 1
+    max_loras: Annotated[PositiveInt, "Most different LoRA adapters in one step."] = 1
     max_lora_rank: Annotated[
-        Literal[1, 8, 16, 32, 64, 128, 256, 320, 512],
-        Meta(description="Highest rank of a LoRA adapter."),
+        Literal[1, 8, 16, 32, 64, 128, 256, 320, 512], "Highest rank of a LoRA adapter."
     ] = 16
     max_cpu_loras: Annotated[
         PositiveInt | None,
-        Meta(
-            description="Most LoRA adapters in memory; the one that was used least recently makes "
-            "room for another. Default: max_loras."
-        ),
+        "Most LoRA adapters in memory; the one that was used least recently makes room for "
+        "another. Default: max_loras.",
     ] = None
 
 
-class DeviceConfig(Section, frozen=True):
-    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs.")] = (
-        "auto"
-    )
+class DeviceSettings(Section, frozen=True, kw_only=True):
+    device: Annotated[Literal["auto", "cpu", "cuda"], "Where the model runs."] = "auto"
     num_threads: Annotated[
         PositiveInt | None,
-        Meta(
-            description="Threads of each rank of the model. Default: OMP_NUM_THREADS, or the cores "
-            "the process may use, divided by the number of ranks."
-        ),
+        "Threads of each rank of the model. Default: OMP_NUM_THREADS, or the cores the process "
+        "may use, divided by the number of ranks.",
     ] = None
     cpu_isa: Annotated[
         Literal["auto", "amx", "avx512_bf16", "avx512", "avx2", "none"],
-        Meta(
-            description="Instruction set of the native kernels on a CPU. auto: the best that the "
-            "processor has; none: torch's kernels instead."
-        ),
+        "Instruction set of the native kernels on a CPU. auto: the best that the processor has; "
+        "none: torch's kernels instead.",
     ] = "auto"
     tensor_parallel_size: Annotated[
-        PositiveInt, Meta(description="Ranks (processes) that share each layer; see docs/ranks.md.")
+        PositiveInt, aliases("-tp"), "Ranks (processes) that share each layer; see docs/ranks.md."
     ] = 1
     pipeline_parallel_size: Annotated[
-        PositiveInt, Meta(description="Ranks that share the stack of layers.")
+        PositiveInt, aliases("-pp"), "Ranks that share the stack of layers."
     ] = 1
     distributed_executor_backend: Annotated[
-        Literal["mp", "ray"],
-        Meta(description="Ranks are processes of this machine (mp) or actors of a Ray cluster."),
+        Literal["mp", "ray"], "Ranks are processes of this machine (mp) or actors of a Ray cluster."
     ] = "mp"
     data_parallel_size: Annotated[
-        PositiveInt, Meta(description="Engine processes that divide the requests among them.")
+        PositiveInt, aliases("-dp"), "Engine processes that divide the requests among them."
     ] = 1
     enable_expert_parallel: Annotated[
-        bool,
-        Meta(description="Divide a layer's experts among the engines of data_parallel_size."),
+        bool, aliases("-ep"), "Divide a layer's experts among the engines of data_parallel_size."
     ] = False
     data_parallel_cores: Annotated[
         list[str],
-        Meta(
-            description="Cores of each of these engines, such as 0-3,8 for one. Default: all that "
-            "the process may use, divided by NUMA node."
-        ),
+        "Cores of each of these engines, such as 0-3,8 for one. Default: all that the process may "
+        "use, divided by NUMA node.",
     ] = []
-    # set when an engine is started: which of these it is, its cores, where those with experts meet
-    data_parallel_rank: int = 0
-    cores: list[int] = []
-    expert_group: str = ""
-    enforce_eager: Annotated[bool, Meta(description="Never capture CUDA graphs.")] = False
+    enforce_eager: Annotated[bool, "Never capture CUDA graphs."] = False
     kernels: Annotated[
         dict[str, str],
-        Meta(
-            description='Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is '
-            "chosen when the model is loaded."
-        ),
+        'Implementation by operation, e.g. {"rms_norm": "reference"}; the rest is chosen when the '
+        "model is loaded.",
     ] = {}
 
 
-class ServiceConfig(Section, frozen=True):
+class DeviceConfig(DeviceSettings, frozen=True):
+    """With what is set when an engine is started."""
+
+    data_parallel_rank: int = 0  # the number of this engine among data_parallel_size
+    cores: list[int] = []  # on which it runs; []: all
+    expert_group: str = ""  # the address at which the engines that divide experts meet
+
+
+class ServiceConfig(Section, frozen=True, kw_only=True):
     startup_timeout_s: Annotated[
-        float, Meta(gt=0, description="Deadline for the engine to come up, in seconds.")
+        float, Meta(gt=0), OF_FRONTEND, "Deadline for the engine to come up, in seconds."
     ] = 600.0
     on_engine_death: Annotated[
         Literal["restart", "fail"],
-        Meta(
-            description="restart: an engine process that dies is replaced, and its unfinished "
-            "requests continue. fail: they end with an error, as all later calls do."
-        ),
+        OF_FRONTEND,
+        "restart: an engine process that dies is replaced, and its unfinished requests continue. "
+        "fail: they end with an error, as all later calls do.",
     ] = "restart"
     engine_restarts: Annotated[
         NonNegativeInt,
-        Meta(description="Most engine restarts in 10 minutes, and failed ones in a row; 0: none."),
+        OF_FRONTEND,
+        "Most engine restarts in 10 minutes, and failed ones in a row; 0: none.",
     ] = 5
     standby: Annotated[
         bool,
-        Meta(
-            description="Keep a second engine process with loaded weights, which takes the place "
-            "of one that dies at once (CPU only)."
-        ),
+        "Keep a second engine process with loaded weights, which takes the place of one that dies "
+        "at once (CPU only).",
     ] = False
     step_timeout_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="An engine process that has work and finishes no step for so many seconds "
-            "is ended, and replaced as on_engine_death says.",
-        ),
+        Meta(gt=0),
+        OF_FRONTEND,
+        "An engine process that has work and finishes no step for so many seconds is ended, and "
+        "replaced as on_engine_death says.",
     ] = 300.0
     shutdown_timeout_s: Annotated[
         float,
-        Meta(
-            gt=0,
-            description="How long the engine may take to leave before it is killed, in seconds.",
-        ),
+        Meta(gt=0),
+        OF_FRONTEND,
+        "How long the engine may take to leave before it is killed, in seconds.",
     ] = 10.0
     max_message_bytes: Annotated[
-        PositiveInt, Meta(description="Largest message between the processes, in bytes.")
+        PositiveInt, OF_FRONTEND, "Largest message between the processes, in bytes."
     ] = 256 * 2**20
     token_file: Annotated[
         str | None,
-        Meta(
-            description="A file with a secret of 16 bytes or more. An engine with --listen then "
-            "serves other users that send it; a program of another user sends it."
-        ),
+        OF_FRONTEND,
+        "A file with a secret of 16 bytes or more. An engine with --listen then serves other "
+        "users that send it; a program of another user sends it.",
     ] = None
     log_stats_interval_s: Annotated[
-        float, Meta(gt=0, description="Seconds between two lines of statistics in the log.")
+        float, Meta(gt=0), OF_FRONTEND, "Seconds between two lines of statistics in the log."
     ] = 10.0
     otlp_traces_endpoint: Annotated[
         str | None,
-        Meta(
-            description="Where OpenTelemetry spans go, one tree per request (needs the "
-            "packages opentelemetry-sdk and opentelemetry-exporter-otlp)."
-        ),
+        OF_FRONTEND,
+        "Where OpenTelemetry spans go, one tree per request (needs the packages opentelemetry-sdk "
+        "and opentelemetry-exporter-otlp).",
     ] = None
     otlp_metrics_endpoint: Annotated[
         str | None,
-        Meta(
-            description="Where OpenTelemetry's three metrics of servers for generative AI go "
-            "(needs the same packages)."
-        ),
+        OF_FRONTEND,
+        "Where OpenTelemetry's three metrics of servers for generative AI go (needs the same "
+        "packages).",
     ] = None
-    disable_log_stats: Annotated[bool, Meta(description="Do not collect statistics.")] = False
+    disable_log_stats: Annotated[bool, "Do not collect statistics."] = False
     log_steps: Annotated[
         bool,
-        Meta(description="Log a line for each step: queues, tokens, finished requests, times."),
+        aliases("enable_logging_iteration_details"),
+        "Log a line for each step: queues, tokens, finished requests, times.",
     ] = False
 
 
@@ -492,16 +425,57 @@ class EngineConfig(Section, frozen=True):
         return self.scheduler_config.max_num_seqs * self.device_config.data_parallel_size
 
 
-# filled when the tree is resolved; not arguments
-INTERNAL_FIELDS = frozenset({"hf_config", "pooling", "data_parallel_rank", "cores", "expert_group"})
+@dataclass(frozen=True)
+class ConfigField:
+    """One setting."""
+
+    name: str
+    section: str  # its section's name in EngineConfig; "" for a setting of ServerConfig
+    type: Any  # the annotation
+    info: msgspec.structs.FieldInfo
+
+    @property
+    def default(self) -> Any:
+        """The default; a new object where it could be changed."""
+        info = self.info
+        return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
+
+    @property
+    def help(self) -> str:
+        return next(note for note in self.type.__metadata__ if isinstance(note, str))
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        return self._extra("aliases", ())
+
+    @property
+    def is_of_frontend(self) -> bool:
+        return self._extra("is_of_frontend", False)
+
+    @property
+    def is_secret(self) -> bool:
+        return self._extra("is_secret", False)
+
+    def _extra(self, key: str, default: Any) -> Any:
+        extras = (note.extra for note in self.type.__metadata__ if isinstance(note, Meta))
+        return next((extra[key] for extra in extras if extra and key in extra), default)
+
+
+def fields_of(section: type[Section], name: str = "") -> dict[str, ConfigField]:
+    """The settings of a section by name. What is filled in later has no text and is not one."""
+    return {
+        info.name: ConfigField(info.name, name, info.type, info)
+        for info in msgspec.structs.fields(section)
+        if get_origin(info.type) is Annotated
+    }
 
 
 @cache
-def config_fields() -> Mapping[str, tuple[str, msgspec.structs.FieldInfo]]:
-    """Every user-facing argument: flat name -> (section's name in EngineConfig, msgspec field)."""
+def config_fields() -> Mapping[str, ConfigField]:
+    """Every setting of an engine by its flat name."""
+    sections = msgspec.structs.fields(EngineConfig)
     return {
-        field.name: (section.name, field)
-        for section in msgspec.structs.fields(EngineConfig)
-        for field in msgspec.structs.fields(section.type)
-        if field.name not in INTERNAL_FIELDS
+        name: field
+        for section in sections
+        for name, field in fields_of(section.type, section.name).items()
     }

@@ -51,7 +51,7 @@ def make_config(*, vocab_size: int = 97, **arguments) -> EngineConfig:
     sections: dict[str, dict] = {"model_config": {"hf_config": {"vocab_size": vocab_size}}}
     fields = config_fields()
     for name, value in {**defaults, **arguments}.items():
-        sections.setdefault(fields[name][0], {})[name] = value
+        sections.setdefault(fields[name].section, {})[name] = value
     return msgspec.convert(sections, EngineConfig)
 
 

@@ -38,7 +38,11 @@ MAY_IMPORT = {
     "kernels": {"kernels", "ipc"},
     "ipc": {"ipc"},
 }
-LAZILY = {"frontend/clients/inproc_client.py": "core", "core/engine_core.py": "executor"}
+LAZILY = {
+    "__init__.py": "core",
+    "frontend/clients/inproc_client.py": "core",
+    "core/engine_core.py": "executor",
+}
 
 # Third-party modules that a folder must not import. For ipc there is a whitelist instead.
 TENSORS = {"torch", "triton", "transformers", "safetensors"}

@@ -1,3 +1,1 @@
-"""Names of arguments: `engine_arguments.py` types the keyword arguments of LLM and EngineArgs,
-`vllm_arguments.py` lists vLLM's that Quire does not have.
-"""
+"""Arguments of other engines that Quire does not have, and the checks of speculative_config."""

@@ -3,10 +3,10 @@ handled.
 
 Must not know: the effect of Quire's arguments, argparse.
 
-An argument stands for Quire's own of the same meaning where there is one (RENAMED). It is accepted
-without effect if vLLM's meaning cannot change an answer here; the table gives the reason for each.
-An argument that requests an unsupported feature raises an error, unless its value requests nothing
-(None, False, an empty list).
+An argument stands for Quire's own of the same meaning where there is one (the aliases in
+ipc/config.py). It is accepted without effect if vLLM's meaning cannot change an answer here; the
+table gives the reason for each. An argument that requests an unsupported feature raises an error,
+unless its value requests nothing (None, False, an empty list).
 """
 
 from __future__ import annotations
@@ -39,27 +39,12 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "distributed_executor_backend": {"uni": "mp"},
     "log_level": {"trace": "debug", "critical": "error"},
 }
-# vLLM's argument -> Quire's of the same meaning and values.
-RENAMED = {"enable_logging_iteration_details": "log_steps"}
-# Quire's argument -> other command-line options with the same meaning.
-OPTIONS = {
-    **{new: ("--" + old.replace("_", "-"),) for old, new in RENAMED.items()},
-    "drain_timeout_s": ("--shutdown-timeout",),
-    "log_level": ("--uvicorn-log-level",),
-    "tensor_parallel_size": ("-tp",),
-    "pipeline_parallel_size": ("-pp",),
-    "data_parallel_size": ("-dp",),
-    "enable_expert_parallel": ("-ep",),
-    "quantization": ("-q",),
-    "chat_template_kwargs": ("--default-chat-template-kwargs",),
-    "default_model": ("--default",),
-}
 SHORT_OPTIONS = {
-    "decode_context_parallel_size": "-dcp",
-    "prefill_context_parallel_size": "-pcp",
-    "optimization_level": "-O",
-    "compilation_config": "-cc",
-    "api_server_count": "-asc",
+    "decode_context_parallel_size": ("-dcp",),
+    "prefill_context_parallel_size": ("-pcp",),
+    "optimization_level": ("-O",),
+    "compilation_config": ("-cc",),
+    "api_server_count": ("-asc",),
 }
 
 # Accepted, with this note in the log.

@@ -6,14 +6,14 @@ Must not know: the effect of any flag, where its value comes from.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from ...ipc.config import config_fields
+from ...ipc.config import ConfigField, config_fields
 from ...ipc.errors import InvalidParameterError
 from ...ipc.params import SamplingParams
 from ..arguments import vllm_arguments
@@ -58,10 +58,6 @@ NOT_SAMPLING_FLAGS = frozenset(
 )
 
 
-# Never printed, neither with the settings nor in an error.
-SECRETS = frozenset({"api_key", "hf_token"})
-
-
 @dataclass(frozen=True)
 class Flag:
     """One field as a flag.
@@ -80,6 +76,8 @@ class Flag:
     # the default comes from elsewhere: the model's recommendation, a random number
     decided_later: bool = False
     topic: str = ""  # names a group of the full help
+    is_secret: bool = False
+    aliases: tuple[str, ...] = ()  # further options, or names of arguments
 
     @property
     def option(self) -> str:
@@ -88,17 +86,15 @@ class Flag:
     @property
     def options(self) -> list[str]:
         """The option and its aliases on the command line."""
-        if short := vllm_arguments.SHORT_OPTIONS.get(self.name):
-            return [self.option, short]
-        return [self.option, *vllm_arguments.OPTIONS.get(self.name, ())]
+        others = (
+            alias if alias.startswith("-") else "--" + alias.replace("_", "-")
+            for alias in self.aliases
+        )
+        return [self.option, *others]
 
     @property
     def variable(self) -> str:
         return "QUIRE_" + self.name.upper()
-
-    @property
-    def secret(self) -> bool:
-        return self.name in SECRETS
 
 
 def _check_engine(where: str) -> None:
@@ -136,20 +132,14 @@ REPLACE = Flag(
 
 
 def engine_flags(*, without: Collection[str] = ()) -> list[Flag]:
-    fields = {name: found for name, found in config_fields().items() if name not in without}
-    return [
-        replace(flag, topic=fields[flag.name][0].removesuffix("_config"))
-        for flag in _flags_of({name: field for name, (_, field) in fields.items()})
-    ]
+    return [_flag_of(field) for name, field in config_fields().items() if name not in without]
 
 
 def server_flags() -> list[Flag]:
     from ..server.config import server_fields
 
-    return [
-        replace(flag, check=_check_keys) if flag.secret else flag
-        for flag in _flags_of(server_fields())
-    ]
+    flags = map(_flag_of, server_fields().values())
+    return [replace(flag, check=_check_keys) if flag.is_secret else flag for flag in flags]
 
 
 def vllm_flags(*, of_server: bool) -> list[Flag]:
@@ -163,6 +153,8 @@ def vllm_flags(*, of_server: bool) -> list[Flag]:
             None,
             "vLLM's.",
             partial(_accept, name),
+            is_secret=name == vllm_arguments.HUB_TOKEN,
+            aliases=vllm_arguments.SHORT_OPTIONS.get(name, ()),
         )
         for name in sorted(names)
     ]
@@ -175,19 +167,24 @@ def _accept(name: str, value: Any) -> None:
         raise ValueError(error.problem) from None
 
 
-def _flags_of(fields: Mapping[str, msgspec.structs.FieldInfo]) -> list[Flag]:
-    return [
-        Flag(name, field.type, _default(field), _description(field.type))
-        for name, field in fields.items()
-    ]
+def _flag_of(field: ConfigField) -> Flag:
+    return Flag(
+        field.name,
+        field.type,
+        field.default,
+        field.help,
+        topic=field.section.removesuffix("_config"),
+        is_secret=field.is_secret,
+        aliases=field.aliases,
+    )
 
 
 def sampling_flags() -> list[Flag]:
-    fields = {field.name: field for field in msgspec.structs.fields(SamplingParams)}
+    defaults = SamplingParams()
     return [
-        replace(flag, help=SAMPLING_HELP[flag.name])
-        for flag in _flags_of(fields)
-        if flag.name not in NOT_SAMPLING_FLAGS
+        Flag(field.name, field.type, getattr(defaults, field.name), SAMPLING_HELP[field.name])
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name not in NOT_SAMPLING_FLAGS
     ]
 
 
@@ -196,17 +193,6 @@ def all_flag_names() -> set[str]:
     of_daemons = (ENGINE, LISTEN, REPLACE)
     flags = (*engine_flags(), *server_flags(), *sampling_flags(), *of_daemons)
     return {flag.name for flag in flags}
-
-
-def _default(field: msgspec.structs.FieldInfo) -> Any:
-    return field.default_factory() if field.default is msgspec.NODEFAULT else field.default
-
-
-def _description(annotation: Any) -> str:
-    return next(
-        (meta.description for meta in getattr(annotation, "__metadata__", ()) if meta.description),
-        "",
-    )
 
 
 def given(args: argparse.Namespace, flags: Iterable[Flag]) -> dict[str, Any]:

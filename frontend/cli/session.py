@@ -124,7 +124,7 @@ def lora_arguments(path: str) -> dict[str, Any]:
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):
         config = json.loads((Path(path).expanduser() / "adapter_config.json").read_bytes())
         rank = max(config["r"], *(config.get("rank_pattern") or {}).values(), 1)
-        ranks = get_args(plain_type(config_fields()["max_lora_rank"][1].type))
+        ranks = get_args(plain_type(config_fields()["max_lora_rank"].type))
         arguments["max_lora_rank"] = next((r for r in ranks if r >= rank), ranks[-1])
     return arguments
 

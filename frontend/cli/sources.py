@@ -60,7 +60,7 @@ def collect(
         )
         _check(flags[name], value)
     for name, setting in settings.items():
-        if setting.value == HIDDEN and flags[name].secret:
+        if setting.value == HIDDEN and flags[name].is_secret:
             raise InvalidParameterError(
                 origin,
                 f"{file}: {name} is not written there but {HIDDEN}, as --print-config prints it; "
@@ -115,7 +115,7 @@ def read_environment(flags: Mapping[str, Flag], environ: Mapping[str, str]) -> d
             _warn_of_unknown(variable, {*flags, *all_flag_names()})
             continue
         # compose files write "not set" like this; an empty key is an error and does not mean no key
-        if not text and not flags[name].secret:
+        if not text and not flags[name].is_secret:
             continue
         try:
             settings[name] = Setting(from_text(flags[name], text), f"environment {variable}")
@@ -172,7 +172,9 @@ def _values(
             raise InvalidParameterError(origin, f"{file}: {name} occurs twice")
         try:
             values[name] = (
-                value if flags[name].secret and value == HIDDEN else from_plain(flags[name], value)
+                value
+                if flags[name].is_secret and value == HIDDEN
+                else from_plain(flags[name], value)
             )
         except ValueError as error:
             raise InvalidParameterError(origin, f"{file}: {name} {error}") from None
@@ -275,7 +277,7 @@ def render(
             setting = settings.get(flag.name)
             value = setting.value if setting else flag.default
             source = setting.source if setting else "default"
-            if flag.secret and value:
+            if flag.is_secret and value:
                 how_many = f"{len(value)} given, " if isinstance(value, list) else ""
                 value, source = HIDDEN, f"{how_many}{source}; never printed"
             comment = "# " if setting is None and flag.decided_later else ""

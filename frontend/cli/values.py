@@ -102,7 +102,7 @@ def _checked(flag: Flag, value: Any, written: Any, *, strict: bool) -> Any:
 
 
 def _got(flag: Flag, written: Any) -> str:
-    return "" if flag.secret else f", got {written!r}"
+    return "" if flag.is_secret else f", got {written!r}"
 
 
 def convert_plain(value: Any, annotation: Any, *, strict: bool) -> Any:

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta
 
-from ...ipc.config import NonNegativeInt, PositiveInt, Section
+from ...ipc.config import (
+    SECRET,
+    ConfigField,
+    NonNegativeInt,
+    PositiveInt,
+    Section,
+    aliases,
+    fields_of,
+)
 
 Seconds = Annotated[float, Meta(gt=0)]
 SPARE_CONNECTIONS = 256  # at most; see `most_connections`
@@ -23,294 +30,213 @@ class ServerConfig(Section, frozen=True):
     `quire serve`.
     """
 
-    host: Annotated[
-        str,
-        Meta(description="Address to listen on. 0.0.0.0: all network interfaces."),
-    ] = "127.0.0.1"
+    host: Annotated[str, "Address to listen on. 0.0.0.0: all network interfaces."] = "127.0.0.1"
     port: Annotated[
-        int,
-        Meta(ge=0, le=65535, description="Port to listen on; 0: any free one, printed at start."),
+        int, Meta(ge=0, le=65535), "Port to listen on; 0: any free one, printed at start."
     ] = 8000
     uds: Annotated[
         str | None,
-        Meta(
-            description="Path of a Unix socket to listen on, in place of host and port. "
-            "Processes that may write to the file may connect."
-        ),
+        "Path of a Unix socket to listen on, in place of host and port. Processes that may write "
+        "to the file may connect.",
     ] = None
     root_path: Annotated[
         str,
-        Meta(
-            pattern="^(/[^?#]*[^?#/])?$",
-            description="Path below which a reverse proxy serves this server, such as /llm. "
-            "Requests are answered with and without it.",
-        ),
+        Meta(pattern="^(/[^?#]*[^?#/])?$"),
+        "Path below which a reverse proxy serves this server, such as /llm. Requests are answered "
+        "with and without it.",
     ] = ""
     api_key: Annotated[
         list[str],
-        Meta(
-            description="A key that clients must send; may be repeated. None given: no key is "
-            "asked for."
-        ),
+        SECRET,
+        "A key that clients must send; may be repeated. None given: no key is asked for.",
     ] = []
     api_key_file: Annotated[
         str | None,
-        Meta(
-            description="File with one key per line, and weight=NUMBER after a key that shall have "
-            "more or less of the engine than others; # begins a comment. SIGHUP reads it again."
-        ),
+        "File with one key per line, and weight=NUMBER after a key that shall have more or less "
+        "of the engine than others; # begins a comment. SIGHUP reads it again.",
     ] = None
     allowed_hosts: Annotated[
         list[str],
-        Meta(
-            description="Names that a request's Host header may have, such as llm.example or "
-            "*.example; * for all. Default: over loopback without keys this machine's own, else "
-            "all."
-        ),
+        "Names that a request's Host header may have, such as llm.example or *.example; * for "
+        "all. Default: over loopback without keys this machine's own, else all.",
     ] = []
     allowed_origins: Annotated[
         list[str],
-        Meta(
-            description="Origins whose web pages may call from a browser (CORS), such as "
-            "https://app.example; * for all."
-        ),
+        "Origins whose web pages may call from a browser (CORS), such as https://app.example; * "
+        "for all.",
     ] = []
-    ssl_certfile: Annotated[str | None, Meta(description="Certificate for HTTPS, in PEM.")] = None
-    ssl_keyfile: Annotated[
-        str | None, Meta(description="Private key of the certificate, in PEM.")
-    ] = None
+    ssl_certfile: Annotated[str | None, "Certificate for HTTPS, in PEM."] = None
+    ssl_keyfile: Annotated[str | None, "Private key of the certificate, in PEM."] = None
     ssl_ca_certs: Annotated[
-        str | None,
-        Meta(description="Authorities that clients' certificates are checked against, in PEM."),
+        str | None, "Authorities that clients' certificates are checked against, in PEM."
     ] = None
     ssl_cert_reqs: Annotated[
-        Literal[0, 1, 2],
-        Meta(description="Client certificates. 0: not requested; 1: optional; 2: required."),
+        Literal[0, 1, 2], "Client certificates. 0: not requested; 1: optional; 2: required."
     ] = 0
-    page: Annotated[
-        bool, Meta(description="Serve the page at / that shows the state of the engine.")
-    ] = True
+    page: Annotated[bool, "Serve the page at / that shows the state of the engine."] = True
     admin: Annotated[
-        bool,
-        Meta(
-            description="Serve the routes that change the engine: pause, resume, sleep, wake, LoRA."
-        ),
+        bool, "Serve the routes that change the engine: pause, resume, sleep, wake, LoRA."
     ] = False
     allow_model_changes: Annotated[
         bool,
-        Meta(
-            description="Let clients download models from the hub (Ollama's /api/pull) and delete "
-            "what they have pulled (/api/delete). The server then is one with several models."
-        ),
+        "Let clients download models from the hub (Ollama's /api/pull) and delete what they have "
+        "pulled (/api/delete). The server then is one with several models.",
     ] = False
     lora_modules: Annotated[
         list[str],
-        Meta(
-            description="LoRA adapters that are loaded at start, as NAME=PATH each; a request's "
-            "`model` selects one. They set --enable-lora."
-        ),
+        "LoRA adapters that are loaded at start, as NAME=PATH each; a request's `model` selects "
+        "one. They set --enable-lora.",
     ] = []
     vllm_metrics: Annotated[
-        bool,
-        Meta(description="Add vLLM's names (vllm:...) to /metrics, besides Quire's (quire:...)."),
+        bool, "Add vLLM's names (vllm:...) to /metrics, besides Quire's (quire:...)."
     ] = False
     log_format: Annotated[
-        Literal["text", "json"],
-        Meta(description="Format of the log on stderr, for server and engine."),
+        Literal["text", "json"], "Format of the log on stderr, for server and engine."
     ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(
-            description="Least level of the lines in the log, for server and engine. debug: also "
-            "the kernels of each operation."
-        ),
+        aliases("--uvicorn-log-level"),
+        "Least level of the lines in the log, for server and engine. debug: also the kernels of "
+        "each operation.",
     ] = "info"
-    access_log: Annotated[
-        bool, Meta(description="Log one line per request, with the client's address.")
-    ] = True
+    access_log: Annotated[bool, "Log one line per request, with the client's address."] = True
     access_log_polls: Annotated[
-        bool, Meta(description="Also log probes, scrapes and the requests that the page polls.")
+        bool, "Also log probes, scrapes and the requests that the page polls."
     ] = False
     model_aliases: Annotated[
         list[str],
-        Meta(
-            description="Further names of the model in requests and lists, as several words after "
-            "--served-model-name give them."
-        ),
+        "Further names of the model in requests and lists, as several words after "
+        "--served-model-name give them.",
     ] = []
     unknown_model: Annotated[
         Literal["error", "default"],
-        Meta(
-            description="Requests for a model that this server does not have. error: 404; default: "
-            "the default model answers them, which suits agents with fixed names (claude-*, gpt-*)."
-        ),
+        "Requests for a model that this server does not have. error: 404; default: the default "
+        "model answers them, which suits agents with fixed names (claude-*, gpt-*).",
     ] = "error"
     unknown_params: Annotated[
         Literal["warn", "error", "allow"],
-        Meta(
-            description="Unknown fields of a body. warn: the header x-unknown-params "
-            "lists them; error: 400; allow: ignored."
-        ),
+        "Unknown fields of a body. warn: the header x-unknown-params lists them; error: 400; "
+        "allow: ignored.",
     ] = "warn"
 
     chat_template: Annotated[
         str | None,
-        Meta(
-            description="File with a Jinja chat template, or the name of one of the model's. "
-            "Default: the model's own."
-        ),
+        "File with a Jinja chat template, or the name of one of the model's. Default: the model's "
+        "own.",
     ] = None
     tool_call_parser: Annotated[
         str,
-        Meta(
-            description="Format of the model's tool calls. auto: detected from its chat template; "
-            "none: disabled."
-        ),
+        "Format of the model's tool calls. auto: detected from its chat template; none: disabled.",
     ] = "auto"
     reasoning_parser: Annotated[
         str,
-        Meta(
-            description="Format of the model's reasoning. auto: detected from its chat "
-            "template; none: disabled."
-        ),
+        "Format of the model's reasoning. auto: detected from its chat template; none: disabled.",
     ] = "auto"
     chat_template_kwargs: Annotated[
-        dict[str, Any], Meta(description="Variables that every chat template receives.")
+        dict[str, Any],
+        aliases("--default-chat-template-kwargs"),
+        "Variables that every chat template receives.",
     ] = {}
     disable_any_whitespace: Annotated[
         bool,
-        Meta(
-            description="JSON in structured outputs has no whitespace, unless a request sets "
-            "disable_any_whitespace or a whitespace pattern. Default: at most one space, or one "
-            "line break and an indentation, between two tokens of JSON."
-        ),
+        "JSON in structured outputs has no whitespace, unless a request sets "
+        "disable_any_whitespace or a whitespace pattern. Default: at most one space, or one line "
+        "break and an indentation, between two tokens of JSON.",
     ] = False
     disable_additional_properties: Annotated[
         bool,
-        Meta(
-            description="Objects of a JSON schema and of a tool's parameters have only the "
-            "properties that are listed, unless the schema states additionalProperties or a "
-            "request sets disable_additional_properties. Otherwise models invent properties."
-        ),
+        "Objects of a JSON schema and of a tool's parameters have only the properties that are "
+        "listed, unless the schema states additionalProperties or a request sets "
+        "disable_additional_properties. Otherwise models invent properties.",
     ] = True
 
     max_concurrent_requests: Annotated[
         PositiveInt | None,
-        Meta(
-            description="Maximum completions in the engine at once; more wait here. Default: "
-            "twice max_num_seqs, times data_parallel_size."
-        ),
+        "Maximum completions in the engine at once; more wait here. Default: twice max_num_seqs, "
+        "times data_parallel_size.",
     ] = None
     max_queued_requests: Annotated[
-        NonNegativeInt,
-        Meta(description="Maximum requests that wait for the engine; further ones receive 429."),
+        NonNegativeInt, "Maximum requests that wait for the engine; further ones receive 429."
     ] = 1024
     max_queued_tokens: Annotated[
-        PositiveInt,
-        Meta(description="Maximum prompt tokens that wait; requests beyond it receive 429."),
+        PositiveInt, "Maximum prompt tokens that wait; requests beyond it receive 429."
     ] = 4_000_000
     max_queued_tokens_per_key: Annotated[
-        PositiveInt | None,
-        Meta(description="Maximum prompt tokens of one API key that wait. Default: no own limit."),
+        PositiveInt | None, "Maximum prompt tokens of one API key that wait. Default: no own limit."
     ] = None
-    max_body_bytes: Annotated[
-        PositiveInt, Meta(description="Maximum size of a request's body, in bytes.")
-    ] = 32 * 2**20
-    max_header_bytes: Annotated[
-        PositiveInt, Meta(description="Maximum size of a request's head, in bytes.")
-    ] = 64 * 2**10
+    max_body_bytes: Annotated[PositiveInt, "Maximum size of a request's body, in bytes."] = (
+        32 * 2**20
+    )
+    max_header_bytes: Annotated[PositiveInt, "Maximum size of a request's head, in bytes."] = (
+        64 * 2**10
+    )
     max_connections: Annotated[
-        PositiveInt, Meta(description="Maximum open connections; further ones receive 503.")
+        PositiveInt, "Maximum open connections; further ones receive 503."
     ] = 4096
-    max_prompts_per_request: Annotated[
-        PositiveInt, Meta(description="Maximum prompts in one request.")
-    ] = 2048
-    max_n: Annotated[PositiveInt, Meta(description="Maximum completions per prompt.")] = 128
-    header_timeout_s: Annotated[
-        Seconds, Meta(description="Time for a client to send its headers.")
-    ] = 10.0
-    body_timeout_s: Annotated[Seconds, Meta(description="Time for a client to send a body.")] = 30.0
+    max_prompts_per_request: Annotated[PositiveInt, "Maximum prompts in one request."] = 2048
+    max_n: Annotated[PositiveInt, "Maximum completions per prompt."] = 128
+    header_timeout_s: Annotated[Seconds, "Time for a client to send its headers."] = 10.0
+    body_timeout_s: Annotated[Seconds, "Time for a client to send a body."] = 30.0
     keep_alive_timeout_s: Annotated[
-        Seconds, Meta(description="Time for which a connection may be idle between two requests.")
+        Seconds, "Time for which a connection may be idle between two requests."
     ] = 75.0
     write_timeout_s: Annotated[
         Seconds,
-        Meta(
-            description="Time for which a client may leave a response unread before its request is "
-            "aborted."
-        ),
+        "Time for which a client may leave a response unread before its request is aborted.",
     ] = 60.0
-    sse_keep_alive_s: Annotated[
-        Seconds, Meta(description="Silence in a stream after which a comment is sent.")
-    ] = 15.0
+    sse_keep_alive_s: Annotated[Seconds, "Silence in a stream after which a comment is sent."] = (
+        15.0
+    )
     default_model: Annotated[
         str | None,
-        Meta(
-            description="With several models: the one that is loaded at start and answers requests "
-            "that name none. Default: the first."
-        ),
+        aliases("--default"),
+        "With several models: the one that is loaded at start and answers requests that name "
+        "none. Default: the first.",
     ] = None
     model_options: Annotated[
-        str | None,
-        Meta(
-            description="With several models: YAML, TOML or JSON file with engine settings of each."
-        ),
+        str | None, "With several models: YAML, TOML or JSON file with engine settings of each."
     ] = None
     memory_limit: Annotated[
         str | None,
-        Meta(
-            description="With several models: memory for all engines together, such as 24GiB. "
-            "Default: what is free at start."
-        ),
+        "With several models: memory for all engines together, such as 24GiB. Default: what is "
+        "free at start.",
     ] = None
     keep_alive: Annotated[
         str | None,
-        Meta(
-            description="With several models: idle time after which a model leaves memory, such as "
-            "5m. 0: at once; -1: never. Default: 5m."
-        ),
+        "With several models: idle time after which a model leaves memory, such as 5m. 0: at "
+        "once; -1: never. Default: 5m.",
     ] = None
     sleep_after: Annotated[
         str | None,
-        Meta(
-            description="With several models: idle time after which a model's engine frees weights "
-            "and cache, and its process stays. -1: never. Default: half of keep_alive."
-        ),
+        "With several models: idle time after which a model's engine frees weights and cache, and "
+        "its process stays. -1: never. Default: half of keep_alive.",
     ] = None
     model_wait_s: Annotated[
         Seconds,
-        Meta(
-            description="With several models: longest time for which a request waits until its "
-            "model is loaded."
-        ),
+        "With several models: longest time for which a request waits until its model is loaded.",
     ] = 600.0
     drain_timeout_s: Annotated[
-        Seconds, Meta(description="Time for active requests to finish after SIGTERM.")
+        Seconds, aliases("--shutdown-timeout"), "Time for active requests to finish after SIGTERM."
     ] = 30.0
-    salt_per_key: Annotated[
-        bool, Meta(description="Share the prefix cache only between requests of one key.")
-    ] = False
+    salt_per_key: Annotated[bool, "Share the prefix cache only between requests of one key."] = (
+        False
+    )
     max_chunks_per_s: Annotated[
         NonNegativeInt,
-        Meta(
-            description="Approximate number of chunks per second of all streams together; beyond "
-            "it, chunks hold several tokens. First tokens and ends are never delayed, others (and "
-            "stop strings) by about 50 ms at most. 0: "
-            "one chunk per token, regardless of the number of streams."
-        ),
+        "Approximate number of chunks per second of all streams together; beyond it, chunks hold "
+        "several tokens. First tokens and ends are never delayed, others (and stop strings) by "
+        "about 50 ms at most. 0: one chunk per token, regardless of the number of streams.",
     ] = 1250
     max_stored_responses: Annotated[
         NonNegativeInt,
-        Meta(
-            description="Maximum stored responses of /v1/responses; the oldest are evicted first, "
-            "those of keys above an equal share before others."
-        ),
+        "Maximum stored responses of /v1/responses; the oldest are evicted first, those of keys "
+        "above an equal share before others.",
     ] = 1024
 
 
-def server_fields() -> dict[str, msgspec.structs.FieldInfo]:
-    """Every argument of the server by name."""
-    return {field.name: field for field in msgspec.structs.fields(ServerConfig)}
+def server_fields() -> dict[str, ConfigField]:
+    """Every setting of the server by name."""
+    return fields_of(ServerConfig)
 
 
 def most_connections(max_connections: int) -> int:

@@ -45,7 +45,7 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
     sections: dict[str, dict] = {"model_config": {"hf_config": hf_config}}
     fields = config_fields()
     for name, value in {**defaults, "model": str(model), **arguments}.items():
-        sections.setdefault(fields[name][0], {})[name] = value
+        sections.setdefault(fields[name].section, {})[name] = value
     return msgspec.convert(sections, EngineConfig)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 
 import msgspec
 import pytest
-from quire import EngineArgs, InvalidParameterError, ModelLoadError
+import quire
+from quire import AsyncLLM, EngineArgs, InvalidParameterError, ModelLoadError
 from quire.frontend import engine_args
 from quire.frontend.engine_args import describe_type
 from quire.ipc.config import EngineConfig, config_fields
@@ -91,7 +93,7 @@ def test_bad_arguments_name_the_parameter_and_its_range(arguments, message) -> N
 
 
 def test_every_type_has_a_description() -> None:
-    for name, (_, field) in config_fields().items():
+    for name, field in config_fields().items():
         assert "different type" not in describe_type(field.type), name
 
 
@@ -111,8 +113,8 @@ def test_no_auto_remains_after_resolution(model) -> None:
     assert config.device_config.num_threads is None  # the engine counts the cores it may use
     assert config.scheduler_config.max_num_batched_tokens == 2048
     values = [
-        getattr(getattr(config, section), name)
-        for name, (section, _) in config_fields().items()
+        getattr(getattr(config, field.section), name)
+        for name, field in config_fields().items()
         if name not in DECIDED_LATER
     ]
     assert "auto" not in values
@@ -246,3 +248,36 @@ def test_generation_config_is_a_directory_or_none(model, tmp_path) -> None:
     assert EngineArgs(override_generation_config={"top_k": 5}).attach_to(
         theirs
     ).model_config.override_generation_config == {"top_k": 5}
+
+
+def test_from_engine_args_takes_arguments_or_engine_args(monkeypatch) -> None:
+    from quire.frontend import async_llm
+
+    seen = []
+
+    def connect(engine_args, engine, *, asyncio_mode):
+        seen.append((engine_args, engine))
+        raise InterruptedError
+
+    monkeypatch.setattr(async_llm, "connect", connect)
+    for call in (
+        lambda: AsyncLLM.from_engine_args(model="m", max_num_seqs=3, engine="inproc"),
+        lambda: AsyncLLM.from_engine_args(EngineArgs("m", max_num_seqs=3), "inproc"),
+    ):
+        with pytest.raises(InterruptedError):
+            call()
+    assert seen == [(EngineArgs("m", max_num_seqs=3), "inproc")] * 2
+    with pytest.raises(TypeError, match="not both"):
+        AsyncLLM.from_engine_args(EngineArgs("m"), max_num_seqs=3)
+
+
+def test_the_package_is_marked_as_typed_and_types_every_name_it_exports() -> None:
+    source = Path(quire.__file__)
+    assert (source.parent / "py.typed").is_file()
+    imports = [node for node in ast.walk(ast.parse(source.read_text())) if is_relative(node)]
+    typed = {alias.name: node.module for node in imports for alias in node.names}
+    assert typed == quire._HOME
+
+
+def is_relative(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom) and node.level == 1

@@ -165,9 +165,15 @@ SAMPLING = {
 }
 
 
+def names_of_settings() -> set[str]:
+    """Return the names of the settings and their aliases."""
+    fields = config_fields().values()
+    return {name for field in fields for name in (field.name, *field.aliases)}
+
+
 def status(name: str, value: object = "something", *, nothing: object = None) -> str:
     """Return how EngineArgs treats an argument: "supported", "accepted" or "refused"."""
-    if vllm_arguments.RENAMED.get(name, name) in config_fields():
+    if name in names_of_settings():
         return "supported"
     EngineArgs(**{name: nothing})  # a value without effect, accepted for every name
     try:

@@ -12,10 +12,9 @@ def test_names_are_unique_over_both_trees() -> None:
 
 @pytest.mark.parametrize("name", sorted(server_fields()))
 def test_every_field_has_a_description(name: str) -> None:
-    descriptions = [
-        meta.description for meta in server_fields()[name].type.__metadata__ if meta.description
-    ]
-    assert len(descriptions) == 1 and descriptions[0].endswith(".")
+    field = server_fields()[name]
+    notes = [note for note in field.type.__metadata__ if isinstance(note, str)]
+    assert notes == [field.help] and field.help.endswith(".")
 
 
 @pytest.mark.parametrize(

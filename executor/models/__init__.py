@@ -78,4 +78,4 @@ def _fallback(model_type: str) -> ModelKind:
         from .fallback.encoder import TransformersEncoder as made
     else:
         from .fallback.model import TransformersModel as made
-    return ModelKind(made.__name__, made.parse_config, made, is_fallback=True)
+    return ModelKind(made.__name__, made.parse_config, made, is_fallback=made.IS_FALLBACK)

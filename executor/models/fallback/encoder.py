@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 class TransformersEncoder(TextEncoder):
     """Its layers are those of transformers, with Quire's linear layers and attention."""
 
+    IS_FALLBACK = True
     UNRECORDABLE = "its code is that of transformers"
     parse_config = staticmethod(parse_fallback_encoder)
 

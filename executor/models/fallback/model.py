@@ -72,6 +72,7 @@ class _Given(nn.Module):
 class TransformersModel(Model):
     """Its layers are those of transformers, with Quire's linear layers and attention."""
 
+    IS_FALLBACK = True
     UNRECORDABLE = "its code is that of transformers"
     parse_config = staticmethod(parse_fallback_config)
 

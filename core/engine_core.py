@@ -434,7 +434,7 @@ class EngineCore:
         }
 
     def get_metrics(self) -> dict[str, int]:
-        """All gauges and counters by name; frontend/telemetry/stats.py has the table."""
+        """All gauges and counters by name; ipc/counters.py has their texts."""
         return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
 
     def status(self) -> dict[str, Any]:

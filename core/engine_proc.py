@@ -29,6 +29,7 @@ import msgspec
 
 from ..ipc import engine_input as events
 from ..ipc.config import EngineConfig, ServiceConfig
+from ..ipc.counters import TransportStats
 from ..ipc.door import bind_door, listener_pid, read_token
 from ..ipc.engine_input import EngineInput
 from ..ipc.engine_output import EngineOutput
@@ -52,7 +53,6 @@ from ..ipc.messages import (
     Ready,
     Shutdown,
     StartWave,
-    TransportStats,
     UtilityCall,
     UtilityResult,
 )

@@ -22,8 +22,8 @@ from bisect import bisect_left
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from ..ipc.counters import EngineCounters
 from ..ipc.errors import InvalidParameterError
-from .counters import Counters
 from .grammar_gate import GatedRequest, GrammarGate
 from .kv_cache.block_pool import BlockPool
 from .request import Request, RequestStatus
@@ -55,7 +55,7 @@ class StepRecords:
         self._step_counts = [0] * (len(STEP_TOKENS) + 1)
         self._num_step_tokens = 0  # of all steps
 
-    def begin(self, step: ScheduledStep, start_time: float, counters: Counters) -> None:
+    def begin(self, step: ScheduledStep, start_time: float, counters: EngineCounters) -> None:
         """Called when a step has been scheduled, from `start_time` on."""
         num_preemptions = counters.num_preemptions
         # including those of a sleep before it
@@ -67,7 +67,7 @@ class StepRecords:
         scheduled_time = step.scheduling[1]
         return scheduled_time if scheduled_time > self._executed_time else self._executed_time
 
-    def end(self, step: ScheduledStep, executed_time: float, counters: Counters) -> None:
+    def end(self, step: ScheduledStep, executed_time: float, counters: EngineCounters) -> None:
         """Called when a step has been processed; its result came at `executed_time`."""
         start_time, scheduled_time, num_preemptions = step.scheduling
         num_generation_tokens = counters.num_generation_tokens

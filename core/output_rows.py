@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from ..ipc.counters import SchedulerStats
 from ..ipc.messages import (
     Array,
     EngineCoreOutputs,
@@ -30,7 +31,6 @@ from ..ipc.messages import (
     Pooled,
     PromptLogprobs,
     RequestTiming,
-    SchedulerStats,
     TokenLogprobs,
 )
 from ..ipc.step_messages import SlotLogprobs, SlotPooled, SlotPromptLogprobs

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..ipc.config import EngineConfig, ModelConfig
+from ..ipc.counters import SchedulerStats
 from ..ipc.errors import EngineDeadError, InvalidParameterError, ModelLoadError, QuireError
 from ..ipc.lora import LoRARequest
-from ..ipc.messages import EngineCoreOutputs, SchedulerStats
+from ..ipc.messages import EngineCoreOutputs
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.trace import MAX_STEPS
 from .clients.client import EngineClient
@@ -269,7 +270,7 @@ class BlockingCalls(SessionFace, ABC):
         return self.session.tokenizer
 
     def get_metrics(self) -> dict[str, int]:
-        """Gauges and counters by name; frontend/telemetry/stats.py lists them."""
+        """Gauges and counters by name; ipc/counters.py lists them."""
         return self.session.telemetry.metrics(self.call_utility("get_metrics"))
 
     def scheduler_state(self) -> dict[str, Any]:

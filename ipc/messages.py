@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from .config import EngineConfig
+from .counters import SchedulerStats
 from .lora import LoRARequest
 from .params import PoolingParams, SamplingParams, StructuredOutputsParams, require_sampling
 
@@ -205,7 +206,7 @@ class TurnedAway(Message, tag="turned_away", frozen=True):
 
 # ---------------------------------------------------------------- engine core -> frontend
 
-PROTOCOL = 9
+PROTOCOL = 10
 
 
 class Hello(Message, tag="hello", frozen=True):
@@ -238,55 +239,6 @@ class Failed(Message, tag="failed", frozen=True):
     message: str
     traceback: str
     parameter: str | None = None  # of an InvalidParameterError
-
-
-class SchedulerStats(Message, frozen=True):
-    """Taken after a step. Counters start at 0 with the engine."""
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_free_blocks: int = 0
-    num_blocks: int = 0
-    num_preemptions: int = 0  # counter
-    num_prompt_tokens: int = 0  # counter: computed prompt tokens, including recomputed ones
-    num_generation_tokens: int = 0  # counter
-    num_recomputed_tokens: int = 0  # counter: tokens computed again after a preemption
-    prefix_cache_queries: int = 0  # counter, in tokens
-    prefix_cache_hits: int = 0  # counter, in tokens
-    num_swapped: int = 0
-    num_blocks_swapped_out: int = 0  # counter
-    num_blocks_swapped_in: int = 0  # counter
-    num_blocks_copied: int = 0  # counter
-    num_finished_stop: int = 0  # counters: requests by finish reason
-    num_finished_length: int = 0
-    num_finished_abort: int = 0
-    # counter: failed while running, such as a row that is not finite
-    num_finished_error: int = 0
-    num_requests_refused: int = 0  # counter: invalid parameters found by the engine
-    # counter: ended because their client left; also in num_finished_abort
-    num_requests_orphaned: int = 0
-    num_grammar_refusals: int = 0  # counter: structured outputs that could not be compiled
-    num_failed_utilities: int = 0  # counter: calls that raised
-    num_finished_timeout: int = 0  # counter
-    num_drafts: int = 0  # counter: rows with draft tokens
-    num_draft_tokens: int = 0  # counter
-    num_accepted_tokens: int = 0  # counter: of the draft tokens
-    num_blocks_offloaded: int = 0  # counter: evicted blocks that were stored
-    num_blocks_reloaded: int = 0  # counter
-    num_blocks_corrupt: int = 0  # counter: stored blocks that were found to be damaged
-    external_prefix_cache_queries: int = 0  # counter, in tokens: not found in the cache itself
-    external_prefix_cache_hits: int = 0  # counter, in tokens: of these, loaded
-
-
-class TransportStats(Message, frozen=True):
-    """Counters of an engine's process or of a client in the same process, part of get_metrics.
-
-    They start at 0 with the engine.
-    """
-
-    num_bad_frames: int = 0  # frames from clients that are not messages
-    num_lost_outputs: int = 0  # rows that could not be encoded; their requests ended with an error
-    num_overflowed_clients: int = 0  # clients of a daemon that did not read their outputs
 
 
 class Finished(Message, frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from quire.ipc.codec import INLINE_BYTES, Encoder
+from quire.ipc.counters import SchedulerStats
 from quire.ipc.messages import (
     PROTOCOL,
     AbortRequests,
@@ -20,7 +21,6 @@ from quire.ipc.messages import (
     Hello,
     PaceOutputs,
     Progress,
-    SchedulerStats,
     StartWave,
     TokenLogprobs,
     UtilityCall,

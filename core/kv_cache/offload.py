@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...ipc.block_offload import BlockOffload
-from ..counters import Counters
+from ...ipc.counters import EngineCounters
 from ..request import Request
 from .block_pool import KVCacheBlock
 
@@ -23,7 +23,7 @@ class OffloadedBlocks:
     engine alone.
     """
 
-    def __init__(self, place: BlockOffload, counters: Counters):
+    def __init__(self, place: BlockOffload, counters: EngineCounters):
         self._place, self._counters = place, counters
         self._evicted: list[tuple[int, bytes]] = []  # not stored yet; their content is still there
         self._of_adapters: set[bytes] = set()

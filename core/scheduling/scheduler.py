@@ -31,13 +31,15 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
+from msgspec.structs import astuple
+
 from ...ipc.block_offload import BlockOffload
 from ...ipc.config import EngineConfig, resolved
+from ...ipc.counters import EngineCounters, SchedulerStats, make_stats
 from ...ipc.kv_events import CPU, DISK, KVCacheEvent
-from ...ipc.messages import EngineCoreRequest, FinishReason, SchedulerStats
+from ...ipc.messages import EngineCoreRequest, FinishReason
 from ...ipc.models.kv_layout import MAX_BURST, lookahead_of, make_layout
 from ...ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
-from ..counters import Counters
 from ..forks import Family
 from ..kv_cache.events import KVEvents
 from ..kv_cache.kv_cache_manager import KVCacheManager
@@ -83,7 +85,7 @@ class Scheduler:
         back, see PreemptionPolicy; `burst_weights_bytes`, `kv_cache_windows` and `offload`: see
         Executor.
         """
-        scheduling, self.counters = config.scheduler_config, Counters()
+        scheduling, self.counters = config.scheduler_config, EngineCounters()
         self.max_model_len = resolved(config.model_config.max_model_len)
         self.max_num_seqs = scheduling.max_num_seqs
         self.max_num_batched_tokens = resolved(scheduling.max_num_batched_tokens)
@@ -297,7 +299,7 @@ class Scheduler:
             if not adapter.num_users:
                 self.unused_adapters.append(adapter)
         request.finish(reason)
-        self.counters.count_end(reason)
+        self.counters.count_end(str(reason))
 
     def _leave_host(self, request: Request) -> None:
         """Frees its host memory, and cancels copies to it."""
@@ -434,14 +436,16 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         manager = self.kv_cache_manager
-        return self.counters.stats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting) + len(self.held) - manager.num_swapped_requests,
-            num_swapped=manager.num_swapped_requests,
-            num_free_blocks=manager.num_free_blocks,
-            num_blocks=manager.block_pool.num_blocks,
-            prefix_cache_queries=manager.prefix_cache_queries,
-            prefix_cache_hits=manager.prefix_cache_hits,
+        self.counters.prefix_cache_queries = manager.prefix_cache_queries
+        self.counters.prefix_cache_hits = manager.prefix_cache_hits
+        num_swapped = manager.num_swapped_requests
+        return make_stats(
+            *astuple(self.counters),
+            len(self.running),
+            len(self.waiting) + len(self.held) - num_swapped,
+            num_swapped,
+            manager.num_free_blocks,
+            manager.block_pool.num_blocks,
         )
 
     def state(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ import msgspec
 from ...ipc import messages as m
 from ...ipc.codec import BadFrameError, Decoder, Encoder, in_words
 from ...ipc.config import EngineConfig
+from ...ipc.counters import TransportStats
 from ...ipc.errors import EngineDeadError, EnginePausedError
 from ...ipc.handshake import Report
 from ...ipc.threads import in_thread
@@ -126,7 +127,7 @@ class LocalEngine:
         return future
 
     def count_transport(self) -> dict[str, int]:
-        return msgspec.structs.asdict(m.TransportStats(self.num_bad_frames))
+        return msgspec.structs.asdict(TransportStats(self.num_bad_frames))
 
     def _fail_calls(self) -> None:
         while self.calls:

@@ -1,60 +1,6 @@
 """The frontend's statistics: the log line, the counters, and tracing of requests.
 
 Must not know: text, sockets, how a request is processed.
-
-get_metrics() returns the same names with every client. Counters count since
-the engine's start and for all clients together, except those of the last group, which count for
-this client only. With data_parallel_size they are the sums of all engines'.
-
-    name                     kind      counts
-    num_running              gauge     requests that take part in steps
-    num_waiting              gauge     requests in the queue, including preempted and paused ones
-    num_swapped              gauge     preempted requests whose KV entries are in host memory
-    num_free_blocks          gauge     KV-cache blocks that no request uses
-    num_blocks               gauge     all KV-cache blocks, the null block included
-    num_prompt_tokens        counter   prompt tokens computed, recomputed ones included
-    num_generation_tokens    counter   output tokens
-    prefix_cache_queries     counter   prompt tokens looked up in the prefix cache
-    prefix_cache_hits        counter   prompt tokens found in the prefix cache
-    num_preemptions          counter   preemptions of running requests
-    num_recomputed_tokens    counter   tokens recomputed after a preemption
-    num_blocks_swapped_out   counter   blocks moved to host memory
-    num_blocks_swapped_in    counter   blocks moved back
-    num_blocks_offloaded     counter   evicted blocks that were stored (kv_offloading_size)
-    num_blocks_reloaded      counter   blocks that came back from there
-    num_blocks_corrupt       counter   stored blocks that were found to be damaged
-    external_prefix_cache_queries counter  prompt tokens looked up there
-    external_prefix_cache_hits counter prompt tokens found there
-    num_blocks_copied        counter   blocks copied on write, for completions that diverge
-    num_drafts               counter   rows of steps that verified draft tokens
-    num_draft_tokens         counter   draft tokens that were verified
-    num_accepted_tokens      counter   draft tokens that were what the model draws
-    num_finished_stop        counter   requests that ended with a stop token; those with a stop
-                                       string are aborted by the frontend
-    num_finished_length      counter   requests that ended with max_tokens or the context
-    num_finished_abort       counter   requests aborted by a client, a stop string, pause("abort")
-                                       or a lost client
-    num_finished_error       counter   requests that failed inside the engine: logits that are not
-                                       finite, an exception in a processor
-    num_finished_timeout     counter   requests that ended at their timeout_s
-    num_requests_refused     counter   requests whose parameters the engine rejected
-    num_requests_orphaned    counter   requests that ended because their client left or died
-    num_grammar_refusals     counter   structured outputs that did not compile within their limits
-    num_failed_utilities     counter   utility calls that raised
-    num_bad_frames           counter   invalid frames from clients; only their sender gets an error
-    num_lost_outputs         counter   rows that could not be encoded; their requests failed
-    num_overflowed_clients   counter   clients of a daemon that were disconnected because they did
-                                       not read their outputs
-
-    num_inputs_refused       counter   requests that this frontend rejected before sending them
-    num_bad_engine_frames    counter   invalid frames from the engine
-    num_rejected_peers       counter   connections to the engine's sockets by a process that was not
-                                       given their key, or of another user
-    num_dropped_rows         counter   rows of an engine that has been replaced since
-    num_engine_restarts      counter   engines that took the place of one that died; the engine's
-                                       own counters then start at 0 again
-    num_requests_resumed     counter   requests that continued on another engine
-    num_requests_quarantined counter   requests that ended because engines died of them
 """
 
 from __future__ import annotations
@@ -64,8 +10,11 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ...ipc.config import EngineConfig
-from ...ipc.messages import EngineCoreOutputs, SchedulerStats
+from ...ipc.counters import ClientCounters, SchedulerStats
+from ...ipc.messages import EngineCoreOutputs
 from ..clients.client import EngineClient
 from ..requests.input_processor import ProcessedRequest
 from ..requests.output_processor import OutputProcessor
@@ -261,16 +210,18 @@ class Telemetry:
             self._tracer.fail(error)
 
     def metrics(self, of_the_engine: dict[str, int]) -> dict[str, int]:
-        """Returns the engine's metrics with this client's own; see the module."""
-        return of_the_engine | {
-            "num_inputs_refused": self.num_inputs_refused,
-            "num_bad_engine_frames": self._client.num_bad_frames,
-            "num_rejected_peers": self._client.num_rejected_peers,
-            "num_dropped_rows": self._output_processor.num_dropped_rows,
-            "num_engine_restarts": self._client.restarts.by_cause.total(),
-            "num_requests_resumed": self._client.restarts.num_resumed,
-            "num_requests_quarantined": self._client.restarts.num_quarantined,
-        }
+        """Returns the engine's metrics with this client's own; see ipc/counters.py."""
+        restarts = self._client.restarts
+        own = ClientCounters(
+            num_inputs_refused=self.num_inputs_refused,
+            num_bad_engine_frames=self._client.num_bad_frames,
+            num_rejected_peers=self._client.num_rejected_peers,
+            num_dropped_rows=self._output_processor.num_dropped_rows,
+            num_engine_restarts=restarts.by_cause.total(),
+            num_requests_resumed=restarts.num_resumed,
+            num_requests_quarantined=restarts.num_quarantined,
+        )
+        return of_the_engine | msgspec.structs.asdict(own)
 
     def close(self) -> None:
         """Sends the remaining spans and metrics if this object owns their providers. May be called

@@ -4,7 +4,8 @@ import struct
 
 import pytest
 from quire.core.output_rows import OutputRows
-from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs, SchedulerStats
+from quire.ipc.counters import SchedulerStats
+from quire.ipc.messages import Array, Finished, FinishReason, PromptLogprobs
 from quire.ipc.step_messages import SlotLogprobs, SlotPromptLogprobs
 
 

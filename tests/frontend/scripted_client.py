@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from quire.frontend.clients.client import EngineClient
 from quire.ipc.config import EngineConfig
+from quire.ipc.counters import SchedulerStats
 from quire.ipc.errors import EngineDeadError
 from quire.ipc.messages import (
     Array,
@@ -19,7 +20,6 @@ from quire.ipc.messages import (
     FinishReason,
     PromptLogprobs,
     Ready,
-    SchedulerStats,
     TokenLogprobs,
     child_request_id,
 )

@@ -28,13 +28,13 @@ from typing import Any
 import msgspec
 
 from ....ipc.config import EngineConfig
+from ....ipc.counters import SchedulerStats
 from ....ipc.errors import EngineDeadError, EnginePausedError, EngineUsageError
 from ....ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
     FinishReason,
-    SchedulerStats,
 )
 from ....ipc.models.expert_parallel import shares_experts
 from ...supervision.resubmission import Entry

@@ -30,17 +30,75 @@ from prometheus_client.metrics_core import (
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ....ipc.counters import TEXTS, TEXTS_UNDER_THEIR_NAMES
 from ....ipc.errors import EngineDeadError
 from ...async_llm import AsyncLLM
 from ..http.openapi import ApiRoute
 from ..meters import Histogram
 from ..state import ServerState
-from .metric_tables import COUNTERS, LOAD, MEMORY, MEMORY_ABOUT, OWN_COUNTERS, PROMPTS, Table
 
 ENGINE_TIMEOUT_S = 2.0  # for the engine's counters; a longer step must not fail the scrape
 LABELS = ("model_name", "engine")
 # Routes that probes and scrapers poll; http_requests_total excludes them, as in vLLM.
 PROBES = frozenset({"/health", "/health/ready", "/metrics", "/ping", "/load", "/version"})
+
+
+Counts = dict[str, int]  # of get_metrics, and "num_queued" in the server
+
+
+def _waiting(counts: Counts) -> int:
+    return counts.get("num_waiting", 0) + counts.get("num_swapped", 0) + counts["num_queued"]
+
+
+def _usage(counts: Counts) -> float:
+    num_blocks = counts.get("num_blocks", 0)
+    return 1 - counts["num_free_blocks"] / (num_blocks - 1) if num_blocks > 1 else 0.0
+
+
+def _prompt_tokens(counts: Counts) -> int:
+    names = "num_prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits"
+    return sum(counts.get(name, 0) for name in names)
+
+
+# vLLM's name -> a counter or gauge of ipc/counters.py, or the value for an engine and its text
+Table = dict[str, str | tuple[Callable[[Counts], float], str]]
+LOAD: Table = {
+    "num_requests_running": "num_running",
+    "num_requests_waiting": (
+        _waiting,
+        "Waiting requests, in the server's queue and in the engine's.",
+    ),
+    "kv_cache_usage_perc": (
+        _usage,
+        "Share of the KV cache's blocks that requests use now, from 0 to 1.",
+    ),
+}
+PROMPTS: Table = {
+    "prompt_tokens": (_prompt_tokens, "Prompt tokens computed, or found in a cache."),
+    "prompt_tokens_recomputed": "num_recomputed_tokens",
+    "prompt_tokens_cached": "prefix_cache_hits",
+}
+COUNTERS: Table = {
+    "generation_tokens": "num_generation_tokens",
+    "prefix_cache_queries": "prefix_cache_queries",
+    "prefix_cache_hits": "prefix_cache_hits",
+    "external_prefix_cache_queries": "external_prefix_cache_queries",
+    "external_prefix_cache_hits": "external_prefix_cache_hits",
+    "num_preemptions": "num_preemptions",
+    "spec_decode_num_drafts": "num_drafts",
+    "spec_decode_num_draft_tokens": "num_draft_tokens",
+    "spec_decode_num_accepted_tokens": "num_accepted_tokens",
+}
+# The engine's memory: key of its status -> value of the label `kind`.
+MEMORY = {
+    "resident_bytes": "resident",
+    "weights_bytes": "weights",
+    "kv_cache_bytes": "kv_cache",
+}
+MEMORY_ABOUT = (
+    "Bytes of the engine's processes: resident memory; weights; the whole KV cache, of which a CPU "
+    "holds in memory what has been written. On several ranks, their sum."
+)
 
 
 def routes(state: ServerState) -> list[ApiRoute]:
@@ -158,11 +216,12 @@ class Collector:
 
     def _of_each(self, prefix: str, table: Table, kind: Any) -> Iterator[Metric]:
         """A metric of each engine; in the server's queue, requests wait for the first one."""
-        for name, (value_of, about) in table.items():
+        for name, row in table.items():
+            about = TEXTS[row] if isinstance(row, str) else row[1]
             family = kind(prefix + name, about, labels=LABELS)
             for index, counts in self._of_engines.items():
-                num_queued = self._num_queued if index == 0 else 0
-                value = value_of(counts | {"num_queued": num_queued})
+                counts = counts | {"num_queued": self._num_queued if index == 0 else 0}
+                value = counts.get(row, 0) if isinstance(row, str) else row[0](counts)
                 family.add_metric((self.state.model_name, str(index)), value)
             yield family
 
@@ -288,13 +347,13 @@ class Collector:
                 dict(enumerate(map(int, self._engines_up))),
                 GaugeMetricFamily,
             )
-        for name, about in OWN_COUNTERS.items():
+        for name, about in TEXTS_UNDER_THEIR_NAMES.items():
             yield CounterMetricFamily(f"quire:{name}", about, value=self._own.get(name, 0))
         yield from self._of_memory()
         yield from self._of_restarts()
         yield GaugeMetricFamily(
             "quire:num_requests_swapped",
-            "Preempted requests whose KV entries are in host memory now.",
+            TEXTS["num_swapped"],
             value=self._own.get("num_swapped", 0),
         )
         yield GaugeMetricFamily(

@@ -1,9 +1,9 @@
 """A pool that reports what it forgets, and what it is about to overwrite."""
 
-from quire.core.counters import Counters
 from quire.core.kv_cache.events import KVEvents
 from quire.core.kv_cache.offload import OffloadedBlocks
 from quire.core.kv_cache.watched_pool import WatchedBlockPool
+from quire.ipc.counters import EngineCounters
 from quire.ipc.kv_events import GPU, AllBlocksCleared, BlockRemoved, hash_for_routers
 from quire.ipc.models.kv_layout import KVLayout
 from quire.tests.fake_offload import FakeOffload
@@ -11,7 +11,7 @@ from quire.tests.fake_offload import FakeOffload
 
 def test_evicted_blocks_are_stored_and_removed_ones_are_not():
     place = FakeOffload(10, lambda: [[block] for block in range(5)])
-    offload = OffloadedBlocks(place, counters := Counters())
+    offload = OffloadedBlocks(place, counters := EngineCounters())
     events = KVEvents(KVLayout(16))
     pool = WatchedBlockPool(5, events, offload)
     names = [bytes([i]) * 32 for i in range(4)]
@@ -29,7 +29,7 @@ def test_evicted_blocks_are_stored_and_removed_ones_are_not():
 
 def test_a_reset_clears_all_only_if_nothing_is_elsewhere():
     for place in (None, FakeOffload(1, list)):
-        offload = None if place is None else OffloadedBlocks(place, Counters())
+        offload = None if place is None else OffloadedBlocks(place, EngineCounters())
         events = KVEvents(KVLayout(16))
         pool = WatchedBlockPool(3, events, offload)
         [block] = pool.get_new_blocks(1)

@@ -6,6 +6,7 @@ import asyncio
 
 import msgspec
 import pytest
+from quire.ipc.counters import SchedulerStats, TransportStats
 from quire.ipc.errors import (
     EngineDeadError,
     EnginePausedError,
@@ -14,8 +15,6 @@ from quire.ipc.errors import (
 )
 from quire.ipc.messages import (
     FinishReason,
-    SchedulerStats,
-    TransportStats,
 )
 from quire.tests.fakes import expected_output, weights_digest
 from quire.tests.frontend.clients.driver import (

@@ -94,7 +94,7 @@ class GemmaCalls(ToolFormat):
         yield from stream.skip_space()
         if (yield from stream.accept(self.quote)):
             calls.emit_arguments('"')
-            stream.sink = calls.string_part
+            stream.open_sink(calls.string_part)
             if (yield from stream.read_until((self.quote,), keeps_space=True)) is None:
                 raise Malformed
             calls.emit_arguments('"')
@@ -104,7 +104,7 @@ class GemmaCalls(ToolFormat):
             yield from self._read_items(stream, calls, depth, "[", "]")
         else:
             stream.drop()
-            stream.sink = calls.arguments_part
+            stream.open_sink(calls.arguments_part)
             yield from read_json(stream)
             stream.close_sink()
 

@@ -158,13 +158,13 @@ def read_messages(
                 calls.end()
         except Malformed:
             if mark in ENDS and speech is reasoning:
-                stream.position = stream.retry_position
+                stream.go_to(stream.retry_position)
                 stream.drop()
             else:
                 calls.give_up()
             if mark in ENDS:
                 speech = content
-        stream.sink = speech
+        stream.open_sink(speech)
         mark = yield from stream.read_until(BOUNDARIES, keeps_space=True)
 
 
@@ -185,7 +185,7 @@ def _read_header(stream: TextStream, mark: str) -> Generator[None, None, str | N
                 return None
             raise Malformed
     if mark != START:
-        stream.position -= len(mark)  # it is part of the header
+        stream.put_back(len(mark))  # it is part of the header
     begin = stream.position
     while not (yield from stream.accept(MESSAGE)):
         if (yield from stream.accept(CHANNEL)) or (yield from stream.accept(CONSTRAIN)):
@@ -197,7 +197,7 @@ def _read_header(stream: TextStream, mark: str) -> Generator[None, None, str | N
             return None
         if character in ("", "<", "\n") or stream.position - begin > MAX_HEADER_LENGTH:
             raise Malformed
-        stream.position += 1
+        stream.skip(1)
     return stream.buffer[begin : stream.position]
 
 

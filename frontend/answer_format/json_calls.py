@@ -97,7 +97,7 @@ def _stands_before(stream: TextStream, mark: str) -> Generator[None, None, bool]
         return True
     if not mark or not (yield from stream.accept(mark)):
         return False
-    stream.position -= len(mark)
+    stream.put_back(len(mark))
     return True
 
 
@@ -109,7 +109,7 @@ def read_arguments(stream: TextStream, calls: Calls, name: str, id: str = "") ->
         calls.emit_arguments(arguments)
         return
     calls.start(name, id)
-    stream.sink = calls.arguments_part
+    stream.open_sink(calls.arguments_part)
     yield from read_json(stream)
     stream.close_sink()
 

@@ -43,7 +43,7 @@ def read_json(stream: TextStream) -> Reader:
         character = yield from stream.peek()
         if character in ("{", "["):
             closer = "}" if character == "{" else "]"
-            stream.position += 1
+            stream.skip(1)
             yield from _skip_json_space(stream)
             if not (yield from stream.accept(closer)):
                 closers.append(closer)
@@ -71,7 +71,7 @@ def _read_end_of_value(stream: TextStream, closers: list[str]) -> Generator[None
             if (yield from stream.peek_past(1, JSON_SPACE)) == closers[-1]:
                 stream.replace(1, "")
                 continue
-            stream.position += 1
+            stream.skip(1)
             if closers[-1] == "}":
                 yield from _read_key(stream)
             return True
@@ -93,10 +93,10 @@ def read_string(stream: TextStream) -> Reader:
         if not (yield from stream.peek()):
             raise Malformed
         if run := STRING_RUN.match(stream.buffer, stream.position):
-            stream.position = run.end()
+            stream.go_to(run.end())
         character = yield from stream.peek()
         if character == '"':
-            stream.position += 1
+            stream.skip(1)
             return
         if character == "\\":
             yield from _read_escape(stream)
@@ -109,17 +109,17 @@ def _read_escape(stream: TextStream) -> Reader:
     escaped = yield from _ahead(stream, 1)
     code = (yield from _code_ahead(stream, 0)) if escaped == "u" else None
     if escaped in ESCAPED:
-        stream.position += 2
+        stream.skip(2)
     elif escaped == "'":
         stream.replace(2, "'")
     elif code is None:
         stream.replace(1, "\\\\")
     elif not 0xD800 <= code < 0xE000:
-        stream.position += 6
+        stream.skip(6)
     else:
         second = (yield from _code_ahead(stream, 6)) if code < 0xDC00 else None
         if second is not None and 0xDC00 <= second < 0xE000:
-            stream.position += 12
+            stream.skip(12)
         else:
             stream.replace(6, "\\ufffd")
 
@@ -162,7 +162,7 @@ def _read_scalar(stream: TextStream) -> Reader:
     number = SCALAR.fullmatch(text)
     if not number or ((number[2] or number[3]) and math.isinf(float(text))):
         raise Malformed
-    stream.position = end
+    stream.go_to(end)
 
 
 def read_held_json(stream: TextStream) -> Generator[None, None, str]:
@@ -193,7 +193,7 @@ def repaired_object(text: str) -> str:
 
     stream = TextStream()
     stream.append(text.strip())
-    stream.has_ended = True
+    stream.end()
     try:
         next(read())
     except StopIteration as end:
@@ -217,4 +217,4 @@ def json_of(value: Any) -> str:
 
 def _skip_json_space(stream: TextStream) -> Reader:
     while (character := (yield from stream.peek())) and character in JSON_SPACE:
-        stream.position += 1
+        stream.skip(1)

@@ -68,7 +68,7 @@ class AnswerParser:
 
     def finish(self) -> list[Part]:
         """The remaining parts, after the last text."""
-        self._stream.has_ended = True
+        self._stream.end()
         return self._advance()
 
     @property
@@ -104,7 +104,7 @@ class AnswerParser:
             yield from self._read_content_and_calls(self._tool_format, content_end)
             return
         if content_end:
-            self._stream.sink = Content
+            self._stream.open_sink(Content)
             if (yield from self._stream.read_until((content_end,))):
                 self._stream.drop()
                 yield from self._drop_last_space()
@@ -113,8 +113,8 @@ class AnswerParser:
     def _read_plain(self) -> None:
         """The rest is content."""
         self.is_plain = True
-        self._stream.position = len(self._stream.buffer)
-        self._stream.sink = Content
+        self._stream.go_to(len(self._stream.buffer))
+        self._stream.open_sink(Content)
         self._stream.close_sink()
 
     def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
@@ -125,7 +125,7 @@ class AnswerParser:
         elif not self._begins_in_reasoning:
             yield from stream.skip_space()
             if not (yield from stream.accept(marks.start)):
-                stream.position = 0
+                stream.go_to(0)
                 return
         elif marks.start:
             yield from stream.skip_space()
@@ -133,7 +133,7 @@ class AnswerParser:
         if not self._is_within_reasoning:
             yield from stream.skip_space()
         stream.drop()
-        stream.sink = Reasoning
+        stream.open_sink(Reasoning)
         yield from stream.read_until((marks.end,))
         yield from stream.skip_space()
         stream.drop()
@@ -141,7 +141,7 @@ class AnswerParser:
     def _read_content_start(self, mark: str) -> Generator[None, None, bool]:
         yield from self._stream.skip_space()
         if not (yield from self._stream.accept(mark)):
-            self._stream.position = 0
+            self._stream.go_to(0)
             return False
         yield from self._stream.skip_space()
         self._stream.drop()
@@ -155,7 +155,7 @@ class AnswerParser:
             mark: str | None = ""
             try:
                 if not (may_be_bare and (yield from self._begins_bare(tool_format, has_called))):
-                    stream.sink = Content
+                    stream.open_sink(Content)
                     mark = yield from stream.read_until(tool_format.starts + ends)
                     if mark is None:
                         return
@@ -180,7 +180,7 @@ class AnswerParser:
         """
         yield from self._stream.skip_space()
         if (yield from self._stream.peek()):
-            self._stream.position = 0
+            self._stream.go_to(0)
         self._stream.drop()
 
     def _begins_bare(
@@ -199,5 +199,5 @@ class AnswerParser:
         character = yield from stream.peek()
         if character and character in tool_format.bare_beginnings:
             return True
-        stream.position = 0
+        stream.go_to(0)
         return False

@@ -113,7 +113,7 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
             closers.append(CLOSERS[character])
         elif character in ")]}" and (not closers or character != closers.pop()):
             raise Malformed
-        stream.position += 1
+        stream.skip(1)
     try:
         if not character:
             raise Malformed
@@ -124,18 +124,18 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
 
 def _skip_string(stream: TextStream, quote: str) -> Reader:
     """Line breaks, and backslashes that begin no escape, are escaped."""
-    stream.position += 1
+    stream.skip(1)
     while (character := (yield from stream.peek())) != quote:
         if not character:
             raise Malformed
         if character in LINE_BREAKS:
             stream.replace(1, LINE_BREAKS[character])
         elif character != "\\":
-            stream.position += 1
+            stream.skip(1)
         elif not (escaped := (yield from stream.peek_past(1, ""))):
             raise Malformed
         elif escaped in ESCAPED:
-            stream.position += 2
+            stream.skip(2)
         else:
             stream.replace(1, "\\\\")
-    stream.position += 1
+    stream.skip(1)

@@ -140,7 +140,7 @@ class TaggedCalls(ToolFormat):
             return
         if not self.values_have_lines or not (yield from stream.accept(self.section_end)):
             raise Malformed
-        stream.position -= len(self.section_end)
+        stream.put_back(len(self.section_end))
 
     def _read_argument(self, stream: TextStream, calls: Calls, name: str) -> Reader:
         key = (yield from stream.read_while(KEY_CHARACTER, MAX_NAME_LENGTH)).strip()
@@ -150,7 +150,7 @@ class TaggedCalls(ToolFormat):
         calls.key(key)
         if types == {"string"}:
             calls.emit_arguments('"')
-            stream.sink = calls.string_part
+            stream.open_sink(calls.string_part)
             yield from self._read_value(stream, calls, name)
             calls.emit_arguments('"')
         else:
@@ -181,10 +181,10 @@ class TaggedCalls(ToolFormat):
                 raise Malformed
             if mark != self.key_start or (yield from self._names_argument(stream, calls, name)):
                 break
-            stream.sink = sink  # the tag is text
+            stream.open_sink(sink)  # the tag is text
         length = stream.position - len(mark) - start
         if self.value_end not in mark:  # the tag that follows is read again
-            stream.position -= len(mark.lstrip("\n"))
+            stream.put_back(len(mark.lstrip("\n")))
         return length
 
     def _value_ends(self, calls: Calls) -> tuple[str, ...]:

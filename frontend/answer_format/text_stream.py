@@ -132,7 +132,23 @@ class TextStream:
                 self.close_sink()
                 return None
 
+    def skip(self, count: int) -> None:
+        """Consumes characters that have arrived."""
+        self.position += count
+
+    def put_back(self, count: int) -> None:
+        """The last `count` consumed characters are read again."""
+        self.position -= count
+
+    def go_to(self, position: int) -> None:
+        """What is before `position` in the buffer is consumed, the rest is read (again)."""
+        self.position = position
+
     # ------------------------------------------------------------ passing on
+
+    def open_sink(self, sink: Callable[[str], Part] | None) -> None:
+        """From here on, consumed text is passed on as the parts that `sink` makes of it."""
+        self.sink = sink
 
     def emit(self, part: Part) -> None:
         """Passes on a part in place of the consumed text."""
@@ -204,6 +220,10 @@ class TextStream:
 
     def append(self, text: str) -> None:
         self.buffer += text
+
+    def end(self) -> None:
+        """All text has arrived."""
+        self.has_ended = True
 
     def take_parts(self) -> list[Part]:
         count = len(self.parts) if self._held is None else self._num_released

@@ -85,6 +85,40 @@ def all_routes(state: ServerState, models: Models | None = None) -> list[ApiRout
     return [*routes, *description_routes(routes, __version__, state.server_config.root_path)]
 
 
+class AnswerSender:
+    """ASGI's `send` of one call: adds the call's headers to its answer, and notes the status."""
+
+    def __init__(self, send: Any, call: Call, loop: asyncio.AbstractEventLoop):
+        self.status = 0  # before the answer begins
+        self._send = send
+        self._call = call
+        self._loop = loop
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = self._call.headers(self._loop.time())
+            message["headers"] = [*message.get("headers", ()), *headers]
+        await self._send(message)
+
+
+def _begin_call(scope: Any, send: Any, loop: asyncio.AbstractEventLoop) -> Call:
+    """The Call of a request, which is in its scope from here on."""
+    task = asyncio.current_task()
+    assert task is not None
+    of_connection = scope.setdefault("state", {})
+    call = of_connection["call"] = Call(
+        new_request_id(scope["headers"]),
+        loop.time(),
+        task,
+        scope["path"],
+        disconnected=of_connection.get("disconnected"),
+        send=send,
+        chunk_writer=of_connection.get("chunk_writer"),
+    )
+    return call
+
+
 class App:
     """Wraps the router: gives each request its Call, checks the key, and converts exceptions to
     responses in the format of the API.
@@ -117,38 +151,14 @@ class App:
             if scope["path"][len(root)] == "/":
                 scope["path"] = scope["path"][len(root) :]
         loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-        call = Call(new_request_id(scope["headers"]), loop.time(), task, scope["path"])
-        of_connection = scope.setdefault("state", {})
-        call.send, call.chunk_writer = send, of_connection.get("chunk_writer")
-        call.disconnected = of_connection.get("disconnected")
-        of_connection["call"] = call
+        call = _begin_call(scope, send, loop)
         # Makes starlette's routes raise their errors, which _answer_error converts to the format of
         # the API.
         scope["app"] = self
-        status, meters = 0, self.state.meters
-        meters.num_http_requests += 1
-
-        async def send_with_headers(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), *call.headers(loop.time())]
-            await send(message)
-
+        answer = AnswerSender(send, call, loop)
+        self.state.meters.http_began()
         try:
-            self._cross_site.check(scope)
-            call.tenant = self.state.keys.check(scope)
-            call.weight = self.state.keys.weight(call.tenant)
-            call.deadline = read_deadline(scope["headers"])
-            endpoint = self._endpoints.get((scope["method"], scope["path"]))
-            if endpoint is None:
-                await self._router(scope, receive, send_with_headers)
-            else:
-                scope["endpoint"] = endpoint
-                response = await endpoint(Request(scope, receive, send_with_headers))
-                await response(scope, receive, send_with_headers)
+            await self._answer(scope, receive, answer, call)
         except asyncio.CancelledError:
             if not call.is_disconnected:
                 raise
@@ -156,32 +166,45 @@ class App:
         except ENDS:
             raise
         except BaseException as error:
-            await self._answer_error(
-                error, scope, receive, send_with_headers, has_begun=bool(status)
-            )
+            await self._answer_error(error, scope, receive, answer)
         finally:
-            if call.watcher is not None:
-                call.watcher.cancel()
-            meters.num_http_requests -= 1
-            meters.num_body_bytes -= call.num_body_bytes
-            if call.num_body_bytes >= LARGE_BODY:
-                loop.run_in_executor(None, release_memory)
-            duration_s = loop.time() - call.began
-            meters.http_ended(
-                scope["method"],
-                self._paths.get(scope.get("endpoint"), "other"),
-                CLIENT_LEFT if call.is_disconnected else status,
-                duration_s,
-            )
-            if self._is_logged(scope["path"]):
-                log_access(scope, CLIENT_LEFT if call.is_disconnected else status, duration_s)
+            self._end_call(scope, call, answer.status, loop)
+
+    async def _answer(self, scope: Any, receive: Any, send: AnswerSender, call: Call) -> None:
+        self._cross_site.check(scope)
+        call.tenant = self.state.keys.check(scope)
+        call.weight = self.state.keys.weight(call.tenant)
+        call.deadline = read_deadline(scope["headers"])
+        endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._router(scope, receive, send)
+        else:
+            scope["endpoint"] = endpoint
+            response = await endpoint(Request(scope, receive, send))
+            await response(scope, receive, send)
+
+    def _end_call(
+        self, scope: Any, call: Call, status: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        if call.watcher is not None:
+            call.watcher.cancel()
+        if call.num_body_bytes >= LARGE_BODY:
+            loop.run_in_executor(None, release_memory)
+        duration_s = loop.time() - call.began
+        status = CLIENT_LEFT if call.is_disconnected else status
+        route = self._paths.get(scope.get("endpoint"), "other")
+        self.state.meters.http_ended(
+            scope["method"], route, status, duration_s, call.num_body_bytes
+        )
+        if self._is_logged(scope["path"]):
+            log_access(scope, status, duration_s)
 
     def _is_logged(self, path: str) -> bool:
         config = self.state.server_config
         return config.access_log and (config.access_log_polls or path not in POLLS)
 
     async def _answer_error(
-        self, error: BaseException, scope: Any, receive: Any, send: Any, *, has_begun: bool
+        self, error: BaseException, scope: Any, receive: Any, send: AnswerSender
     ) -> None:
         if isinstance(error, HTTPException):
             refusal = from_status(
@@ -192,7 +215,7 @@ class App:
             request = f"{scope['method']} {scope['path']}"
             refusal = self.state.explain(error, request, scope["state"]["call"].request_id)
             headers = {}
-        if has_begun:
+        if send.status:
             raise error  # too late for an error response: the connection ends
         await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(
             scope, receive, send

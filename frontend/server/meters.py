@@ -127,8 +127,21 @@ class Meters:
         )
         self.histograms = {name: Histogram(*entry) for name, entry in HISTOGRAMS.items()}
 
-    def http_ended(self, method: str, route: str, status: int, duration_s: float) -> None:
-        """Counts an HTTP request that has been answered, or whose client has disconnected."""
+    def http_began(self) -> None:
+        self.num_http_requests += 1
+
+    def add_body_bytes(self, num_bytes: int) -> None:
+        """Counts what an active request has sent."""
+        self.num_body_bytes += num_bytes
+
+    def http_ended(
+        self, method: str, route: str, status: int, duration_s: float, num_body_bytes: int
+    ) -> None:
+        """Counts an HTTP request that has been answered, or whose client has disconnected.
+        `num_body_bytes`: what it had sent.
+        """
+        self.num_http_requests -= 1
+        self.num_body_bytes -= num_body_bytes
         self.http_requests[method, route, status] += 1
         if (histogram := self.http_durations.get((method, route))) is None:
             histogram = self.http_durations[method, route] = Histogram("", HTTP_S)

@@ -97,6 +97,7 @@ class ChatAnswer(OpenAIAnswer):
     id_prefix = "chatcmpl"
     object, type = "chat.completion", ChatCompletion
     object_of_chunk, type_of_chunk = "chat.completion.chunk", Chunk
+    text_path = ("delta", "content")
 
     def __init__(self, state: ServerState, call: Call, body: Any, model: str, run: AnswerRun):
         super().__init__(state, call, body, model, run)

@@ -52,6 +52,7 @@ class CompletionAnswer(OpenAIAnswer):
     id_prefix = "cmpl"
     object = object_of_chunk = "text_completion"
     type = type_of_chunk = Completion
+    text_path = ("text",)
 
     def __init__(
         self,

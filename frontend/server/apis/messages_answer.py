@@ -66,19 +66,19 @@ class MessagesAnswer(BlockAnswer):
             chunks.append(self._start())
         chunks += [_event(event) for event in self._take(delta)]
         if delta.finish_reason is not None:
-            chunks.append(named("message_delta", delta=_stop(delta), usage=self._usage()))
-            chunks.append(named("message_stop"))
+            chunks.append(typed_event("message_delta", delta=_stop(delta), usage=self._usage()))
+            chunks.append(typed_event("message_stop"))
         return b"".join(chunks)
 
     def _start(self) -> bytes:
         nothing = {"content": [], "stop_reason": None, "stop_sequence": None}
-        return named("message_start", message=self._head | nothing | {"usage": self._usage()})
+        return typed_event("message_start", message=self._head | nothing | {"usage": self._usage()})
 
     def _error_event(self, error: ApiError) -> bytes:
         return b"event: error\ndata: " + error.body("/v1/messages") + b"\n\n"
 
 
-def named(kind: str, **fields: Any) -> bytes:
+def typed_event(kind: str, **fields: Any) -> bytes:
     """An event whose type is its name."""
     return named_event(kind, {"type": kind, **fields})
 
@@ -128,12 +128,12 @@ def _event(event: BlockEvent) -> bytes:
             REASONING: {"type": "thinking", "thinking": "", "signature": ""},
         }
         content = _tool_use(block) if block.kind == CALL else empty[block.kind]
-        return named("content_block_start", index=block.index, content_block=content)
-    stop = named("content_block_stop", index=block.index)
+        return typed_event("content_block_start", index=block.index, content_block=content)
+    stop = typed_event("content_block_stop", index=block.index)
     if block.kind != REASONING:
         return stop
     return _delta(block, "signature_delta", "signature", _signature(block)) + stop
 
 
 def _delta(block: Block, kind: str, name: str, text: str) -> bytes:
-    return named("content_block_delta", index=block.index, delta={"type": kind, name: text})
+    return typed_event("content_block_delta", index=block.index, delta={"type": kind, name: text})

@@ -14,13 +14,11 @@ import msgspec
 from starlette.responses import Response
 
 from ..http.call import Call
-from ..http.sse import DONE, EventStream, encode, event, json_of
+from ..http.sse import DONE, EventStream, around, event, json_of
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
 from ..turns.token_logprobs import TokenWriter
 from ..turns.usage import UsageCounts
-
-MARK = "the text of a chunk"
 
 
 class OpenAIAnswer:
@@ -34,6 +32,7 @@ class OpenAIAnswer:
     object_of_chunk: ClassVar[str]
     type: ClassVar[type[msgspec.Struct]]
     type_of_chunk: ClassVar[type[msgspec.Struct]]
+    text_path: ClassVar[tuple[str, ...]]  # to the text of a chunk's choice
 
     def __init__(self, state: ServerState, call: Call, body: Any, model: str, run: AnswerRun):
         self._state = state
@@ -121,21 +120,19 @@ class OpenAIAnswer:
         yield DONE
 
     def _chunk(self, choices: list[Any], **fields: Any) -> bytes:
+        return event(self._chunk_of(choices, **fields))
+
+    def _chunk_of(self, choices: list[Any], **fields: Any) -> msgspec.Struct:
         if self._counts_always:
             fields["usage"] = self._usage()
         elif self._wants_usage:
             fields.setdefault("usage", None)
-        return event(
-            self.type_of_chunk(
-                **self._head,
-                object=self.object_of_chunk,
-                choices=choices,
-                **self._tail,
-                **fields,
-            )
+        return self.type_of_chunk(
+            **self._head, object=self.object_of_chunk, choices=choices, **self._tail, **fields
         )
 
     def _around_text(self, index: int) -> tuple[bytes, bytes]:
         """A chunk of plain text is its text between two constants."""
-        before, after = self._chunk([self._text_choice(index, MARK)]).split(encode(MARK))
-        return before, after
+        chunk = self._chunk_of([self._text_choice(index, "")])
+        before, after = around(chunk, ("choices", 0, *self.text_path))
+        return b"data: " + before, after + b"\n\n"

@@ -199,7 +199,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
                     chunk = await in_turn(turns, call, partial(gunzip.feed, chunk))
                 body += chunk
                 call.num_body_bytes += len(chunk)
-                meters.num_body_bytes += len(chunk)
+                meters.add_body_bytes(len(chunk))
                 if len(body) > config.max_body_bytes:
                     raise too_large(config)
                 if meters.num_body_bytes > MAX_LARGE_BODIES * config.max_body_bytes:

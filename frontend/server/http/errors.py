@@ -117,6 +117,18 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.cause = cause
 
+    def renamed(self, param: str) -> ApiError:
+        """The same error under another name of its parameter."""
+        message = self.message.replace(f"'{self.param}'", f"'{param}'")
+        return ApiError(
+            self.status,
+            message,
+            code=self.code,
+            param=param,
+            retry_after_s=self.retry_after_s,
+            cause=self.cause,
+        )
+
     @property
     def type(self) -> str:
         return TYPES.get(
@@ -212,7 +224,7 @@ def refused(parameter: str, problem: str, names: dict[str, str] | None = None) -
 
 
 @contextmanager
-def named(names: dict[str, str]) -> Iterator[None]:
+def renaming(names: dict[str, str]) -> Iterator[None]:
     """Renames parameters in the errors raised within: internal (OpenAI's) names -> the API's
     names.
     """
@@ -221,10 +233,9 @@ def named(names: dict[str, str]) -> Iterator[None]:
     except InvalidParameterError as error:
         raise refused(error.parameter, error.problem, names) from None
     except ApiError as error:
-        if error.param in names:
-            error.message = error.message.replace(f"'{error.param}'", f"'{names[error.param]}'")
-            error.param = names[error.param]
-        raise
+        if error.param not in names:
+            raise
+        raise error.renamed(names[error.param]) from None
 
 
 def from_status(status: int, path: str, method: str, known_paths: Iterable[str] = ()) -> ApiError:

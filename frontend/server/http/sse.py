@@ -57,6 +57,26 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
+def around(value: Any, path: tuple[str | int, ...]) -> tuple[bytes, bytes]:
+    """The JSON of a Struct, dict or list before and after the value at `path`."""
+    if not path:
+        return b"", b""
+    if isinstance(value, msgspec.Struct):
+        value = {k: v for k, v in msgspec.structs.asdict(value).items() if v is not msgspec.UNSET}
+    keys = list(range(len(value)) if isinstance(value, list) else value)
+    place = keys.index(path[0])
+    before, after = around(value[path[0]], path[1:])
+    written = [encode(value[key]) for key in keys]
+    if isinstance(value, dict):
+        before = encode(path[0]) + b":" + before
+        written = [encode(key) + b":" + text for key, text in zip(keys, written, strict=True)]
+    opening, closing = (b"{", b"}") if isinstance(value, dict) else (b"[", b"]")
+    return (
+        opening + b"".join(text + b"," for text in written[:place]) + before,
+        after + b"".join(b"," + text for text in written[place + 1 :]) + closing,
+    )
+
+
 @dataclass(eq=False)
 class EventStream:
     """A response that sends `events` as they arrive.

@@ -22,7 +22,7 @@ from ..http.openapi import ApiRoute
 from ..http.sse import json_of
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
-from .pooling import check_number
+from ..turns.tokenizing import check_number
 
 # Cohere's input types -> the names that prompts of models have.
 PROMPT_NAMES = {

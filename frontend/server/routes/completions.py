@@ -28,10 +28,9 @@ from ..turns.sampling import (
     field_names,
     sampling_params,
 )
-from ..turns.tokenizing import tokenize_all
+from ..turns.tokenizing import prompts_of, tokenize_all
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 
 
 class CompletionBody(SamplingBody, kw_only=True):
@@ -88,7 +87,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
         names=names,
         **overrides,
     )
-    prompts = _prompts(body.prompt, state.server_config.max_prompts_per_request)
+    most = state.server_config.max_prompts_per_request
+    prompts = prompts_of(body.prompt, "prompt", most, "prompts")
     jobs = []
     must_fit = params.truncate_prompt_tokens is None
     for index, token_ids in enumerate(
@@ -99,17 +99,8 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
             check_room(state, token_ids, body.max_tokens, names)
         prompt = prompts[index]
         text = prompt if isinstance(prompt, str) else None
-        jobs.append(
-            Job(
-                f"cmpl-{call.suffix}-{index}",
-                token_ids,
-                params,
-                text,
-                body.priority or 0,
-                body.cache_salt,
-                names,
-            )
-        )
+        request_id, priority = f"cmpl-{call.suffix}-{index}", body.priority or 0
+        jobs.append(Job(request_id, token_ids, params, text, priority, body.cache_salt, names))
     run = AnswerRun(state, call, jobs, detect(None).parser)
     return CompletionAnswer(state, call, body, model, run, gives_tokens=max_tokens > 0)
 
@@ -138,24 +129,6 @@ def _num_completions(body: CompletionBody, most: int) -> int:
             "'best_of' cannot be streamed: the best completions are known only at the end.",
         )
     return best_of
-
-
-def _prompts(prompt: Any, most: int) -> list[str | list[int]]:
-    """Converts the four forms of `prompt` to a list of texts and lists of token ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = set(map(type, prompt))
-    if kinds == {int}:
-        return [prompt]
-    if int in kinds:
-        raise invalid("prompt", f"'prompt' must be {FORMS}.", "invalid_type")
-    if len(prompt) > most:
-        raise invalid(
-            "prompt",
-            f"'prompt' can have at most {most} prompts, got {len(prompt)}.",
-            "array_above_max_length",
-        )
-    return prompt
 
 
 async def _tokenized(

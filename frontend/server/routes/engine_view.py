@@ -6,10 +6,12 @@ Must not know: what is displayed, or by which client.
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...async_llm import AsyncLLM
 from ..http.errors import ApiError
 from ..http.openapi import ApiRoute
 from ..http.queries import integer
@@ -33,71 +35,80 @@ MAX_CELLS = 4096  # characters of the block map; with more blocks, several share
 
 
 def routes(state: ServerState) -> list[ApiRoute]:
-    async def engine_state(request: Request) -> Response:
+    view = EngineView(state)
+    return [
+        ApiRoute("/v1/engine/state", view.engine_state),
+        ApiRoute("/v1/engine/experts", view.experts),
+        ApiRoute("/v1/requests", view.recent),
+        ApiRoute("/v1/requests/{request_id}/trace", view.trace),
+        ApiRoute("/v1/requests/{request_id}", view.one),
+    ]
+
+
+class EngineView:
+    """The handlers."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+
+    async def engine_state(self, request: Request) -> Response:
         """`since`: the number of the last step that the caller has seen, -1 for none; the response
         contains the later steps. `errors=body`: while the model is not loaded, the error object
         comes with status 200.
         """
         since = integer(request, "since", default=-1, least=-1, most=2**63 - 1)
         try:
-            engine = state.ready_engine()
+            engine = self._state.ready_engine()
         except ApiError as error:
             # a page that polls: browsers log each status above 399
             if request.query_params.get("errors") == "body" and error.code in WAITING:
                 return Json(error.in_format())
             raise
         observed = await engine.observe(since, MAX_CELLS)
-        config = engine.config
-        about = {
-            "model": state.model_name,
-            "max_model_len": config.model_config.max_model_len,
-            "block_size": config.cache_config.block_size,
-            "uptime_s": time.monotonic() - state.began,
-            # requests queued in this server; the engine's own queue is part of `observed`
-            "num_queued": state.ready_admission().num_waiting,
-            "num_finished": state.request_log.num_added,  # by this server since its start
-            # engines that took the place of dead ones, by cause; seconds from the last death to the
-            # next output; whether a standby is ready, null without --standby
-            "restarts": engine.client.restarts.by_cause,
-            "last_gap_s": engine.client.restarts.last_gap_s,
-            "standby_is_ready": engine.client.standby_is_ready,
-            "has_chat_template": bool(state.template_text),
-            # what applies to a request that does not say otherwise
-            "default_sampling_params": {
-                name: getattr(engine.get_default_sampling_params(), name) for name in SHOWN_DEFAULTS
-            },
-            "loras": list(state.loras.by_name),  # names that requests may give as `model`
-        }
-        return Json(observed | about)
+        return Json(observed | about(self._state, engine))
 
-    async def experts(request: Request) -> Response:
-        return Json(await state.ready_engine().expert_load())
+    async def experts(self, request: Request) -> Response:
+        return Json(await self._state.ready_engine().expert_load())
 
-    async def recent(request: Request) -> Response:
+    async def recent(self, request: Request) -> Response:
         limit = integer(request, "limit", default=100, least=0, most=MAX_REQUESTS)
-        return Json(
-            {"object": "list", "data": [summary_of(one) for one in state.request_log.recent(limit)]}
-        )
+        found = self._state.request_log.recent(limit)
+        return Json({"object": "list", "data": [summary_of(one) for one in found]})
 
-    async def one(request: Request) -> Response:
-        return Json(time_line(found(request)))
+    async def one(self, request: Request) -> Response:
+        return Json(time_line(self._found(request)))
 
-    async def trace(request: Request) -> Response:
-        return Json(chrome_trace(found(request)))
+    async def trace(self, request: Request) -> Response:
+        return Json(chrome_trace(self._found(request)))
 
-    def found(request: Request) -> FinishedRequest:
+    def _found(self, request: Request) -> FinishedRequest:
         request_id = request.path_params["request_id"]
-        if (entry := state.request_log.get(request_id)) is None:
+        if (entry := self._state.request_log.get(request_id)) is None:
             message = (
                 f"No finished request {request_id!r} is known here; the last {MAX_REQUESTS} are."
             )
             raise ApiError(404, message, code="request_not_found")
         return entry
 
-    return [
-        ApiRoute("/v1/engine/state", engine_state),
-        ApiRoute("/v1/engine/experts", experts),
-        ApiRoute("/v1/requests", recent),
-        ApiRoute("/v1/requests/{request_id}/trace", trace),
-        ApiRoute("/v1/requests/{request_id}", one),
-    ]
+
+def about(state: ServerState, engine: AsyncLLM) -> dict[str, Any]:
+    """What this server knows of the engine, besides what the engine observes."""
+    config, defaults = engine.config, engine.get_default_sampling_params()
+    return {
+        "model": state.model_name,
+        "max_model_len": config.model_config.max_model_len,
+        "block_size": config.cache_config.block_size,
+        "uptime_s": time.monotonic() - state.began,
+        # requests queued in this server; the engine's own queue is part of what it observes
+        "num_queued": state.ready_admission().num_waiting,
+        "num_finished": state.request_log.num_added,  # by this server since its start
+        # engines that took the place of dead ones, by cause; seconds from the last death to the
+        # next output; whether a standby is ready, null without --standby
+        "restarts": engine.client.restarts.by_cause,
+        "last_gap_s": engine.client.restarts.last_gap_s,
+        "standby_is_ready": engine.client.standby_is_ready,
+        "has_chat_template": bool(state.template_text),
+        # what applies to a request that does not say otherwise
+        "default_sampling_params": {name: getattr(defaults, name) for name in SHOWN_DEFAULTS},
+        "loras": list(state.loras.by_name),  # names that requests may give as `model`
+    }

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ..apis.messages_answer import MessagesAnswer
 from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from ..http.call import call_of, read_body
-from ..http.errors import named
+from ..http.errors import renaming
 from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
@@ -25,7 +25,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         """Anthropic's messages"""
         body, call = await read_body(request, state.server_config, MessagesBody), call_of(request)
         model = state.select_model(body.model, call)
-        with named(NAMES):
+        with renaming(NAMES):
             run = await prepare_chat(state, call, turn_of(state, call, body, f"msg_{call.suffix}"))
         return await MessagesAnswer(state, call, model, run).respond(streams=body.stream)
 
@@ -33,7 +33,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         """How many tokens a message's prompt has"""
         body, call = await read_body(request, state.server_config, PromptBody), call_of(request)
         state.check_model(body.model)
-        with named(NAMES):
+        with renaming(NAMES):
             _, token_ids = await render_turn(
                 state, call, turn_of(state, call, body, f"msg_{call.suffix}")
             )

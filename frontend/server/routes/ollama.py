@@ -21,7 +21,7 @@ from ..apis.ollama_turn import (
     prepare_ollama_chat,
 )
 from ..http.call import call_of, read_body
-from ..http.errors import named, unsupported
+from ..http.errors import renaming, unsupported
 from ..http.openapi import LINES, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
@@ -37,7 +37,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         state.check_generates()
         if not body.messages:
             return _loaded(state, body, model, {"message": {"role": "assistant", "content": ""}})
-        with named(CHAT_NAMES):
+        with renaming(CHAT_NAMES):
             run = await prepare_ollama_chat(state, call, body, f"chat-{call.suffix}")
         answer = OllamaAnswer(state, call, model, run, is_chat=True)
         return await answer.respond(streams=body.stream is not False)
@@ -51,7 +51,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         state.check_generates()
         if not body.prompt:
             return _loaded(state, body, model, {"response": ""})
-        with named(GENERATE_NAMES):
+        with renaming(GENERATE_NAMES):
             run = await prepare_generate(state, call, body, f"generate-{call.suffix}")
         answer = OllamaAnswer(state, call, model, run, is_chat=False)
         return await answer.respond(streams=body.stream is not False)

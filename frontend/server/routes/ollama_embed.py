@@ -24,7 +24,7 @@ from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
-from .pooling import check_number
+from ..turns.tokenizing import check_number
 
 
 class OllamaEmbedBody(msgspec.Struct, kw_only=True):

@@ -6,6 +6,7 @@ Must not know: how texts are run, the engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -15,8 +16,9 @@ from starlette.responses import Response
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
+from ....ipc.models.pooling import Pooling
 from ....ipc.params import POOLING_TASKS, PoolingParams
-from ...requests.prompts import Prompt
+from ...pooling_outputs import PoolingRequestOutput
 from ..apis.pooling_answer import (
     Classification,
     ClassificationList,
@@ -25,19 +27,20 @@ from ..apis.pooling_answer import (
     EncodingFormat,
     PooledData,
     PooledList,
+    PoolingList,
     json_rows,
     listed,
     usage_of,
 )
 from ..http.call import call_of, read_body
-from ..http.errors import invalid, refused
+from ..http.errors import refused
 from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId
+from ..turns.tokenizing import prompts_of
 
-FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 # Of 2048 texts of 512 tokens.
 INPUT_LIMIT = FieldLimit(1_100_000, None)
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
@@ -62,11 +65,20 @@ class InputBody(PoolingFields, kw_only=True):
     input: Inputs
     encoding_format: EncodingFormat | None = None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What may be done with the texts; the model chooses."""
+        raise NotImplementedError
+
 
 class EmbeddingBody(InputBody, kw_only=True):
     """POST /v1/embeddings."""
 
     dimensions: Annotated[int, Meta(ge=1, le=INT64_MAX)] | None = None
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return ("embed",)
 
 
 class PoolingBody(EmbeddingBody, kw_only=True):
@@ -74,72 +86,32 @@ class PoolingBody(EmbeddingBody, kw_only=True):
 
     task: Literal["embed", "classify", "token_embed", "token_classify"] | None = None
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return POOLING_TASKS if self.task is None else (self.task,)
+
 
 class ClassifyBody(InputBody, kw_only=True):
     """POST /classify."""
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return ("classify",)
+
 
 def routes(state: ServerState) -> list[ApiRoute]:
-    async def run(request: Request, body: Any, tasks: tuple[str, ...], kind: str) -> Any:
-        """The task, and the outputs of the body's texts."""
-        pooling, call = pooling_of(state, tasks, body.model), call_of(request)
-        task = next(task for task in pooling.tasks if task in tasks)
-        prompts = read_inputs(body.input, state.server_config.max_prompts_per_request)
-        params = pooling_params(body, task, dimensions=getattr(body, "dimensions", None))
-        job = PoolingJob(
-            f"{kind}-{call.suffix}",
-            prompts,
-            params,
-            {"prompt": "input", "prompt_token_ids": "input"},
-            body.prompt_name,
-            body.priority or 0,
-        )
-        return f"{kind}-{call.suffix}", await run_pooling(state, call, job)
-
     async def embeddings(request: Request) -> Response:
         """Embeddings of texts"""
-        body = await read_body(request, state.server_config, EmbeddingBody)
-        request_id, outputs = await run(request, body, ("embed",), "embd")
-
-        def answer(rows: list[Any]) -> Any:
-            data = [Embedding(index=i, embedding=row) for i, row in enumerate(rows)]
-            return listed(EmbeddingList, request_id, state, data, usage_of(outputs))
-
-        return await json_rows(outputs, answer, body.encoding_format)
+        return await pooled(state, request, EmbeddingBody, "embd", EmbeddingList, _embedding)
 
     async def pool(request: Request) -> Response:
         """The result of any pooling task"""
-        body = await read_body(request, state.server_config, PoolingBody)
-        tasks = POOLING_TASKS if body.task is None else (body.task,)
-        request_id, outputs = await run(request, body, tasks, "pool")
-
-        def answer(rows: list[Any]) -> Any:
-            data = [PooledData(index=i, data=row) for i, row in enumerate(rows)]
-            return listed(PooledList, request_id, state, data, usage_of(outputs))
-
-        return await json_rows(outputs, answer, body.encoding_format)
+        return await pooled(state, request, PoolingBody, "pool", PooledList, _pooled_data)
 
     async def classify(request: Request) -> Response:
         """The classes of texts"""
-        body = await read_body(request, state.server_config, ClassifyBody)
-        request_id, outputs = await run(request, body, ("classify",), "classify")
-        labels = pooling_of(state, ("classify",), body.model).labels
-
-        def answer(rows: list[Any]) -> Any:
-            data = []
-            for i, (row, output) in enumerate(zip(rows, outputs, strict=True)):
-                best = int(output.outputs.data.argmax())
-                data.append(
-                    Classification(
-                        index=i,
-                        label=labels[best] if best < len(labels) else None,
-                        probs=row,
-                        num_classes=output.outputs.num_classes,
-                    )
-                )
-            return listed(ClassificationList, request_id, state, data, usage_of(outputs))
-
-        return await json_rows(outputs, answer, body.encoding_format)
+        kind = "classify"
+        return await pooled(state, request, ClassifyBody, kind, ClassificationList, _classification)
 
     return [
         ApiRoute("/v1/embeddings", embeddings, body=EmbeddingBody, answer=EmbeddingList),
@@ -147,6 +119,63 @@ def routes(state: ServerState) -> list[ApiRoute]:
         ApiRoute("/classify", classify, body=ClassifyBody, answer=ClassificationList),
         ApiRoute("/v1/classify", classify, body=ClassifyBody, answer=ClassificationList),
     ]
+
+
+async def pooled(
+    state: ServerState,
+    request: Request,
+    body_type: type[InputBody],
+    kind: str,
+    list_type: type[PoolingList],
+    entry: Callable[[int, Any, PoolingRequestOutput, Pooling], msgspec.Struct],
+) -> Response:
+    """The response with an `entry` for each text: of its index, its numbers as JSON has them, its
+    output, and how the model pools. `kind` begins its id.
+    """
+    body, call = await read_body(request, state.server_config, body_type), call_of(request)
+    tasks = body.tasks
+    pooling = pooling_of(state, tasks, body.model)
+    task = next(task for task in pooling.tasks if task in tasks)
+    most = state.server_config.max_prompts_per_request
+    dimensions = body.dimensions if isinstance(body, EmbeddingBody) else None
+    job = PoolingJob(
+        f"{kind}-{call.suffix}",
+        prompts_of(body.input, "input", most),
+        pooling_params(body, task, dimensions),
+        {"prompt": "input", "prompt_token_ids": "input"},
+        body.prompt_name,
+        body.priority or 0,
+    )
+    outputs = await run_pooling(state, call, job)
+
+    def whole(rows: list[Any]) -> PoolingList:
+        pairs = enumerate(zip(rows, outputs, strict=True))
+        data = [entry(i, row, output, pooling) for i, (row, output) in pairs]
+        return listed(list_type, job.prefix, state, data, usage_of(outputs))
+
+    return await json_rows(outputs, whole, body.encoding_format)
+
+
+def _embedding(index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling) -> Embedding:
+    return Embedding(index=index, embedding=row)
+
+
+def _pooled_data(
+    index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling
+) -> PooledData:
+    return PooledData(index=index, data=row)
+
+
+def _classification(
+    index: int, row: Any, output: PoolingRequestOutput, pooling: Pooling
+) -> Classification:
+    best, labels = int(output.outputs.data.argmax()), pooling.labels
+    return Classification(
+        index=index,
+        label=labels[best] if best < len(labels) else None,
+        probs=row,
+        num_classes=output.outputs.num_classes,
+    )
 
 
 def pooling_params(body: Any, task: str, dimensions: int | None = None) -> PoolingParams:
@@ -161,25 +190,3 @@ def pooling_params(body: Any, task: str, dimensions: int | None = None) -> Pooli
         )
     except InvalidParameterError as error:
         raise refused(error.parameter, error.problem) from None
-
-
-def read_inputs(inputs: Any, most: int) -> list[Prompt]:
-    """Converts the four forms of `input` to a list of texts and lists of token ids."""
-    if isinstance(inputs, str):
-        return [inputs]
-    kinds = set(map(type, inputs))
-    if kinds == {int}:
-        return [inputs]
-    if int in kinds:
-        raise invalid("input", f"'input' must be {FORMS}.", "invalid_type")
-    check_number("input", inputs, most)
-    return inputs
-
-
-def check_number(name: str, texts: list[Any], most: int) -> None:
-    if len(texts) > most:
-        raise invalid(
-            name,
-            f"'{name}' can have at most {most} texts, got {len(texts)}.",
-            "array_above_max_length",
-        )

@@ -25,7 +25,7 @@ from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, 
 from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
 from ..http.call import Call, call_of, read_body
-from ..http.errors import ApiError, invalid, named, not_found, unsupported
+from ..http.errors import ApiError, invalid, not_found, renaming, unsupported
 from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
@@ -85,7 +85,7 @@ class ResponsesApi:
         tools = checked_tools(body.tools, body.tool_choice)
         if body.generate is False or not items:
             return self._without_generation(call, body, model)
-        with named(NAMES):
+        with renaming(NAMES):
             turn = turn_of(state, call, body, new_response_id(), tools, items, num_earlier)
             chat = (
                 await prepare_truncated(state, call, turn)
@@ -107,7 +107,7 @@ class ResponsesApi:
 
     def _without_generation(self, call: Call, body: ResponsesBody, model: str) -> Any:
         """The response to a body that asks nothing, with which clients try out a server."""
-        with named(NAMES):
+        with renaming(NAMES):
             params = params_of(self._state, body)
         body.store = False
         head = head_of(body, model, new_response_id(), params)
@@ -124,7 +124,7 @@ class ResponsesApi:
         items, num_earlier = self._conversation(call, body)
         asked = items_of([*items, Item(role="user", content=SUMMARIZE)] if items else [])
         body.stream = None
-        with named(NAMES):
+        with renaming(NAMES):
             turn = turn_of(state, call, body, new_response_id(), CheckedTools(), asked, num_earlier)
             run = await prepare_chat(state, call, turn)
         [message] = await run.messages()
@@ -143,7 +143,7 @@ class ResponsesApi:
         check_body(body)
         items, num_earlier = self._conversation(call, body)
         tools = checked_tools(body.tools, body.tool_choice)
-        with named(NAMES):
+        with renaming(NAMES):
             turn = turn_of(self._state, call, body, new_response_id(), tools, items, num_earlier)
             _, token_ids = await render_turn(self._state, call, turn)
         return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})

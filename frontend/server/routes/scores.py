@@ -37,7 +37,8 @@ from ..http.openapi import ApiRoute
 from ..http.sse import Json
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
-from .pooling import PoolingFields, check_number, pooling_params
+from ..turns.tokenizing import check_number
+from .pooling import PoolingFields, pooling_params
 
 Texts = str | Annotated[list[str], Meta(min_length=1)]
 # The names of both sides, vLLM's first.

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
 
 from ....ipc.errors import InvalidParameterError
-from ....ipc.params import SamplingParams
+from ....ipc.params import PoolingParams, SamplingParams
 from ...clients.client import QUARANTINED
 from ...outputs import RequestMetrics, RequestOutput
 from ...pooling_outputs import AnyOutput
@@ -31,6 +32,8 @@ from ..http.errors import (
     refused,
 )
 from ..state import ServerState
+
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 @dataclass(slots=True)
@@ -76,6 +79,21 @@ def check_room(
         )
 
 
+@contextmanager
+def running_id(state: ServerState, wanted: str) -> Iterator[str]:
+    """The id of a request of the engine: `wanted`, or one like it while a request has that. A proxy
+    that retries sends the same x-request-id while the first attempt still runs.
+    """
+    request_id = wanted
+    while request_id in state.running_ids:
+        request_id = f"{wanted}-{secrets.token_hex(4)}"
+    state.running_ids.add(request_id)
+    try:
+        yield request_id
+    finally:
+        state.running_ids.discard(request_id)
+
+
 async def run(
     state: ServerState,
     call: Call,
@@ -97,48 +115,48 @@ async def run(
         | ({"prompt": job.text} if job.text is not None else {})
         | ({"cache_salt": salt} if salt else {})
     )
-    last, request_id = None, job.request_id
-    # A proxy that retries sends the same x-request-id while the first attempt still runs.
-    while request_id in state.running_ids:
-        request_id = f"{job.request_id}-{secrets.token_hex(4)}"
-    state.running_ids.add(request_id)
+    last = None
     metrics: list[RequestMetrics] = []
     slot = state.ready_admission().slot(
         call.tenant, id(call), job.params.n, len(job.token_ids), job.priority, call.deadline
     )
-    try:
-        more = {
-            "priority": job.priority,
-            "owner": call.tenant,
-            "owner_weight": call.weight,
-            "on_submitted": metrics.append,
-            "take_at_once": take_at_once,
-            "lora_request": call.lora_request,
-        }
-        async with slot:
-            params = _until(call.deadline, job.params)
-            async with aclosing(engine.generate(prompt, params, request_id, **more)) as outputs:
-                async for last in outputs:
-                    if last.error is not None:
-                        raise failure(last, job.names)
-                    yield last
-    except InvalidParameterError as error:
-        raise refused(error.parameter, error.problem, job.names) from None
-    finally:
-        state.running_ids.discard(request_id)
-        if metrics:
-            # without a final output, the client has disconnected
-            reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
-            summary = {
-                "x_request_id": call.request_id,
-                "model": call.lora_request.lora_name if call.lora_request else state.model_name,
-                "finish_reason": reason,
-            }
-            state.request_log.add(request_id, metrics[0], summary)
-            state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
+    more = {
+        "priority": job.priority,
+        "owner": call.tenant,
+        "owner_weight": call.weight,
+        "on_submitted": metrics.append,
+        "take_at_once": take_at_once,
+        "lora_request": call.lora_request,
+    }
+    with running_id(state, job.request_id) as request_id:
+        try:
+            async with slot:
+                params = until(call.deadline, job.params)
+                async with aclosing(engine.generate(prompt, params, request_id, **more)) as outputs:
+                    async for last in outputs:
+                        if last.error is not None:
+                            raise failure(last, job.names)
+                        yield last
+        except InvalidParameterError as error:
+            raise refused(error.parameter, error.problem, job.names) from None
+        finally:
+            if metrics:
+                # without a final output, the client has disconnected
+                reason = (last and finish_reason(last)) or ("error" if engine.errored else "abort")
+                state.request_log.add(request_id, metrics[0], summary_of(state, call, reason))
+                state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
-def _until(deadline: float | None, params: SamplingParams) -> SamplingParams:
+def summary_of(state: ServerState, call: Call, reason: str) -> dict[str, Any]:
+    """What the log of requests says of one, besides its times."""
+    return {
+        "x_request_id": call.request_id,
+        "model": call.lora_request.lora_name if call.lora_request else state.model_name,
+        "finish_reason": reason,
+    }
+
+
+def until(deadline: float | None, params: Params) -> Params:
     """`params` with what is left until the deadline as timeout_s."""
     if deadline is None:
         return params

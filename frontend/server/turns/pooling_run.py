@@ -6,14 +6,10 @@ Must not know: the format of any API's response.
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from ....ipc.errors import InvalidParameterError
 from ....ipc.models.pooling import Pooling
@@ -26,7 +22,7 @@ from ..admission import in_turn
 from ..http.call import Call
 from ..http.errors import ApiError, invalid, refused, unsupported
 from ..state import ServerState
-from .generation import failure
+from .generation import failure, running_id, summary_of, until
 from .tokenizing import check_num_characters
 
 if TYPE_CHECKING:
@@ -77,54 +73,45 @@ async def run_pooling(
 
     If it is cancelled, all requests are aborted. Raises ApiError.
     """
-    engine, names = state.ready_engine(), job.names
-    request_id = job.prefix
-    # A proxy that retries sends the same x-request-id while the first attempt still runs.
-    while request_id in state.running_ids:
-        request_id = f"{job.prefix}-{secrets.token_hex(4)}"
-    state.running_ids.add(request_id)
+    engine = state.ready_engine()
     metrics: list[RequestMetrics] = []
     slot: Slot | None = None
     outputs: list[PoolingRequestOutput] = []
-    try:
-        requests = await _processed(state, call, job, request_id)
-        admission = state.ready_admission()
-        num_tokens = sum(len(r.core_request.prompt_token_ids) for r in requests)
-        weight = min(len(requests), max(1, admission.max_running // BATCHES_AT_ONCE))
-        slot = admission.slot(
-            call.tenant, id(call), weight, num_tokens, job.priority, call.deadline
-        )
-        async with slot:
-            outputs = await engine.run_batch(requests, on_submitted=metrics.append)
-        for output in outputs:
-            if output.result is None:
-                raise _failure(output, names)
-        return outputs
-    except InvalidParameterError as error:
-        raise refused(error.parameter, error.problem, names) from None
-    finally:
-        state.running_ids.discard(request_id)
-        if metrics:
-            # without outputs, the client has disconnected
-            reason = "error" if engine.errored else "abort"
-            reasons = [output.finish_reason for output in outputs] or [reason] * len(metrics)
-            queued_s = slot.queued_s if slot is not None else 0.0
-            for one, its_reason in zip(metrics, reasons):
-                state.meters.request_ended(job.params, one, its_reason, queued_s)
-            summary = {
-                "x_request_id": call.request_id,
-                "model": state.model_name,
-                "finish_reason": reasons[-1],
-                "num_texts": len(job.prompts),
-            }
-            state.request_log.add(request_id, _together(metrics), summary)
+    with running_id(state, job.prefix) as request_id:
+        try:
+            requests = await _processed(state, call, job, request_id)
+            admission = state.ready_admission()
+            num_tokens = sum(len(r.core_request.prompt_token_ids) for r in requests)
+            weight = min(len(requests), max(1, admission.max_running // BATCHES_AT_ONCE))
+            slot = admission.slot(
+                call.tenant, id(call), weight, num_tokens, job.priority, call.deadline
+            )
+            async with slot:
+                outputs = await engine.run_batch(requests, on_submitted=metrics.append)
+            for output in outputs:
+                if output.result is None:
+                    raise _failure(output, job.names)
+            return outputs
+        except InvalidParameterError as error:
+            raise refused(error.parameter, error.problem, job.names) from None
+        finally:
+            if metrics:
+                # without outputs, the client has disconnected
+                reason = "error" if engine.errored else "abort"
+                reasons = [output.finish_reason for output in outputs] or [reason] * len(metrics)
+                queued_s = slot.queued_s if slot is not None else 0.0
+                for one, its_reason in zip(metrics, reasons):
+                    state.meters.request_ended(job.params, one, its_reason, queued_s)
+                summary = summary_of(state, call, reasons[-1]) | {"num_texts": len(job.prompts)}
+                state.request_log.add(request_id, _together(metrics), summary)
 
 
 async def _processed(
     state: ServerState, call: Call, job: PoolingJob, request_id: str
 ) -> list[ProcessedRequest]:
     """The requests of all texts, checked and tokenized."""
-    engine, prompts, params = state.ready_engine(), job.prompts, job.params
+    engine, prompts = state.ready_engine(), job.prompts
+    params = until(call.deadline, job.params)
     texts = [text for prompt in prompts for text in _texts(prompt)]
     if texts and engine.tokenizer is None:
         raise invalid(
@@ -133,9 +120,6 @@ async def _processed(
         )
     for text in texts:
         check_num_characters(len(text), job.names.get("prompt", "prompt"), state.max_model_len)
-    if call.deadline is not None:
-        timeout_s = max(0.001, call.deadline - time.monotonic())
-        params = msgspec.structs.replace(params, timeout_s=timeout_s)
     if state.server_config.salt_per_key and call.tenant:
         prompts = [_salted(prompt, call.tenant) for prompt in prompts]
     options = {

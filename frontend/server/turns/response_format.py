@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ....ipc.params import StructuredOutputsParams
-from ..http.errors import invalid, missing, named, unsupported
+from ..http.errors import invalid, missing, renaming, unsupported
 
 if TYPE_CHECKING:
     from ..config import ServerConfig
@@ -60,7 +60,7 @@ def structured_outputs_of(body: SamplingBody) -> StructuredOutputsParams | None:
     wanted = ways[given[0]] if given else {}
     if isinstance(wanted, StructuredOutputsParams):
         return wanted
-    with named({f"structured_outputs.{kind}": name for name, kind in guided.items()}):
+    with renaming({f"structured_outputs.{kind}": name for name, kind in guided.items()}):
         return StructuredOutputsParams(**wanted)
 
 

@@ -11,7 +11,8 @@ their own. A request whose client has disconnected releases its turns.
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ...text.token_bounds import composes
 from ...text.tokenizer import Tokenizer
@@ -20,12 +21,38 @@ from ..http.call import Call, release_memory
 from ..http.errors import invalid, too_long
 from ..state import ServerState
 
+FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
 # characters; longer texts take milliseconds, which would delay other requests
 LONG_TEXT = 20_000
 SLICE = 500_000  # characters of short texts that are tokenized in one turn
 HUGE_TEXT = 1_000_000  # characters from which the memory is returned to the system
 # The number of characters per token of context that a text may have if it need not fit.
 CHARACTERS_PER_TOKEN = 16
+
+
+def prompts_of(given: Any, name: str, most: int, kind: str = "texts") -> list[str | list[int]]:
+    """The four forms of OpenAI's `prompt` and `input` as a list of texts and lists of token ids.
+
+    Raises ApiError 400 that names the field, `name`, and what it has, `kind`.
+    """
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given]
+    if int in kinds:
+        raise invalid(name, f"'{name}' must be {FORMS}.", "invalid_type")
+    check_number(name, given, most, kind)
+    return given
+
+
+def check_number(name: str, texts: Sequence[Any], most: int, kind: str = "texts") -> None:
+    if len(texts) > most:
+        raise invalid(
+            name,
+            f"'{name}' can have at most {most} {kind}, got {len(texts)}.",
+            "array_above_max_length",
+        )
 
 
 async def tokenize_all(

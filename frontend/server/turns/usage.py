@@ -5,6 +5,8 @@ Must not know: text, routes.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import msgspec
 
 from ...outputs import RequestOutput
@@ -28,14 +30,14 @@ class UsageCounts(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
+@dataclass(slots=True)
 class Usage:
     """Counts over the outputs of one call; prompts are identified by their index."""
 
-    def __init__(self) -> None:
-        self._num_prompt_tokens: dict[int, int] = {}
-        self.num_cached_tokens: dict[int, int] = {}  # of the prompts of which it is known
-        self.completion_tokens = 0
-        self.reasoning_tokens = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    num_cached_tokens: dict[int, int] = field(default_factory=dict)  # where it is known
+    _num_prompt_tokens: dict[int, int] = field(default_factory=dict)
 
     def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
         self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)

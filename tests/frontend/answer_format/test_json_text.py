@@ -26,13 +26,13 @@ VALUES = st.recursive(
 def read(pieces: list[str]) -> tuple[str, str]:
     """Return (the streamed text, the text after the value). Raises Malformed."""
     stream = TextStream()
-    stream.sink = Content
+    stream.open_sink(Content)
     reader = read_json(stream)
     next(reader, None)
     for piece in pieces:
         stream.append(piece)
         next(reader, None)
-    stream.has_ended = True
+    stream.end()
     next(reader, None)
     stream.close_sink()
     return "".join(part.text for part in stream.parts), stream.buffer
@@ -130,7 +130,7 @@ def test_the_json_of_values_that_json_does_not_have() -> None:
 
 def test_text_is_streamed_at_once() -> None:
     stream = TextStream()
-    stream.sink = Content
+    stream.open_sink(Content)
     reader = read_json(stream)
     next(reader)
     shown = []

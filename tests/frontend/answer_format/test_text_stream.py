@@ -14,7 +14,7 @@ def run(reader, stream: TextStream, *pieces: str) -> object:
         for piece in pieces:
             stream.append(piece)
             next(reader)
-        stream.has_ended = True
+        stream.end()
         next(reader)
     except StopIteration as stop:
         return stop.value
@@ -39,7 +39,7 @@ def test_accept_consumes_nothing_else(pieces) -> None:
 
 def test_text_is_buffered_only_while_it_may_begin_a_mark() -> None:
     stream = TextStream()
-    stream.sink = Content
+    stream.open_sink(Content)
     reader = stream.read_until(("<call>",))
     next(reader)
     shown = []
@@ -63,6 +63,6 @@ def test_the_first_mark_counts() -> None:
 def test_long_white_space_before_a_mark_is_not_buffered() -> None:
     for pieces in ([" " * 100 + "<m>"], list(" " * 100 + "<m>")):
         stream = TextStream()
-        stream.sink = Content
+        stream.open_sink(Content)
         assert run(stream.read_until(("<m>",)), stream, *pieces) == "<m>"
         assert "".join(part.text for part in stream.take_parts()) == " " * 36

@@ -9,7 +9,7 @@ def test_calls_are_numbered_and_know_their_text() -> None:
     stream = TextStream()
     calls = Calls(stream, {"f": {}})
     stream.append("call f and g")
-    stream.position = 6
+    stream.go_to(6)
     calls.start("f")
     assert stream.buffer == " and g"
     calls.emit_arguments("{}")

@@ -10,7 +10,7 @@ from quire.frontend.server.apis.messages_turn import NAMES, MessagesBody, Prompt
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
-from quire.frontend.server.http.errors import ApiError, named
+from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.chat_turn import ChatTurn
 from quire.frontend.text.chat_template import render_chat
@@ -33,7 +33,7 @@ def turn(
     body = decode(
         msgspec.json.encode({"max_tokens": 9, "messages": given, **fields}), MessagesBody
     )[0]
-    with named(NAMES):
+    with renaming(NAMES):
         return turn_of(state, call or a_call(), body, "msg_1")
 
 

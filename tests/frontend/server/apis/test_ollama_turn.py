@@ -20,7 +20,7 @@ from quire.frontend.server.apis.ollama_turn import (
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
-from quire.frontend.server.http.errors import ApiError, named
+from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.answer_run import AnswerRun
 from quire.ipc.params import RequestOutputKind, SamplingParams
@@ -42,7 +42,7 @@ def prepared(
             OllamaChatBody if is_chat else OllamaGenerateBody,
         )[0]
         check_body(state, call or a_call(), given)
-        with named(CHAT_NAMES if is_chat else GENERATE_NAMES):
+        with renaming(CHAT_NAMES if is_chat else GENERATE_NAMES):
             return await (prepare_ollama_chat if is_chat else prepare_generate)(
                 state, call or a_call(), given, "id"
             )

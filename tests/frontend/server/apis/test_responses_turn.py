@@ -18,7 +18,7 @@ from quire.frontend.server.apis.responses_turn import (
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
 from quire.frontend.server.http.call import Call
-from quire.frontend.server.http.errors import ApiError, named
+from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.chat_turn import ChatTurn
 from quire.ipc.params import RequestOutputKind
@@ -61,7 +61,7 @@ def turn(
 ) -> ChatTurn:
     body, _ = decode(msgspec.json.encode({"input": input, **fields}), ResponsesBody)
     check_body(body)
-    with named(NAMES):
+    with renaming(NAMES):
         tools = checked_tools(body.tools, body.tool_choice)
         items = items_of(body.input)
         return turn_of(state, call or a_call(), body, "resp_1", tools, items, 0)

@@ -6,9 +6,17 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from quire.frontend.server.http.call import Call
-from quire.frontend.server.http.sse import COMMENT, LARGE_ANSWER, EventStream, event, json_of
+from quire.frontend.server.http.sse import (
+    COMMENT,
+    LARGE_ANSWER,
+    EventStream,
+    around,
+    event,
+    json_of,
+)
 
 
 class Wire:
@@ -146,3 +154,18 @@ def test_a_large_answer_is_encoded_in_a_thread() -> None:
 
     here, beside = asyncio.run(run())
     assert here == b'"MainThread"' and beside != here
+
+
+def test_json_around_a_value_is_that_of_the_whole_in_two() -> None:
+    class Inner(msgspec.Struct):
+        left: int | msgspec.UnsetType = msgspec.UNSET
+        text: str = "x"
+        right: str | None = None
+
+    whole = {"a": [1, 2.5], "b": [Inner(1), Inner(text=""), {"c": None}], "d": {"e": "é"}}
+    for path in (("b", 0, "text"), ("b", 1, "text"), ("a", 1), ("d", "e"), ("b", 2, "c"), ("a",)):
+        value = whole
+        for step in path:
+            value = getattr(value, step) if isinstance(value, Inner) else value[step]
+        before, after = around(whole, path)
+        assert before + msgspec.json.encode(value) + after == msgspec.json.encode(whole)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import Any
 
@@ -35,6 +35,24 @@ ALL_LOGPROBS = -1
 MAX_N = 16384  # vLLM's
 MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
+
+
+class Parameters(
+    msgspec.Struct,
+    metaclass=NamedArguments,
+    array_like=True,
+    omit_defaults=True,
+    frozen=True,
+    gc=False,
+):
+    """What users write: CHECKS has a row for each field that can be wrong. Raises
+    InvalidParameterError, naming the parameter and its range, on construction and on decoding.
+    """
+
+    def __post_init__(self) -> None:
+        for name, default, check in CHECKS[type(self)]:
+            if (value := getattr(self, name)) is not default:
+                check(self, name, value)
 
 
 class RequestOutputKind(IntEnum):
@@ -130,21 +148,11 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
-class SamplingParams(
-    msgspec.Struct,
-    metaclass=NamedArguments,
-    tag="sampling",
-    array_like=True,
-    omit_defaults=True,
-    frozen=True,
-    gc=False,
-    kw_only=True,
-):
+class SamplingParams(Parameters, tag="sampling", frozen=True, kw_only=True):
     """How the tokens of one request are sampled, and when it ends.
 
     Immutable; `msgspec.structs.replace` makes a changed copy. As in vLLM, tuples stand for lists,
-    seed=-1 for None, and keys of logit_bias may be text ("42", as JSON has them). Raises
-    InvalidParameterError, naming the parameter and its range, on construction and on decoding.
+    seed=-1 for None, and keys of logit_bias may be text ("42", as JSON has them).
     """
 
     n: int = 1
@@ -183,151 +191,9 @@ class SamplingParams(
     # seconds after submission, at which it ends with finish reason "timeout"; None: no limit
     timeout_s: float | None = None
 
-    def __post_init__(self) -> None:
-        self._normalize()
-        self._check_numbers()
-        for name in FLAGS:
-            if type(value := getattr(self, name)) is not bool:
-                raise InvalidParameterError(name, f"must be True or False, got {shown(value)}")
-        if not (is_int(self.output_kind) and self.output_kind in OUTPUT_KINDS):
-            raise InvalidParameterError(
-                "output_kind", f"must be a RequestOutputKind, got {shown(self.output_kind)}"
-            )
-        self._check_texts()
-        self._check_token_ids()
-        self._check_objects()
-
     def clone(self) -> SamplingParams:
         """A copy that shares no list or dict with this one."""
         return copy.deepcopy(self)
-
-    def _normalize(self) -> None:
-        """Brings vLLM's other forms of a value into the one that is checked and sent."""
-        if self.seed == -1:
-            msgspec.structs.force_setattr(self, "seed", None)
-        for name in LISTS:
-            if isinstance(value := getattr(self, name), tuple):
-                msgspec.structs.force_setattr(self, name, list(value))
-        if isinstance(bias := self.logit_bias, dict) and any(isinstance(k, str) for k in bias):
-            changed = {_token_id(key): value for key, value in bias.items()}
-            require(
-                len(changed) == len(bias),
-                "logit_bias",
-                "must give each token id once, as a number or as text",
-            )
-            msgspec.structs.force_setattr(self, "logit_bias", changed)
-
-    def _check_numbers(self) -> None:
-        """Checks the common case fast: this runs for every request, twice."""
-        for name, (low, high, words) in NUMBER_RANGES.items():
-            value = getattr(self, name)
-            if type(value) is float and low <= value <= high:
-                continue
-            require(
-                is_finite(value) and low <= value <= high,
-                name,
-                f"must be {words}, got {shown(value)}",
-            )
-            # an int, or another library's float
-            msgspec.structs.force_setattr(self, name, float(value))
-        for name, (low, high, meaning) in INTEGER_RANGES.items():
-            value = getattr(self, name)
-            if (type(value) is int and low <= value <= high) or (
-                value is None and name in MAY_BE_NONE
-            ):
-                continue
-            require_int(name, value, low, high, meaning)
-        if self.timeout_s is not None:
-            in_range = is_finite(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S
-            require(
-                in_range,
-                "timeout_s",
-                f"must be greater than 0 and at most {MAX_TIMEOUT_S:g} (None: no limit), got "
-                f"{shown(self.timeout_s)}",
-            )
-            msgspec.structs.force_setattr(self, "timeout_s", float(self.timeout_s))
-        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        require(
-            fits,
-            "min_tokens",
-            f"must be at most max_tokens={self.max_tokens}, got {self.min_tokens}",
-        )
-        require(
-            self.truncate_prompt_tokens != 0,
-            "truncate_prompt_tokens",
-            "must be at least 1, -1 (as many as the context takes) or None, got 0",
-        )
-
-    def _check_texts(self) -> None:
-        if self.stop is not None:
-            if not isinstance(self.stop, (str, list)):
-                raise InvalidParameterError(
-                    "stop", f"must be a string or a list of strings, got {shown(self.stop)}"
-                )
-            require_texts("stop", self.stop_list, MAX_STOPS)
-            require(
-                not self.stop or self.detokenize,
-                "stop",
-                "needs detokenize=True: stop strings are found in the text",
-            )
-        if self.bad_words is not None:
-            require_texts("bad_words", self.bad_words, MAX_BAD_WORDS)
-            require(
-                all(word.strip(" ") for word in self.bad_words),
-                "bad_words",
-                "must not hold a string of spaces alone",
-            )
-
-    def _check_token_ids(self) -> None:
-        if self.stop_token_ids is not None:
-            require_token_ids("stop_token_ids", self.stop_token_ids)
-        if self.allowed_token_ids is not None:
-            require_token_ids("allowed_token_ids", self.allowed_token_ids)
-            require(
-                self.allowed_token_ids,
-                "allowed_token_ids",
-                "must not be empty: no token would be left to sample",
-            )
-        if self.logit_bias is not None:
-            if not isinstance(self.logit_bias, dict):
-                raise InvalidParameterError(
-                    "logit_bias",
-                    f"must be a dict from token ids to numbers, got {shown(self.logit_bias)}",
-                )
-            require_token_ids("logit_bias", list(self.logit_bias))
-            for token_id, bias in self.logit_bias.items():
-                if not is_finite(bias):
-                    raise InvalidParameterError(
-                        "logit_bias",
-                        f"must hold finite numbers, got {shown(bias)} for token {token_id}",
-                    )
-        if self.bad_words_token_ids:
-            require(
-                isinstance(self.bad_words_token_ids, list),
-                "bad_words_token_ids",
-                "must be a list of lists of token ids",
-            )
-            for token_ids in self.bad_words_token_ids:
-                require_token_ids("bad_words_token_ids", token_ids)
-                require(token_ids, "bad_words_token_ids", "must not hold an empty list")
-
-    def _check_objects(self) -> None:
-        if self.extra_args is not None:
-            require(
-                isinstance(self.extra_args, dict),
-                "extra_args",
-                f"must be a dict, got {shown(self.extra_args)}",
-            )
-            require_plain("extra_args", self.extra_args)
-        if self.structured_outputs is not None:
-            is_ours = isinstance(self.structured_outputs, StructuredOutputsParams)
-            require(
-                is_ours,
-                "structured_outputs",
-                f"must be StructuredOutputsParams, got {type(self.structured_outputs).__name__}",
-            )
-            for name in STRUCTURED_TEXTS:
-                require_plain(f"structured_outputs.{name}", getattr(self.structured_outputs, name))
 
     @property
     def stop_list(self) -> list[str]:
@@ -340,59 +206,9 @@ class SamplingParams(
         return self.temperature == 0.0
 
 
-def _token_id(key: Any) -> Any:
-    """A key of logit_bias as JSON writes it; what is no id is left for the check to refuse."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
-
-
-MAX_TIMEOUT_S = 1e9
-LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-OUTPUT_KINDS = frozenset(RequestOutputKind)
-FLAGS = tuple(
-    field.name
-    for field in msgspec.structs.fields(SamplingParams)
-    if isinstance(field.default, bool)
-)
-# Name -> least, greatest, the range in words. The engine uses 32-bit floats.
-NUMBER_RANGES = {
-    "temperature": (0.0, 1e38, "0 (greedy) or greater, at most 1e38"),
-    "top_p": (math.ulp(0.0), 1.0, "greater than 0 and at most 1"),
-    "min_p": (0.0, 1.0, "between 0 and 1"),
-    "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
-    "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
-    "repetition_penalty": (1e-6, 1e6, "greater than 0 (1: off; between 1e-6 and 1e6)"),
-}
-# Name -> least, greatest, what special values mean.
-INTEGER_RANGES = {
-    "n": (1, MAX_N, ""),
-    "top_k": (-1, INT64_MAX, "0 or -1: all tokens"),
-    "seed": (0, INT64_MAX, "-1 or None: drawn"),
-    "max_tokens": (1, INT64_MAX, "None: to the end of the context"),
-    "min_tokens": (0, INT64_MAX, ""),
-    "logprobs": (-1, INT64_MAX, "-1: the whole vocabulary; None: off"),
-    "prompt_logprobs": (-1, INT64_MAX, "-1: the whole vocabulary; None: off"),
-    "truncate_prompt_tokens": (-1, INT64_MAX, "-1: as many as the context takes; not 0"),
-    "stream_interval": (1, INT64_MAX, ""),
-}
-MAY_BE_NONE = frozenset(
-    {"seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
-)
-
-
-class PoolingParams(
-    msgspec.Struct,
-    metaclass=NamedArguments,
-    tag="pooling",
-    array_like=True,
-    omit_defaults=True,
-    frozen=True,
-    gc=False,
-    kw_only=True,
-):
-    """What a pooling request asks for, under vLLM's names.
-
-    Raises InvalidParameterError on construction and on decoding; the engine checks what depends on
-    the model.
+class PoolingParams(Parameters, tag="pooling", frozen=True, kw_only=True):
+    """What a pooling request asks for, under vLLM's names. The engine checks what depends on the
+    model.
     """
 
     # one of POOLING_TASKS; None: the first that the model supports
@@ -416,35 +232,6 @@ class PoolingParams(
     normalize: bool | None = None  # removed from vLLM, too; refused by its new name
     must_fit: bool = False  # prompts that would be cut are refused
 
-    def __post_init__(self) -> None:
-        require(self.normalize is None, "normalize", "was removed; use use_activation")
-        hint = FORMER_TASKS.get(self.task, "") if isinstance(self.task, str) else ""
-        is_task = self.task is None or self.task in POOLING_TASKS
-        require_kind(is_task, "task", f"one of {TASKS_IN_WORDS}{hint}", self.task)
-        for name in ("use_activation", "skip_reading_prefix_cache"):
-            value = getattr(self, name)
-            is_valid = value is None or isinstance(value, bool)
-            require_kind(is_valid, name, "True, False or None", value)
-        require_kind(isinstance(self.must_fit, bool), "must_fit", "True or False", self.must_fit)
-        if self.dimensions is not None:
-            require_int("dimensions", self.dimensions, 1, INT64_MAX)
-        if self.truncate_prompt_tokens is not None:
-            require_int("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, INT64_MAX)
-            require(
-                self.truncate_prompt_tokens != 0,
-                "truncate_prompt_tokens",
-                "must be -1, or at least 1, got 0",
-            )
-        if self.timeout_s is not None:
-            require(
-                is_finite(self.timeout_s) and 0 < self.timeout_s <= MAX_TIMEOUT_S,
-                "timeout_s",
-                f"must be greater than 0 and at most {MAX_TIMEOUT_S:.0f} seconds, got "
-                f"{shown(self.timeout_s)}",
-            )
-        require_int("second_text_start", self.second_text_start, 0, INT64_MAX)
-        require_int("instruction_length", self.instruction_length, 0, INT64_MAX)
-
     @property
     def is_by_token(self) -> bool:
         """Whether the result has a row for each token of the prompt."""
@@ -452,7 +239,6 @@ class PoolingParams(
 
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
-TASKS_IN_WORDS = ", ".join(POOLING_TASKS)
 # Names of earlier versions of vLLM -> what to use.
 FORMER_TASKS = {
     "score": " (a score is the task classify of a pair)",
@@ -473,3 +259,216 @@ def child_seed(seed: int, index: int) -> int:
     Completion 0 is therefore the result of n = 1.
     """
     return (seed + index) % 2**63
+
+
+# ---------------------------------------------------------------- checks
+
+# Called with the parameters, and the name and value of one that is not the default. It may bring
+# another form of the value into the one that is sent.
+Check = Callable[[Any, str, Any], None]
+
+
+def _number(low: float, high: float, words: str) -> Check:
+    """A finite number in this range, which `words` describe; it becomes a float."""
+
+    def check(params: Any, name: str, value: Any) -> None:
+        if type(value) is not float or not low <= value <= high:
+            require_kind(is_finite(value) and low <= value <= high, name, words, value)
+            _set(params, name, float(value))
+
+    return check
+
+
+def _integer(low: int, meaning: str = "", high: int = INT64_MAX, *, or_none: bool = False) -> Check:
+    """`meaning` explains special values."""
+
+    def check(params: Any, name: str, value: Any) -> None:
+        if value is not None or not or_none:
+            require_int(name, value, low, high, meaning)
+
+    return check
+
+
+def _instance(type_: Any, kind: str) -> Check:
+    def check(params: Any, name: str, value: Any) -> None:
+        require_kind(isinstance(value, type_), name, kind, value)
+
+    return check
+
+
+def _token_ids(params: Any, name: str, value: Any) -> None:
+    require_token_ids(name, _as_list(params, name, value))
+
+
+def _as_list(params: Any, name: str, value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    _set(params, name, list(value))
+    return list(value)
+
+
+def _check_seed(params: SamplingParams, name: str, value: Any) -> None:
+    if value == -1:
+        _set(params, name, None)
+    else:
+        require_int(name, value, 0, INT64_MAX, "-1 or None: drawn")
+
+
+def _check_min_tokens(params: SamplingParams, name: str, value: Any) -> None:
+    require_int(name, value, 0, INT64_MAX)
+    fits = params.max_tokens is None or value <= params.max_tokens
+    require(fits, name, f"must be at most max_tokens={params.max_tokens}, got {value}")
+
+
+def _check_truncation(params: Any, name: str, value: Any) -> None:
+    if isinstance(params, SamplingParams):
+        meaning = "-1: as many as the context takes; not 0"
+        words = "at least 1, -1 (as many as the context takes) or None"
+    else:
+        meaning, words = "", "-1, or at least 1"
+    require_int(name, value, -1, INT64_MAX, meaning)
+    require_kind(value != 0, name, words, value)
+
+
+def _check_output_kind(params: SamplingParams, name: str, value: Any) -> None:
+    if type(value) is not RequestOutputKind:  # a message has its number
+        is_kind = is_int(value) and value in frozenset(RequestOutputKind)
+        require_kind(is_kind, name, "a RequestOutputKind", value)
+
+
+def _check_stop(params: SamplingParams, name: str, value: Any) -> None:
+    value = _as_list(params, name, value)
+    kind = "a string or a list of strings"
+    require_kind(isinstance(value, (str, list)), name, kind, value)
+    require_texts(name, params.stop_list, MAX_STOPS)
+    problem = "needs detokenize=True: stop strings are found in the text"
+    require(not value or params.detokenize, name, problem)
+
+
+def _check_bad_words(params: SamplingParams, name: str, value: Any) -> None:
+    words = _as_list(params, name, value)
+    require_texts(name, words, MAX_BAD_WORDS)
+    require(all(w.strip(" ") for w in words), name, "must not hold a string of spaces alone")
+
+
+def _check_allowed(params: SamplingParams, name: str, value: Any) -> None:
+    _token_ids(params, name, value)
+    require(value, name, "must not be empty: no token would be left to sample")
+
+
+def _check_logit_bias(params: SamplingParams, name: str, value: Any) -> None:
+    require_kind(isinstance(value, dict), name, "a dict from token ids to numbers", value)
+    if any(isinstance(key, str) for key in value):  # as JSON writes ids
+        changed = {
+            int(k) if isinstance(k, str) and k.isascii() and k.isdigit() else k: bias
+            for k, bias in value.items()
+        }
+        problem = "must give each token id once, as a number or as text"
+        require(len(changed) == len(value), name, problem)
+        _set(params, name, changed)
+        value = changed
+    require_token_ids(name, list(value))
+    for token_id, bias in value.items():
+        if not is_finite(bias):
+            problem = f"must hold finite numbers, got {shown(bias)} for token {token_id}"
+            raise InvalidParameterError(name, problem)
+
+
+def _check_bad_words_token_ids(params: SamplingParams, name: str, value: Any) -> None:
+    if not value:
+        return
+    require(isinstance(value, list), name, "must be a list of lists of token ids")
+    for token_ids in value:
+        require_token_ids(name, token_ids)
+        require(token_ids, name, "must not hold an empty list")
+
+
+def _check_extra_args(params: SamplingParams, name: str, value: Any) -> None:
+    require_kind(isinstance(value, dict), name, "a dict", value)
+    require_plain(name, value)
+
+
+def _check_structured_outputs(params: SamplingParams, name: str, value: Any) -> None:
+    problem = f"must be StructuredOutputsParams, got {type(value).__name__}"
+    require(isinstance(value, StructuredOutputsParams), name, problem)
+    for text in STRUCTURED_TEXTS:
+        require_plain(f"{name}.{text}", getattr(value, text))
+
+
+def _check_task(params: PoolingParams, name: str, value: Any) -> None:
+    hint = FORMER_TASKS.get(value, "") if isinstance(value, str) else ""
+    kind = f"one of {', '.join(POOLING_TASKS)}{hint}"
+    require_kind(value in POOLING_TASKS, name, kind, value)
+
+
+def _refuse_normalize(params: PoolingParams, name: str, value: Any) -> None:
+    raise InvalidParameterError(name, "was removed; use use_activation")
+
+
+def _rows(type_: type[Parameters], checks: dict[str, Check]) -> list[tuple[str, Any, Check]]:
+    defaults = {field.name: field.default for field in msgspec.structs.fields(type_)}
+    flags = {name: FLAG for name, default in defaults.items() if isinstance(default, bool)}
+    return [(name, defaults[name], check) for name, check in (checks | flags).items()]
+
+
+_set = msgspec.structs.force_setattr  # while the object is made: it is frozen afterwards
+MAX_TIMEOUT_S = 1e9
+ABOVE_ZERO = math.ulp(0.0)  # the least float
+FLAG = _instance(bool, "True or False")
+# The engine uses 32-bit floats.
+CHECKS: dict[type, list[tuple[str, Any, Check]]] = {
+    SamplingParams: _rows(
+        SamplingParams,
+        {
+            "temperature": _number(0.0, 1e38, "0 (greedy) or greater, at most 1e38"),
+            "top_p": _number(ABOVE_ZERO, 1.0, "greater than 0 and at most 1"),
+            "min_p": _number(0.0, 1.0, "between 0 and 1"),
+            "presence_penalty": _number(-2.0, 2.0, "between -2 and 2"),
+            "frequency_penalty": _number(-2.0, 2.0, "between -2 and 2"),
+            "repetition_penalty": _number(
+                1e-6, 1e6, "greater than 0 (1: off; between 1e-6 and 1e6)"
+            ),
+            "n": _integer(1, high=MAX_N),
+            "top_k": _integer(-1, "0 or -1: all tokens"),
+            "seed": _check_seed,
+            "max_tokens": _integer(1, "None: to the end of the context", or_none=True),
+            "min_tokens": _check_min_tokens,
+            "logprobs": _integer(-1, "-1: the whole vocabulary; None: off"),
+            "prompt_logprobs": _integer(-1, "-1: the whole vocabulary; None: off"),
+            "truncate_prompt_tokens": _check_truncation,
+            "stream_interval": _integer(1),
+            "timeout_s": _number(
+                ABOVE_ZERO,
+                MAX_TIMEOUT_S,
+                f"greater than 0 and at most {MAX_TIMEOUT_S:g} (None: no limit)",
+            ),
+            "output_kind": _check_output_kind,
+            "stop": _check_stop,
+            "bad_words": _check_bad_words,
+            "stop_token_ids": _token_ids,
+            "allowed_token_ids": _check_allowed,
+            "logit_bias": _check_logit_bias,
+            "bad_words_token_ids": _check_bad_words_token_ids,
+            "extra_args": _check_extra_args,
+            "structured_outputs": _check_structured_outputs,
+        },
+    ),
+    PoolingParams: _rows(
+        PoolingParams,
+        {
+            "normalize": _refuse_normalize,
+            "task": _check_task,
+            "use_activation": _instance(bool, "True, False or None"),
+            "skip_reading_prefix_cache": _instance(bool, "True, False or None"),
+            "dimensions": _integer(1),
+            "truncate_prompt_tokens": _check_truncation,
+            "timeout_s": _number(
+                ABOVE_ZERO,
+                MAX_TIMEOUT_S,
+                f"greater than 0 and at most {MAX_TIMEOUT_S:.0f} seconds",
+            ),
+            "second_text_start": _integer(0),
+            "instruction_length": _integer(0),
+        },
+    ),
+}

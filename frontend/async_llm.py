@@ -19,10 +19,10 @@ from ..ipc.errors import EngineDeadError
 from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
-from .async_calls import AsyncCalls
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect, connect_async
 from .engine_args import AsyncLLMArguments, EngineArgs, takes
+from .engine_calls import AsyncCalls
 from .outputs import RequestMetrics, RequestOutput
 from .pooling_outputs import AnyOutput, PoolingRequestOutput
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
@@ -30,7 +30,6 @@ from .requests.input_processor import ProcessedRequest
 from .requests.prompts import Prompt
 from .requests.request_stream import BatchStream, RequestStream
 from .session import RequestSession
-from .text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 # A batch within both limits is tokenized at once, which takes about one millisecond.
@@ -155,9 +154,6 @@ class AsyncLLM(AsyncCalls):
         require_int("max_outputs_per_s", number, 0, INT64_MAX)
         self._max_outputs_per_s = number
         self.client.pace_outputs(number)
-
-    async def get_tokenizer(self) -> Tokenizer | None:
-        return self.session.tokenizer
 
     # ------------------------------------------------------------ requests
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self, cast, overload
 
-import msgspec
-
 from ..ipc.checks import require_kind
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
@@ -17,7 +15,8 @@ from ..ipc.params import PoolingParams, RequestOutputKind, SamplingParams, requi
 from .arguments import vllm_arguments
 from .clients.guard import Guard
 from .engine_args import EngineArgs, LLMArguments, takes
-from .llm_engine import LLMEngine
+from .engine_calls import BlockingCalls
+from .llm_engine import LLMEngine, run_in_windows
 from .outputs import RequestOutput
 from .pooling_outputs import (
     ClassificationRequestOutput,
@@ -30,11 +29,9 @@ from .progress import Progress
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .requests.input_processor import ProcessedRequest
 from .requests.lora_requests import to_reload
-from .requests.pooling_windows import run_in_windows
-from .requests.prompts import Prompt
+from .requests.pooling_inputs import with_task
+from .requests.prompts import Prompt, one_each, prompt_list
 from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
-from .requests.several import final_only, one_each, prompt_list, with_task
-from .session import BlockingCalls
 
 if TYPE_CHECKING:
     import numpy as np
@@ -115,18 +112,13 @@ class LLM(BlockingCalls):
         they raise InvalidParameterError. Any exception during the call, KeyboardInterrupt included,
         aborts all submitted requests.
         """
-        vllm_arguments.require_nothing(
-            tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
-        )
-        several = prompt_list(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = one_each("sampling_params", sampling_params, len(several))
-        priorities = one_each("priority", 0 if priority is None else priority, len(several))
-        loras = one_each("lora_request", lora_request, len(several))
+        if tokenization_kwargs is not None or mm_processor_kwargs is not None:
+            vllm_arguments.require_nothing(
+                tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
+            )
         with self._turn:
             self._require_idle()
-            requests = self._process(several, params, priorities, loras)
+            requests = self._process(prompts, sampling_params, priority, lora_request)
             outputs = self._run(requests, use_tqdm, trace_headers)
         if len(outputs) == 1 and outputs[0].error_parameter is not None:
             raise _refusal(outputs[0])
@@ -144,18 +136,12 @@ class LLM(BlockingCalls):
         wait_for_completion. The parameters are those of `generate`. An engine in another process
         computes meanwhile.
         """
-        several = prompt_list(prompts)
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        params = one_each("sampling_params", sampling_params, len(several))
-        priorities = one_each("priority", 0 if priority is None else priority, len(several))
-        loras = one_each("lora_request", lora_request, len(several))
         with self._turn:
             if not self._enqueued:
                 self._require_idle()
-            requests = self._process(several, params, priorities, loras)
+            requests = self._process(prompts, sampling_params, priority, lora_request)
             for request in requests:
-                self.llm_engine.submit(request)
+                self.session.submit(request)
                 self._enqueued.append(request)
         return [request.request_id for request in requests]
 
@@ -197,17 +183,17 @@ class LLM(BlockingCalls):
         at once. Other calls that generate raise RuntimeError until the iterator is read to its end
         or closed, which aborts the request; leaving the loop closes it. Any thread may read it.
         """
-        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        delta = RequestOutputKind.DELTA
-        params = msgspec.structs.replace(require_sampling(params), output_kind=delta)
+        if sampling_params is None:
+            sampling_params = self.session.default_sampling_params
         with self._turn:
             self._require_idle()
-            request = self.llm_engine.process_inputs(
+            request = self.session.process(
                 str(self._num_requests),
                 prompt,
-                params,
+                require_sampling(sampling_params),
                 priority=priority,
                 lora_request=lora_request,
+                output_kind=RequestOutputKind.DELTA,
             )
             self._num_requests += 1
             for adapter in to_reload([lora_request]):
@@ -222,7 +208,7 @@ class LLM(BlockingCalls):
         """
         with self._turn:
             self._require_idle()
-            self.llm_engine.submit(request, trace_headers)
+            self.session.submit(request, trace_headers)
         try:
             while self.llm_engine.has_unfinished_requests():
                 with self._turn:
@@ -239,36 +225,41 @@ class LLM(BlockingCalls):
 
     def _process(
         self,
-        prompts: Sequence[Prompt],
-        params: list[Any],
-        priorities: list[Any],
-        loras: list[LoRARequest | None],
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        lora_request: Loras = None,
     ) -> list[ProcessedRequest]:
         """Checks and tokenizes the prompts, and reloads adapters. Raises InvalidParameterError for
         an invalid one.
         """
-        finals = {id(p): final_only(p) for p in params}
+        prompts = prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.session.default_sampling_params
+        params = one_each("sampling_params", sampling_params, len(prompts))
+        priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
+        loras = one_each("lora_request", lora_request, len(prompts))
         requests = []
         for i, prompt in enumerate(prompts):
             try:
-                request_id = str(self._num_requests + i)
-                requests.append(
-                    self.llm_engine.process_inputs(
-                        request_id,
-                        prompt,
-                        finals[id(params[i])],
-                        priority=priorities[i],
-                        lora_request=loras[i],
-                    )
+                request = self.session.process(
+                    str(self._num_requests + i),
+                    prompt,
+                    params[i],
+                    priority=priorities[i],
+                    lora_request=loras[i],
+                    output_kind=RequestOutputKind.FINAL_ONLY,
                 )
             except InvalidParameterError as error:
                 if len(prompts) == 1:
                     raise
                 where = f"(in request {i} of {len(prompts)}, counted from 0)"
                 raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
+            requests.append(request)
         self._num_requests += len(requests)
-        for lora_request in to_reload(loras):
-            self.llm_engine.add_lora(lora_request)
+        if lora_request is not None:
+            for adapter in to_reload(loras):
+                self.llm_engine.add_lora(adapter)
         return requests
 
     def beam_search(
@@ -284,23 +275,20 @@ class LLM(BlockingCalls):
         Raises the errors of `generate`. If a step of a search fails inside the engine, that search
         ends with the message in `error`; the others continue.
         """
-        several = prompt_list(prompts)
-        loras = one_each("lora_request", lora_request, len(several))
         with self._turn:
-            searches = self._search(several, params, use_tqdm, loras)
+            self._require_idle()
+            searches = self._search(prompts, params, use_tqdm, lora_request)
         return [search.output(self.tokenizer) for search in searches]
 
     def _search(
         self,
-        prompts: list[Prompt],
+        prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         use_tqdm: bool | Callable[..., Any],
-        loras: list[LoRARequest | None],
+        lora_request: Loras,
     ) -> list[BeamSearch]:
         """Runs the beam searches of all prompts to their ends."""
-        self._require_idle()
-        step_params = first_params(params)
-        requests = self._process(prompts, [step_params] * len(prompts), [0] * len(prompts), loras)
+        requests = self._process(prompts, first_params(params), lora_request=lora_request)
         searches = [
             BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests
         ]
@@ -310,9 +298,7 @@ class LLM(BlockingCalls):
                 prompts_of_step = [prompt for search in running for prompt in search.step_prompts]
                 params_of_step = [search.step_params for search in running for _ in search.running]
                 loras = [search.lora_request for search in running for _ in search.running]
-                requests = self._process(
-                    prompts_of_step, params_of_step, [0] * len(prompts_of_step), loras
-                )
+                requests = self._process(prompts_of_step, params_of_step, lora_request=loras)
                 outputs = iter(self._run(requests, use_tqdm=False))
                 for search in running:
                     search.advance([next(outputs) for _ in search.running])
@@ -352,32 +338,19 @@ class LLM(BlockingCalls):
             raise InvalidParameterError(
                 "messages", "need a tokenizer: this engine runs with skip_tokenizer_init=True"
             )
-        is_one = isinstance(messages, str | dict) or (
-            isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], dict)
-        )
-        conversations: Any = [messages] if is_one else messages
-        kind = "a text, a list of messages, or a list of these"
-        require_kind(isinstance(conversations, Sequence), "messages", kind, messages)
-        prompts = []
-        for conversation in conversations:
-            require_kind(isinstance(conversation, Sequence), "messages", kind, conversation)
-            if isinstance(conversation, str):
-                conversation = [{"role": "user", "content": conversation}]
-            text = tokenizer.apply_chat_template(
-                list(conversation),
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tokenize=False,
-                **(chat_template_kwargs or {}),
-            )
-            prompts.append(
-                {
-                    "prompt": text,
-                    "prompt_token_ids": tokenizer.encode(str(text), add_special_tokens=False),
-                }
-            )
+        options = {
+            "tools": tools,
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tokenize": False,
+            **(chat_template_kwargs or {}),
+        }
+        prompts: list[Prompt] = []
+        for conversation in _conversations(messages):
+            text = str(tokenizer.apply_chat_template(conversation, **options))
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
         return self.generate(
             prompts,
             sampling_params,
@@ -558,24 +531,41 @@ class LLM(BlockingCalls):
         sent: Sequence[ProcessedRequest] = (),
     ) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = Progress(len(sent) + len(requests), use_tqdm)
+        progress = Progress(len(sent) + len(requests), use_tqdm) if use_tqdm else None
         try:
             for request in requests:
-                self.llm_engine.submit(request, trace_headers)
+                self.session.submit(request, trace_headers)
             while self.llm_engine.has_unfinished_requests():
                 for output in self.llm_engine.step():
                     assert isinstance(output, RequestOutput)  # of what was submitted here
                     finished[output.request_id] = output
-                    progress.update(
-                        len(output.prompt_token_ids),
-                        sum(len(completion.token_ids) for completion in output.outputs),
-                    )
+                    if progress is not None:
+                        num_tokens = sum(len(one.token_ids) for one in output.outputs)
+                        progress.update(len(output.prompt_token_ids), num_tokens)
         except BaseException:
             self.llm_engine.abort_all_requests()
             raise
         finally:
-            progress.close()
+            if progress is not None:
+                progress.close()
         return [finished[request.request_id] for request in (*sent, *requests)]
+
+
+def _conversations(messages: Any) -> list[list[Message]]:
+    """Of the argument `messages` of LLM.chat."""
+    is_one = isinstance(messages, str | dict) or (
+        isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], dict)
+    )
+    several = [messages] if is_one else messages
+    kind = "a text, a list of messages, or a list of these"
+    require_kind(isinstance(several, Sequence), "messages", kind, messages)
+    conversations: list[list[Message]] = []
+    for one in several:
+        require_kind(isinstance(one, Sequence), "messages", kind, one)
+        conversations.append(
+            [{"role": "user", "content": one}] if isinstance(one, str) else list(one)
+        )
+    return conversations
 
 
 def _refusal(output: RequestOutput | PoolingRequestOutput) -> InvalidParameterError:

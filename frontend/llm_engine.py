@@ -5,7 +5,8 @@ Must not know: how a client connects to its engine, torch, progress bars.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
+from itertools import groupby, islice
 from typing import Any
 
 from ..ipc.config import EngineConfig
@@ -15,10 +16,12 @@ from ..ipc.params import PoolingParams, SamplingParams
 from .clients.client import EngineClient
 from .clients.connect import TokenizerLoad, connect
 from .engine_args import EngineArgs
-from .pooling_outputs import AnyOutput
-from .requests.input_processor import ProcessedRequest
+from .engine_calls import BlockingCalls
+from .pooling_outputs import AnyOutput, PoolingRequestOutput
 from .requests.prompts import Prompt
-from .session import BlockingCalls, RequestSession
+from .session import RequestSession
+
+CHUNK = 128  # texts that are tokenized together
 
 
 class LLMEngine(BlockingCalls):
@@ -81,7 +84,7 @@ class LLMEngine(BlockingCalls):
         `lora_request`: the adapter, which the engine reads if it is not in memory; with
         load_inplace it is read again now.
         """
-        request = self.process_inputs(
+        request = self.session.process(
             request_id,
             prompt,
             params,
@@ -93,32 +96,6 @@ class LLMEngine(BlockingCalls):
         )
         if lora_request is not None and lora_request.load_inplace:
             self.add_lora(lora_request)
-        self.submit(request, trace_headers)
-
-    def process_inputs(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        **options: Any,
-    ) -> ProcessedRequest:
-        """The first half of add_request: checks and tokenizes without sending."""
-        return self.session.process(request_id, prompt, params, **options)
-
-    def process_batch(
-        self,
-        request_ids: Sequence[str],
-        prompts: Sequence[Prompt],
-        params: PoolingParams,
-        **options: Any,
-    ) -> list[ProcessedRequest]:
-        """As process_inputs, for many requests that pool, whose texts are tokenized together."""
-        return self.session.process_batch(request_ids, prompts, params, **options)
-
-    def submit(
-        self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None
-    ) -> None:
-        """The second half of add_request: registers and sends."""
         self.session.submit(request, trace_headers)
 
     def step(self) -> list[AnyOutput]:
@@ -164,3 +141,48 @@ class LLMEngine(BlockingCalls):
         self.client.shutdown()
         self.session.telemetry.fail(EngineDeadError("LLMEngine.shutdown was called"))
         self.session.telemetry.close()
+
+
+def run_in_windows(
+    engine: LLMEngine,
+    prompts: Iterable[tuple[Prompt, PoolingParams]],
+    num_prompts: int | None,
+    first_id: int,
+    take: Callable[[int, PoolingRequestOutput], None],
+    trace_headers: dict[str, str] | None = None,
+    num_before: int = 0,
+    **options: Any,
+) -> None:
+    """Runs many requests that pool, and calls `take` with each prompt's index and output, as they
+    come. Texts are tokenized in chunks and submitted in windows, so that memory depends on the
+    results alone.
+
+    `num_prompts`, for error messages; None: unknown. `num_before`, also for messages: how many
+    prompts of the caller's list precede these. The requests have the ids from `first_id` on.
+    `options`: of InputProcessor.process_batch. Raises InvalidParameterError with the prompt's
+    index; prompts before it may have been computed. The caller aborts what is unfinished after an
+    exception.
+    """
+    window = 2 * max(engine.config.num_seqs_at_once, CHUNK)
+    more, num_submitted, num_taken, is_at_end = iter(prompts), 0, 0, False
+    while not is_at_end or num_taken < num_submitted:
+        while not is_at_end and num_submitted - num_taken <= window - CHUNK:
+            chunk = list(islice(more, CHUNK))
+            is_at_end = len(chunk) < CHUNK
+            # process_batch takes prompts with the same parameters
+            for _, some in groupby(chunk, lambda entry: id(entry[1])):
+                texts, params = zip(*some)
+                requests = engine.session.process_batch(
+                    [str(first_id + num_submitted + i) for i in range(len(texts))],
+                    texts,
+                    params[0],
+                    part=(num_before + num_submitted, num_prompts),
+                    **options,
+                )
+                for request in requests:
+                    engine.session.submit(request, trace_headers)
+                num_submitted += len(texts)
+        for output in engine.step():
+            assert isinstance(output, PoolingRequestOutput)  # the caller's are the only requests
+            take(int(output.request_id) - first_id, output)
+            num_taken += 1

@@ -9,7 +9,6 @@ from typing import Any
 
 from quire import LLMEngine, LoRARequest
 from quire.frontend.model_info.model_files import find_model_directory
-from quire.frontend.requests.input_processor import ProcessedRequest
 from quire.tests.feature_run import JOBS, Run
 from quire.tests.lora_adapters import adapted_weights, random_pairs, write_peft
 
@@ -42,11 +41,10 @@ def adapter_of(prompt_token_ids: list[int]) -> LoRARequest | None:
 class EngineWithAdapters(LLMEngine):
     """Gives each request the adapter of its prompt."""
 
-    def process_inputs(self, request_id: str, prompt: Any, *args: Any, **options: Any):
+    def add_request(self, request_id: str, prompt: Any, *args: Any, **options: Any) -> None:
         ids = prompt if isinstance(prompt, list) else prompt.get("prompt_token_ids")
         options["lora_request"] = adapter_of(ids)
-        processed: ProcessedRequest = super().process_inputs(request_id, prompt, *args, **options)
-        return processed
+        super().add_request(request_id, prompt, *args, **options)
 
 
 def adapter(number: int, **fields: Any) -> LoRARequest:
@@ -56,10 +54,10 @@ def adapter(number: int, **fields: Any) -> LoRARequest:
 class EngineByNumber(LLMEngine):
     """Two of three requests have an adapter, by the number at the end of their ids."""
 
-    def process_inputs(self, request_id: str, *args: Any, **options: Any) -> ProcessedRequest:
+    def add_request(self, request_id: str, *args: Any, **options: Any) -> None:
         if number := int(request_id.rpartition("-")[2]) % (NUM_ADAPTERS + 1):
             options["lora_request"] = adapter(number)
-        return super().process_inputs(request_id, *args, **options)
+        super().add_request(request_id, *args, **options)
 
 
 def shows_loras(seen: Run) -> None:

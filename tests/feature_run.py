@@ -139,7 +139,7 @@ class BeamsBeside:
     def __init__(self, engine: LLMEngine):
         self._engine = engine
         requests = [
-            engine.process_inputs("beams", prompt, first_params(BEAM_PARAMS))
+            engine.session.process("beams", prompt, first_params(BEAM_PARAMS))
             for prompt in BEAM_PROMPTS
         ]
         self._searches = [

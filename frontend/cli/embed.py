@@ -121,8 +121,8 @@ def embed(
     """Runs all texts and writes their results in order. Returns 130 after Ctrl-C and 143 after
     SIGTERM; a second run then continues.
     """
+    from ..llm_engine import run_in_windows
     from ..progress import Progress
-    from ..requests.pooling_windows import run_in_windows
     from .embed_writers import make_writer
 
     # the model's own first task, to know the shape of the rows

@@ -28,7 +28,13 @@ from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
 from ...ipc.messages import EngineCoreRequest
 from ...ipc.models.pooling import Pooling
-from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
+from ...ipc.params import (
+    ALL_LOGPROBS,
+    Check,
+    PoolingParams,
+    RequestOutputKind,
+    SamplingParams,
+)
 from ..text.tokenizer import Tokenizer
 from .lora_requests import placed
 from .pooling_inputs import PoolingInputs
@@ -50,6 +56,20 @@ class ProcessedRequest:
     clock_offset: float = field(default_factory=lambda: time.time() - time.monotonic())
 
 
+@dataclass(slots=True, frozen=True)
+class RequestOptions:
+    """What a request carries beside its prompt and parameters; see LLMEngine.add_request."""
+
+    arrival_time: float | None = None  # seconds since 1970; None: now
+    priority: int = 0
+    owner: str = ""
+    owner_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_int("priority", self.priority, -(2**63), INT64_MAX)
+        require_owner(self.owner, self.owner_weight)
+
+
 class InputProcessor:
     """`eos_token_ids`: every id that ends a sequence of this model.
 
@@ -65,8 +85,10 @@ class InputProcessor:
         num_tokens = None if tokenizer is None else tokenizer.vocab_size
         self._vocab_size: int | None = config.model_config.hf_config.get("vocab_size") or num_tokens
         self._max_model_len = resolved(config.model_config.max_model_len)
+        self._max_prompt_len = self._max_model_len - 1  # leaves room for one output token
         self._num_requests = 0
         self._pooling_inputs = PoolingInputs(config.model_config, tokenizer)
+        self._checks = self._parameter_checks()
 
     @property
     def pooling(self) -> Pooling:
@@ -83,61 +105,49 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | PoolingParams,
         *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        owner: str = "",
-        owner_weight: float = 1.0,
         prompt_name: str | None = None,
         lora_request: LoRARequest | None = None,
+        output_kind: RequestOutputKind | None = None,
+        **options: Any,
     ) -> ProcessedRequest:
         """Checks and tokenizes the request and sets its seed and max_tokens.
 
         `prompt_name`: see process_batch. `lora_request`: the caller has reloaded what has
-        load_inplace. Raises InvalidParameterError without changing any state.
+        load_inplace. `output_kind`: replaces the one of SamplingParams. `options`: of
+        RequestOptions. Raises InvalidParameterError without changing any state.
         """
         if isinstance(params, PoolingParams):
             problem = "must be None for a request that pools; adapters change generated text only"
             require(lora_request is None, "lora_request", problem)
             [request] = self.process_batch(
-                [request_id],
-                [prompt],
-                params,
-                arrival_time=arrival_time,
-                priority=priority,
-                owner=owner,
-                owner_weight=owner_weight,
-                prompt_name=prompt_name,
+                [request_id], [prompt], params, prompt_name=prompt_name, **options
             )
             return request
         began = time.monotonic()
         require_text("request_id", request_id)
-        require_int("priority", priority, -(2**63), INT64_MAX)
-        require_owner(owner, owner_weight)
-        params = self._check_params(params)
+        carried = RequestOptions(**options)
+        self._check_params(params)
         require(prompt_name is None, "prompt_name", "must not be given with SamplingParams")
         text, token_ids, cache_salt, pair = read_prompt(prompt)
         require(pair is None, "text_pair", "must not be given with SamplingParams")
         if token_ids is None:
             token_ids = self._encode("prompt", text or "")
-        token_ids = self._check_prompt(token_ids, params.truncate_prompt_tokens)
-        clock_offset = time.time() - time.monotonic()
-        if arrival_time is None:
-            arrival_time = clock_offset + time.monotonic()
-        core_request = EngineCoreRequest(
-            # user ids need not be unique across clients or over time
-            request_id=f"{request_id}-{secrets.token_hex(8)}",
-            prompt_token_ids=token_ids,
-            params=self._complete(params, len(token_ids)),
-            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
-            arrival_time=arrival_time,
-            priority=priority,
+        if params.truncate_prompt_tokens is not None:
+            token_ids = self._truncated(token_ids, params.truncate_prompt_tokens)
+        self._check_token_ids(token_ids, self._max_prompt_len)
+        if lora_request is not None:
+            lora_request = self._check_lora(lora_request)
+        return _made_request(
+            request_id,
+            text,
+            token_ids,
+            self._complete(params, len(token_ids), output_kind),
+            carried,
+            began,
             cache_salt=cache_salt,
-            owner=owner,
-            owner_weight=owner_weight,
-            deadline=began + params.timeout_s if params.timeout_s is not None else 0.0,
-            lora_request=self._check_lora(lora_request),
+            eos_token_ids=[] if params.ignore_eos else self._eos_token_ids,
+            lora_request=lora_request,
         )
-        return ProcessedRequest(request_id, text, core_request, clock_offset)
 
     def process_batch(
         self,
@@ -145,24 +155,19 @@ class InputProcessor:
         prompts: Sequence[Prompt],
         params: PoolingParams,
         *,
-        arrival_time: float | None = None,
-        priority: int = 0,
-        owner: str = "",
-        owner_weight: float = 1.0,
         prompt_name: str | None = None,
         part: tuple[int, int | None] | None = None,
+        **options: Any,
     ) -> list[ProcessedRequest]:
         """Checks and tokenizes requests that pool, with the same parameters. Their texts are
         tokenized together, without the GIL.
 
         `prompt_name`: the model's prompt to put in front of each text; None: its default, if any.
         `part`: the index of the first prompt, and the number of prompts, of which these are a part
-        (None: unknown).
+        (None: unknown). `options`: of RequestOptions.
         Raises InvalidParameterError, with the index of the request if there are several.
         """
-        began = time.monotonic()
-        require_int("priority", priority, -(2**63), INT64_MAX)
-        require_owner(owner, owner_weight)
+        began, carried = time.monotonic(), RequestOptions(**options)
         inputs = self._pooling_inputs
         params = inputs.complete(params)
         first, num_prompts = part or (0, len(prompts))
@@ -170,28 +175,19 @@ class InputProcessor:
             self._at(first + i, num_prompts, read_prompt, prompt)
             for i, prompt in enumerate(prompts)
         ]
-        clock_offset = time.time() - time.monotonic()
-        if arrival_time is None:
-            arrival_time = clock_offset + time.monotonic()
-        deadline = began + params.timeout_s if params.timeout_s is not None else 0.0
         requests, longest = [], inputs.longest(params)
         for i, (text, token_ids, cache_salt, own) in enumerate(
             inputs.tokenize(read, params, prompt_name)
         ):
             require_text("request_id", request_ids[i])
             self._at(first + i, num_prompts, self._check_token_ids, token_ids, longest)
-            core_request = EngineCoreRequest(
-                request_id=f"{request_ids[i]}-{secrets.token_hex(8)}",
-                prompt_token_ids=token_ids.copy(),  # the caller may change its list
-                params=msgspec.structs.replace(params, **own) if own else params,
-                arrival_time=arrival_time,
-                priority=priority,
-                cache_salt=cache_salt,
-                owner=owner,
-                owner_weight=owner_weight,
-                deadline=deadline,
+            completed = msgspec.structs.replace(params, **own) if own else params
+            requests.append(
+                _made_request(
+                    *(request_ids[i], text, token_ids, completed, carried, began),
+                    cache_salt=cache_salt,
+                )
             )
-            requests.append(ProcessedRequest(request_ids[i], text, core_request, clock_offset))
         return requests
 
     @staticmethod
@@ -217,18 +213,17 @@ class InputProcessor:
             )
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_prompt(self, token_ids: Any, num_kept: int | None) -> list[int]:
-        """Returns a copy of the last `num_kept` ids (SamplingParams.truncate_prompt_tokens)."""
-        most = self._max_model_len - 1  # leaves room for one output token
-        if num_kept is not None and isinstance(token_ids, list):
-            require(
-                num_kept <= most,
-                "truncate_prompt_tokens",
-                f"must be -1 or at most {most}, the longest prompt, got {num_kept}",
-            )
-            token_ids = token_ids[-(most if num_kept == -1 else num_kept) :]
-        self._check_token_ids(token_ids, most)
-        return token_ids.copy()
+    def _truncated(self, token_ids: Any, num_kept: int) -> Any:
+        """The last `num_kept` ids (SamplingParams.truncate_prompt_tokens)."""
+        most = self._max_prompt_len
+        require(
+            num_kept <= most,
+            "truncate_prompt_tokens",
+            f"must be -1 or at most {most}, the longest prompt, got {num_kept}",
+        )
+        if not isinstance(token_ids, list):
+            return token_ids
+        return token_ids[-(most if num_kept == -1 else num_kept) :]
 
     def _check_token_ids(self, token_ids: Any, most: int) -> None:
         """Requires a list of at least one and at most `most` ids of the vocabulary."""
@@ -237,7 +232,7 @@ class InputProcessor:
         require(token_ids, "prompt", "must not be empty")
         if len(token_ids) > most:
             reads = f"with max_model_len={self._max_model_len} it can have"
-            if most < self._max_model_len - 1:  # of a request that pools and must fit
+            if most < self._max_prompt_len:  # of a request that pools and must fit
                 reads = "without being cut it can have"
             raise InvalidParameterError(
                 "prompt", f"is {len(token_ids)} tokens long; {reads} at most {most}"
@@ -258,15 +253,28 @@ class InputProcessor:
 
     # ------------------------------------------------------------ parameters
 
-    def _check_lora(self, lora_request: Any) -> LoRARequest | None:
-        if lora_request is None:
-            return None
+    def _check_lora(self, lora_request: Any) -> LoRARequest:
         problem = "needs an engine that was started with enable_lora=True"
         require(self._enable_lora, "lora_request", problem)
         return msgspec.structs.replace(placed(lora_request), load_inplace=False)
 
-    def _check_params(self, params: Any) -> SamplingParams:
-        """Checks that depend on the model. SamplingParams itself makes the others."""
+    def _parameter_checks(self) -> list[tuple[str, Check]]:
+        """Those that depend on the model, for parameters that are not false. SamplingParams itself
+        makes the others.
+        """
+        checks: list[tuple[str, Check]] = []
+        if self._tokenizer is None:
+            needing = ("stop", "bad_words", "structured_outputs")
+            checks += [(name, _refuse_without_tokenizer) for name in needing]
+        checks.append(("structured_outputs", self._check_structured_outputs))
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            checks.append((name, lambda params, name, ids: self._check_range(name, ids)))
+        checks.append(("bad_words_token_ids", _refuse_token_ids))
+        for name in ("logprobs", "prompt_logprobs"):
+            checks.append((name, self._check_num_logprobs))
+        return checks
+
+    def _check_params(self, params: Any) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidParameterError(
                 "params",
@@ -283,32 +291,18 @@ class InputProcessor:
                 f"must be 1 with temperature=0 (greedy), where all completions are the same, got "
                 f"{params.n}",
             )
-        for name in ("stop", "bad_words", "structured_outputs"):
-            if getattr(params, name) and self._tokenizer is None:
-                raise InvalidParameterError(
-                    name, "needs a tokenizer: this engine runs with skip_tokenizer_init=True"
-                )
-        can_end = params.structured_outputs is None or not params.ignore_eos
+        for name, check in self._checks:
+            if value := getattr(params, name):
+                check(params, name, value)
+
+    def _check_structured_outputs(self, params: SamplingParams, name: str, value: Any) -> None:
         require(
-            can_end,
+            not params.ignore_eos,
             "ignore_eos",
             "must be False with structured_outputs: an end-of-sequence token ends a structured "
             "output",
         )
-        if params.structured_outputs is not None:
-            self._check_end_token()
-        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if ids := getattr(params, name):
-                self._check_range(name, ids)
-        require(
-            not params.bad_words_token_ids,
-            "bad_words_token_ids",
-            "must not be set in a request; use bad_words",
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (value := getattr(params, name)) is not None:
-                self._check_num_logprobs(name, value)
-        return params
+        self._check_end_token()
 
     def _check_end_token(self) -> None:
         """Requires an end-of-sequence token that the model can sample, because it ends a structured
@@ -324,7 +318,7 @@ class InputProcessor:
             f"got {ids or None}",
         )
 
-    def _check_num_logprobs(self, name: str, value: int) -> None:
+    def _check_num_logprobs(self, params: SamplingParams, name: str, value: int) -> None:
         """A max_logprobs of -1 means the whole vocabulary."""
         cap, vocab_size = self._model_config.max_logprobs, self._vocab_size or 2**31 - 1
         most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
@@ -336,13 +330,16 @@ class InputProcessor:
         )
         require(wanted <= most, name, f"must be {words}, got {value}")
 
-    def _complete(self, params: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+    def _complete(
+        self, params: SamplingParams, num_prompt_tokens: int, output_kind: RequestOutputKind | None
+    ) -> SamplingParams:
         """Sets the seed, limits max_tokens to the remaining context, converts the other values."""
         room = self._max_model_len - num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         changes: dict[str, Any] = {
             "max_tokens": max_tokens,
             "min_tokens": min(params.min_tokens, max_tokens),
+            "output_kind": params.output_kind if output_kind is None else output_kind,
         }
         if params.logit_bias:  # vLLM's limits
             changes["logit_bias"] = {
@@ -373,6 +370,42 @@ class InputProcessor:
                 self._check_range("bad_words", token_ids)
                 written[tuple(token_ids)] = None
         return [list(token_ids) for token_ids in written]
+
+
+def _made_request(
+    request_id: str,
+    text: str | None,
+    token_ids: list[int],
+    params: SamplingParams | PoolingParams,
+    options: RequestOptions,
+    began: float,
+    **fields: Any,
+) -> ProcessedRequest:
+    """`began`: the start of the request by time.monotonic(). `fields`: of EngineCoreRequest."""
+    clock_offset = time.time() - time.monotonic()
+    arrival_time = options.arrival_time
+    core_request = EngineCoreRequest(
+        # user ids need not be unique across clients or over time
+        request_id=f"{request_id}-{secrets.token_hex(8)}",
+        prompt_token_ids=token_ids.copy(),  # the caller may change its list
+        params=params,
+        arrival_time=clock_offset + time.monotonic() if arrival_time is None else arrival_time,
+        priority=options.priority,
+        owner=options.owner,
+        owner_weight=options.owner_weight,
+        deadline=0.0 if params.timeout_s is None else began + params.timeout_s,
+        **fields,
+    )
+    return ProcessedRequest(request_id, text, core_request, clock_offset)
+
+
+def _refuse_without_tokenizer(params: SamplingParams, name: str, value: Any) -> None:
+    problem = "needs a tokenizer: this engine runs with skip_tokenizer_init=True"
+    raise InvalidParameterError(name, problem)
+
+
+def _refuse_token_ids(params: SamplingParams, name: str, value: Any) -> None:
+    raise InvalidParameterError(name, "must not be set in a request; use bad_words")
 
 
 def derive_seed(base: int, index: int) -> int:

@@ -6,7 +6,6 @@ Must not know: sockets, the scheduler, the consumers of the outputs.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -14,24 +13,24 @@ import msgspec
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import (
-    Array,
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
     FinishReason,
     PromptLogprobs,
-    RequestTiming,
     TokenLogprobs,
     child_request_id,
 )
-from ...ipc.params import PoolingParams, RequestOutputKind, child_seed
+from ...ipc.params import PoolingParams, RequestOutputKind, SamplingParams, child_seed
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ..pooling_outputs import AnyOutput, pooling_output
-from ..text.detokenizer import IncrementalDetokenizer
+from ..text.detokenizer import NO_TEXT, make_detokenizer
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
 from .logprobs import LogprobsReader, TokenTexts
-from .request_state import NO_TEXT, CompletionState, RequestState
+from .request_state import CompletionState, RequestState
+
+MAX_TOKEN_TS = 4096  # per request
 
 
 @dataclass(slots=True)
@@ -42,28 +41,21 @@ class ProcessedOutputs:
     requests_to_abort: list[str]
 
 
-@dataclass(slots=True)
-class _Extras:
-    """The optional parts of one row of EngineCoreOutputs. Most rows have none."""
-
-    finished: Finished | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    num_cached_tokens: int | None = None
-    pooled: Array | None = None
-
-
-NO_EXTRAS = _Extras()
-MAX_TOKEN_TS = 4096  # per request
-
-
 class OutputProcessor:
     """Owns the frontend's requests from add_request to their last output.
 
     Rows are looked up by engine id, aborts by user id.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, epoch: int = 0):
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        epoch: int = 0,
+        on_finished: Callable[[RequestState, float], None] = lambda state, offset: None,
+    ):
+        """`on_finished` is called with each finished request and the offset from the engine's clock
+        to seconds since 1970.
+        """
         self._tokenizer = tokenizer
         self._first_epoch = epoch
         self._epochs: dict[int, int] = {}  # the latest epoch by engine_index
@@ -72,9 +64,7 @@ class OutputProcessor:
         # key, because the engine rejects the request under that id.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer)
-        # called with each finished request and the offset from the engine's clock to seconds since
-        # 1970
-        self.on_finished: Callable[[RequestState, float], None] | None = None
+        self._on_finished = on_finished
         self._engine_ts = 0.0  # the engine's clock when it sent its last outputs
         self._clock_offset = 0.0  # added to the engine's clock, gives time.monotonic()
         self.record_token_times = False  # fill RequestMetrics.token_ts
@@ -92,71 +82,44 @@ class OutputProcessor:
             raise InvalidParameterError(
                 "request_id", f"{request.request_id!r} is already used by a running request"
             )
-        if isinstance(core_request.params, PoolingParams):
-            return self._add_pooling(request, core_request.params)
-        params = core_request.sampling_params
-        engine_ids = [core_request.request_id]
-        if params.n > 1:
-            engine_ids = [child_request_id(core_request.request_id, i) for i in range(params.n)]
+        num_prompt_tokens = len(core_request.prompt_token_ids)
         state = RequestState(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            core_request=core_request,
-            clock_offset=request.clock_offset,
-            metrics=RequestMetrics(
-                core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)
-            ),
-            completions=[
-                self._new_completion(i, engine_id, core_request)
-                for i, engine_id in enumerate(engine_ids)
-            ],
-            is_delta=params.output_kind == RequestOutputKind.DELTA,
-            is_final_only=params.output_kind == RequestOutputKind.FINAL_ONLY,
-            stream_interval=params.stream_interval,
-            num_unfinished=params.n,
+            request.request_id,
+            request.prompt,
+            core_request,
+            request.clock_offset,
+            RequestMetrics(core_request.arrival_time, num_prompt_tokens=num_prompt_tokens),
         )
-        if params.prompt_logprobs is not None:
-            state.prompt_logprobs = [None]
-            state.prompt_logprobs_reader = LogprobsReader(
-                self._token_texts, core_request.prompt_token_ids[:1]
-            )
-        self._requests[request.request_id] = state
+        if isinstance(core_request.params, PoolingParams):
+            state.task = core_request.params.task
+            state.completions.append(CompletionState(0, core_request.request_id, NO_TEXT, None))
+        else:
+            self._add_completions(state, core_request.params)
         for completion in state.completions:
             self._by_engine_id[completion.engine_id] = state, [completion]
-        if params.n > 1:
-            self._by_engine_id[core_request.request_id] = state, state.completions
-        return state.metrics
-
-    def _add_pooling(self, request: ProcessedRequest, params: PoolingParams) -> RequestMetrics:
-        core_request = request.core_request
-        completion = CompletionState(0, core_request.request_id, NO_TEXT, None)
-        state = RequestState(
-            request_id=request.request_id,
-            prompt=request.prompt,
-            core_request=core_request,
-            clock_offset=request.clock_offset,
-            metrics=RequestMetrics(
-                core_request.arrival_time, num_prompt_tokens=len(core_request.prompt_token_ids)
-            ),
-            completions=[completion],
-            is_delta=False,
-            is_final_only=True,
-            stream_interval=1,
-            task=params.task,
-        )
         self._requests[request.request_id] = state
-        self._by_engine_id[completion.engine_id] = state, state.completions
         return state.metrics
 
-    def _new_completion(
-        self, index: int, engine_id: str, core_request: EngineCoreRequest
-    ) -> CompletionState:
-        params, prompt_token_ids = core_request.sampling_params, core_request.prompt_token_ids
-        detokenizer = IncrementalDetokenizer(self._tokenizer, prompt_token_ids, params)
-        reader = None
-        if params.logprobs is not None:
-            reader = LogprobsReader(self._token_texts, prompt_token_ids)
-        return CompletionState(index, engine_id, detokenizer, reader)
+    def _add_completions(self, state: RequestState, params: SamplingParams) -> None:
+        request = state.core_request
+        state.output_kind, state.stream_interval = params.output_kind, params.stream_interval
+        state.num_unfinished = params.n
+        engine_ids = [request.request_id]
+        if params.n > 1:
+            engine_ids = [child_request_id(request.request_id, i) for i in range(params.n)]
+            self._by_engine_id[request.request_id] = state, state.completions
+        for i, engine_id in enumerate(engine_ids):
+            detokenizer = make_detokenizer(self._tokenizer, request.prompt_token_ids, params)
+            reader = None
+            if params.logprobs is not None:
+                reader = LogprobsReader(self._token_texts, request.prompt_token_ids)
+            state.completions.append(CompletionState(i, engine_id, detokenizer, reader))
+        if params.prompt_logprobs is not None:
+            state.prompt_logprobs = [None]
+            state.num_missing_prompt_logprobs = len(request.prompt_token_ids) - 1
+            state.prompt_logprobs_reader = LogprobsReader(
+                self._token_texts, request.prompt_token_ids[:1]
+            )
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -225,103 +188,95 @@ class OutputProcessor:
         self._epochs[outputs.engine_index] = outputs.epoch
         now = time.monotonic()
         self._engine_ts, self._clock_offset = outputs.timestamp, now - outputs.timestamp
-        for timing in outputs.timings:
-            self._note_timing(outputs.request_ids[timing.row], timing)
+        self._read_columns(outputs, now)
+        finished = {column.row: column for column in outputs.finished}
+        logprobs = {column.row: column for column in outputs.logprobs}
         processed = ProcessedOutputs([], [])
         changed: dict[str, RequestState] = {}  # by the user's id, in the order of their first row
-        extras_of, end = _extras(outputs), 0
-        token_ts = _token_ts(outputs) if self.record_token_times else None
-        for i, (engine_id, first_index, num_tokens) in enumerate(
+        end = 0
+        for row, (engine_id, first_index, num_tokens) in enumerate(
             zip(outputs.request_ids, outputs.first_indices, outputs.num_tokens, strict=True)
         ):
             start, end = end, end + num_tokens
-            entry = self._by_engine_id.get(engine_id)
-            if entry is None:
+            if (entry := self._by_engine_id.get(engine_id)) is None:
                 continue
             state, completions = entry
-            extras = extras_of.get(i, NO_EXTRAS)
-            if extras.num_cached_tokens is not None and state.num_cached_tokens is None:
-                state.num_cached_tokens = state.metrics.num_cached_tokens = extras.num_cached_tokens
-            if extras.pooled is not None:
-                state.pooled = extras.pooled
-                state.metrics.first_token_time = state.clock_offset + now
-                state.metrics.last_token_time = state.metrics.first_token_time
-            if extras.prompt_logprobs is not None:
-                self._read_prompt_logprobs(state, extras.prompt_logprobs)
             for completion in completions:
                 if completion.finish_reason is not None:
                     continue
                 # number of the row's tokens already received; negative if tokens are missing
                 num_known = len(completion.token_ids) - first_index
-                new_token_ids = outputs.token_ids[
-                    start + num_known if num_known > 0 else start : end
-                ]
-                new_token_ts = (
-                    None if token_ts is None else token_ts[end - len(new_token_ids) : end]
-                )
-                has_changed = self._process_row(
-                    state, completion, new_token_ids, new_token_ts, num_known, extras, now
-                )
-                if has_changed and (not state.is_final_only or state.num_unfinished == 0):
-                    changed[state.request_id] = state
-                if completion.finish_reason is not None and extras.finished is None:
+                new_token_ids = outputs.token_ids[start + max(num_known, 0) : end]
+                if num_known < 0 or (new_token_ids and state.num_missing_prompt_logprobs):
+                    self._finish(
+                        state,
+                        completion,
+                        FinishReason.ERROR,
+                        error=_gap(state, completion, num_known),
+                    )
+                    num_used = 0
+                else:
+                    num_used = self._read_row(
+                        state, completion, new_token_ids, finished.get(row), now
+                    )
+                    if row in logprobs:
+                        _read_logprobs(completion, logprobs[row], num_known, num_used)
+                if self.record_token_times:
+                    _note_token_ts(state.metrics, outputs, end - len(new_token_ids), num_used)
+                has_ended = completion.finish_reason is not None
+                if has_ended and row not in finished:
                     processed.requests_to_abort.append(completion.engine_id)
+                is_due = state.output_kind != RequestOutputKind.FINAL_ONLY
+                if (num_used or has_ended) and (is_due or state.num_unfinished == 0):
+                    changed[state.request_id] = state
         for state in changed.values():
             if (output := self._make_output(state)) is not None:
                 processed.request_outputs.append(output)
         return processed
 
-    def _process_row(
+    def _read_columns(self, outputs: EngineCoreOutputs, now: float) -> None:
+        """Reads what belongs to a request, not to one of its completions."""
+
+        def state_of(row: int) -> RequestState | None:
+            entry = self._by_engine_id.get(outputs.request_ids[row])
+            return None if entry is None else entry[0]
+
+        for timing in outputs.timings:
+            if (state := state_of(timing.row)) is not None:
+                state.take_timing(outputs.request_ids[timing.row], timing)
+        for row, num_cached_tokens in outputs.num_cached_tokens:
+            if (state := state_of(row)) is not None and state.num_cached_tokens is None:
+                state.num_cached_tokens = state.metrics.num_cached_tokens = num_cached_tokens
+        for columns in outputs.prompt_logprobs:
+            if (state := state_of(columns.row)) is not None:
+                _read_prompt_logprobs(state, columns)
+        for pooled in outputs.pooled:
+            if (state := state_of(pooled.row)) is not None:
+                state.pooled = pooled.values
+                state.metrics.first_token_time = state.clock_offset + now
+                state.metrics.last_token_time = state.metrics.first_token_time
+
+    def _read_row(
         self,
         state: RequestState,
         completion: CompletionState,
         new_token_ids: list[int],
-        new_token_ts: list[float] | None,
-        num_known: int,
-        extras: _Extras,
+        finished: Finished | None,
         now: float,
-    ) -> bool:
-        """Applies a row to the completion. Returns whether the completion changed."""
-        if num_known < 0:
-            num_tokens = len(completion.token_ids)
-            missing = f"{num_tokens} to {num_tokens - num_known - 1}"
-            problem = f"output tokens {missing} did not arrive from the engine"
-            self._finish(state, completion, FinishReason.ERROR, error=problem)
-            return True
-        if (
-            new_token_ids
-            and state.prompt_logprobs is not None
-            and len(state.prompt_logprobs) < len(state.core_request.prompt_token_ids)
-        ):
-            problem = (
-                "log-probabilities of the prompt's tokens from "
-                f"{len(state.prompt_logprobs)} on did not arrive from the engine"
-            )
-            self._finish(state, completion, FinishReason.ERROR, error=problem)
-            return True
-        finished = extras.finished
+    ) -> int:
+        """Returns the number of tokens that belong to the output: all, or those before a stop
+        string.
+        """
         num_used, stop = completion.detokenizer.update(
-            new_token_ids, finished.reason if finished else None
+            new_token_ids, None if finished is None else finished.reason
         )
         if num_used:
-            completion.token_ids += (
-                new_token_ids if num_used == len(new_token_ids) else new_token_ids[:num_used]
-            )
             metrics = state.metrics
             metrics.last_token_time = state.clock_offset + now
-            metrics.num_generation_tokens += num_used
             if metrics.first_token_time is None:
-                metrics.first_token_time = state.clock_offset + now
-            if new_token_ts is not None and (room := MAX_TOKEN_TS - len(metrics.token_ts)):
-                metrics.token_ts += new_token_ts[: min(num_used, room)]
-            if extras.logprobs is not None and completion.logprobs_reader is not None:
-                positions = completion.logprobs_reader.read(
-                    extras.logprobs, num_known, num_known + num_used
-                )
-                completion.logprobs += positions
-                # One addition per token: the sum must not depend on how rows split the tokens.
-                for position in positions:
-                    completion.cumulative_logprob += next(iter(position.values())).logprob
+                metrics.first_token_time = metrics.last_token_time
+            metrics.num_generation_tokens += num_used
+            completion.token_ids += new_token_ids[:num_used]
         if stop is not None:
             self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
         elif finished is not None:
@@ -333,18 +288,7 @@ class OutputProcessor:
                 error=finished.error,
                 error_parameter=finished.parameter,
             )
-        return num_used > 0 or completion.finish_reason is not None
-
-    def _read_prompt_logprobs(self, state: RequestState, columns: PromptLogprobs) -> None:
-        """Appends the positions that are new. A prompt that is recomputed after a preemption sends
-        its positions again.
-        """
-        if state.prompt_logprobs is None or state.prompt_logprobs_reader is None:
-            return
-        num_known = len(state.prompt_logprobs) - columns.first_index
-        num_rows = columns.token_ids.shape[0]
-        if 0 <= num_known < num_rows:  # missing positions are detected with the first token
-            state.prompt_logprobs += state.prompt_logprobs_reader.read(columns, num_known, num_rows)
+        return num_used
 
     def _finish(
         self,
@@ -364,10 +308,8 @@ class OutputProcessor:
             completion.detokenizer.update([], reason)
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         if reason is FinishReason.ERROR and state.error is None:
-            state.error, state.error_parameter = (
-                error or "the engine gave no reason",
-                error_parameter,
-            )
+            state.error = error or "the engine gave no reason"
+            state.error_parameter = error_parameter
         del self._by_engine_id[completion.engine_id]
         state.num_unfinished -= 1
         if state.num_unfinished == 0:
@@ -377,15 +319,7 @@ class OutputProcessor:
                 state.metrics.last_token_ts = max(state.metrics.last_token_ts, self._engine_ts)
             self._by_engine_id.pop(state.core_request.request_id, None)
             del self._requests[state.request_id]
-            if self.on_finished is not None:
-                self.on_finished(state, state.clock_offset + self._clock_offset)
-
-    def _note_timing(self, engine_id: str, timing: RequestTiming) -> None:
-        if (entry := self._by_engine_id.get(engine_id)) is not None:
-            state, _ = entry
-            state.timings.take(engine_id, timing)
-            for name, value in state.timings.merged().items():
-                setattr(state.metrics, name, value)
+            self._on_finished(state, state.clock_offset + self._clock_offset)
 
     # ------------------------------------------------------------ outputs
 
@@ -393,30 +327,23 @@ class OutputProcessor:
         """Returns what the request's output_kind emits now, or None (FINAL_ONLY, or between two
         stream intervals).
         """
-        finished, is_delta = state.num_unfinished == 0, state.is_delta
-        if state.is_final_only and not finished:
-            return None
         if state.task is not None:
             return pooling_output(state)
-        due = state.completions
-        if len(due) > 1 or state.stream_interval > 1:  # otherwise the only completion is due
-            due = [completion for completion in due if _is_due(completion, state.stream_interval)]
+        finished, is_delta = state.num_unfinished == 0, state.output_kind == RequestOutputKind.DELTA
+        emitted = state.completions
+        if len(emitted) > 1 or state.stream_interval > 1:  # otherwise the only completion is due
+            due = [one for one in emitted if _is_due(one, state.stream_interval)]
             if not due and not finished:
                 return None
+            emitted = due if is_delta else emitted
         prompt_logprobs = None if state.are_prompt_logprobs_emitted else state.prompt_logprobs
         state.are_prompt_logprobs_emitted = is_delta
-        emitted = due if is_delta else state.completions
-        outputs = (
-            [_completion_output(emitted[0], is_delta)]
-            if len(emitted) == 1
-            else [_completion_output(completion, is_delta) for completion in emitted]
-        )
         # runs once per token of a stream: keyword arguments take twice as long
         return RequestOutput(
             state.request_id,
             state.prompt,
             state.core_request.prompt_token_ids,
-            outputs,
+            [_completion_output(completion, is_delta) for completion in emitted],
             finished,
             state.metrics,
             state.num_cached_tokens,
@@ -451,24 +378,49 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
     )
 
 
-def _token_ts(outputs: EngineCoreOutputs) -> list[float]:
-    """The timestamp of the step that produced each token, for all rows."""
-    if not outputs.token_steps:
-        return [outputs.timestamp] * len(outputs.token_ids)
-    return [outputs.step_times[step] for step in outputs.token_steps]
+def _gap(state: RequestState, completion: CompletionState, num_known: int) -> str:
+    """What is missing where `num_known` is negative, or the prompt's log-probabilities are not
+    complete.
+    """
+    if num_known < 0:
+        num_tokens = len(completion.token_ids)
+        missing = f"output tokens {num_tokens} to {num_tokens - num_known - 1}"
+    else:
+        first = len(state.core_request.prompt_token_ids) - state.num_missing_prompt_logprobs
+        missing = f"log-probabilities of the prompt's tokens from {first} on"
+    return f"{missing} did not arrive from the engine"
 
 
-def _extras(outputs: EngineCoreOutputs) -> dict[int, _Extras]:
-    """The extras by row, for rows that have any."""
-    extras: dict[int, _Extras] = defaultdict(_Extras)
-    for finished in outputs.finished:
-        extras[finished.row].finished = finished
-    for logprobs in outputs.logprobs:
-        extras[logprobs.row].logprobs = logprobs
-    for prompt_logprobs in outputs.prompt_logprobs:
-        extras[prompt_logprobs.row].prompt_logprobs = prompt_logprobs
-    for row, num_cached_tokens in outputs.num_cached_tokens:
-        extras[row].num_cached_tokens = num_cached_tokens
-    for pooled in outputs.pooled:
-        extras[pooled.row].pooled = pooled.values
-    return extras
+def _read_logprobs(
+    completion: CompletionState, columns: TokenLogprobs, first: int, num_tokens: int
+) -> None:
+    """Of these tokens of the row, from `first` on."""
+    if completion.logprobs_reader is None:
+        return
+    positions = completion.logprobs_reader.read(columns, first, first + num_tokens)
+    completion.logprobs += positions
+    # One addition per token: the sum must not depend on how rows split the tokens.
+    for position in positions:
+        completion.cumulative_logprob += next(iter(position.values())).logprob
+
+
+def _read_prompt_logprobs(state: RequestState, columns: PromptLogprobs) -> None:
+    """Appends the positions that are new. A prompt that is recomputed after a preemption sends its
+    positions again.
+    """
+    if state.prompt_logprobs is None or state.prompt_logprobs_reader is None:
+        return
+    num_known = len(state.prompt_logprobs) - columns.first_index
+    num_rows = columns.token_ids.shape[0]
+    if 0 <= num_known < num_rows:  # missing positions are detected with the first token
+        state.prompt_logprobs += state.prompt_logprobs_reader.read(columns, num_known, num_rows)
+        state.num_missing_prompt_logprobs -= num_rows - num_known
+
+
+def _note_token_ts(
+    metrics: RequestMetrics, outputs: EngineCoreOutputs, first: int, num_tokens: int
+) -> None:
+    """Notes when the engine made each of these tokens of `outputs`, from `first` on."""
+    for i in range(first, first + min(num_tokens, MAX_TOKEN_TS - len(metrics.token_ts))):
+        step = outputs.token_steps[i] if outputs.token_steps else None
+        metrics.token_ts.append(outputs.timestamp if step is None else outputs.step_times[step])

@@ -179,3 +179,22 @@ def _text(parts: PromptParts, prefix: str, is_lower: bool) -> Text:
         return (pair[0].lower(), pair[1].lower()) if is_lower else pair
     text = prefix + text
     return text.lower() if is_lower else text
+
+
+def with_task(params: list[PoolingParams], task: str | None) -> list[PoolingParams]:
+    """The parameters with the task; the same object where they were."""
+    if task is None:
+        return params
+    made: dict[int, PoolingParams] = {}
+    for one in params:
+        if not isinstance(one, PoolingParams):
+            raise InvalidParameterError(
+                "pooling_params", f"must be PoolingParams, got {type(one).__name__}"
+            )
+        if one.task not in (None, task):
+            raise InvalidParameterError(
+                "pooling_params", f"have the task {one.task}, which differs from {task}"
+            )
+        if id(one) not in made:
+            made[id(one)] = msgspec.structs.replace(one, task=task)
+    return [made[id(one)] for one in params]

@@ -1,10 +1,11 @@
-"""The forms in which a prompt is given, read into one.
+"""The forms in which prompts are given, and the arguments of a call for several prompts.
 
-Must not know: the model, the tokenizer, what is asked about the prompt.
+Must not know: the model, the tokenizer, what is asked about a prompt.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...ipc.checks import require, require_kind, require_text, shown
@@ -34,6 +35,10 @@ def read_prompt(prompt: Prompt) -> PromptParts:
         return PromptParts(prompt)
     if isinstance(prompt, list):
         return PromptParts(None, prompt)
+    return _read_dict(prompt)
+
+
+def _read_dict(prompt: Any) -> PromptParts:
     if not isinstance(prompt, dict):
         raise InvalidParameterError(
             "prompt",
@@ -64,3 +69,29 @@ def read_prompt(prompt: Prompt) -> PromptParts:
         "must not be given with prompt_token_ids: both texts are tokenized together",
     )
     return PromptParts(text, token_ids, salt, pair)
+
+
+def prompt_list(prompts: Any) -> list[Prompt]:
+    """Converts the argument to a list. A single prompt is a string, a dict, or a list of integers;
+    anything else must be a sequence of prompts.
+    """
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidParameterError(
+            "prompts", f"must be a prompt or a sequence of prompts, got {type(prompts).__name__}"
+        )
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
+    """An argument that is one for all prompts, or a sequence with one for each."""
+    if not isinstance(value, Sequence):
+        return [value] * num_prompts
+    if len(value) != num_prompts:
+        raise InvalidParameterError(
+            name,
+            f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts",
+        )
+    return list(value)

@@ -7,26 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...ipc.messages import Array, EngineCoreRequest, FinishReason
+from ...ipc.messages import Array, EngineCoreRequest, FinishReason, RequestTiming
+from ...ipc.params import RequestOutputKind
 from ..outputs import PositionLogprobs, RequestMetrics
-from ..text.detokenizer import IncrementalDetokenizer
+from ..text.detokenizer import IncrementalDetokenizer, NoText
 from .logprobs import LogprobsReader
-from .request_timing import Timings
-
-
-class NoText:
-    """The detokenizer of a request that pools: it has no tokens."""
-
-    text = ""
-
-    def update(self, token_ids: list[int], reason: FinishReason | None) -> tuple[int, None]:
-        return 0, None
-
-    def take_delta(self) -> str:
-        return ""
-
-
-NO_TEXT = NoText()
 
 
 @dataclass(slots=True, eq=False)
@@ -62,19 +47,41 @@ class RequestState:
     core_request: EngineCoreRequest
     clock_offset: float  # as in ProcessedRequest
     metrics: RequestMetrics
-    completions: list[CompletionState]
-    is_delta: bool
-    is_final_only: bool
-    stream_interval: int
+    completions: list[CompletionState] = field(default_factory=list)
+    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    stream_interval: int = 1
     prompt_logprobs_reader: LogprobsReader | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_missing_prompt_logprobs: int = 0  # that must arrive before the first token
     are_prompt_logprobs_emitted: bool = False
     num_cached_tokens: int | None = None
-    # by engine id of the completion
-    timings: Timings = field(default_factory=Timings)
+    # by engine id of the completion: the last timing of each engine that computed it, in order
+    timings: dict[str, list[RequestTiming]] = field(default_factory=dict)
     num_unfinished: int = 1
     error: str | None = None
     error_parameter: str | None = None
     # of a request that pools, which has one completion without tokens
     task: str | None = None
     pooled: Array | None = None
+
+    def take_timing(self, engine_id: str, timing: RequestTiming) -> None:
+        """Brings the metrics up to date with the timing of a completion. A completion may continue
+        on another engine, which received it later and knows nothing of the one before.
+        """
+        known = self.timings.setdefault(engine_id, [])
+        if known and timing.queued_time <= known[-1].queued_time:
+            known.pop()  # an engine sends all of its times again
+        known.append(timing)
+        every = [timing for timings in self.timings.values() for timing in timings]
+        first_steps = [timing.scheduled_time for timing in every if timing.scheduled_time]
+        first_tokens = [timing.first_token_time for timing in every if timing.first_token_time]
+        metrics = self.metrics
+        metrics.queued_ts = min(timing.queued_time for timing in every)
+        metrics.scheduled_ts = min(first_steps, default=0.0)
+        metrics.first_token_ts = min(first_tokens, default=0.0)
+        metrics.last_token_ts = max(timing.last_token_time for timing in every)
+        metrics.num_preemptions = sum(timing.num_preemptions for timing in every)
+        metrics.num_recomputed_tokens = sum(timing.num_recomputed_tokens for timing in every)
+        chunks = [chunk for timing in every for chunk in timing.prefill_chunks]
+        metrics.prefill_chunks = sorted(chunks, key=lambda chunk: chunk[1])
+        metrics.preemption_ts = sorted(ts for timing in every for ts in timing.preemption_times)

@@ -10,14 +10,11 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from ...ipc.config import EngineConfig
-from ...ipc.counters import ClientCounters, SchedulerStats
+from ...ipc.counters import SchedulerStats
 from ...ipc.messages import EngineCoreOutputs
 from ..clients.client import EngineClient
 from ..requests.input_processor import ProcessedRequest
-from ..requests.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from ..requests.request_state import RequestState
@@ -116,16 +113,11 @@ class Telemetry:
     the log line, counters, tracing.
     """
 
-    def __init__(
-        self, config: EngineConfig, client: EngineClient, output_processor: OutputProcessor
-    ):
+    def __init__(self, config: EngineConfig, client: EngineClient):
         # of the engine after its last step, or the sum of several engines'
         self.stats: SchedulerStats | None = None
         self._stats: dict[int, SchedulerStats] = {}  # by engine_index
-        self.num_inputs_refused = 0
         self._config = config
-        self._client = client
-        self._output_processor = output_processor
         service = config.service_config
         self._log = (
             None
@@ -161,13 +153,9 @@ class Telemetry:
             from .server_metrics import ServerMetrics
 
             self._server_metrics = ServerMetrics(provider, self._config, is_ours=is_ours)
-        self._watch_ends()
 
-    def _watch_ends(self) -> None:
-        wants_ends = self._tracer is not None or self._server_metrics is not None
-        self._output_processor.on_finished = self._on_finished if wants_ends else None
-
-    def _on_finished(self, state: RequestState, clock_offset: float) -> None:
+    def finish(self, state: RequestState, clock_offset: float) -> None:
+        """`clock_offset`: from the engine's clock to seconds since 1970."""
         if self._tracer is not None:
             self._tracer.finish(state, clock_offset)
         if self._server_metrics is not None:
@@ -184,7 +172,6 @@ class Telemetry:
             from .tracing import RequestTracer
 
             self._tracer = RequestTracer(provider, self._config, is_ours=is_ours)
-        self._watch_ends()
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None = None) -> None:
         """Called before a request is sent.
@@ -208,20 +195,6 @@ class Telemetry:
         """Called when the engine is gone: no request will finish."""
         if self._tracer is not None:
             self._tracer.fail(error)
-
-    def metrics(self, of_the_engine: dict[str, int]) -> dict[str, int]:
-        """Returns the engine's metrics with this client's own; see ipc/counters.py."""
-        restarts = self._client.restarts
-        own = ClientCounters(
-            num_inputs_refused=self.num_inputs_refused,
-            num_bad_engine_frames=self._client.num_bad_frames,
-            num_rejected_peers=self._client.num_rejected_peers,
-            num_dropped_rows=self._output_processor.num_dropped_rows,
-            num_engine_restarts=restarts.by_cause.total(),
-            num_requests_resumed=restarts.num_resumed,
-            num_requests_quarantined=restarts.num_quarantined,
-        )
-        return of_the_engine | msgspec.structs.asdict(own)
 
     def close(self) -> None:
         """Sends the remaining spans and metrics if this object owns their providers. May be called

@@ -34,29 +34,32 @@ class TokenDecoder(Protocol):
         ...
 
 
-class IncrementalDetokenizer:
-    """The growing text of one request's output, truncated at the first stop string.
+class NoText:
+    """The text of a request whose tokens are not decoded, or that has none."""
 
-    The stop string that is complete first applies. If several end at the same character, the first
-    one in the list applies, so the text does not depend on how it is split into tokens. Text that
-    may be the beginning of a stop string is deferred until more tokens decide it.
+    text = ""
+
+    def take_delta(self) -> str:
+        return ""
+
+    def update(
+        self, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> tuple[int, str | None]:
+        return len(token_ids), None
+
+
+NO_TEXT = NoText()
+
+
+class IncrementalDetokenizer:
+    """The growing text of one request's output.
+
+    `include_stop`: the token that ends the request adds its text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, prompt_token_ids: list[int], params: SamplingParams
-    ):
-        self._decoder = (
-            make_decoder(tokenizer, prompt_token_ids, params)
-            if tokenizer is not None and params.detokenize
-            else None
-        )
-        self._stops = params.stop_list
-        self._include_stop = params.include_stop_str_in_output
-        # a stop string that is complete within these characters is ignored
-        self._min_tokens = params.min_tokens
-        self._num_tokens = 0
-        # decoded but deferred: it ends with a possible beginning of a stop string
-        self._held = ""
+    def __init__(self, decoder: TokenDecoder, include_stop: bool):
+        self._decoder = decoder
+        self._include_stop = include_stop
         self._shown: list[str] = []
         self._num_taken = 0  # number of entries of _shown that take_delta has returned
 
@@ -78,21 +81,41 @@ class IncrementalDetokenizer:
         Returns how many of them belong to the output (fewer than all if a stop string ends it
         early) and that stop string.
         """
-        if self._decoder is None:
-            return len(token_ids), None
-        if finish_reason is None and token_ids and not self._stops:  # the most common case
-            self._shown.append(self._decoder.decode(token_ids))
-            return len(token_ids), None
-        # The token that ended the request is an output token, but adds no text.
-        hidden = 1 if finish_reason is FinishReason.STOP and not self._include_stop else 0
-        texts = token_ids[: len(token_ids) - hidden]
-        if self._stops:
-            for num_used, token_id in enumerate(texts, 1):
-                self._num_tokens += 1
-                if stop := self._search(self._decoder.decode([token_id])):
-                    return num_used, stop
-        elif texts:
+        texts = token_ids
+        if finish_reason is FinishReason.STOP and not self._include_stop:
+            texts = token_ids[:-1]  # the token that ended the request adds no text
+        if texts:
             self._shown.append(self._decoder.decode(texts))
+        if finish_reason is not None:
+            self._shown.append(self._decoder.flush())
+        return len(token_ids), None
+
+
+class StoppingDetokenizer(IncrementalDetokenizer):
+    """Truncates the text at the first stop string.
+
+    The stop string that is complete first applies. If several end at the same character, the first
+    one in the list applies, so the text does not depend on how it is split into tokens. Text that
+    may be the beginning of a stop string is deferred until more tokens decide it.
+    """
+
+    def __init__(self, decoder: TokenDecoder, params: SamplingParams):
+        super().__init__(decoder, params.include_stop_str_in_output)
+        self._stops = params.stop_list
+        # a stop string that is complete within these tokens is ignored
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        # decoded but deferred: it ends with a possible beginning of a stop string
+        self._held = ""
+
+    def update(
+        self, token_ids: list[int], finish_reason: FinishReason | None = None
+    ) -> tuple[int, str | None]:
+        is_hidden = finish_reason is FinishReason.STOP and not self._include_stop
+        for num_used, token_id in enumerate(token_ids[:-1] if is_hidden else token_ids, 1):
+            self._num_tokens += 1
+            if stop := self._search(self._decoder.decode([token_id])):
+                return num_used, stop
         if finish_reason is None:
             return len(token_ids), None
         stop = self._search(self._decoder.flush())
@@ -118,7 +141,7 @@ class IncrementalDetokenizer:
             self._held = ""
             return stop
         num_safe = len(self._held) - max(
-            (length_of_possible_stop(self._held, stop) for stop in self._stops), default=0
+            length_of_possible_stop(self._held, stop) for stop in self._stops
         )
         if num_safe:
             self._shown.append(self._held[:num_safe])
@@ -150,6 +173,17 @@ def length_of_possible_stop(text: str, stop: str) -> int:
 
 
 # ---------------------------------------------------------------- decoding
+
+
+def make_detokenizer(
+    tokenizer: Tokenizer | None, prompt_token_ids: list[int], params: SamplingParams
+) -> NoText | IncrementalDetokenizer:
+    if tokenizer is None or not params.detokenize:
+        return NO_TEXT
+    decoder = make_decoder(tokenizer, prompt_token_ids, params)
+    if params.stop:
+        return StoppingDetokenizer(decoder, params)
+    return IncrementalDetokenizer(decoder, params.include_stop_str_in_output)
 
 
 def make_decoder(
@@ -245,24 +279,20 @@ class PieceDecoder:
         self._num_to_strip = table.num_stripped if at_start else 0
 
     def decode(self, token_ids: list[int]) -> str:
-        table = self._table
-        if (
-            len(token_ids) == 1
-            and not self._is_within_character
-            and (text := table.text_of(token_ids[0])) is not None
-        ):
-            return self._own(text)  # the most common case, at a third of the time
-        text = self._utf8.decode(b"".join([table[i] for i in token_ids]))
-        self._is_within_character = bool(self._utf8.getstate()[0])
-        return self._own(text)
+        table, text = self._table, None
+        if len(token_ids) == 1 and not self._is_within_character:
+            text = table.text_of(token_ids[0])  # the most common case, at a third of the time
+        if text is None:
+            text = self._utf8.decode(b"".join([table[i] for i in token_ids]))
+            self._is_within_character = bool(self._utf8.getstate()[0])
+        return self._own(text) if self._num_of_prompt or self._num_to_strip else text
 
     def flush(self) -> str:
-        return self._own(self._utf8.decode(b"", final=True))
+        text = self._utf8.decode(b"", final=True)
+        return self._own(text) if text else text
 
     def _own(self, text: str) -> str:
         """Removes the text that belongs to the prompt or that decoding a whole text would strip."""
-        if not (self._num_of_prompt or self._num_to_strip):
-            return text
         if self._num_of_prompt and text:
             text = text[self._num_of_prompt :] if text.startswith(REPLACEMENT) else text
             self._num_of_prompt = 0

@@ -5,41 +5,48 @@ Must not know: traces, the engine.
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from ...ipc.trace import place_of_function
 from ..clients.client import EngineClient
 
 # they run once per message of the engine, and the others once per request
 OF_EACH_STEP = ("LLMEngine.step", "AsyncLLM._read_outputs")
+# module of the frontend, class and method, in the order in which a request meets them; "client" is
+# the class of the engine's client
+BLOCKING = (
+    "llm:LLM.generate",
+    "requests.input_processor:InputProcessor.process_inputs",
+    "client:add_request",
+    "llm_engine:LLMEngine.step",
+    "client:get_output",
+    "requests.output_processor:OutputProcessor.process_outputs",
+    "text.detokenizer:IncrementalDetokenizer.update",
+)
+ASYNC = (
+    "async_llm:AsyncLLM.generate",
+    "requests.input_processor:InputProcessor.process_inputs",
+    "client:add_request",
+    "async_llm:AsyncLLM._read_outputs",
+    "client:get_output_async",
+    "requests.output_processor:OutputProcessor.process_outputs",
+    "text.detokenizer:IncrementalDetokenizer.update",
+)
 
 
 def blocking_places(client: EngineClient) -> dict[str, str]:
-    """Of LLM and LLMEngine: by stage, "file:line", in the order in which a request meets them."""
-    from ..llm import LLM
-    from ..llm_engine import LLMEngine
-
-    functions = (LLM.generate, type(client).add_request, LLMEngine.step, type(client).get_output)
-    return _places(functions)
+    """Of LLM and LLMEngine: "file:line" by stage, in order."""
+    return dict(_place(stage, client) for stage in BLOCKING)
 
 
 def async_places(client: EngineClient) -> dict[str, str]:
     """The same of AsyncLLM."""
-    from ..async_llm import AsyncLLM
-
-    return _places(
-        (
-            AsyncLLM.generate,
-            type(client).add_request,
-            AsyncLLM._read_outputs,
-            type(client).get_output_async,
-        )
-    )
+    return dict(_place(stage, client) for stage in ASYNC)
 
 
-def _places(functions: tuple) -> dict[str, str]:
-    from ..requests.input_processor import InputProcessor
-    from ..requests.output_processor import OutputProcessor
-    from ..text.detokenizer import IncrementalDetokenizer
-
-    ends = OutputProcessor.process_outputs, IncrementalDetokenizer.update
-    way = functions[0], InputProcessor.process_inputs, *functions[1:], *ends
-    return {function.__qualname__: place_of_function(function) for function in way}
+def _place(stage: str, client: EngineClient) -> tuple[str, str]:
+    module, name = stage.split(":")
+    found = type(client) if module == "client" else import_module(f"...{module}", __name__)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found.__qualname__, place_of_function(found)

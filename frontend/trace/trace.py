@@ -36,17 +36,6 @@ class Recorded(Record, frozen=True):
     places: dict[str, str] = {}  # of the frontend's stages
 
 
-def received(received_s: float, outputs: EngineCoreOutputs, made: list[AnyOutput]) -> Received:
-    """What a session has made of outputs that it took at `received_s`."""
-    texts = {
-        output.request_id: "".join(one.text for one in output.outputs)
-        for output in made
-        if isinstance(output, RequestOutput)
-    }
-    seconds = time.monotonic() - received_s
-    return Received(received_s, seconds, len(outputs.token_ids), texts)
-
-
 def _taken(hop: Hop, received: list[Received]) -> Hop:
     """Outputs with the time when the frontend took them."""
     if hop.request_id:
@@ -63,6 +52,16 @@ class Trace:
         self.engine = engine
         self.received: list[Received] = []
         self.places: dict[str, str] = {}
+
+    def add(self, received_s: float, outputs: EngineCoreOutputs, made: list[AnyOutput]) -> None:
+        """What a session has made of outputs that it took at `received_s`."""
+        texts = {
+            output.request_id: "".join(one.text for one in output.outputs)
+            for output in made
+            if isinstance(output, RequestOutput)
+        }
+        seconds = time.monotonic() - received_s
+        self.received.append(Received(received_s, seconds, len(outputs.token_ids), texts))
 
     def complete(self, result: Any, places: dict[str, str]) -> None:
         """result: of EngineCore.end_trace, as it came from the engine. places: of the frontend's

@@ -320,9 +320,9 @@ def test_a_random_workload_equals_the_oracle(round_trip) -> None:
     sent, texts, last = {}, {}, {}
     while waiting or engine.has_unfinished_requests():
         for request_id, prompt, params in waiting[: rng.randint(0, 4)]:
-            request = engine.process_inputs(request_id, prompt, params, priority=rng.randint(0, 2))
+            request = engine.session.process(request_id, prompt, params, priority=rng.randint(0, 2))
             sent[request_id] = request.core_request
-            engine.submit(request)
+            engine.session.submit(request)
             waiting.pop(0)
         for output in engine.step():
             new, old = output.outputs[0], texts.setdefault(output.request_id, ["", []])
@@ -369,12 +369,12 @@ def check_against_oracle(request, text, token_ids, output, engine: LLMEngine) ->
 def test_an_error_in_the_executor_fails_one_request(round_trip) -> None:
     engine = inproc_engine(round_trip=round_trip)
     requests = [
-        engine.process_inputs(name, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))
+        engine.session.process(name, [1, 2, 3], SamplingParams(temperature=0, ignore_eos=True))
         for name in ("bad", "good")
     ]
     engine.client._engine.core.executor.nan_rows.add((requests[0].core_request.request_id, 2))
     for request in requests:
-        engine.submit(request)
+        engine.session.submit(request)
     last = run(engine)
     assert (last["bad"].outputs[0].finish_reason, last["bad"].error) == (
         "error",

@@ -9,7 +9,8 @@ import pytest
 from quire import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput
 from quire.frontend.outputs import RequestMetrics
 from quire.frontend.pooling_outputs import Rows, ScoringRequestOutput, converted, pooling_output
-from quire.frontend.requests.request_state import NO_TEXT, CompletionState, RequestState
+from quire.frontend.requests.request_state import CompletionState, RequestState
+from quire.frontend.text.detokenizer import NO_TEXT
 from quire.ipc.errors import QuireError
 from quire.ipc.messages import Array, EngineCoreRequest, FinishReason
 from quire.ipc.params import PoolingParams
@@ -20,9 +21,7 @@ VALUES = np.arange(6, dtype=np.float32).reshape(2, 3)
 def output(task: str, values: np.ndarray | None, reason=FinishReason.STOP, error=None):
     core_request = EngineCoreRequest("e", [1, 2], PoolingParams(task=task))
     completion = CompletionState(0, "e", NO_TEXT, None, finish_reason=reason)
-    state = RequestState(
-        "r", "text", core_request, 0.0, RequestMetrics(0.0), [completion], False, True, 1
-    )
+    state = RequestState("r", "text", core_request, 0.0, RequestMetrics(0.0), [completion])
     state.task, state.error = task, error
     if values is not None:
         state.pooled = Array("f4", values.shape, values.tobytes())

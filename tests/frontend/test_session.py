@@ -38,7 +38,7 @@ def test_a_refused_request_is_counted_and_not_sent() -> None:
     session = make_session(lambda request: [10])
     with pytest.raises(InvalidParameterError, match="prompt_token_ids"):
         session.process("r", {"prompt_token_ids": [10**6]}, SamplingParams())
-    assert session.telemetry.num_inputs_refused == 1
+    assert session.num_inputs_refused == 1
     assert session.client.requests == [] and not session.has_unfinished_requests()
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from quire import InvalidParameterError, PoolingParams, PoolingRequestOutput
+from quire.frontend.llm_engine import CHUNK, run_in_windows
 from quire.frontend.pooling_outputs import PoolingOutput
 from quire.frontend.requests.input_processor import InputProcessor
-from quire.frontend.requests.pooling_windows import CHUNK, run_in_windows
 from quire.ipc.models.pooling import Pooling
 from quire.tests.frontend.requests.test_pooling_inputs import make_processor
 
@@ -20,9 +20,8 @@ class Engine:
     """Answers the newest half of its requests with each step: the length of the prompt."""
 
     def __init__(self, processor: InputProcessor):
-        self.session = SimpleNamespace(input_processor=processor)
+        self.session = SimpleNamespace(process_batch=processor.process_batch, submit=self.submit)
         self.config = SimpleNamespace(num_seqs_at_once=8)
-        self.process_batch = processor.process_batch
         self.requests = []
         self.num_submitted = self.most = 0
         self.dimensions = []

@@ -11,9 +11,9 @@ from quire.frontend.outputs import RequestMetrics
 from quire.frontend.requests import output_processor
 from quire.frontend.requests.input_processor import InputProcessor
 from quire.frontend.requests.output_processor import OutputProcessor
-from quire.frontend.requests.request_timing import Timings, merge_timings
+from quire.frontend.requests.request_state import RequestState
 from quire.frontend.server.meters import Meters
-from quire.ipc.messages import FinishReason, RequestTiming
+from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 from quire.tests.frontend.scripted_client import row
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
 
@@ -33,19 +33,28 @@ def started(n: int = 1, **params) -> tuple[OutputProcessor, str]:
     return processor, request.core_request.request_id
 
 
+def timed_state(*timings: RequestTiming) -> RequestState:
+    """A request of several completions with these timings."""
+    request = EngineCoreRequest("e", [1, 2], SamplingParams())
+    state = RequestState("r", None, request, 0.0, RequestMetrics(0.0))
+    for i, timing in enumerate(timings):
+        state.take_timing(f"{i}_e", timing)
+    return state
+
+
 def timed(outputs, timing: RequestTiming, timestamp: float):
     return replace(outputs, timings=[timing], timestamp=timestamp)
 
 
 def test_a_completion_that_continues_on_another_engine_keeps_its_first_times():
-    timings = Timings()
-    timings.take("a", RequestTiming(0, 1.0, 2.0, 3.0, 3.0, prefill_chunks=[(0, 2.0, 3.0, 9)]))
-    timings.take("a", RequestTiming(0, 1.0, 2.0, 3.0, 4.0, 1, 7, [3.5], [(0, 2.0, 3.0, 9)]))
+    state = timed_state()
+    state.take_timing("a", RequestTiming(0, 1.0, 2.0, 3.0, 3.0, prefill_chunks=[(0, 2.0, 3.0, 9)]))
+    state.take_timing("a", RequestTiming(0, 1.0, 2.0, 3.0, 4.0, 1, 7, [3.5], [(0, 2.0, 3.0, 9)]))
     for _ in range(2):  # an engine sends all of its times again and again
-        timings.take(
+        state.take_timing(
             "a", RequestTiming(0, 10.0, 11.0, 12.0, 13.0, 1, 2, [12.5], [(0, 11.0, 12.0, 9)])
         )
-        assert timings.merged() == {
+        expected = {
             "queued_ts": 1.0,
             "scheduled_ts": 2.0,
             "first_token_ts": 3.0,
@@ -55,38 +64,36 @@ def test_a_completion_that_continues_on_another_engine_keeps_its_first_times():
             "prefill_chunks": [(0, 2.0, 3.0, 9), (0, 11.0, 12.0, 9)],
             "preemption_ts": [3.5, 12.5],
         }
-    timings.take("a", RequestTiming(0, 20.0, 0.0, 0.0, 0.0))
-    assert timings.merged()["first_token_ts"] == 3.0
-    assert timings.merged()["num_preemptions"] == 2
+        assert {name: getattr(state.metrics, name) for name in expected} == expected
+    state.take_timing("a", RequestTiming(0, 20.0, 0.0, 0.0, 0.0))
+    assert state.metrics.first_token_ts == 3.0
+    assert state.metrics.num_preemptions == 2
 
 
 def test_first_of_any_last_of_all_and_sums():
-    merged = merge_timings(
-        [
-            RequestTiming(
-                0,
-                1.0,
-                5.0,
-                6.0,
-                9.0,
-                num_preemptions=1,
-                num_recomputed_tokens=4,
-                preemption_times=[8.0],
-            ),
-            RequestTiming(
-                1,
-                2.0,
-                4.0,
-                7.0,
-                8.0,
-                num_preemptions=2,
-                num_recomputed_tokens=8,
-                preemption_times=[4.5, 7.5],
-            ),
-            RequestTiming(2, 3.0),  # never ran
-        ]
-    )
-    metrics = RequestMetrics(0.0, **merged)
+    metrics = timed_state(
+        RequestTiming(
+            0,
+            1.0,
+            5.0,
+            6.0,
+            9.0,
+            num_preemptions=1,
+            num_recomputed_tokens=4,
+            preemption_times=[8.0],
+        ),
+        RequestTiming(
+            1,
+            2.0,
+            4.0,
+            7.0,
+            8.0,
+            num_preemptions=2,
+            num_recomputed_tokens=8,
+            preemption_times=[4.5, 7.5],
+        ),
+        RequestTiming(2, 3.0),  # never ran
+    ).metrics
     assert (
         metrics.queued_time,
         metrics.prefill_time,
@@ -101,7 +108,7 @@ def test_first_of_any_last_of_all_and_sums():
 
 
 def test_a_missing_event_has_no_duration():
-    metrics = RequestMetrics(0.0, **merge_timings([RequestTiming(0, 1.0)]))
+    metrics = timed_state(RequestTiming(0, 1.0)).metrics
     assert (
         metrics.queued_time
         is metrics.prefill_time
@@ -160,8 +167,10 @@ def test_setting_the_wall_clock_changes_no_latency(monkeypatch: pytest.MonkeyPat
     request = InputProcessor(text_config(), tiny_tokenizer(), []).process_inputs(
         "r", "a prompt", SamplingParams()
     )
-    processor = OutputProcessor(tiny_tokenizer())
-    processor.on_finished = lambda state, clock_offset: ended.append(17.0 + clock_offset)
+    processor = OutputProcessor(
+        tiny_tokenizer(),
+        on_finished=lambda state, clock_offset: ended.append(17.0 + clock_offset),
+    )
     metrics = processor.add_request(request)
     engine_id = request.core_request.request_id
     wall[0] -= 3600

@@ -220,9 +220,9 @@ def failing_utility(engine: LLMEngine) -> None:
 
 
 def not_finite(engine: LLMEngine) -> None:
-    request = engine.process_inputs("a", [1, 2, 3], GREEDY)
+    request = engine.session.process("a", [1, 2, 3], GREEDY)
     engine.client._engine.core.executor.nan_rows.add((request.core_request.request_id, 2))
-    engine.submit(request)
+    engine.session.submit(request)
     assert "not finite" in run(engine)["a"].error
 
 

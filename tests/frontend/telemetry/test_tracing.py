@@ -183,9 +183,9 @@ def test_preemptions_are_events(spans):
 
 def test_failures_aborts_and_refusals(spans):
     engine = make_engine(spans)
-    request = engine.process_inputs("failed", [1, 2, 3], GREEDY)
+    request = engine.session.process("failed", [1, 2, 3], GREEDY)
     engine.client._engine.core.executor.nan_rows.add((request.core_request.request_id, 2))
-    engine.submit(request)
+    engine.session.submit(request)
     engine.add_request("gone", [1, 2], GREEDY)
     with pytest.raises(InvalidParameterError):
         engine.add_request("refused", [], GREEDY)

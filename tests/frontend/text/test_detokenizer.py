@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import SamplingParams
 from quire.frontend.text.detokenizer import (
-    IncrementalDetokenizer,
     PieceDecoder,
     WindowDecoder,
     find_stop,
     length_of_possible_stop,
     make_decoder,
+    make_detokenizer,
 )
 from quire.ipc.messages import FinishReason
 from quire.tests.frontend.tiny_tokenizers import TEXTS, tiny_tokenizer
@@ -220,7 +220,7 @@ def test_stop_strings_are_found_as_in_the_complete_text(
     params = SamplingParams(
         stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None
     )
-    detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
+    detokenizer = make_detokenizer(tokenizer, [1], params)
     expected, expected_stop = oracle(texts, stops, include=include, min_tokens=min_tokens)
     shown, stop, num_used = "", None, 0
     for start in range(0, len(token_ids), tokens_per_update):
@@ -246,9 +246,7 @@ def test_stop_strings_are_found_as_in_the_complete_text(
 
 def test_a_stop_string_across_multi_byte_tokens() -> None:
     tokenizer = tiny_tokenizer()
-    detokenizer = IncrementalDetokenizer(
-        tokenizer, [1], SamplingParams(stop=["世界"], output_kind=1)
-    )
+    detokenizer = make_detokenizer(tokenizer, [1], SamplingParams(stop=["世界"], output_kind=1))
     token_ids = tokenizer.encode("你好，世界！")
     shown = []
     for num_tokens, token_id in enumerate(token_ids, 1):
@@ -262,7 +260,7 @@ def test_a_stop_string_across_multi_byte_tokens() -> None:
 
 def test_a_stop_string_in_text_that_only_the_end_emits() -> None:
     robot = tiny_tokenizer().encode("🤖")
-    detokenizer = IncrementalDetokenizer(tiny_tokenizer(), [1], SamplingParams(stop=["x\ufffd"]))
+    detokenizer = make_detokenizer(tiny_tokenizer(), [1], SamplingParams(stop=["x\ufffd"]))
     assert detokenizer.update([*tiny_tokenizer().encode("ax"), robot[0]], FinishReason.LENGTH) == (
         3,
         "x\ufffd",
@@ -274,7 +272,7 @@ def test_the_token_that_ends_a_request_has_no_text() -> None:
     tokenizer, eos = tiny_tokenizer(), 302
     for include, expected in ((False, "the"), (True, "the<|im_end|>")):
         params = SamplingParams(skip_special_tokens=False, include_stop_str_in_output=include)
-        detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
+        detokenizer = make_detokenizer(tokenizer, [1], params)
         assert detokenizer.update([*tokenizer.encode("the"), eos], FinishReason.STOP) == (
             len(tokenizer.encode("the")) + 1,
             None,
@@ -284,7 +282,7 @@ def test_the_token_that_ends_a_request_has_no_text() -> None:
 
 def test_buffered_text_appears_if_the_request_ends_otherwise() -> None:
     tokenizer = tiny_tokenizer()
-    detokenizer = IncrementalDetokenizer(tokenizer, [1], SamplingParams(stop="</answer>"))
+    detokenizer = make_detokenizer(tokenizer, [1], SamplingParams(stop="</answer>"))
     detokenizer.update(tokenizer.encode("yes</ans"))
     assert detokenizer.text == "yes"
     detokenizer.update([], FinishReason.ABORT)
@@ -296,7 +294,7 @@ def test_without_detokenize_there_is_no_text() -> None:
         (tiny_tokenizer(), SamplingParams(detokenize=False)),
         (None, SamplingParams()),
     ):
-        detokenizer = IncrementalDetokenizer(tokenizer, [1], params)
+        detokenizer = make_detokenizer(tokenizer, [1], params)
         assert detokenizer.update([5, 6], FinishReason.LENGTH) == (2, None)
         assert detokenizer.text == ""
 

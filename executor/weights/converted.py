@@ -6,10 +6,10 @@ Must not know: architectures, what a parameter is for, requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,9 @@ from ...ipc.models.quantization_config import MXFP4, CheckpointQuantization
 from ...ipc.models.stacked_experts import MXFP4_NUMBERS, MXFP4_SCALES
 from .packed_rows import PackedRows
 from .quantized import QuantizedWeights, unpack_mxfp4
+
+if TYPE_CHECKING:
+    from ..models.fallback.names import Conversion
 
 logger = logging.getLogger(__name__)
 
@@ -50,50 +53,59 @@ def load_converted_weights(
         raise ModelLoadError(f"{directory}: {error}") from error
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     dtype = next(iter(missing.values())).dtype
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = {}  # name in the model -> the first stored tensor of it
     try:
         with ExitStack() as stack:
             read = _Reader(stored, stack, quantization, dtype)
-            for conversion in conversions:
-                found: dict[str, torch.Tensor | PackedRows]
-                if conversion.is_plain:
-                    found = {conversion.target: read(conversion.sources[0])}
-                else:
-                    found = conversion.convert([read.unpacked(name) for name in conversion.sources])
-                for name, values in found.items():
-                    source = sources.setdefault(name, conversion.sources[0])
-                    if name in tied:
-                        continue
-                    if name not in missing:
-                        raise ModelLoadError(f"{directory}: tensor {name:.100} is there twice")
-                    tensor = missing.pop(name)
-                    is_packed = isinstance(values, PackedRows)
-                    shape = stored.shapes[source] if is_packed else list(values.shape)
-                    if shape != list(tensor.shape):
-                        raise ModelLoadError(
-                            f"{stored.origin.get(source, directory)}: tensor {source} has shape "
-                            f"{shape}, the model needs {list(tensor.shape)}"
-                        )
-                    num_loaded += tensor.numel()
-                    fill(tensor, values)
-                    report("load weights", num_loaded / num_expected)
-            for name, original in tied.items():
-                if (
-                    name in sources
-                    and original in sources
-                    and not torch.equal(
-                        read.unpacked(sources[name]), read.unpacked(sources[original])
-                    )
-                ):
+            for source, name, values in _conversions(conversions, read):
+                source = sources.setdefault(name, source)
+                if name in tied:
+                    continue
+                if name not in missing:
+                    raise ModelLoadError(f"{directory}: tensor {name:.100} is there twice")
+                tensor = missing.pop(name)
+                is_packed = isinstance(values, PackedRows)
+                shape = stored.shapes[source] if is_packed else list(values.shape)
+                if shape != list(tensor.shape):
                     raise ModelLoadError(
-                        f"{directory}: tensor {sources[name]} differs from the embedding, yet the "
-                        f"config says tie_word_embeddings"
+                        f"{stored.origin.get(source, directory)}: tensor {source} has shape "
+                        f"{shape}, the model needs {list(tensor.shape)}"
                     )
+                num_loaded += tensor.numel()
+                fill(tensor, values)
+                report("load weights", num_loaded / num_expected)
+            _check_tied(directory, tied, sources, read)
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{directory}: not readable safetensors files: {error}") from error
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelLoadError(f"{directory}: no file has the tensor {next(iter(missing))}{more}")
+
+
+def _conversions(
+    conversions: list[Conversion], read: _Reader
+) -> Iterator[tuple[str, str, torch.Tensor | PackedRows]]:
+    """(first stored tensor, name in the model, values)"""
+    for conversion in conversions:
+        source = conversion.sources[0]
+        if conversion.is_plain:
+            yield source, conversion.target, read(source)
+        else:
+            found = conversion.convert([read.unpacked(name) for name in conversion.sources])
+            yield from ((source, name, values) for name, values in found.items())
+
+
+def _check_tied(
+    directory: Path, tied: dict[str, str], sources: dict[str, str], read: _Reader
+) -> None:
+    for name, original in tied.items():
+        if name not in sources or original not in sources:
+            continue
+        if not torch.equal(read.unpacked(sources[name]), read.unpacked(sources[original])):
+            raise ModelLoadError(
+                f"{directory}: tensor {sources[name]} differs from the embedding, yet the "
+                f"config says tie_word_embeddings"
+            )
 
 
 class _Reader:

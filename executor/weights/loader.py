@@ -6,7 +6,7 @@ Must not know: architectures, what a parameter is for, requests.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
@@ -17,8 +17,6 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.checkpoint import check_checkpoint
-from ...ipc.models.decoder_config import DecoderConfig
-from ...ipc.models.encoder_config import EncoderConfig
 from ...ipc.models.gguf import is_gguf
 from ...ipc.models.quantization_config import CheckpointQuantization
 from ...ipc.models.stacked_experts import (
@@ -27,7 +25,7 @@ from ...ipc.models.stacked_experts import (
     Piece,
     stacked_pieces,
 )
-from ...ipc.models.stored_names import StoredNames, find_stored_names, is_ignored
+from ...ipc.models.stored_names import find_stored_names, is_ignored
 from ..device import release_mapped
 from .converted import load_converted_weights
 from .gguf import load_gguf_weights
@@ -76,45 +74,41 @@ def load_weights(
     if model.IS_FALLBACK:
         load_converted_weights(model, directory, report, fill, quantization)
         return
+    _load_safetensors(model, directory, report, fill, quantization, stored_shape, times)
+    times.log()
+
+
+def _load_safetensors(
+    model: Any,
+    directory: Path,
+    report: Report,
+    fill: Fill,
+    quantization: CheckpointQuantization | None,
+    stored_shape: StoredShape,
+    times: LoadTimes,
+) -> None:
     missing, tied = dict(model.weights()), model.tied_weights()
     dtype = next(iter(missing.values())).dtype
-    ignores: Callable[[str], bool] | None = None
-    if isinstance(model.config, (DecoderConfig, EncoderConfig)):
-        in_files = find_stored_names(missing, model.config, directory)
-        missing = {in_files.of(name): tensor for name, tensor in missing.items()}
-        tied = {in_files.of(name): in_files.of(tied[name]) for name in tied}
-        ignores = _ignores(model, in_files)
+    in_files = find_stored_names(missing, model.config, directory)
+    missing = {in_files.of(name): tensor for name, tensor in missing.items()}
+    tied = {in_files.of(name): in_files.of(original) for name, original in tied.items()}
+
+    def is_not_needed(stored: str) -> bool:
+        own = in_files.own(stored)
+        return is_ignored(own, model.config) or model.is_of_another_rank(own)
+
     shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
-    experts = getattr(model.config, "experts", None)
-    num_experts = 0 if experts is None else experts.count
-    origin = check_checkpoint(directory, shapes, tied, quantization, ignores, num_experts)
-    quantized = QuantizedWeights(shapes, quantization, set(origin))
-    pieces = stacked_pieces(shapes, num_experts)
+    num_experts = 0 if model.config.experts is None else model.config.experts.count
+    origin = check_checkpoint(directory, shapes, tied, quantization, is_not_needed, num_experts)
+    read = _Reader(shapes, origin, quantization, num_experts, dtype)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path, names in groupby(origin, key=origin.__getitem__):
+        wanted = (name for name in names if name in missing or read.is_part(name))
         try:
             with safe_open(path, framework="pt") as file:
-                stored_names = set(file.keys())
-                wanted = (
-                    (
-                        name,
-                        file.get_tensor(name)
-                        if name in stored_names
-                        else _piece(file, pieces[name], stored_names),
-                    )
-                    for name in names
-                    if name in missing or quantized.weight_of(name) is not None
-                )
-                for name, stored in times.reading(wanted):
+                for name, stored in times.reading(read.stored(file, wanted)):
                     with times.converting():
-                        if (weight := quantized.weight_of(name)) is not None:
-                            values = quantized.add(name, stored, dtype)
-                        else:
-                            weight, values = name, stored
-                            if (piece := pieces.get(name)) and stored.dtype == torch.uint8:
-                                scales = origin[piece.stored + MXFP4_SCALES]
-                                elsewhere = None if scales == path else scales
-                                values = _in_mxfp4(stored, piece, file, elsewhere)
+                        weight, values = read.weight(name, stored, file, path)
                         if values is None:
                             continue
                         num_loaded += missing[weight].numel()
@@ -122,18 +116,51 @@ def load_weights(
                     report(_STAGE, num_loaded / num_expected)
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{path}: not a readable safetensors file: {error}") from error
-    times.log()
     _check_tied(tied, origin, dtype)
 
 
-def _ignores(model: Any, names: StoredNames) -> Callable[[str], bool]:
-    """Whether the model has no place for a stored tensor, and needs none."""
+class _Reader:
+    """Weights from the tensors that files have in their place: several of a quantized weight, or
+    one of all experts of a layer.
+    """
 
-    def ignores(stored: str) -> bool:
-        own = names.own(stored)
-        return is_ignored(own, model.config) or model.is_of_another_rank(own)
+    def __init__(
+        self,
+        shapes: dict[str, list[int]],
+        origin: dict[str, Path],
+        quantization: CheckpointQuantization | None,
+        num_experts: int,
+        dtype: torch.dtype,
+    ):
+        """origin: of check_checkpoint. dtype: of weights that are unpacked."""
+        self._origin, self._dtype = origin, dtype
+        self._quantized = QuantizedWeights(shapes, quantization, set(origin))
+        self._pieces = stacked_pieces(shapes, num_experts)
 
-    return ignores
+    def is_part(self, name: str) -> bool:
+        """Whether a stored tensor is one of several of a weight."""
+        return self._quantized.weight_of(name) is not None
+
+    def stored(self, file: Any, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of an open file by these names, or what has the weights of these names."""
+        in_file = set(file.keys())
+        for name in names:
+            if name in in_file:
+                yield name, file.get_tensor(name)
+            else:
+                yield name, _piece(file, self._pieces[name], in_file)
+
+    def weight(
+        self, name: str, stored: torch.Tensor, file: Any, path: Path
+    ) -> tuple[str, torch.Tensor | PackedRows | None]:
+        """The weight that a pair of `stored` belongs to; its values, once all its parts are there."""
+        if (weight := self._quantized.weight_of(name)) is not None:
+            return weight, self._quantized.add(name, stored, self._dtype)
+        piece = self._pieces.get(name)
+        if piece is None or stored.dtype != torch.uint8:
+            return name, stored
+        scales = self._origin[piece.stored + MXFP4_SCALES]
+        return name, _in_mxfp4(stored, piece, file, None if scales == path else scales)
 
 
 def _piece(file: Any, piece: Piece, stored_names: set[str]) -> torch.Tensor:

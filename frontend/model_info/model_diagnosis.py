@@ -75,8 +75,21 @@ def check_model(
         )
     yield check_weights(directory, args, sizes, parse_quantization(hf_config))
     yield check_plan(args)
-    if args.skip_tokenizer_init:
-        return
+    if not args.skip_tokenizer_init:
+        vocab_size, pools = sizes.config.vocab_size, resolved.runner == "pooling"
+        yield from _check_text(args, directory, hf_config, vocab_size, pools, server, chat_template)
+
+
+def _check_text(
+    args: EngineArgs,
+    directory: Path,
+    hf_config: dict[str, Any],
+    vocab_size: int,
+    pools: bool,
+    server: ServerConfig,
+    chat_template: str | None,
+) -> Iterator[Finding]:
+    """Tokenizer, end-of-sequence tokens, template and format of answers."""
     try:
         tokenizer = Tokenizer(
             directory
@@ -90,8 +103,8 @@ def check_model(
             "add a tokenizer.json (transformers' save_pretrained writes one), or use --tokenizer",
         )
         return
-    yield check_vocabulary(tokenizer, sizes.config.vocab_size)
-    if resolved.runner == "pooling":
+    yield check_vocabulary(tokenizer, vocab_size)
+    if pools:
         return  # it needs no end, no template and no format of answers
     generation_config = read_generation_config(directory) | args.override_generation_config
     try:
@@ -103,7 +116,7 @@ def check_model(
             "correct the file, or use --override-generation-config '{\"eos_token_id\": [ID]}'",
         )
         return
-    yield check_ends(tokenizer, ends, of_config, sizes.config.vocab_size)
+    yield check_ends(tokenizer, ends, of_config, vocab_size)
     yield from check_template(tokenizer, ends, chat_template)
     yield check_answers(tokenizer, server, chat_template)
 
@@ -141,35 +154,44 @@ def check_weights(
     try:
         if isinstance(sizes, StoredSizes) and not is_gguf(directory):
             # the headers are read; transformers knows the names
-            num_bytes = sum(path.stat().st_size for path in find_weight_files(directory))
-            detail = f"{len(sizes.shapes)} tensors, {num_bytes / GIB:.2f} GiB in safetensors files"
-            return passed("weights", detail)
-        if isinstance(sizes, StoredSizes):
-            shapes, tied = dict(sizes.shapes), {}
+            num_tensors, files = len(sizes.shapes), {*find_weight_files(directory)}
         else:
-            table: Any = NATIVE[sizes.architecture]
-            shapes, tied = table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
-        names = find_stored_names(shapes, sizes.config, directory)
-        shapes = {names.of(name): shape for name, shape in shapes.items()}
-        tied = {names.of(name): names.of(tied[name]) for name in tied}
-
-        def ignores(name: str) -> bool:
-            return is_ignored(names.own(name), sizes.config)
-
-        origin = check_checkpoint(directory, shapes, tied, quantization, ignores)
+            origin = _find_tensors(directory, sizes, quantization)
+            num_tensors, files = len(origin), {*origin.values()}
     except ModelLoadError as error:
         return failure("weights", str(error), "replace the model's files with intact copies")
-    num_bytes = sum(path.stat().st_size for path in set(origin.values()))
+    num_bytes = sum(path.stat().st_size for path in files)
+    found = f"{num_tensors} tensors, {num_bytes / GIB:.2f} GiB in"
     if is_header_only(directory):
         return warning(
             "weights",
-            f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in GGUF files on the hub",
+            f"{found} GGUF files on the hub",
             f"quire pull {args.model}, or start the engine, which downloads them",
         )
     kind = "GGUF" if is_gguf(directory) else "safetensors"
-    how = f" ({quantization.method})" if quantization is not None else ""
-    return passed(
-        "weights", f"{len(origin)} tensors, {num_bytes / GIB:.2f} GiB in {kind} files{how}"
+    how = ""
+    if quantization is not None and not isinstance(sizes, StoredSizes):
+        how = f" ({quantization.method})"
+    return passed("weights", f"{found} {kind} files{how}")
+
+
+def _find_tensors(
+    directory: Path, sizes: ModelSizes, quantization: CheckpointQuantization | None
+) -> dict[str, Path]:
+    """As check_checkpoint, with the names that the files have."""
+    shapes: dict[str, list[int]]
+    if isinstance(sizes, StoredSizes):
+        shapes, tied = dict(sizes.shapes), {}
+    else:
+        table: Any = NATIVE[sizes.architecture]
+        shapes, tied = table.weight_shapes(sizes.config), table.tied_weights(sizes.config)
+    names = find_stored_names(shapes, sizes.config, directory)
+    return check_checkpoint(
+        directory,
+        {names.of(name): shape for name, shape in shapes.items()},
+        {names.of(name): names.of(original) for name, original in tied.items()},
+        quantization,
+        lambda name: is_ignored(names.own(name), sizes.config),
     )
 
 

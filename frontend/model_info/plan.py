@@ -6,9 +6,10 @@ Must not know: torch, weight files, how a plan is shown.
 
 from __future__ import annotations
 
+import contextlib
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -146,94 +147,45 @@ def make_plan(
 ) -> Plan:
     """The plan for `args` on this machine, or for `memory_bytes` (on a GPU its total memory).
 
-    Raises the engine's own error for an unsupported model.
-
-    `given`: the arguments set by the user, which `flags` repeats.
+    `given`: the arguments set by the user, which `flags` repeats. Raises the engine's own error for
+    an unsupported model.
     """
     config = resolve(args)
-    sizes = measure_model(
-        config.model_config.hf_config, config.model_config.model, config.model_config.model_impl
-    )
+    model_config, size = config.model_config, num_ranks(config)
+    sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
     _check_supported(config, sizes.config.head_dim)
-    size = num_ranks(config)
     memory = _measure_memory(config, memory_bytes)
     step_bytes = size * _estimate_step(config, sizes) if memory.is_gpu else 0
-    dtype, block_size = config.model_config.dtype, config.cache_config.block_size
-    bytes_per_token = kv_bytes_per_token(sizes.config, dtype, config.cache_config.kv_cache_dtype)
-    windows = sizes.config.sliding_windows or (0,) * sizes.config.num_hidden_layers
-    groups = one_group(0) if sizes.config.is_bidirectional else plan_groups(config, windows)
-    layout = make_layout(config, groups.windows)
-    block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
     weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
-    weights_bytes, block_bytes = weights_bytes + draft_bytes, block_bytes + draft_block_bytes
-    rank_block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
-    # A standby is a second process with weights of its own; it touches its cache when the first is
-    # gone.
+    weights_bytes += draft_bytes
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
-    num_others = num_engines - 1 + config.service_config.standby
-    runtime_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
-    if not memory.is_gpu:
-        runtime_bytes += (size - 1) * (1 + num_others) * RUNTIME_BYTES
+    runtime_bytes = _runtime_bytes(config, memory, num_engines, weights_bytes)
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
-    free //= size
-    room = affordable_blocks(config, rank_block_bytes, free) if free > 0 else 0
-    context = positions_of(config.model_config.hf_config) or model_context(
-        config.model_config.hf_config
-    )
-    fitting = fitting_tokens(config, room, groups.windows, context)
-    longest = min(fitting, context or fitting)
-    try:
-        fits = free > 0
-        num_blocks = plan_num_blocks(config, rank_block_bytes, free, groups.windows) if fits else 0
-    except NotEnoughMemoryError:
-        num_blocks = 0
-    lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
-    most, usable = config.scheduler_config.max_num_seqs, (num_blocks or room) - 1
-    # the engine on a GPU measures what is estimated here
-    is_exact = memory_bytes is not None and not memory.is_gpu
-    flags, fits_as = (
-        _flags(
-            config,
-            longest,
-            (num_blocks or room) * rank_block_bytes if is_exact else None,
-            given or {},
-        ),
-        None,
-    )
-    if not longest and dtype == "float32":
-        arguments: dict[str, Any] = {name: getattr(args, name) for name in config_fields()}
-        arguments["dtype"] = "bfloat16"
-        flags = make_plan(
-            EngineArgs(**arguments), memory_bytes, {**(given or {}), "dtype": "bfloat16"}
-        ).flags
-        fits_as = "bfloat16" if flags else None
+    cache = _Cache(config, sizes, draft_block_bytes)
+    room = _measure_room(config, cache, free // size)
+    kv_cache_bytes = None
+    if memory_bytes is not None and not memory.is_gpu:  # the engine on a GPU measures it
+        kv_cache_bytes = (room.num_blocks or room.affordable) * cache.block_bytes
+    flags = _flags(config, room.longest, kv_cache_bytes, given or {})
+    as_bfloat16 = _flags_as_bfloat16(args, config, room.longest, memory_bytes, given or {})
     return Plan(
         model=args.model,
         architecture=sizes.architecture,
         num_parameters=sizes.num_parameters,
-        dtype=dtype,
+        dtype=model_config.dtype,
         weights_bytes=weights_bytes,
-        quantization=config.model_config.quantization,
+        quantization=model_config.quantization,
         keeps_blocks=keeps_blocks,
-        weights_bytes_by_dtype={
-            name: _bytes_of_packed(config, sizes, name) for name in ("bfloat16", "float32")
-        }
-        | {
-            name: _bytes_of_packed(config, sizes, dtype, name)
-            for name in QUANTIZATION_BITS
-            if not memory.is_gpu
-        },
-        kv_bytes_per_token=bytes_per_token if size == 1 else rank_block_bytes * size // block_size,
-        block_size=block_size,
-        block_bytes=rank_block_bytes * size,
-        blocks_per_sequence=layout.most_blocks(resolved(config.model_config.max_model_len)),
-        num_layers=len(windows),
-        num_window_layers=sum(
-            len(layers) for layers, window in zip(groups.layers, groups.windows) if window
-        ),
-        model_context=context,
-        max_model_len=resolved(config.model_config.max_model_len),
+        weights_bytes_by_dtype=_bytes_by_dtype(config, sizes, memory.is_gpu),
+        kv_bytes_per_token=cache.bytes_per_token,
+        block_size=config.cache_config.block_size,
+        block_bytes=cache.block_bytes * size,
+        blocks_per_sequence=cache.layout.most_blocks(resolved(model_config.max_model_len)),
+        num_layers=cache.num_layers,
+        num_window_layers=cache.num_window_layers,
+        model_context=room.context,
+        max_model_len=resolved(model_config.max_model_len),
         device=config.device_config.device,
         num_engines=num_engines,
         divides_experts=shares_experts(config),
@@ -244,14 +196,99 @@ def make_plan(
         withheld_bytes=memory.withheld_bytes,
         runtime_bytes=runtime_bytes,
         step_bytes=step_bytes,
-        num_blocks=num_blocks,
-        kv_cache_bytes=num_blocks * rank_block_bytes * size,
-        longest_kv_cache_bytes=layout.most_blocks(longest) * rank_block_bytes * size,
-        longest_context=longest,
-        concurrency={length: min(most, usable // layout.most_blocks(length)) for length in lengths},
-        flags=flags,
-        fits_as=fits_as,
+        num_blocks=room.num_blocks,
+        kv_cache_bytes=room.num_blocks * cache.block_bytes * size,
+        longest_kv_cache_bytes=cache.layout.most_blocks(room.longest) * cache.block_bytes * size,
+        longest_context=room.longest,
+        concurrency=room.concurrency,
+        flags=flags or as_bfloat16,
+        fits_as="bfloat16" if as_bfloat16 else None,
     )
+
+
+class _Cache:
+    """What a block of one rank's KV cache holds, and how many a request needs."""
+
+    def __init__(self, config: EngineConfig, sizes: ModelSizes, draft_block_bytes: int):
+        cache_config, shape, size = config.cache_config, sizes.config, num_ranks(config)
+        dtype, block_size = config.model_config.dtype, cache_config.block_size
+        bytes_per_token = kv_bytes_per_token(shape, dtype, cache_config.kv_cache_dtype)
+        windows = shape.sliding_windows or (0,) * shape.num_hidden_layers
+        groups = one_group(0) if shape.is_bidirectional else plan_groups(config, windows)
+        block_bytes = bytes_per_token * len(groups.pages) // len(windows) * block_size
+        block_bytes += draft_block_bytes
+        self.block_bytes = block_bytes if size == 1 else int(block_bytes * kv_share(config))
+        self.bytes_per_token = (  # of all layers and ranks
+            bytes_per_token if size == 1 else self.block_bytes * size // block_size
+        )
+        self.windows, self.num_layers = groups.windows, len(windows)
+        self.num_window_layers = sum(
+            len(layers) for layers, window in zip(groups.layers, groups.windows) if window
+        )
+        self.layout = make_layout(config, groups.windows)
+
+
+class _Room(NamedTuple):
+    affordable: int  # blocks
+    num_blocks: int  # that the engine would allocate; 0: it would not start
+    context: int | None  # the model's, in tokens
+    longest: int  # sequence in tokens
+    concurrency: dict[int, int]
+
+
+def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
+    """free: bytes of one rank for its cache; on a CPU also for activations."""
+    affordable = affordable_blocks(config, cache.block_bytes, free) if free > 0 else 0
+    hf_config = config.model_config.hf_config
+    context = positions_of(hf_config) or model_context(hf_config)
+    fitting = fitting_tokens(config, affordable, cache.windows, context)
+    longest = min(fitting, context or fitting)
+    num_blocks = 0
+    if free > 0:
+        with contextlib.suppress(NotEnoughMemoryError):
+            num_blocks = plan_num_blocks(config, cache.block_bytes, free, cache.windows)
+    lengths = sorted({*(length for length in CONTEXTS if length < longest), longest} - {0})
+    most, usable = config.scheduler_config.max_num_seqs, (num_blocks or affordable) - 1
+    concurrency = {
+        length: min(most, usable // cache.layout.most_blocks(length)) for length in lengths
+    }
+    return _Room(affordable, num_blocks, context, longest, concurrency)
+
+
+def _runtime_bytes(
+    config: EngineConfig, memory: Memory, num_engines: int, weights_bytes: int
+) -> int:
+    """Of the processes, those beside the first with their weights. A standby is a second process
+    with weights of its own; it touches its cache when the first is gone.
+    """
+    num_others = num_engines - 1 + config.service_config.standby
+    num_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)
+    if not memory.is_gpu:
+        num_bytes += (num_ranks(config) - 1) * (1 + num_others) * RUNTIME_BYTES
+    return num_bytes
+
+
+def _bytes_by_dtype(config: EngineConfig, sizes: ModelSizes, is_gpu: bool) -> dict[str, int]:
+    """Plan.weights_bytes_by_dtype."""
+    by_dtype = {name: _bytes_of_packed(config, sizes, name) for name in ("bfloat16", "float32")}
+    for name in () if is_gpu else QUANTIZATION_BITS:
+        by_dtype[name] = _bytes_of_packed(config, sizes, config.model_config.dtype, name)
+    return by_dtype
+
+
+def _flags_as_bfloat16(
+    args: EngineArgs,
+    config: EngineConfig,
+    longest: int,
+    memory_bytes: int | None,
+    given: dict[str, Any],
+) -> list[str]:
+    """The flags with which a model fits that does not in float32; empty if there are none."""
+    if longest or config.model_config.dtype != "float32":
+        return []
+    arguments: dict[str, Any] = {name: getattr(args, name) for name in config_fields()}
+    other = EngineArgs(**(arguments | {"dtype": "bfloat16"}))
+    return make_plan(other, memory_bytes, {**given, "dtype": "bfloat16"}).flags
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:

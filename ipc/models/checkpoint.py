@@ -116,30 +116,7 @@ def check_checkpoint(
     if is_gguf(directory):
         found = check_gguf_tensors(read_gguf(directory), shapes)
         return {name: tensor.path for name, tensor in found.items()}
-    parts = parts_of(shapes, quantization)
-    quantized = {part.weight for part in parts.values()}
-    allowed = {
-        name: StoredPart(name, tuple(FLOAT_BYTES), (shape,))
-        for name, shape in shapes.items()
-        if name not in quantized
-    } | parts
-    required = [name for name, part in allowed.items() if part.is_required]
-    allowed |= {
-        name: StoredPart(name, tuple(FLOAT_BYTES), (shapes[original],), is_required=False)
-        for name, original in tied.items()
-    }
-    stacks: dict[str, list[str]] = {}
-    for weight, piece in stacked_pieces(shapes, num_experts).items():
-        if weight in quantized:
-            continue
-        dtypes, stored = tuple(FLOAT_BYTES), {piece.stored: piece.shape}
-        if quantization is not None and quantization.format_of(weight, shapes[weight]):
-            dtypes, stored = ("U8",), _in_mxfp4(weight, piece)
-            allowed.pop(weight)
-            required += list(stored)[1:]
-        stacks.setdefault(next(iter(stored)), []).append(weight)
-        for name, shape in stored.items():
-            allowed[name] = StoredPart(name, dtypes, (shape,), is_required=False)
+    expected = _expected_tensors(shapes, tied, quantization, num_experts)
     files = find_weight_files(directory)
     origin: dict[str, Path] = {}
     for path in files:
@@ -148,22 +125,61 @@ def check_checkpoint(
                 continue
             if name.endswith("rotary_emb.inv_freq"):
                 continue  # a buffer that old checkpoints saved; it follows from the config
-            if quantization is not None and name.endswith(UNUSED) and name not in allowed:
-                continue
-            if name not in allowed and is_ignored is not None and is_ignored(name):
-                continue
-            _check_tensor(path, name, tensor, allowed)
-            for weight in stacks.get(name, [name]):
+            if name not in expected.allowed:
+                if quantization is not None and name.endswith(UNUSED):
+                    continue
+                if is_ignored is not None and is_ignored(name):
+                    continue
+            _check_tensor(path, name, tensor, expected.allowed)
+            for weight in expected.stacks.get(name, [name]):
                 if weight in origin:
                     raise ModelLoadError(f"{path}: tensor {name} is also in {origin[weight].name}")
                 origin[weight] = path
-    if missing := [name for name in required if name not in origin]:
+    if missing := [name for name in expected.required if name not in origin]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         read = ", ".join(path.name for path in files[:3]) + (", ..." if len(files) > 3 else "")
         raise ModelLoadError(
             f"{directory}: no file has the tensor {missing[0]}{more}; read: {read}"
         )
     return origin
+
+
+class _Expected(NamedTuple):
+    allowed: dict[str, StoredPart]  # tensors that files may have
+    required: list[str]
+    stacks: dict[str, list[str]]  # stored tensor -> the weights that lie in it
+
+
+def _expected_tensors(
+    shapes: dict[str, list[int]],
+    tied: dict[str, str],
+    quantization: CheckpointQuantization | None,
+    num_experts: int,
+) -> _Expected:
+    parts = parts_of(shapes, quantization)
+    quantized = {part.weight for part in parts.values()}
+    plain = tuple(FLOAT_BYTES)
+    allowed = {
+        name: StoredPart(name, plain, (shape,))
+        for name, shape in shapes.items()
+        if name not in quantized
+    } | parts
+    required = [name for name, part in allowed.items() if part.is_required]
+    for name, original in tied.items():
+        allowed[name] = StoredPart(name, plain, (shapes[original],), is_required=False)
+    stacks: dict[str, list[str]] = {}
+    for weight, piece in stacked_pieces(shapes, num_experts).items():
+        if weight in quantized:
+            continue
+        dtypes, stored = plain, {piece.stored: piece.shape}
+        if quantization is not None and quantization.format_of(weight, shapes[weight]):
+            dtypes, stored = ("U8",), _in_mxfp4(weight, piece)
+            allowed.pop(weight)
+            required += list(stored)[1:]
+        stacks.setdefault(next(iter(stored)), []).append(weight)
+        for name, shape in stored.items():
+            allowed[name] = StoredPart(name, dtypes, (shape,), is_required=False)
+    return _Expected(allowed, required, stacks)
 
 
 def _in_mxfp4(weight: str, piece: Piece) -> dict[str, list[int]]:

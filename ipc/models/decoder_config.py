@@ -410,48 +410,21 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
     Raises ModelLoadError, naming the key, for a value out of range, and for a window in neither
     form.
     """
-    num_layers, window, layer_types = (
-        hf_config["num_hidden_layers"],
-        hf_config.get("sliding_window"),
-        hf_config.get("layer_types"),
-    )
-    if layer_types is not None and not isinstance(layer_types, list):
-        raise ModelLoadError(f"config.json: layer_types must be a list, got {layer_types!r:.100}")
-    has_switch, switch = "use_sliding_window" in honours, _switch(hf_config, "use_sliding_window")
-    by_layer = "layer_types" in honours
-    if by_layer and not layer_types:
-        every = _size(hf_config, "sliding_window_pattern")
-        layer_types = [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
-    is_on = window is not None and (
-        switch if has_switch else by_layer or "sliding_window" in honours
-    )
-    if is_on:
-        window = _size(hf_config, "sliding_window")
-    # Qwen's configs have a length that use_sliding_window=false disables.
-    if (
-        window is not None
-        and not is_on
-        and not has_switch
-        and hf_config.get("use_sliding_window") is None
-        and not layer_types
-    ):
-        raise ModelLoadError(
-            f"config.json: sliding_window={window!r:.100} is not supported unless "
-            f"use_sliding_window is false"
-        )
-    if not layer_types:
-        first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS) if has_switch else 0
-        if not isinstance(first, int) or first < 0:
-            raise ModelLoadError(
-                f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
-            )
-        layer_types = [SLIDING if is_on and layer >= first else FULL for layer in range(num_layers)]
-    elif is_on and not has_switch and not by_layer:  # transformers' Mistral does not read them
+    num_layers = hf_config["num_hidden_layers"]
+    listed = _listed_layer_types(hf_config, honours)
+    is_on = _has_windows(hf_config, honours, listed)
+    if is_on and listed and not {"use_sliding_window", "layer_types"} & {*honours}:
+        # transformers' Mistral does not read them
         raise ModelLoadError(
             "config.json: layer_types beside sliding_window are not supported for this architecture"
         )
-    supported = [FULL, SLIDING] if is_on else [FULL]
-    if unknown := {str(layer_type) for layer_type in layer_types} - set(supported):
+    layer_types = listed
+    if not listed:
+        first = _first_window_layer(hf_config, honours)
+        layer_types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    supported = (FULL, SLIDING) if is_on else (FULL,)
+    unknown = {str(kind) for kind in listed} - {*supported}
+    if unknown:
         raise ModelLoadError(
             f"config.json: layer_types of {', '.join(sorted(unknown)):.100} are not supported; "
             f"supported: {', '.join(supported)}"
@@ -464,4 +437,48 @@ def parse_sliding_windows(hf_config: dict[str, Any], honours: tuple[str, ...]) -
             f"config.json: layer_types has {len(layer_types)} entries for "
             f"num_hidden_layers={num_layers}"
         )
-    return tuple((window or 0) if layer_type == SLIDING else 0 for layer_type in layer_types)
+    window = _size(hf_config, "sliding_window")
+    return tuple(window if kind == SLIDING else 0 for kind in layer_types)
+
+
+def _listed_layer_types(hf_config: dict[str, Any], honours: tuple[str, ...]) -> list[Any]:
+    """layer_types, or those that sliding_window_pattern stands for; empty where there is none."""
+    layer_types = hf_config.get("layer_types")
+    if layer_types is not None and not isinstance(layer_types, list):
+        raise ModelLoadError(f"config.json: layer_types must be a list, got {layer_types!r:.100}")
+    if layer_types or "layer_types" not in honours:
+        return layer_types or []
+    every = _size(hf_config, "sliding_window_pattern")
+    num_layers = hf_config["num_hidden_layers"]
+    return [FULL if (i + 1) % every == 0 else SLIDING for i in range(num_layers)]
+
+
+def _has_windows(hf_config: dict[str, Any], honours: tuple[str, ...], listed: list[Any]) -> bool:
+    """Whether sliding_window is there and in use. Raises for one that the model would ignore."""
+    window, has_switch = hf_config.get("sliding_window"), "use_sliding_window" in honours
+    is_switched_on = _switch(hf_config, "use_sliding_window")
+    if window is None:
+        return False
+    if is_switched_on if has_switch else {"layer_types", "sliding_window"} & {*honours}:
+        _size(hf_config, "sliding_window")
+        return True
+    # Qwen's configs have a length that use_sliding_window=false disables.
+    is_disabled = has_switch or hf_config.get("use_sliding_window") is not None
+    if not is_disabled and not listed:
+        raise ModelLoadError(
+            f"config.json: sliding_window={window!r:.100} is not supported unless "
+            f"use_sliding_window is false"
+        )
+    return False
+
+
+def _first_window_layer(hf_config: dict[str, Any], honours: tuple[str, ...]) -> int:
+    """The first layer with a window, where config.json lists none."""
+    first = 0
+    if "use_sliding_window" in honours:
+        first = hf_config.get("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS)
+    if not isinstance(first, int) or first < 0:
+        raise ModelLoadError(
+            f"config.json: max_window_layers must be an integer, at least 0, got {first!r:.100}"
+        )
+    return first

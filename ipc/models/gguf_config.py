@@ -5,14 +5,16 @@ Must not know: weights, torch, tokens' texts beyond the names of those that end 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import nextafter
+from pathlib import Path
 from struct import pack, unpack
 from typing import Any
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES
 from .decoder_config import MOST
-from .gguf import GGUFFile
+from .gguf import GGUFFile, GGUFTensor
 from .gguf_architectures import (
     OLMO3,
     QUERY_GROWTH,
@@ -131,12 +133,26 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": known.model_type,
         "hidden_act": "silu",
         **known.constants,
+        **_of_keys(path, architecture, known, own),
+        **_of_tensors(tensors, known),
     }
-    keys = {**_KEYS, **known.keys}
+    _check_heads(path, known, own, config)
+    _add_of_architecture(architecture, known, own, config)
+    _add_rope_scaling(file, known, own, config)
+    for end in ("bos", "eos"):
+        if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
+            config[f"{end}_token_id"] = token
+    return config
+
+
+def _of_keys(
+    path: Path, architecture: str, known: GGUFArchitecture, own: dict[str, Any]
+) -> dict[str, Any]:
+    """What the metadata says under names of its own. own: the keys of the architecture."""
+    keys, config = {**_KEYS, **known.keys}, {}
     for key, value in own.items():
-        if key in _ZERO_IS_NONE and not value:
-            continue
-        if key.startswith("rope.scal"):
+        is_none = key in _ZERO_IS_NONE and not value
+        if is_none or key.startswith("rope.scal"):
             continue
         if key in keys:
             config[keys[key]] = value
@@ -147,32 +163,20 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
             if len(set(map(repr, values))) != 1:
                 raise ModelLoadError(f"{path}: {key} differs between layers: {values!s:.100}")
             config[key] = values[0]
-    embedding = tensors.get("token_embd.weight")
-    if embedding is not None:  # its rows count: vocab_size may leave out padding
-        config["vocab_size"] = embedding.shape[0]
+    return config
+
+
+def _of_tensors(tensors: Mapping[str, GGUFTensor], known: GGUFArchitecture) -> dict[str, Any]:
+    """What only the tensors say: sizes, and whether there are biases and an output head."""
+    config: dict[str, Any] = {"tie_word_embeddings": "output.weight" not in tensors}
+    if (embedding := tensors.get("token_embd.weight")) is not None:
+        config["vocab_size"] = embedding.shape[0]  # the key of that name may leave out padding
     for key, name in known.sizes.items():
         if (tensor := tensors.get(f"blk.0.{name}")) is not None and len(tensor.shape) > 1:
             config[key] = tensor.shape[-2]
-    config["tie_word_embeddings"] = "output.weight" not in tensors
     for key, name in known.presence.items():
         fused = name.replace("attn_q.", "attn_qkv.")
         config[key] = f"blk.0.{name}" in tensors or f"blk.0.{fused}" in tensors
-    _check_heads(path, known, own, config)
-    _add_of_architecture(architecture, known, own, config)
-    growth = config.pop(QUERY_GROWTH, None)
-    if (scaling := _rope_scaling(file, known, own)) is not None:
-        config["rope_scaling"] = scaling
-        if growth:
-            scaling[QUERY_GROWTH] = growth
-        if architecture == "gpt-oss" and scaling["rope_type"] == "yarn":
-            scaling["truncate"] = False
-        if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
-            config[_ORIGINAL] = original  # Phi-3's config.json has it here
-    elif growth:
-        raise ModelLoadError(f"{path}: attention.temperature_scale needs rope.scaling.type yarn")
-    for end in ("bos", "eos"):
-        if (token := metadata.get(f"tokenizer.ggml.{end}_token_id")) is not None:
-            config[f"{end}_token_id"] = token
     return config
 
 
@@ -275,6 +279,25 @@ def _check_heads(
     config["partial_rotary_factor"] = (
         part if int(part * head_dim) == rotated else nextafter(part, 1)
     )
+
+
+def _add_rope_scaling(
+    file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any], config: dict[str, Any]
+) -> None:
+    growth, scaling = config.pop(QUERY_GROWTH, None), _rope_scaling(file, known, own)
+    if scaling is None:
+        if growth:
+            raise ModelLoadError(
+                f"{file.paths[0]}: attention.temperature_scale needs rope.scaling.type yarn"
+            )
+        return
+    config["rope_scaling"] = scaling
+    if growth:
+        scaling[QUERY_GROWTH] = growth
+    if known.architecture == "GptOssForCausalLM" and scaling["rope_type"] == "yarn":
+        scaling["truncate"] = False
+    if scaling["rope_type"] == "longrope" and (original := scaling.get(_ORIGINAL)):
+        config[_ORIGINAL] = original  # Phi-3's config.json has it here
 
 
 def _rope_scaling(

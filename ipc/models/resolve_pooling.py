@@ -65,21 +65,7 @@ def resolve_pooling(
         _check_generates(must_pool, convert)
         pooling = _with_size(Pooling(), hf_config)
         return Resolved(runner, "none", _changed(pooling, config), hf_config)
-    if convert == "auto":
-        convert = "embed" if form == GENERATE else "none"
-    if convert == "none" and form == GENERATE:
-        raise InvalidParameterError(
-            "convert", "must be embed or classify for a model that generates text, got none"
-        )
-    if convert != "none":
-        wanted = {"embed": EMBED, "classify": CLASSIFY}[convert]
-        converted = in_form(hf_config, wanted)
-        if _native_name(converted, model_impl):
-            hf_config = converted
-        elif wanted == CLASSIFY or form != GENERATE:
-            raise InvalidParameterError(
-                "convert", f"{convert} is not supported for a model in transformers' code"
-            )
+    convert, hf_config = _converted(hf_config, convert, model_impl)
     form = form_of(hf_config)
     if form in (CLASSIFY, CLASSIFY_TOKENS):
         hf_config = _with_score_tokens(directory, hf_config)
@@ -101,6 +87,32 @@ def resolve_pooling(
             has_token_types=getattr(parsed, "has_pair_types", False),
         )
     return Resolved(runner, convert, _changed(pooling, config), hf_config)
+
+
+def _converted(
+    hf_config: dict[str, Any], convert: str, model_impl: str
+) -> tuple[str, dict[str, Any]]:
+    """`convert` of a model that pools, resolved, and hf_config with the architecture in that
+    form.
+    """
+    form = form_of(hf_config)
+    if convert == "auto":
+        convert = "embed" if form == GENERATE else "none"
+    if convert == "none":
+        if form == GENERATE:
+            raise InvalidParameterError(
+                "convert", "must be embed or classify for a model that generates text, got none"
+            )
+        return convert, hf_config
+    wanted = {"embed": EMBED, "classify": CLASSIFY}[convert]
+    converted = in_form(hf_config, wanted)
+    if _native_name(converted, model_impl):
+        return convert, converted
+    if wanted == CLASSIFY or form != GENERATE:
+        raise InvalidParameterError(
+            "convert", f"{convert} is not supported for a model in transformers' code"
+        )
+    return convert, hf_config
 
 
 def _stored_mode(hf_config: Mapping[str, Any]) -> str | None:

@@ -153,7 +153,7 @@ class _Reader:
     def weight(
         self, name: str, stored: torch.Tensor, file: Any, path: Path
     ) -> tuple[str, torch.Tensor | PackedRows | None]:
-        """The weight that a pair of `stored` belongs to; its values, once all its parts are there."""
+        """The weight that a stored tensor belongs to, and its values once all parts are there."""
         if (weight := self._quantized.weight_of(name)) is not None:
             return weight, self._quantized.add(name, stored, self._dtype)
         piece = self._pieces.get(name)

@@ -147,27 +147,25 @@ def make_plan(
 ) -> Plan:
     """The plan for `args` on this machine, or for `memory_bytes` (on a GPU its total memory).
 
-    `given`: the arguments set by the user, which `flags` repeats. Raises the engine's own error for
-    an unsupported model.
+    given: the user's arguments, which `flags` repeats. Raises the engine's own errors.
     """
     config = resolve(args)
     model_config, size = config.model_config, num_ranks(config)
     sizes = measure_model(model_config.hf_config, model_config.model, model_config.model_impl)
     _check_supported(config, sizes.config.head_dim)
     memory = _measure_memory(config, memory_bytes)
-    step_bytes = size * _estimate_step(config, sizes) if memory.is_gpu else 0
-    weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     draft_bytes, draft_block_bytes = _bytes_of_draft(config)
+    weights_bytes, keeps_blocks = weights_in_engine(config, sizes)
     weights_bytes += draft_bytes
     num_engines = 1 if memory.is_gpu else config.device_config.data_parallel_size
+    step_bytes = size * _estimate_step(config, sizes) if memory.is_gpu else 0
     runtime_bytes = _runtime_bytes(config, memory, num_engines, weights_bytes)
     free = memory.total_bytes - memory.withheld_bytes - weights_bytes - runtime_bytes - step_bytes
     cache = _Cache(config, sizes, draft_block_bytes)
     room = _measure_room(config, cache, free // size)
-    kv_cache_bytes = None
-    if memory_bytes is not None and not memory.is_gpu:  # the engine on a GPU measures it
-        kv_cache_bytes = (room.num_blocks or room.affordable) * cache.block_bytes
-    flags = _flags(config, room.longest, kv_cache_bytes, given or {})
+    # the engine on a GPU measures what is estimated here
+    is_exact = memory_bytes is not None and not memory.is_gpu
+    flags = _flags(config, room.longest, room.cache_bytes if is_exact else None, given or {})
     as_bfloat16 = _flags_as_bfloat16(args, config, room.longest, memory_bytes, given or {})
     return Plan(
         model=args.model,
@@ -229,11 +227,11 @@ class _Cache:
 
 
 class _Room(NamedTuple):
-    affordable: int  # blocks
     num_blocks: int  # that the engine would allocate; 0: it would not start
     context: int | None  # the model's, in tokens
     longest: int  # sequence in tokens
     concurrency: dict[int, int]
+    cache_bytes: int  # of one rank, for a machine whose memory is named
 
 
 def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
@@ -252,7 +250,8 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
     concurrency = {
         length: min(most, usable // cache.layout.most_blocks(length)) for length in lengths
     }
-    return _Room(affordable, num_blocks, context, longest, concurrency)
+    num_bytes = (num_blocks or affordable) * cache.block_bytes
+    return _Room(num_blocks, context, longest, concurrency, num_bytes)
 
 
 def _runtime_bytes(

@@ -6,6 +6,9 @@ T, H, "dtype": as in ops.py. E is the number of a layer's experts, K how many a 
 inner size.
 """
 
+# pyright: reportReturnType=false
+# (a contract has no body)
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -13,6 +13,9 @@ An engine has its own table, `ops = registry.select(device, dtype, overrides)`, 
 callers, at the cost of a dictionary look-up.
 """
 
+# pyright: reportReturnType=false
+# (a contract has no body)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

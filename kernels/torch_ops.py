@@ -114,10 +114,10 @@ def _pack_once(
     """pack(weight, *others), or the same result as before."""
     tensors = [tensor for tensor in (weight, *others) if tensor is not None]
     versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-    of_weight = _packed.setdefault(weight, {})
+    of_weight: Any = _packed.setdefault(weight, {})
     found = of_weight.get(kind)
     is_same = found is not None and all(a is b for a, b in zip(found.others, others))
-    if not is_same or found.versions != versions:
+    if found is None or not is_same or found.versions != versions:
         # an alias: the result may hold what it was made of, and must not keep `weight` alive
         found = of_weight[kind] = _Packed(versions, others, pack(weight.detach(), *others))
     return found.value
@@ -146,8 +146,8 @@ def fused_moe(
     """ops.fused_moe; gate_up [E, 2 * I, H] and down [E, H, I] are the experts' weights."""
 
     def pack(gate_up: Tensor, down: Tensor) -> Experts:
-        stacks = ([ops.pack_linear(weight, None) for weight in stack] for stack in (gate_up, down))
-        return Experts(*stacks, activation)
+        layers = [[ops.pack_linear(weight, None) for weight in stack] for stack in (gate_up, down)]
+        return Experts(layers[0], layers[1], activation)
 
     experts = _pack_once(gate_up, (down,), ("experts", activation), pack)
     return registry.function("fused_moe")(x, expert_ids, weights, experts)

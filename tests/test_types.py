@@ -1,5 +1,5 @@
-"""pyright (basic) finds no error in core, executor, frontend and ipc, and sees the arguments of
-LLM, AsyncLLM and EngineArgs.
+"""pyright (basic) finds no error in the package, and sees the arguments of LLM, AsyncLLM and
+EngineArgs.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDERS = ("core", "executor", "frontend", "ipc")
+FOLDERS = ("core", "executor", "frontend", "ipc", "kernels")
 ROOT = Path(__file__).resolve().parent.parent
 
 

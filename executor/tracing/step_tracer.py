@@ -95,7 +95,7 @@ class StepTracer:
         runner, program = self._runner, self._program
         if program is not None:
             self._find_origins(program)
-            program.timer = CallTimer(num_threads)
+            program.set_timer(CallTimer(num_threads))
         put = self.instruments
         put.attach(runner.model)
         for owner in (runner.sampler, runner.prompt_scorer, runner.grammars, runner.launcher):
@@ -150,7 +150,7 @@ class StepTracer:
         self._num_left = 0
         self.instruments.detach()
         if self._program is not None:
-            self._program.timer = None
+            self._program.set_timer(None)
 
     # ------------------------------------------------------------ while a step runs
 

@@ -98,7 +98,8 @@ def _gather(
     gathered = buffers[:, : len(slots)]
     for cache, rows in zip((key_cache, value_cache), gathered.unbind(0)):
         torch.index_select(cache.view(-1, cache.stride(1)), 0, slots, out=rows)
-    return gathered.view(2, len(slots), *key_cache.shape[2:]).unbind(0)
+    keys, values = gathered.view(2, len(slots), *key_cache.shape[2:])
+    return keys, values
 
 
 # ---------------------------------------------------------------- once per step
@@ -171,11 +172,12 @@ def _make_bucket(
 ) -> Bucket:
     """`seen`: how many positions each request of the batch attends to, counted from its last."""
     is_everyone = len(rows) == metadata.num_decodes
-    index = slice(len(rows)) if is_everyone else torch.tensor(rows)
+    index = None if is_everyone else torch.tensor(rows)
+    chosen = slice(len(rows)) if index is None else index
     longest, shortest = seen[rows[0]], seen[rows[-1]]
-    lengths = torch.tensor(seen[: metadata.num_decodes])[index]
+    lengths = torch.tensor(seen[: metadata.num_decodes])[chosen]
     slots = _slots_of(
-        metadata.block_tables[index], metadata.seq_lens[index] - lengths, longest, block_size
+        metadata.block_tables[chosen], metadata.seq_lens[chosen] - lengths, longest, block_size
     )
     mask = None
     if shortest < longest:
@@ -184,7 +186,7 @@ def _make_bucket(
         mask = torch.zeros(slots.shape, dtype=dtype).masked_fill_(is_padding, float("-inf"))[
             :, None, None, :
         ]
-    return Bucket(None if is_everyone else index, slots.flatten(), mask)
+    return Bucket(index, slots.flatten(), mask)
 
 
 def _slots_of(block_tables: Tensor, first: Tensor, length: int, block_size: int) -> Tensor:

@@ -136,7 +136,7 @@ def _int8_products(shapes: Iterable[tuple[int, int, int]] = GEMM_SHAPES):
                 torch.randint(-127, 128, size, dtype=torch.int8)
                 for size in ((rows, columns_in), (columns_out, columns_in))
             )
-            yield x, columns_out, lambda x, weight=weight: torch._int_mm(x, weight.T)
+            yield x, columns_out, lambda x, weight=weight: torch.ops.aten._int_mm(x, weight.T)
 
 
 @torch.inference_mode()

@@ -62,9 +62,8 @@ def sample_tokens(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    top_k, top_p, min_p = (
-        (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
-    )
+    if top_k is None or top_p is None or min_p is None:
+        top_k, top_p, min_p = no_filters(len(logits), logits.device)
     token_ids = _argmax(logits)
     vocab_size = logits.shape[1]
     top_k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
@@ -191,7 +190,8 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
     pieces = [
         _gather_logprobs(*rows, k) for rows in zip(logits.split(num_rows), chosen.split(num_rows))
     ]
-    return tuple(torch.cat(column) for column in zip(*pieces))
+    ids, logprobs, ranks = zip(*pieces)
+    return torch.cat(ids), torch.cat(logprobs), torch.cat(ranks)
 
 
 def _gather_logprobs(logits: Tensor, chosen: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,21 +226,19 @@ def _gumbel_at(ids: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _words(quads: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R]
-    -> [R,
-    C, 4] i64.
+    """The four Philox words of each quad of tokens: quads [R or 1, C], seeds and positions [R] ->
+    [R, C, 4] i64.
 
     The reference's rounds in numpy, which is twice as fast as torch here. The words of the counter
     are kept in pairs, (c0, c2) and (c1, c3). The high bits of the second pair are masked only
     before a multiplication.
     """
-    quads, seeds, positions = (
-        tensor.numpy().view(np.uint64) for tensor in (quads, seeds, positions)
-    )
-    even = np.empty((2, len(seeds), quads.shape[1]), np.uint64)
-    even[0], even[1] = quads, (positions >> HALF)[:, None]
-    odd = np.stack((positions & WORD, np.zeros_like(positions)))[:, :, None]
-    for round_key in (np.stack((seeds & WORD, seeds >> HALF))[:, :, None] + KEY_STEPS) & WORD:
+    key = seeds.numpy().view(np.uint64)
+    counter = positions.numpy().view(np.uint64)
+    even = np.empty((2, len(key), quads.shape[1]), np.uint64)
+    even[0], even[1] = quads.numpy().view(np.uint64), (counter >> HALF)[:, None]
+    odd = np.stack((counter & WORD, np.zeros_like(counter)))[:, :, None]
+    for round_key in (np.stack((key & WORD, key >> HALF))[:, :, None] + KEY_STEPS) & WORD:
         products = (even * MULTIPLIERS)[::-1]
         even = products >> HALF
         even ^= odd

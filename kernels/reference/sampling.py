@@ -94,9 +94,8 @@ def sample_tokens(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    top_k, top_p, min_p = (
-        (top_k, top_p, min_p) if top_k is not None else no_filters(len(logits), logits.device)
-    )
+    if top_k is None or top_p is None or min_p is None:
+        top_k, top_p, min_p = no_filters(len(logits), logits.device)
     token_ids = logits.argmax(-1)
     noise = random_gumbel(seeds, positions, logits.shape[1])
     for row in range(len(logits)):

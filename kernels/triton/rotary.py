@@ -4,6 +4,9 @@ projection and its attention.
 Must not know: models, requests.
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# (branches on constexpr are Triton's)
+
 from __future__ import annotations
 
 import triton

@@ -4,6 +4,9 @@ token depends on the row alone.
 Must not know: models, requests, how a cut is found.
 """
 
+# pyright: reportPossiblyUnboundVariable=false
+# (branches on constexpr are Triton's)
+
 import torch
 import triton
 import triton.language as tl
@@ -119,14 +122,14 @@ def sample_tokens(
         positions.contiguous(),
     )
     parts, finite = first_of_chunks(logits)
-    if is_filtered := top_k is not None:
-        top_k, top_p, min_p = top_k.contiguous(), top_p.contiguous(), min_p.contiguous()
-        cuts = find_cuts(logits, temperature, top_k, top_p, min_p, parts)
-    else:
-        cuts = min_p = temperature  # the kernel does not read them
+    is_filtered = False
+    cuts, least = temperature, temperature  # the kernel does not read them
+    if top_k is not None and top_p is not None and min_p is not None:
+        is_filtered, least = True, min_p.contiguous()
+        cuts = find_cuts(logits, temperature, top_k.contiguous(), top_p.contiguous(), least, parts)
     num_chunks, drawn = parts.shape[1], torch.empty_like(parts)
     block = triton.next_power_of_2(num_chunks)
-    columns = temperature, min_p, seeds, positions, cuts
+    columns = temperature, least, seeds, positions, cuts
     draw_kernel[num_rows, num_chunks](
         logits,
         *columns,

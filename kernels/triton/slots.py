@@ -162,12 +162,13 @@ def gather_sampling_parameters(
     parameters: Tensor, slots: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtypes = torch.float32, torch.int32, torch.float32, torch.float32, torch.int64
-    columns = tuple(torch.empty(len(slots), dtype=dtype, device=slots.device) for dtype in dtypes)
+    columns = [torch.empty(len(slots), dtype=dtype, device=slots.device) for dtype in dtypes]
     if len(slots):
         gather_sampling_parameters_kernel[(triton.cdiv(len(slots), ROWS),)](
             parameters, slots, *columns, len(slots), ROWS=ROWS
         )
-    return columns
+    temperature, top_k, top_p, min_p, seeds = columns
+    return temperature, top_k, top_p, min_p, seeds
 
 
 @triton.jit(do_not_specialize=["num_rows"])

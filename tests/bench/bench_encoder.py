@@ -126,10 +126,11 @@ def main() -> None:
 
 def print_shares(program, step: tuple, num_threads: int) -> None:
     """The least time of each kernel over 20 runs, added by name."""
-    program.timer = CallTimer(num_threads)
+    program.set_timer(CallTimer(num_threads))
     for _ in range(20):
         program(*step)
-    runs, program.timer = program.timer.take(), None
+    runs = program.timer.take()
+    program.set_timer(None)
     by_call: list[tuple[str, list[float]]] = []
     for run in runs:
         for i, call in enumerate(timed_calls(run)):

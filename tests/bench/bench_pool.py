@@ -22,7 +22,10 @@ from quire.kernels.cpu.native.calls import BF16, Op, SiluAndMul, Step
 from quire.kernels.cpu.native.library import library
 from quire.tests.bench.report import hardware, write_result
 
-EMPTY, STEP, CALLS = SiluAndMul(Op.SILU_AND_MUL, BF16, 0, size=1), Step(), 200
+EMPTY = SiluAndMul(
+    op=Op.SILU_AND_MUL, dtype=BF16, rows=0, x=None, out=None, x_row=0, out_row=0, size=1
+)
+STEP, CALLS = Step(), 200
 
 
 def timed(num_calls: int, before: Callable[[], None]) -> float:

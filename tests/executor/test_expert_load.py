@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire import LLMEngine, SamplingParams
 from quire.executor.models.experts import MixtureOfExperts
-from quire.kernels.cpu.native.calls import ALL_TOKENS, Op, SortByExpert, Step
+from quire.kernels.cpu.native.calls import ALL_TOKENS, CallList, Op, Step
 from quire.kernels.cpu.native.library import library
 from quire.kernels.cpu.native.replay import Program
 from quire.tests.client_forms import closing, make_engine
@@ -50,10 +50,9 @@ class Counted:
 def watch_program(monkeypatch: pytest.MonkeyPatch, counted: Counted) -> None:
     """Programs run call by call, and the ids are read where they are sorted."""
 
-    def run(self: Program, pointers: ctypes.Array, step: Step) -> None:
-        for address in pointers:
-            library.run_all((ctypes.c_void_p * 1)(address), step)
-            call = SortByExpert.from_address(address)
+    def run(self: Program, calls: CallList, step: Step) -> None:
+        for call in calls.calls:
+            library.run(call, step)
             if call.op == Op.SORT_BY_EXPERT:
                 assert call.rows == ALL_TOKENS and call.counts
                 size = step.num_tokens * call.top_k

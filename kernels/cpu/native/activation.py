@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...registry import register
 from .calls import Activate, Add, Op, Scale, SiluAndMul
-from .program import empty, num_rows, submit
-from .tensors import DTYPES, PRIORITY, is_native
+from .program import empty, run_call
+from .tensors import PRIORITY, is_native
 
 
 @register("silu_and_mul", name="native", predicate=is_native, priority=PRIORITY)
@@ -47,49 +47,22 @@ def relu(x: Tensor) -> Tensor:
 
 
 def _activate(x: Tensor, op: Op) -> Tensor:
-    size = x.shape[1]
-    out = empty(x.shape[0], size, dtype=x.dtype)
-    operands = x.data_ptr(), out.data_ptr(), x.stride(0), size, size
-    submit(Activate(op, DTYPES[x.dtype], num_rows(x), *operands))
+    out = empty(*x.shape, dtype=x.dtype)
+    run_call(Activate, op, x, x=x, out=out, size=x.shape[1])
     return out
 
 
 def _gate(x: Tensor, op: Op) -> Tensor:
-    size = x.shape[-1] // 2
-    out = empty(x.shape[0], size, dtype=x.dtype)
-    submit(
-        SiluAndMul(
-            op,
-            DTYPES[x.dtype],
-            num_rows(x),
-            x.data_ptr(),
-            out.data_ptr(),
-            x.stride(0),
-            size,
-            size,
-        )
-    )
+    out = empty(x.shape[0], x.shape[-1] // 2, dtype=x.dtype)
+    run_call(SiluAndMul, op, x, x=x, out=out, size=out.shape[1])
     return out
 
 
 @register("scale", name="native", predicate=is_native, priority=PRIORITY)
 def scale(x: Tensor, factor: float) -> None:
-    submit(
-        Scale(Op.SCALE, DTYPES[x.dtype], num_rows(x), x.data_ptr(), x.stride(0), x.shape[1], factor)
-    )
+    run_call(Scale, Op.SCALE, x, x=x, size=x.shape[1], factor=factor)
 
 
 @register("add", name="native", predicate=is_native, priority=PRIORITY)
 def add(x: Tensor, residual: Tensor) -> None:
-    submit(
-        Add(
-            Op.ADD,
-            DTYPES[x.dtype],
-            num_rows(x),
-            x.data_ptr(),
-            residual.data_ptr(),
-            x.stride(0),
-            residual.stride(0),
-            x.shape[1],
-        )
-    )
+    run_call(Add, Op.ADD, x, x=x, residual=residual, size=x.shape[1])

@@ -8,8 +8,8 @@ from torch import Tensor
 from ...ops import AttentionMetadata
 from ...registry import Facts, register
 from .calls import Attention, EncoderAttention, Op, Step
-from .program import empty, num_rows, submit
-from .tensors import CACHE_DTYPES, DTYPES, MAX_HEAD_DIM, PRIORITY, has_native_cache, is_native
+from .program import empty, run_call
+from .tensors import CACHE_DTYPES, MAX_HEAD_DIM, PRIORITY, has_native_cache, is_native
 
 
 def has_native_head_dim(facts: Facts) -> bool:
@@ -31,29 +31,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    block_size, num_kv_heads = key_cache.shape[1:3]
     out = empty(*query.shape, dtype=query.dtype)
-    call = Attention(
-        Op.ATTENTION,
-        DTYPES[query.dtype],
-        num_rows(query),
-        query.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        out.data_ptr(),
-        query.stride(0),
-        query.stride(1),
-        query.shape[1],
-        num_kv_heads,
-        query.shape[2],
-        block_size,
-        sliding_window,
-        CACHE_DTYPES[key_cache.dtype],
-        0,  # the group that `metadata` is of; the recorder sets it
-        scale,
-        softcap,
-        None if sinks is None else sinks.data_ptr(),
-    )
     step = Step(
         num_tokens=query.shape[0],
         num_requests=metadata.seq_lens.shape[0],
@@ -62,7 +40,26 @@ def paged_attention(
         block_tables=metadata.block_tables.data_ptr(),
         block_table_row=metadata.block_tables.stride(0),
     )
-    submit(call, step)
+    run_call(
+        Attention,
+        Op.ATTENTION,
+        query,
+        step,
+        query=query,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        out=out,
+        heads=query.shape[1],
+        kv_heads=key_cache.shape[2],
+        head_dim=query.shape[2],
+        block_size=key_cache.shape[1],
+        sliding_window=sliding_window,
+        cache_dtype=CACHE_DTYPES[key_cache.dtype],
+        group=0,  # that `metadata` is of; the recorder knows others
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
     return out
 
 
@@ -77,29 +74,26 @@ def encoder_attention(
     bias: Tensor | None = None,
 ) -> Tensor:
     out = empty(*query.shape, dtype=query.dtype)
-    call = EncoderAttention(
-        Op.ENCODER_ATTENTION,
-        DTYPES[query.dtype],
-        num_rows(query),
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        query.shape[1],
-        key.shape[1],
-        query.shape[2],
-        window,
-        0 if bias is None else bias.shape[1] // 2,
-        scale,
-    )
     step = Step(
         num_tokens=query.shape[0],
         num_requests=metadata.seq_lens.shape[0],
         query_start_loc=metadata.query_start_loc.data_ptr(),
     )
-    submit(call, step)
+    run_call(
+        EncoderAttention,
+        Op.ENCODER_ATTENTION,
+        query,
+        step,
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        out=out,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[2],
+        window=window,
+        bias_distance=0 if bias is None else bias.shape[1] // 2,
+        scale=scale,
+    )
     return out

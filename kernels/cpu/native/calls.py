@@ -1,497 +1,171 @@
-"""The structs of src/abi.h, field by field.
+"""The structs, enumerations and constants of the library's C interface, read from its headers.
 
 Must not know: what an operation computes (kernels/ops.py), tensors.
+
+A struct of src/abi*.h is a class of this module with the same name, filled by keyword:
+
+    struct Scale : Call { void* x; int64_t x_row, size; double factor; };
+    Scale(op=Op.SCALE, dtype=F32, rows=4, x=address, x_row=64, size=64, factor=2.0)
 """
 
-from ctypes import Structure, c_double, c_int32, c_int64, c_void_p
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from ctypes import Array, Structure, addressof, c_double, c_int32, c_int64, c_void_p
 from enum import IntEnum
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
-ABI_VERSION = 24
-
-BF16, F32, INT8 = 0, 1, 2
+HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h")
 ALL_TOKENS, ALL_LOGITS = -1, -2  # values of `rows`: the step's num_tokens, the step's num_logits
 
+_TYPES: dict[str, type] = {"int32_t": c_int32, "int64_t": c_int64, "double": c_double}
+_SOURCES = Path(__file__).with_name("src")
+_text = re.sub(r"//.*", "", "\n".join((_SOURCES / name).read_text() for name in HEADERS))
+
+
+def _fields(body: str) -> list[tuple[str, type]]:
+    """The fields that the body of a struct declares. Raises ValueError for what it cannot read."""
+    fields = []
+    for declaration in filter(None, map(str.strip, body.split(";"))):
+        parts = re.fullmatch(r"(?:const )?(\w+)\s*(\**)\s+?(\w.*)", declaration, re.DOTALL)
+        for declared in parts[3].split(",") if parts else [declaration]:
+            name = re.fullmatch(r"\s*(\w+)((?:\[\d+\])*)\s*", declared)
+            is_known = parts and ("," not in parts[3] if parts[2] else parts[1] in _TYPES)
+            if parts is None or name is None or not is_known:
+                raise ValueError(f"{HEADERS}: cannot read the declaration {declaration!r}")
+            kind: Any = c_void_p if parts[2] else _TYPES[parts[1]]
+            for size in reversed(re.findall(r"\d+", name[2])):
+                kind = kind * int(size)
+            fields.append((name[1], kind))
+    return fields
 
-class Op(IntEnum):
-    RMS_NORM = 0
-    ADD_RMS_NORM = 1
-    SILU_AND_MUL = 2
-    EMBEDDING = 3
-    LINEAR = 4
-    LINEAR_INT8 = 5
-    LINEAR_INT4 = 6
-    ROTARY = 7
-    WRITE_KV = 8
-    ROTARY_AND_WRITE_KV = 9
-    ATTENTION = 10
-    ARGMAX = 11
-    SAMPLE = 12
-    GATHER_ROWS = 13
-    QUANTIZE_INT8 = 14
-    QUANTIZE_INT4 = 15
-    EMBEDDING_INT8 = 16
-    EMBEDDING_PACKED = 17
-    GATHER_LOGPROBS = 18
-    NEXT_TOKENS = 19
-    LINEAR_Q8_0 = 20
-    LINEAR_Q4_0 = 21
-    LINEAR_Q4_1 = 22
-    LINEAR_Q4_K = 23
-    LINEAR_Q5_K = 24
-    LINEAR_Q6_K = 25
-    EMBEDDING_Q8_0 = 26
-    EMBEDDING_Q4_0 = 27
-    EMBEDDING_Q4_1 = 28
-    EMBEDDING_Q4_K = 29
-    EMBEDDING_Q5_K = 30
-    EMBEDDING_Q6_K = 31
-    GELU_TANH_AND_MUL = 32
-    SCALE = 33
-    ADD = 34
-    LINEAR_Q5_0 = 35
-    LINEAR_Q5_1 = 36
-    LINEAR_IQ4_NL = 37
-    EMBEDDING_Q5_0 = 38
-    EMBEDDING_Q5_1 = 39
-    EMBEDDING_IQ4_NL = 40
-    LINEAR_INT4_32 = 41
-    LINEAR_INT4_128 = 42
-    EMBEDDING_INT4_32 = 43
-    EMBEDDING_INT4_128 = 44
-    ROUTE_EXPERTS = 45
-    SORT_BY_EXPERT = 46
-    COMBINE_EXPERTS = 47
-    ADD_GATED = 48
-    EXPERTS_LINEAR = 49
-    EXPERTS_LINEAR_INT8 = 50
-    EXPERTS_LINEAR_INT4 = 51
-    EXPERTS_LINEAR_BLOCKS = 52
-    EXTERNAL = 53
-    LINEAR_MXFP4 = 54
-    EMBEDDING_MXFP4 = 55
-    COUNT_EXPERTS = 56
-    LAYER_NORM = 57
-    ADD_LAYER_NORM = 58
-    GELU = 59
-    GELU_TANH = 60
-    SILU = 61
-    RELU = 62
-    GELU_AND_MUL = 63
-    ENCODER_ATTENTION = 64
-    ADD_LORA = 65
-    ADD_LORA_EMBEDDING = 66
-    FIRST_DRAFTS = 67
-    PLACE_DRAFTS = 68
-    ACCEPT_DRAFTS = 69
-    SPREAD_LOGITS = 70
-    ALL_REDUCE = 71
-    ALL_GATHER = 72
-    LOOKUP_DRAFTS = 73
-    ACCEPT_LOOKUPS = 74
-
-
-def _fields(**types: type) -> list[tuple[str, type]]:
-    return list(types.items())
-
-
-class Step(Structure):
-    _fields_ = _fields(
-        num_tokens=c_int64,
-        num_requests=c_int64,
-        token_ids=c_void_p,
-        positions=c_void_p,
-        slot_mapping=c_void_p,
-        query_start_loc=c_void_p,
-        seq_lens=c_void_p,
-        block_tables=c_void_p,
-        block_table_row=c_int64,
-        num_logits=c_int64,
-        logits_indices=c_void_p,
-        num_groups=c_int64,
-        slot_mapping_group=c_int64,
-        block_table_group=c_int64,
-        token_types=c_void_p,
-        adapters=c_void_p,
-    )
+
+def _enum(name: str) -> dict[str, int]:
+    """The members of an enumeration. A member without a value follows the one before it."""
+    found = re.search(rf"enum {name} : \w+ \{{(.*?)\}};", _text, re.DOTALL)
+    assert found is not None, name
+    members: dict[str, int] = {}
+    for member, value in re.findall(r"(\w+)(?: = (\d+))?", found[1]):
+        members[member] = int(value) if value else next(reversed(members.values())) + 1
+    return members
 
 
-class Call(Structure):
-    _fields_ = _fields(op=c_int32, dtype=c_int32, rows=c_int64)
-    origin: Any = None  # what Recorder.origin says of a recorded call; not part of the struct
-
-
-class RmsNorm(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        weight=c_void_p,
-        out=c_void_p,
-        x_row=c_int64,
-        x_head=c_int64,
-        out_row=c_int64,
-        out_head=c_int64,
-        heads=c_int64,
-        size=c_int64,
-        eps=c_double,
-        weight_dtype=c_int64,
-    )
-
-
-class AddRmsNorm(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        residual=c_void_p,
-        weight=c_void_p,
-        x_row=c_int64,
-        residual_row=c_int64,
-        size=c_int64,
-        eps=c_double,
-        weight_dtype=c_int64,
-    )
-
-
-class LayerNorm(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        weight=c_void_p,
-        bias=c_void_p,
-        out=c_void_p,
-        x_row=c_int64,
-        out_row=c_int64,
-        size=c_int64,
-        eps=c_double,
-    )
-
-
-class AddLayerNorm(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        residual=c_void_p,
-        weight=c_void_p,
-        bias=c_void_p,
-        x_row=c_int64,
-        residual_row=c_int64,
-        size=c_int64,
-        eps=c_double,
-    )
-
-
-class Scale(Call):
-    _fields_ = _fields(x=c_void_p, x_row=c_int64, size=c_int64, factor=c_double)
-
-
-class Add(Call):
-    _fields_ = _fields(
-        x=c_void_p, residual=c_void_p, x_row=c_int64, residual_row=c_int64, size=c_int64
-    )
-
-
-class Activate(Call):
-    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
-
-
-class SiluAndMul(Call):
-    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
-
-
-class Ids(IntEnum):
-    TOKEN_IDS = 0
-    POSITIONS = 1
-    TOKEN_TYPES = 2
-
-
-class Embedding(Call):
-    _fields_ = [
-        *_fields(table=c_void_p, out=c_void_p, out_row=c_int64, num_ids=c_int64, size=c_int64),
-        *_fields(ids=c_int64, first_id=c_int64, is_part=c_int64),
-    ]
-
-
-class GatherRows(Call):
-    _fields_ = _fields(x=c_void_p, out=c_void_p, x_row=c_int64, out_row=c_int64, size=c_int64)
-
-
-class Rotary(Call):
-    _fields_ = _fields(
-        query=c_void_p,
-        key=c_void_p,
-        cos_sin=c_void_p,
-        query_row=c_int64,
-        query_head=c_int64,
-        key_row=c_int64,
-        key_head=c_int64,
-        heads=c_int64,
-        kv_heads=c_int64,
-        rotary_dim=c_int64,
-    )
-
-
-class WriteKv(Call):
-    _fields_ = _fields(
-        key=c_void_p,
-        value=c_void_p,
-        key_cache=c_void_p,
-        value_cache=c_void_p,
-        key_row=c_int64,
-        key_head=c_int64,
-        value_row=c_int64,
-        value_head=c_int64,
-        kv_heads=c_int64,
-        head_dim=c_int64,
-        block_size=c_int64,
-        cache_dtype=c_int64,
-        group=c_int64,
-    )
-
-
-class RotaryAndWriteKv(Rotary):
-    _fields_ = _fields(
-        value=c_void_p,
-        key_cache=c_void_p,
-        value_cache=c_void_p,
-        value_row=c_int64,
-        value_head=c_int64,
-        head_dim=c_int64,
-        block_size=c_int64,
-        cache_dtype=c_int64,
-        group=c_int64,
-    )
-
-
-class Attention(Call):
-    _fields_ = _fields(
-        query=c_void_p,
-        key_cache=c_void_p,
-        value_cache=c_void_p,
-        out=c_void_p,
-        query_row=c_int64,
-        query_head=c_int64,
-        heads=c_int64,
-        kv_heads=c_int64,
-        head_dim=c_int64,
-        block_size=c_int64,
-        sliding_window=c_int64,
-        cache_dtype=c_int64,
-        group=c_int64,
-        scale=c_double,
-        softcap=c_double,
-        sinks=c_void_p,
-    )
-
-
-class EncoderAttention(Call):
-    _fields_ = _fields(
-        query=c_void_p,
-        key=c_void_p,
-        value=c_void_p,
-        bias=c_void_p,
-        out=c_void_p,
-        query_row=c_int64,
-        query_head=c_int64,
-        key_row=c_int64,
-        key_head=c_int64,
-        value_row=c_int64,
-        value_head=c_int64,
-        heads=c_int64,
-        kv_heads=c_int64,
-        head_dim=c_int64,
-        window=c_int64,
-        bias_distance=c_int64,
-        scale=c_double,
-    )
-
-
-class Epilogue(IntEnum):
-    PLAIN = 0
-    GATED = 1
-    GATED_GELU_TANH = 2
-    GATED_CLAMPED = 3
-    GATED_GELU = 4
-    GELU = 5
-    GELU_TANH = 6
-    SILU = 7
-    RELU = 8
-
-    @property
-    def is_gated(self) -> bool:
-        return Epilogue.GATED <= self <= Epilogue.GATED_GELU
-
-
-class Linear(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        weight=c_void_p,
-        bias=c_void_p,
-        out=c_void_p,
-        x_row=c_int64,
-        out_row=c_int64,
-        in_features=c_int64,
-        out_features=c_int64,
-        epilogue=c_int32,
-        out_dtype=c_int32,
-        gate_scale=c_double,
-        gate_limit=c_double,
-    )
-
-
-class Argmax(Call):
-    _fields_ = _fields(
-        logits=c_void_p, out=c_void_p, is_finite=c_void_p, logits_row=c_int64, vocab_size=c_int64
-    )
-
-
-class Sample(Call):
-    _fields_ = _fields(
-        logits=c_void_p,
-        temperature=c_void_p,
-        top_k=c_void_p,
-        top_p=c_void_p,
-        min_p=c_void_p,
-        seeds=c_void_p,
-        positions=c_void_p,
-        out=c_void_p,
-        logits_row=c_int64,
-        vocab_size=c_int64,
-    )
-
-
-class QuantizedLinear(Linear):
-    _fields_ = _fields(scales=c_void_p)
-
-
-class Quantize(Call):
-    _fields_ = _fields(
-        weight=c_void_p,
-        packed=c_void_p,
-        scales=c_void_p,
-        weight_row=c_int64,
-        in_features=c_int64,
-        out_features=c_int64,
-    )
-
-
-class EmbeddingInt8(Embedding):
-    _fields_ = _fields(scales=c_void_p)
-
-
-class GatherLogprobs(Call):
-    _fields_ = _fields(
-        logits=c_void_p,
-        token_ids=c_void_p,
-        ids=c_void_p,
-        logprobs=c_void_p,
-        ranks=c_void_p,
-        logits_row=c_int64,
-        vocab_size=c_int64,
-        k=c_int64,
-    )
-
-
-class NextTokens(Call):
-    _fields_ = _fields(
-        token_ids=c_void_p,
-        is_finite=c_void_p,
-        kept=c_void_p,
-        kept_finite=c_void_p,
-        draw_positions=c_void_p,
-        block_size=c_int64,
-        is_last=c_int64,
-    )
-
-
-class RouteExperts(Call):
-    _fields_ = _fields(
-        logits=c_void_p,
-        bias=c_void_p,
-        ids=c_void_p,
-        weights=c_void_p,
-        logits_row=c_int64,
-        count=c_int64,
-        top_k=c_int64,
-        is_sigmoid=c_int64,
-        renormalize=c_int64,
-        num_groups=c_int64,
-        top_groups=c_int64,
-        scale=c_double,
-    )
-
-
-class SortByExpert(Call):
-    _fields_ = _fields(
-        ids=c_void_p,
-        starts=c_void_p,
-        tokens=c_void_p,
-        places=c_void_p,
-        counts=c_void_p,
-        count=c_int64,
-        top_k=c_int64,
-    )
-
-
-class CountExperts(Call):
-    _fields_ = _fields(ids=c_void_p, slots=c_void_p, counts=c_void_p, count=c_int64, top_k=c_int64)
-
-
-class CombineExperts(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        places=c_void_p,
-        weights=c_void_p,
-        out=c_void_p,
-        x_row=c_int64,
-        out_row=c_int64,
-        size=c_int64,
-        top_k=c_int64,
-    )
-
-
-class AddGated(Call):
-    _fields_ = _fields(
-        x=c_void_p,
-        gate=c_void_p,
-        out=c_void_p,
-        x_row=c_int64,
-        gate_row=c_int64,
-        out_row=c_int64,
-        size=c_int64,
-    )
-
-
-class ExpertsLinear(QuantizedLinear):
-    _fields_ = _fields(
-        weights=c_void_p,
-        all_scales=c_void_p,
-        biases=c_void_p,
-        starts=c_void_p,
-        tokens=c_void_p,
-        count=c_int64,
-        top_k=c_int64,
-        kind=c_int64,
-    )
-
-
-class External(Call):
-    _fields_ = _fields(
-        data0=c_void_p,
-        data1=c_void_p,
-        data2=c_void_p,
-        data3=c_void_p,
-        data4=c_void_p,
-        data5=c_void_p,
-        data6=c_void_p,
-        data7=c_void_p,
-        row=c_int64 * 8,
-        size=c_int64 * 8,
-        tensor_dtype=c_int64 * 8,
-        numbers=c_double * 4,
-        function=c_int64,
-    )
-
-
-class BlockLayout(Structure):
-    _fields_ = _fields(
-        num_bytes=c_int32,
-        numbers=c_int32 * 2,
-        num_scales=c_int32,
-        scales=c_int32 * 3 * 3,
-    )
+_structs = {
+    name: (base, _fields(body))
+    for name, base, body in re.findall(r"struct (\w+)(?: : (\w+))? \{(.*?)\};", _text, re.DOTALL)
+}
+
+
+class Struct(Structure):
+    """A struct of a header. Its constructor raises TypeError unless it is given every field, and
+    nothing else, by keyword.
+    """
+
+    __slots__ = ()
+    names: ClassVar[tuple[str, ...]] = ()  # of all fields, those of the base first
+    pointers: ClassVar[tuple[str, ...]] = ()  # the names of fields that are addresses
+    # (field, operand, dimension) of the fields that are strides: x_row and x_head of x
+    strides: ClassVar[tuple[tuple[str, str, int], ...]] = ()
+    _all: ClassVar[frozenset[str]] = frozenset()
+
+    def __init_subclass__(cls) -> None:
+        own = dict(_structs[cls.__name__][1])
+        cls.names += tuple(own)
+        cls.pointers += tuple(name for name, kind in own.items() if kind is c_void_p)
+        cls.strides += tuple(
+            (operand + ending, operand, dimension)
+            for dimension, ending in enumerate(("_row", "_head"))
+            for operand in cls.pointers
+            if operand + ending in own
+        )
+        cls._all = frozenset(cls.names)
+
+    def __init__(self, **values: Any):
+        if values.keys() != self._all:
+            unknown = [name for name in values if name not in self.names]
+            missing = [name for name in self.names if name not in values]
+            raise TypeError(
+                f"{type(self).__name__}: fields {missing} are missing, and it has no {unknown}"
+            )
+        super().__init__(**values)
+
+    @classmethod
+    def zeros(cls) -> Any:
+        """A struct whose fields are set later."""
+        return cls.__new__(cls)
+
+    def values(self) -> dict[str, Any]:
+        """All fields, as the constructor takes them."""
+        return {name: getattr(self, name) for name in self.names}
+
+    if TYPE_CHECKING:  # the fields
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+
+class Step(Struct):
+    """The inputs of one step. An operation is given those fields that it reads; others are 0."""
+
+    __slots__ = ()
+    _fields_ = _structs["Step"][1]
+
+    def __init__(self, **values: Any):
+        Structure.__init__(self, **values)  # raises AttributeError for a name that is no field
+
+
+class Call(Struct):
+    """One operation with the addresses of its operands: the base of the other structs."""
+
+    __slots__ = ("origin",)
+    _fields_ = _structs["Call"][1]
+
+    def __init__(self, **values: Any):
+        super().__init__(**values)
+        self.origin: Any = None  # what Recorder.origin says of a recorded call; not in the struct
+
+
+class CallList:
+    """Calls that run one after another. Keeps them alive."""
+
+    def __init__(self, calls: Iterable[Call]):
+        self.calls = list(calls)
+        self.pointers: Array = (c_void_p * len(self.calls))(*map(addressof, self.calls))
+
+
+_EPILOGUES = _enum("Epilogue")
+
+
+def is_gated(epilogue: int) -> bool:
+    """Whether a linear layer with the epilogue has half as many results as outputs."""
+    return _EPILOGUES["GATED"] <= epilogue <= _EPILOGUES["GATED_GELU"]
+
+
+def _constant(name: str) -> int:
+    found = re.search(rf"\b{name}(?: =)? (\d+)", _text)
+    assert found is not None, name
+    return int(found[1])
+
+
+ABI_VERSION = _constant("QUIRE_ABI_VERSION")
+MAX_EXPERTS = _constant("MAX_EXPERTS")
+MAX_LORA_SLICES = _constant("MAX_LORA_SLICES")
+LINE_BYTES = _constant("LINE_BYTES")
+LOST, LATE = _constant("LOST"), _constant("LATE")
+BF16, F32, INT8 = _enum("Dtype").values()
+
+if TYPE_CHECKING:  # the other structs, and the enumerations
+
+    def __getattr__(name: str) -> Any: ...
+
+
+_StructType: Any = type(Struct)
+for _name, (_base, _own) in _structs.items():
+    if _name not in globals():
+        _members = {"__slots__": (), "_fields_": _own}
+        globals()[_name] = _StructType(_name, (globals()[_base or "Struct"],), _members)
+_ops = {n.removeprefix("OP_"): v for n, v in _enum("Op").items() if n != "NUM_OPS"}
+for _name, _own in (("Op", _ops), ("Ids", _enum("Ids")), ("Epilogue", _EPILOGUES)):
+    globals()[_name] = IntEnum(_name, _own, module=__name__)

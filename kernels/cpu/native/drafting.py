@@ -13,8 +13,19 @@ import torch
 from torch import Tensor
 
 from ...ops import AttentionMetadata
-from .calls import ALL_LOGITS, BF16, F32, Call, GatherRows, NextTokens, Op, Sample, Step
-from .draft_calls import Drafts
+from .calls import (
+    ALL_LOGITS,
+    BF16,
+    F32,
+    Call,
+    CallList,
+    Drafts,
+    GatherRows,
+    NextTokens,
+    Op,
+    Sample,
+    Step,
+)
 from .draw import sample_call
 from .replay import Program
 
@@ -86,7 +97,7 @@ class Drafting:
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = _Run(self, *key)
         kept = [] if draw is None else run.set_draw(draw, num_requests, width)
-        self._draft.run(run.pointers, step)
+        self._draft.run(run.calls, step)
         del kept, arrays
         count = num_requests * width
         return (
@@ -148,7 +159,7 @@ class _Run:
             (program.of_logits[0], integers(count), integers(count))
             for program, count in ((draft, most_requests), (model, most_rows))
         ]
-        self._samples = Sample(), Sample()
+        self._samples = Sample.zeros(), Sample.zeros()
         hidden, state = drafting._hidden, drafting._state
         is_bf16, places, row_bytes = False, (None, None), 0
         if hidden is not None and state is not None:
@@ -162,37 +173,38 @@ class _Run:
 
         def drafts(op: Op, by: int, next_by: int, kept: Tensor, round: int = 0) -> Drafts:
             return Drafts(
-                op,
-                BF16 if is_bf16 else F32,
-                ALL_LOGITS,
-                chosen[by].data_ptr(),
-                (of_draft, of_model)[by][2].data_ptr(),
-                self._last.data_ptr(),
-                kept.data_ptr(),
-                self.drawn_finite[round].data_ptr(),
-                self.accepted[round].data_ptr(),
-                of_draws[next_by],
-                *places,
-                row_bytes,
-                num_drafts,
-                most_requests,
-                drafting._block_size,
-                round == num_rounds - 1,
+                op=op,
+                dtype=BF16 if is_bf16 else F32,
+                rows=ALL_LOGITS,
+                token_ids=chosen[by].data_ptr(),
+                is_finite=(of_draft, of_model)[by][2].data_ptr(),
+                last=self._last.data_ptr(),
+                kept=kept.data_ptr(),
+                kept_finite=self.drawn_finite[round].data_ptr(),
+                accepted=self.accepted[round].data_ptr(),
+                draw_positions=of_draws[next_by],
+                hidden=places[0],
+                state=places[1],
+                row_bytes=row_bytes,
+                depth=num_drafts,
+                kept_row=most_requests,
+                block_size=drafting._block_size,
+                is_last=round == num_rounds - 1,
             )
 
         between: list[Call] = [drafts(Op.FIRST_DRAFTS, 0, 0, self._kept)]
         between += [
             NextTokens(
-                Op.NEXT_TOKENS,
-                F32,
-                ALL_LOGITS,
-                chosen[0].data_ptr(),
-                of_draft[2].data_ptr(),
-                self._kept[i].data_ptr(),
-                self._kept_finite.data_ptr(),
-                of_draws[0],
-                drafting._block_size,
-                False,
+                op=Op.NEXT_TOKENS,
+                dtype=F32,
+                rows=ALL_LOGITS,
+                token_ids=chosen[0].data_ptr(),
+                is_finite=of_draft[2].data_ptr(),
+                kept=self._kept[i].data_ptr(),
+                kept_finite=self._kept_finite.data_ptr(),
+                draw_positions=of_draws[0],
+                block_size=drafting._block_size,
+                is_last=False,
             )
             for i in range(1, num_drafts)
         ]
@@ -200,9 +212,18 @@ class _Run:
         zeroed: list[Call] = []
         if hidden is not None and (zeros := drafting._zeros) is not None:
             # every row is a copy of one
-            rows = 0, hidden.stride(0), len(zeros)
-            place = zeros.data_ptr(), hidden.data_ptr()
-            zeroed = [GatherRows(Op.GATHER_ROWS, placed.dtype, ALL_LOGITS, *place, *rows)]
+            zeroed = [
+                GatherRows(
+                    op=Op.GATHER_ROWS,
+                    dtype=placed.dtype,
+                    rows=ALL_LOGITS,
+                    x=zeros.data_ptr(),
+                    out=hidden.data_ptr(),
+                    x_row=0,
+                    out_row=hidden.stride(0),
+                    size=len(zeros),
+                )
+            ]
         samples = [[sample] if draws else [] for sample in self._samples]
         calls: list[Any] = []
         for round in range(num_rounds):
@@ -210,8 +231,7 @@ class _Run:
                 calls += [*draft.calls, *samples[0], end]
             accepted = drafts(Op.ACCEPT_DRAFTS, 1, 0, self.drawn[round], round)
             calls += [placed, *zeroed, *model.calls, *samples[1], accepted]
-        self._calls = calls  # the pointers do not keep them
-        self.pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
+        self.calls = CallList(calls)
 
     def set_draw(self, draw: Draw, num_requests: int, width: int) -> list[Any]:
         """Fills in the columns; returns what must live until the calls have run."""
@@ -222,10 +242,11 @@ class _Run:
         for sample, (logits, tokens, positions), count in zip(
             self._samples, self._sampled, (1, width)
         ):
-            columns: list[Any] = [
+            repeated: list[Any] = [
                 None if column is None else column.repeat_interleave(count) for column in parameters
             ]
-            call, of_call = sample_call(ALL_LOGITS, logits, *columns, positions, tokens)
+            columns: Any = (*repeated, positions)
+            call, of_call = sample_call(ALL_LOGITS, logits, columns, tokens)
             ctypes.pointer(sample)[0] = call
             kept += [columns, of_call]
         return kept

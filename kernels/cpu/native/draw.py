@@ -3,43 +3,41 @@
 Must not know: who samples, models.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...reference.sampling import no_filters
 from .calls import F32, Op, Sample
 
+# temperature, top_k, top_p, min_p, seeds and positions, as sample_tokens takes them
+Columns = tuple[Any, ...]
+
 
 def sample_call(
-    rows: int,
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor | None,
-    top_p: Tensor | None,
-    min_p: Tensor | None,
-    seeds: Tensor,
-    positions: Tensor,
-    token_ids: Tensor,
+    rows: int, logits: Tensor, columns: Columns, token_ids: Tensor
 ) -> tuple[Sample, list[Tensor]]:
-    """Makes the call for `sample_tokens` with these arguments and this result.
+    """Makes the call for `sample_tokens` of these columns, with token_ids as its result.
 
     Returns the call and the objects that must live until it has run, besides logits and token_ids.
     """
-    top_k, top_p, min_p = (
-        (top_k, top_p, min_p) if top_k is not None else no_filters(len(temperature), logits.device)
-    )
-    columns = [
+    temperature, top_k, top_p, min_p, seeds, positions = columns
+    if top_k is None or top_p is None or min_p is None:
+        top_k, top_p, min_p = no_filters(len(temperature), logits.device)
+    contiguous = [
         column.contiguous()
         for column in (temperature, top_k.to(torch.int32), top_p, min_p, seeds, positions)
     ]
-    addresses = [column.data_ptr() for column in columns]
-    return Sample(
-        Op.SAMPLE,
-        F32,
-        rows,
-        logits.data_ptr(),
-        *addresses,
-        token_ids.data_ptr(),
-        logits.stride(0),
-        logits.shape[1],
-    ), columns
+    names = ("temperature", "top_k", "top_p", "min_p", "seeds", "positions")
+    call = Sample(
+        op=Op.SAMPLE,
+        dtype=F32,
+        rows=rows,
+        logits=logits.data_ptr(),
+        **{name: column.data_ptr() for name, column in zip(names, contiguous)},
+        out=token_ids.data_ptr(),
+        logits_row=logits.stride(0),
+        vocab_size=logits.shape[1],
+    )
+    return call, contiguous

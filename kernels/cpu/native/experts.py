@@ -22,6 +22,8 @@ from ...moe import ClampedSwiGLU, Experts
 from ...reference import moe as reference
 from ...registry import register
 from .calls import (
+    F32,
+    MAX_EXPERTS,
     AddGated,
     CombineExperts,
     CountExperts,
@@ -32,12 +34,10 @@ from .calls import (
     SortByExpert,
 )
 from .gguf import PackedGgufLinear
-from .linear import PackedLinear
-from .program import empty, num_rows, submit
-from .quantized import PackedQuantizedLinear
+from .linear import NativeLinear
+from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 
-MAX_EXPERTS = 1024  # src/abi.h
 _EPILOGUES = {"silu": Epilogue.GATED, "gelu_tanh": Epilogue.GATED_GELU_TANH}
 
 
@@ -55,24 +55,22 @@ def route_experts(
     _check_count(logits.shape[1])
     ids = empty(len(logits), top_k, dtype=torch.int32)
     weights = empty(len(logits), top_k, dtype=torch.float32)
-    call = RouteExperts(
+    run_call(
+        RouteExperts,
         Op.ROUTE_EXPERTS,
-        DTYPES[torch.float32],
-        num_rows(logits),
-        logits.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        logits.stride(0),
-        logits.shape[1],
-        top_k,
-        {"softmax": 0, "sigmoid": 1}[scoring],
-        renormalize,
-        num_groups,
-        top_groups,
-        scale,
+        logits,
+        logits=logits,
+        bias=bias,
+        ids=ids,
+        weights=weights,
+        count=logits.shape[1],
+        top_k=top_k,
+        is_sigmoid={"softmax": False, "sigmoid": True}[scoring],
+        renormalize=renormalize,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=scale,
     )
-    submit(call)
     return ids, weights
 
 
@@ -117,88 +115,63 @@ def _computed(
     gate_up, down = tables
     x, (num_tokens, top_k), count = as_matrix(x), expert_ids.shape, len(experts.down)
     _check_count(count)
-    rows, places = num_rows(x), num_tokens * top_k
+    places = num_tokens * top_k
     starts, tokens = empty(count + 1, dtype=torch.int32), empty(places, dtype=torch.int32)
     place_of = empty(num_tokens, top_k, dtype=torch.int32)
-    submit(
-        SortByExpert(
-            Op.SORT_BY_EXPERT,
-            DTYPES[x.dtype],
-            rows,
-            expert_ids.data_ptr(),
-            starts.data_ptr(),
-            tokens.data_ptr(),
-            place_of.data_ptr(),
-            None,
-            count,
-            top_k,
-        )
+    run_call(
+        SortByExpert,
+        Op.SORT_BY_EXPERT,
+        x,
+        ids=expert_ids,
+        starts=starts,
+        tokens=tokens,
+        places=place_of,
+        counts=None,
+        count=count,
+        top_k=top_k,
     )
     inner = empty(places, down.in_features, dtype=x.dtype)
-    gated = gate_up.call(x, inner, rows, starts, tokens, top_k, Epilogue.GATED_CLAMPED)
-    if isinstance(activation := experts.activation, ClampedSwiGLU):
-        gated.gate_scale, gated.gate_limit = activation.scale, activation.limit
-    else:
-        gated.epilogue = _EPILOGUES[activation]
-    submit(gated)
+    gate_up.multiply(x, inner, x, starts, tokens, top_k, *_gate(experts.activation))
     returned = empty(places, down.out_features, dtype=torch.float32)
-    submit(down.call(inner, returned, rows, starts, None, top_k, Epilogue.PLAIN))
+    down.multiply(inner, returned, x, starts, None, top_k, Epilogue.PLAIN)
     return returned, place_of
 
 
 def _combined(returned: Tensor, place_of: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
     num_tokens, top_k = place_of.shape
     out = empty(num_tokens, returned.shape[1], dtype=dtype)
-    submit(
-        CombineExperts(
-            Op.COMBINE_EXPERTS,
-            DTYPES[dtype],
-            num_rows(out),
-            returned.data_ptr(),
-            place_of.data_ptr(),
-            weights.data_ptr(),
-            out.data_ptr(),
-            returned.stride(0),
-            out.stride(0),
-            returned.shape[1],
-            top_k,
-        )
+    run_call(
+        CombineExperts,
+        Op.COMBINE_EXPERTS,
+        out,
+        x=returned,
+        places=place_of,
+        weights=weights,
+        out=out,
+        size=returned.shape[1],
+        top_k=top_k,
     )
     return out
 
 
 @register("count_experts", name="native", predicate=is_native, priority=PRIORITY)
 def count_experts(ids: Tensor, slots: Tensor | None, counts: Tensor) -> None:
-    submit(
-        CountExperts(
-            Op.COUNT_EXPERTS,
-            DTYPES[torch.float32],
-            num_rows(ids),
-            ids.data_ptr(),
-            None if slots is None else slots.data_ptr(),
-            counts.data_ptr(),
-            len(counts),
-            ids.shape[1],
-        )
+    run_call(
+        CountExperts,
+        Op.COUNT_EXPERTS,
+        ids,
+        dtype=F32,
+        ids=ids,
+        slots=slots,
+        counts=counts,
+        count=len(counts),
+        top_k=ids.shape[1],
     )
 
 
 @register("add_gated", name="native", predicate=is_native, priority=PRIORITY)
 def add_gated(x: Tensor, gate: Tensor, out: Tensor) -> None:
-    submit(
-        AddGated(
-            Op.ADD_GATED,
-            DTYPES[x.dtype],
-            num_rows(x),
-            x.data_ptr(),
-            gate.data_ptr(),
-            out.data_ptr(),
-            x.stride(0),
-            gate.stride(0),
-            out.stride(0),
-            x.shape[1],
-        )
-    )
+    run_call(AddGated, Op.ADD_GATED, x, x=x, gate=gate, out=out, size=x.shape[1])
 
 
 @dataclass(frozen=True)
@@ -231,42 +204,49 @@ class _Table:
     def out_features(self) -> int:
         return self.kind.out_features
 
-    def call(
+    def multiply(
         self,
         x: Tensor,
         out: Tensor,
-        rows: int,
+        of_tokens: Tensor,
         starts: Tensor,
         tokens: Tensor | None,
         top_k: int,
         epilogue: Epilogue,
-    ) -> ExpertsLinear:
-        return ExpertsLinear(
+        gate_scale: float = 0.0,
+        gate_limit: float = 0.0,
+    ) -> None:
+        """`of_tokens` has as many rows as tokens, and x's dtype."""
+        run_call(
+            ExpertsLinear,
             self.kind.op,
-            DTYPES[x.dtype],
-            rows,
-            x.data_ptr(),
-            None,
-            None,
-            out.data_ptr(),
-            x.stride(0),
-            out.stride(0),
-            self.in_features,
-            self.out_features,
-            epilogue,
-            DTYPES[out.dtype],
-            0.0,
-            0.0,
-            None,
-            ctypes.addressof(self.weights),
-            None if self.scales is None else ctypes.addressof(self.scales),
-            None if self.biases is None else ctypes.addressof(self.biases),
-            starts.data_ptr(),
-            None if tokens is None else tokens.data_ptr(),
-            len(self.weights),
-            top_k,
-            self.kind.of_one,
+            of_tokens,
+            x=x,
+            weight=None,
+            bias=None,
+            out=out,
+            in_features=self.in_features,
+            out_features=self.out_features,
+            epilogue=epilogue,
+            out_dtype=DTYPES[out.dtype],
+            gate_scale=gate_scale,
+            gate_limit=gate_limit,
+            scales=None,
+            weights=ctypes.addressof(self.weights),
+            all_scales=None if self.scales is None else ctypes.addressof(self.scales),
+            biases=None if self.biases is None else ctypes.addressof(self.biases),
+            starts=starts,
+            tokens=tokens,
+            count=len(self.weights),
+            top_k=top_k,
+            kind=self.kind.of_one,
         )
+
+
+def _gate(activation: str | ClampedSwiGLU) -> tuple[Epilogue, float, float]:
+    if isinstance(activation, ClampedSwiGLU):
+        return Epilogue.GATED_CLAMPED, activation.scale, activation.limit
+    return _EPILOGUES[activation], 0.0, 0.0
 
 
 def _tables(experts: Experts) -> tuple[_Table, _Table] | None:
@@ -280,27 +260,24 @@ def _table(layers: Sequence[Any]) -> _Table | None:
     kinds = {_kind_of(layer) for layer in layers}
     if len(kinds) != 1 or (kind := kinds.pop()) is None:
         return None
-    packed = [layer.parts[0] if isinstance(layer, PackedGgufLinear) else layer for layer in layers]
-    is_blocks = kind.op == Op.EXPERTS_LINEAR_BLOCKS
+    parts = [layer.parts[0] for layer in layers]
     return _Table(
         kind,
-        _addresses([part.numbers if is_blocks else part.weight for part in packed]),
-        None if kind.op == Op.EXPERTS_LINEAR else _addresses([part.scales for part in packed]),
+        _addresses([part.numbers for part in parts]),
+        None if kind.op == Op.EXPERTS_LINEAR else _addresses([part.scales for part in parts]),
         _addresses([layer.bias for layer in layers]) if kind.has_bias else None,
     )
 
 
 def _kind_of(layer: Any) -> _Kind | None:
     """None for a layer that the library does not multiply as one of many."""
-    if isinstance(layer, PackedGgufLinear) and len(layer.parts) == 1:
-        op, of_one = Op.EXPERTS_LINEAR_BLOCKS, Op[f"LINEAR_{layer.parts[0].type}"]
-    elif isinstance(layer, PackedQuantizedLinear):
-        of_one = Op[f"LINEAR_INT{layer.bits}"]
-        op = Op[f"EXPERTS_{of_one.name}"]
-    elif isinstance(layer, PackedLinear):
-        op, of_one = Op.EXPERTS_LINEAR, Op.LINEAR
-    else:
+    if not isinstance(layer, NativeLinear) or len(layer.parts) != 1:
         return None
+    type = layer.parts[0].type
+    of_one = Op.LINEAR if type is None else Op[f"LINEAR_{type}"]
+    op = Op.EXPERTS_LINEAR_BLOCKS
+    if not isinstance(layer, PackedGgufLinear):
+        op = Op[f"EXPERTS_{of_one.name}"]
     return _Kind(op, of_one, layer.in_features, layer.out_features, layer.bias is not None)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .calls import External, Op
-from .program import empty, num_rows, submit
+from .program import empty, run_call
 from .tensors import DTYPES
 
 OTHER = 2  # the dtype of a tensor that is neither bf16 nor fp32
@@ -61,20 +61,28 @@ class NativeFunction:
                 f"and at most {MAX_NUMBERS} numbers, not {len(rows)} + {len(weights)} and "
                 f"{len(numbers)}"
             )
-        call = External(Op.EXTERNAL, DTYPES.get(rows[0].dtype, OTHER), num_rows(rows[0]))
-        for i, tensor in enumerate((*rows, *weights)):
-            has_rows = i < len(rows)
-            is_laid_out = tensor.stride(-1) == 1 if has_rows else tensor.is_contiguous()
-            if (has_rows and (tensor.dim() != 2 or len(tensor) != len(rows[0]))) or not is_laid_out:
-                raise ValueError(
-                    f"tensor {i} has shape {list(tensor.shape)} and strides {tensor.stride()}; "
-                    f"rows are [{len(rows[0])}, size] with contiguous elements, and weights are "
-                    "contiguous"
-                )
-            setattr(call, f"data{i}", tensor.data_ptr())
-            call.row[i] = tensor.stride(0) if has_rows else 0
-            call.size[i] = tensor.shape[1] if has_rows else tensor.numel()
-            call.tensor_dtype[i] = DTYPES.get(tensor.dtype, OTHER)
-        call.numbers[: len(numbers)] = list(numbers)
-        call.function = self._address
-        submit(call)
+        tensors = (*rows, *weights)
+        absent = [None] * (MAX_TENSORS - len(tensors))
+        for i, tensor in enumerate(tensors):
+            _check(i, tensor, len(rows[0]), has_rows=i < len(rows))
+        run_call(
+            External,
+            Op.EXTERNAL,
+            rows[0],
+            dtype=DTYPES.get(rows[0].dtype, OTHER),
+            **{f"data{i}": tensor for i, tensor in enumerate((*tensors, *absent))},
+            row=tuple(tensor.stride(0) for tensor in rows),
+            size=(*(tensor.shape[1] for tensor in rows), *(tensor.numel() for tensor in weights)),
+            tensor_dtype=tuple(DTYPES.get(tensor.dtype, OTHER) for tensor in tensors),
+            numbers=tuple(numbers),
+            function=self._address,
+        )
+
+
+def _check(index: int, tensor: Tensor, num_rows: int, has_rows: bool) -> None:
+    is_laid_out = tensor.stride(-1) == 1 if has_rows else tensor.is_contiguous()
+    if (has_rows and (tensor.dim() != 2 or len(tensor) != num_rows)) or not is_laid_out:
+        raise ValueError(
+            f"tensor {index} has shape {list(tensor.shape)} and strides {tensor.stride()}; rows "
+            f"are [{num_rows}, size] with contiguous elements, and weights are contiguous"
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from .calls import (
     Activate,
@@ -49,7 +50,7 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
             uses[operand.buffer].append((index, operand.field))
     for buffer in results:
         uses[buffer].append((len(recorder.calls), "result"))
-    calls: list[Call | None] = list(recorder.calls)
+    calls: list[Any] = list(recorder.calls)  # None: fused with another
     for index, call in enumerate(recorder.calls):
         if isinstance(call, (SiluAndMul, Activate)):
             found = recorder.find(call.x)
@@ -61,7 +62,7 @@ def fuse(recorder: Recorder, results: Iterable[int]) -> list[Call]:
     return [call for call in calls if call is not None]
 
 
-def _activate(calls: list[Call | None], index: int, uses: list[tuple[int, str]]) -> None:
+def _activate(calls: list[Any], index: int, uses: list[tuple[int, str]]) -> None:
     """Fuses Linear with the activation of its whole result, if nothing else reads that."""
     if len(uses) != 2 or uses[0][1] != "out" or uses[1] != (index, "x"):
         return
@@ -79,14 +80,17 @@ def _activate(calls: list[Call | None], index: int, uses: list[tuple[int, str]])
         and linear.rows == activation.rows
     )
     if is_plain and not (is_gated and linear.out_features % GATED_MULTIPLE):
-        fused = type(linear).from_buffer_copy(linear)
-        fused.out, fused.out_row = activation.out, activation.out_row
-        fused.epilogue = EPILOGUES[activation.op]
+        changed = {
+            "out": activation.out,
+            "out_row": activation.out_row,
+            "epilogue": EPILOGUES[activation.op],
+        }
+        fused = type(linear)(**linear.values() | changed)
         fused.origin = linear.origin
         calls[uses[0][0]], calls[index] = fused, None
 
 
-def _rotate_and_write(calls: list[Call | None], index: int) -> None:
+def _rotate_and_write(calls: list[Any], index: int) -> None:
     """Fuses Rotary with WriteKv of the key that it rotates."""
     rotary, write = calls[index - 1], calls[index]
     if type(rotary) is not Rotary or (rotary.key, rotary.key_row, rotary.key_head) != (
@@ -97,17 +101,14 @@ def _rotate_and_write(calls: list[Call | None], index: int) -> None:
         return
     if (rotary.rows, rotary.dtype, rotary.kv_heads) != (write.rows, write.dtype, write.kv_heads):
         return
-    shared = {name: getattr(rotary, name) for name, _ in (*Call._fields_, *Rotary._fields_)} | {
-        "op": Op.ROTARY_AND_WRITE_KV
-    }
     calls[index - 1] = None
     calls[index] = RotaryAndWriteKv(
-        **shared, **{name: getattr(write, name) for name, _ in RotaryAndWriteKv._fields_}
+        **write.values() | rotary.values() | {"op": Op.ROTARY_AND_WRITE_KV}
     )
     calls[index].origin = write.origin
 
 
-def _count_and_sort(calls: list[Call | None], index: int) -> None:
+def _count_and_sort(calls: list[Any], index: int) -> None:
     """Fuses CountExperts with SortByExpert of the same ids."""
     count, sort = calls[index - 1], calls[index]
     if isinstance(count, CountExperts) and count.slots is None:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import BlockLayout, EmbeddingInt8, Epilogue, Op, QuantizedLinear, Step
+from .calls import BlockLayout
 from .library import library
-from .linear import Release
-from .program import empty, num_rows, submit
-from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+from .linear import NativeLinear, PackedRows, Release, with_forms
+from .tensors import PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
 _PANEL = 16
@@ -55,48 +54,46 @@ LAYOUTS = {
 }
 
 
-class PackedBlocks:
-    """Blocks of one type in panels. parts: [rows, bytes] each, stacked. release: called with rows
-    of the parts once they are packed.
+def pack_blocks(parts: Sequence[Tensor], type: str, release: Release) -> PackedRows:
+    """Packs blocks of one type, parts [rows, bytes] stacked, in panels. `release` is called with
+    rows of the parts once they are packed.
     """
-
-    def __init__(self, parts: Sequence[Tensor], type: str, release: Release):
-        self.type, layout = type, LAYOUTS[type]
-        num_blocks = parts[0].shape[1] // layout.num_bytes
-        self.rows, self.in_features = sum(map(len, parts)), num_blocks * layout.columns
-        begin, end = layout.numbers
-        self.numbers, self.scales = (
-            empty_weight(-(-self.rows // _PANEL), num_blocks, _PANEL * size, dtype=torch.uint8)
-            for size in (end - begin, layout.num_bytes - (end - begin))
+    layout = LAYOUTS[type]
+    rows, num_blocks = sum(map(len, parts)), parts[0].shape[1] // layout.num_bytes
+    begin, end = layout.numbers
+    numbers, scales = (
+        empty_weight(-(-rows // _PANEL), num_blocks, _PANEL * size, dtype=torch.uint8)
+        for size in (end - begin, layout.num_bytes - (end - begin))
+    )
+    addresses = torch.cat(
+        [torch.arange(len(part)) * part.stride(0) + part.data_ptr() for part in parts]
+    )
+    file_layout = BlockLayout(
+        num_bytes=layout.num_bytes,
+        numbers=layout.numbers,
+        num_scales=len(layout.scales),
+        scales=layout.scales,
+    )
+    most = max(1, _PIECE_BYTES // (_PANEL * num_blocks * layout.num_bytes)) * _PANEL
+    starts = [0, *accumulate(map(len, parts))]
+    for first in range(0, rows, most):
+        end, panel = min(first + most, rows), first // _PANEL
+        library.pack_blocks(
+            addresses[first:].data_ptr(),
+            end - first,
+            num_blocks,
+            file_layout,
+            numbers[panel:].data_ptr(),
+            scales[panel:].data_ptr(),
         )
-        addresses = torch.cat(
-            [torch.arange(len(part)) * part.stride(0) + part.data_ptr() for part in parts]
-        )
-        file_layout = BlockLayout(
-            layout.num_bytes, layout.numbers, len(layout.scales), layout.scales
-        )
-        most = max(1, _PIECE_BYTES // (_PANEL * num_blocks * layout.num_bytes)) * _PANEL
-        starts = [0, *accumulate(map(len, parts))]
-        for first in range(0, self.rows, most):
-            end, panel = min(first + most, self.rows), first // _PANEL
-            library.pack_blocks(
-                addresses[first:].data_ptr(),
-                end - first,
-                num_blocks,
-                file_layout,
-                self.numbers[panel:].data_ptr(),
-                self.scales[panel:].data_ptr(),
-            )
-            for part, start in zip(parts, starts):
-                if len(packed := part[max(0, first - start) : max(0, end - start)]):
-                    release(packed)
+        for part, start in zip(parts, starts):
+            if len(packed := part[max(0, first - start) : max(0, end - start)]):
+                release(packed)
+    return PackedRows(type, rows, num_blocks * layout.columns, numbers, scales)
 
 
-class PackedGgufLinear:
-    """y = x W^T + b for a weight whose rows are blocks, in parts of several types.
-
-    The bits of a row do not depend on the rows beside it.
-    """
+class PackedGgufLinear(NativeLinear):
+    """A linear layer whose weight's rows are blocks, in parts of several types."""
 
     def __init__(
         self,
@@ -108,86 +105,21 @@ class PackedGgufLinear:
     ):
         """parts [n, bytes] uint8, stacked, are the weight's rows; each has a type."""
         self.dtype, self.bias = dtype, None if bias is None else bias.contiguous()
-        self.parts = [PackedBlocks(*part, release) for part in _joined(parts, types)]
+        self._parts = [pack_blocks(*part, release) for part in _joined(parts, types)]
         self.in_features = self.parts[0].in_features
         self.out_features = sum(part.rows for part in self.parts)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        return self._multiply(x, self.dtype)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] fp32, without rounding to dtype"""
-        return self._multiply(x, torch.float32)
-
     @property
-    def can_gate(self) -> bool:
-        return len(self.parts) == 1 and self.out_features % (2 * _PANEL) == 0
-
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: `silu_and_mul` of a plain call's result, bit for bit.
-
-        Requires `can_gate`.
-        """
-        return self._multiply(x, self.dtype, Epilogue.GATED)
-
-    def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: rows of the weight, rounded to dtype. For a weight of one type."""
-        [part] = self.parts
-        if token_ids.dtype != torch.int32:
-            token_ids = token_ids.int()
-        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
-        call = EmbeddingInt8(
-            Op[f"EMBEDDING_{part.type}"],
-            DTYPES[self.dtype],
-            num_rows(token_ids),
-            part.numbers.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            part.rows,
-            self.in_features,
-            scales=part.scales.data_ptr(),
-        )
-        submit(call, Step(token_ids=token_ids.data_ptr()))
-        return out
-
-    def _multiply(
-        self, x: Tensor, out_dtype: torch.dtype, epilogue: Epilogue = Epilogue.PLAIN
-    ) -> Tensor:
-        x = as_matrix(x)
-        columns = self.out_features // (2 if epilogue.is_gated else 1)
-        out, first = empty(x.shape[0], columns, dtype=out_dtype), 0
-        for part in self.parts:
-            bias = None if self.bias is None else self.bias[first:].data_ptr()
-            call = QuantizedLinear(
-                Op[f"LINEAR_{part.type}"],
-                DTYPES[x.dtype],
-                num_rows(x),
-                x.data_ptr(),
-                part.numbers.data_ptr(),
-                bias,
-                out.data_ptr() + first * out_dtype.itemsize,
-                x.stride(0),
-                columns,
-                self.in_features,
-                part.rows,
-                epilogue,
-                DTYPES[out_dtype],
-                scales=part.scales.data_ptr(),
-            )
-            submit(call)
-            first += part.rows
-        return out
+    def parts(self) -> list[PackedRows]:
+        return self._parts
 
 
 @register("pack_gguf_linear", name="native", predicate=is_native, priority=PRIORITY)
+@with_forms(from_parts=PackedGgufLinear)
 def pack_gguf_linear(
     parts: list[Tensor], types: list[str], bias: Tensor | None, dtype: torch.dtype
 ) -> PackedGgufLinear:
     return PackedGgufLinear(parts, types, bias, dtype)
-
-
-pack_gguf_linear.from_parts = PackedGgufLinear
 
 
 def _joined(parts: Sequence[Tensor], types: Sequence[str]) -> list[tuple[list[Tensor], str]]:

@@ -9,9 +9,9 @@ import ctypes
 import logging
 import os
 from pathlib import Path
+from typing import cast
 
-from .calls import ABI_VERSION, BlockLayout, Call, Step
-from .rank_calls import LATE, LOST
+from .calls import ABI_VERSION, LATE, LOST, BlockLayout, Call, Step
 
 logger = logging.getLogger(__name__)
 
@@ -33,30 +33,11 @@ class Library:
                 f"(pip install)"
             )
         self._dll.quire_wake.restype = None
-        self._dll.quire_run.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p)
-        self._dll.quire_run_timed.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_int32,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_int32,
-        )
-        self._dll.quire_pack_linear.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int32,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-        )
-        self._dll.quire_pack_blocks.argtypes = (
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int64,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-            ctypes.c_void_p,
-        )
+        address, number, count = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+        self._dll.quire_run.argtypes = address, number, address
+        self._dll.quire_run_timed.argtypes = address, number, address, address, number
+        self._dll.quire_pack_linear.argtypes = address, count, number, count, count, address
+        self._dll.quire_pack_blocks.argtypes = address, count, count, address, address, address
         # those that this processor can run
         self.isas = tuple(isa for isa in ISAS if self._dll.quire_isa_supported(isa.encode()))
         self.isa: str | None = None
@@ -96,22 +77,22 @@ class Library:
             )
 
     def wake(self) -> None:
-        """Hints that a run follows within 0.1 ms: sleeping threads wake up while the caller
-        prepares
-        it.
+        """Hints that a run follows within 0.1 ms, so that sleeping threads wake up while the caller
+        prepares it.
         """
         self._dll.quire_wake()
 
     def run(self, call: Call, step: Step) -> None:
         """Runs one operation. Its operands must stay alive until this returns."""
-        pointer = ctypes.c_void_p(ctypes.addressof(call))
-        self._check(self._dll.quire_run(ctypes.addressof(pointer), 1, ctypes.addressof(step)))
+        self.run_all((ctypes.c_void_p * 1)(ctypes.addressof(call)), step)
 
     def run_all(self, pointers: ctypes.Array, step: Step) -> None:
         """Runs the calls at `pointers`, an array of their addresses, in order."""
-        self._check(
-            self._dll.quire_run(ctypes.addressof(pointers), len(pointers), ctypes.addressof(step))
+        result = self._dll.quire_run(
+            ctypes.addressof(pointers), len(pointers), ctypes.addressof(step)
         )
+        if result != 0:
+            raise self._error(result)
 
     def run_all_timed(
         self, pointers: ctypes.Array, step: Step, times: int, num_threads: int
@@ -119,15 +100,15 @@ class Library:
         """As run_all; writes the times [len(pointers), num_threads, 2] i64 at the address `times`:
         see quire_run_timed in abi.h.
         """
-        self._check(
-            self._dll.quire_run_timed(
-                ctypes.addressof(pointers),
-                len(pointers),
-                ctypes.addressof(step),
-                times,
-                num_threads,
-            )
+        result = self._dll.quire_run_timed(
+            ctypes.addressof(pointers),
+            len(pointers),
+            ctypes.addressof(step),
+            times,
+            num_threads,
         )
+        if result != 0:
+            raise self._error(result)
 
     def pack_linear(
         self,
@@ -159,18 +140,17 @@ class Library:
             rows, num_rows, num_blocks, ctypes.addressof(layout), numbers, scales
         )
 
-    def _check(self, result: int) -> None:
+    def _error(self, result: int) -> RuntimeError:
+        if result == LOST:
+            return ExchangeError("another rank has failed")
         if result > 0:
-            raise ExchangeError(
-                "another rank has failed"
-                if result == LOST
-                else f"rank {result - LATE} of those that share the layers does not come to where "
-                f"their results are added: it hangs, or is stopped"
+            return ExchangeError(
+                f"rank {result - LATE} of those that share the layers does not come to where their "
+                f"results are added: it hangs, or is stopped"
             )
-        if result != 0:
-            raise RuntimeError(
-                f"call {-1 - result} is not an operation of the native kernels for {self.isa}"
-            )
+        return RuntimeError(
+            f"call {-1 - result} is not an operation of the native kernels for {self.isa}"
+        )
 
 
 def _load(choice: str | None) -> Library | None:
@@ -206,4 +186,5 @@ def _load(choice: str | None) -> Library | None:
     return loaded
 
 
-library = _load(os.environ.get("QUIRE_NATIVE"))
+# None where _load has logged why: then no native kernel is registered, and nothing else uses it
+library = cast(Library, _load(os.environ.get("QUIRE_NATIVE")))

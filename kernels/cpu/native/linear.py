@@ -6,15 +6,26 @@ Must not know: models, requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import Embedding, Epilogue, Linear, Op, Step
+from .calls import (
+    Embedding,
+    EmbeddingInt8,
+    Epilogue,
+    Ids,
+    Linear,
+    Op,
+    QuantizedLinear,
+    Step,
+    is_gated,
+)
 from .library import library
-from .program import empty, num_rows, submit
+from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 from .weights import empty_weight
 
@@ -24,11 +35,111 @@ _PIECE_BYTES = 16 * 2**20  # of a weight, packed between two calls of `release`
 Release = Callable[[Tensor], Any]
 
 
-class PackedLinear:
-    """y = x W^T + b for a bf16 or fp32 weight that does not change.
+@dataclass
+class PackedRows:
+    """Rows of a weight as the library reads them."""
+
+    type: str | None  # that operations name, as LINEAR_INT8 and EMBEDDING_INT8; None: not quantized
+    rows: int
+    in_features: int
+    numbers: Tensor
+    scales: Tensor | None
+
+
+class NativeLinear:
+    """y = x W^T + b for a packed weight, whose rows may be in parts of several types.
 
     The bits of a row do not depend on the rows beside it.
     """
+
+    dtype: torch.dtype
+    bias: Tensor | None
+    in_features: int
+    out_features: int
+
+    @property
+    def parts(self) -> Sequence[PackedRows]:
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out]"""
+        return self._multiply(x, self.dtype)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out] fp32, without rounding to dtype"""
+        return self._multiply(x, torch.float32)
+
+    @property
+    def can_gate(self) -> bool:
+        return len(self.parts) == 1 and self.out_features % (2 * _PANEL) == 0
+
+    def silu_and_mul(self, x: Tensor) -> Tensor:
+        """[T, in] -> [T, out / 2]: `silu_and_mul` of a plain call's result, bit for bit.
+
+        Requires `can_gate`.
+        """
+        return self._multiply(x, self.dtype, Epilogue.GATED)
+
+    def embedding(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, in]: rows of the weight, rounded to dtype. For a weight of one type that has
+        the operation.
+        """
+        [part] = self.parts
+        if token_ids.dtype != torch.int32:
+            token_ids = token_ids.int()
+        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
+        run_call(
+            Embedding if part.scales is None else EmbeddingInt8,
+            Op[f"EMBEDDING_{part.type or 'PACKED'}"],
+            token_ids,
+            Step(token_ids=token_ids.data_ptr()),
+            dtype=DTYPES[self.dtype],
+            table=part.numbers,
+            out=out,
+            num_ids=part.rows,
+            size=self.in_features,
+            ids=Ids.TOKEN_IDS,
+            first_id=0,  # the recorder knows parts of a table
+            is_part=False,
+            **_scales(part),
+        )
+        return out
+
+    def _multiply(
+        self, x: Tensor, out_dtype: torch.dtype, epilogue: Epilogue = Epilogue.PLAIN
+    ) -> Tensor:
+        x = as_matrix(x)
+        columns = self.out_features // (2 if is_gated(epilogue) else 1)
+        out, first = empty(x.shape[0], columns, dtype=out_dtype), 0
+        for part in self.parts:
+            run_call(
+                Linear if part.scales is None else QuantizedLinear,
+                Op.LINEAR if part.type is None else Op[f"LINEAR_{part.type}"],
+                x,
+                x=x,
+                weight=part.numbers,
+                bias=None if self.bias is None else self.bias[first:],
+                out=out.data_ptr() + first * out_dtype.itemsize,
+                out_row=columns,
+                in_features=self.in_features,
+                out_features=part.rows,
+                epilogue=epilogue,
+                out_dtype=DTYPES[out_dtype],
+                gate_scale=0.0,
+                gate_limit=0.0,
+                **_scales(part),
+            )
+            first += part.rows
+        return out
+
+
+def _scales(part: PackedRows) -> dict[str, Tensor]:
+    """The field of the structs that have scales."""
+    return {} if part.scales is None else {"scales": part.scales}
+
+
+class PackedLinear(NativeLinear):
+    """A linear layer with a bf16 or fp32 weight that does not change."""
 
     def __init__(
         self, parts: Sequence[Tensor], bias: Tensor | None, release: Release | None = None
@@ -59,73 +170,27 @@ class PackedLinear:
                 packed,
             )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out]"""
-        return self._multiply(x, self.out_features, Epilogue.PLAIN, self.dtype)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out] fp32, without rounding to dtype"""
-        return self._multiply(x, self.out_features, Epilogue.PLAIN, torch.float32)
-
     @property
-    def can_gate(self) -> bool:
-        return self.out_features % (2 * _PANEL) == 0
+    def parts(self) -> list[PackedRows]:
+        return [PackedRows(None, self.out_features, self.in_features, self.weight, None)]
 
-    def silu_and_mul(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out / 2]: `silu_and_mul` of a plain call's result, bit for bit.
 
-        Requires `can_gate`.
-        """
-        return self._multiply(x, self.out_features // 2, Epilogue.GATED, self.dtype)
+def with_forms(**forms: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """Decorator: adds the attributes that the implementation of a packing operation may have
+    (kernels/ops.py: pack_linear).
+    """
 
-    def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: the operation `embedding` on the packed weight."""
-        if token_ids.dtype != torch.int32:
-            token_ids = token_ids.int()
-        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
-        call = Embedding(
-            Op.EMBEDDING_PACKED,
-            DTYPES[self.dtype],
-            num_rows(token_ids),
-            self.weight.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            self.out_features,
-            self.in_features,
-        )
-        submit(call, Step(token_ids=token_ids.data_ptr()))
-        return out
+    def add(function: Callable) -> Callable:
+        vars(function).update(forms)
+        return function
 
-    def _multiply(
-        self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
-    ) -> Tensor:
-        x = as_matrix(x)
-        out = empty(x.shape[0], columns, dtype=out_dtype)
-        call = Linear(
-            Op.LINEAR,
-            DTYPES[x.dtype],
-            num_rows(x),
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            x.stride(0),
-            columns,
-            self.in_features,
-            self.out_features,
-            epilogue,
-            DTYPES[out_dtype],
-        )
-        submit(call)
-        return out
+    return add
 
 
 @register("pack_linear", name="native", predicate=is_native, priority=PRIORITY)
+@with_forms(from_parts=PackedLinear)
 def pack_linear(weight: Tensor, bias: Tensor | None) -> PackedLinear:
     return PackedLinear([weight], bias)
-
-
-pack_linear.from_parts = PackedLinear
 
 
 def by_panel(

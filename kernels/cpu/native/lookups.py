@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops import AttentionMetadata
-from .calls import ALL_LOGITS, F32, Op, Sample
-from .draft_calls import Lookups
+from .calls import ALL_LOGITS, F32, CallList, Lookups, Op, Sample
 from .drafting import Draw, make_room
 from .draw import sample_call
 from .replay import Program
@@ -72,7 +71,7 @@ class LookupPasses:
         if (run := self._runs.get(key)) is None:
             run = self._runs[key] = _Run(self._program, *key, *self._sizes)
         kept = run.fill(texts, slots, num_known, most, draw)
-        self._program.run(run.pointers, step)
+        self._program.run(run.calls, step)
         del kept, arrays
         return (
             run.starts[:, : num_requests + 1],
@@ -101,7 +100,7 @@ class _Run:
         self.drawn = torch.zeros(num_rounds, rows, dtype=torch.int64)
         self.drawn_finite = torch.zeros(num_rounds, rows, dtype=torch.bool)
         self.accepted = torch.zeros(num_rounds, requests, dtype=torch.int64)
-        self._columns = Sample()  # by request; the call that draws has them by row
+        self._columns = Sample.zeros()  # by request; the call that draws has them by row
         tokens, calls = largest, list[Any](program.calls)
         addresses: list[int | None] = [None, None]
         if draws:
@@ -111,37 +110,40 @@ class _Run:
                 for dtype in (*(torch.float32, torch.int32), *[torch.float32] * 2)
             ]
             integers = [torch.zeros(rows, dtype=torch.int64) for _ in range(2)]
-            sample, self._of_sample = sample_call(
-                ALL_LOGITS, logits, *self._by_row, *integers, tokens
-            )
+            columns: Any = (*self._by_row, *integers)
+            sample, self._of_sample = sample_call(ALL_LOGITS, logits, columns, tokens)
             calls.append(sample)
             addresses = [ctypes.addressof(self._columns), ctypes.addressof(sample)]
         self._tokens = tokens
         self._lookups = [
             Lookups(
-                op,
-                F32,
-                ALL_LOGITS,
-                *[None] * 4,
-                *addresses,
-                tokens.data_ptr(),
-                is_finite.data_ptr(),
-                self.drawn[round].data_ptr(),
-                self.drawn_finite[round].data_ptr(),
-                self.starts[round].data_ptr(),
-                self.accepted[round].data_ptr(),
-                0,
-                least_equal,
-                most_equal,
-                block_size,
+                op=op,
+                dtype=F32,
+                rows=ALL_LOGITS,
+                texts=None,
+                slots=None,
+                num_known=None,
+                most=None,
+                columns=addresses[0],
+                sample=addresses[1],
+                token_ids=tokens.data_ptr(),
+                is_finite=is_finite.data_ptr(),
+                kept=self.drawn[round].data_ptr(),
+                kept_finite=self.drawn_finite[round].data_ptr(),
+                starts=self.starts[round].data_ptr(),
+                accepted=self.accepted[round].data_ptr(),
+                text_row=0,
+                least_equal=least_equal,
+                most_equal=most_equal,
+                block_size=block_size,
             )
             for round in range(num_rounds)
             for op in (Op.LOOKUP_DRAFTS, Op.ACCEPT_LOOKUPS)
         ]
-        self._calls = []  # the pointers do not keep them
+        in_order: list[Any] = []
         for lookup, accept in zip(self._lookups[::2], self._lookups[1::2]):
-            self._calls += [lookup, *calls, accept]
-        self.pointers = (ctypes.c_void_p * len(self._calls))(*map(ctypes.addressof, self._calls))
+            in_order += [lookup, *calls, accept]
+        self.calls = CallList(in_order)
 
     def fill(
         self, texts: Tensor, slots: Tensor, num_known: Tensor, most: Tensor, draw: Draw | None
@@ -153,6 +155,7 @@ class _Run:
             call.most = most.data_ptr()
         if draw is None:
             return []
-        call, kept = sample_call(ALL_LOGITS, self._logits, *draw, num_known, self._tokens)
+        columns: Any = (*draw, num_known)
+        call, kept = sample_call(ALL_LOGITS, self._logits, columns, self._tokens)
         ctypes.pointer(self._columns)[0] = call
         return kept

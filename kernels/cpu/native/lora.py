@@ -6,14 +6,14 @@ Must not know: models, requests.
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import Op, Step
-from .lora_calls import MAX_LORA_SLICES, AddLora, Begin
-from .program import empty, num_rows, submit
+from .calls import MAX_LORA_SLICES, AddLora, Op, Step
+from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, as_matrix, is_native
 
 
@@ -32,16 +32,11 @@ def add_lora(
     if len(slices) > MAX_LORA_SLICES:
         raise ValueError(f"slices: at most {MAX_LORA_SLICES}, got {len(slices)}")
     x = as_matrix(x)
-    step = Step(adapters=adapters.data_ptr())
-    if indices is not None:
-        step.logits_indices = indices.data_ptr()
-    call = AddLora(
-        x=x.data_ptr(),
-        x_row=x.stride(0),
-        in_features=x.shape[1],
-        by_logits=indices is not None,
+    step = Step(
+        adapters=adapters.data_ptr(), logits_indices=None if indices is None else indices.data_ptr()
     )
-    _submit(Op.ADD_LORA, call, step, y, a, b, scales, ranks, slices)
+    of_x = {"x": x, "in_features": x.shape[1], "by_logits": indices is not None}
+    _run(Op.ADD_LORA, step, y, a, b, scales, ranks, slices, **of_x)
 
 
 @register("add_lora_embedding", name="native", predicate=is_native, priority=PRIORITY)
@@ -57,13 +52,12 @@ def add_lora_embedding(
     if token_ids.dtype != torch.int32:
         token_ids = token_ids.int()
     step = Step(adapters=adapters.data_ptr(), token_ids=token_ids.data_ptr())
-    call = AddLora(in_features=a.shape[1])
-    _submit(Op.ADD_LORA_EMBEDDING, call, step, y, a, b, scales, ranks, [y.shape[1]])
+    of_x = {"x": None, "x_row": 0, "in_features": a.shape[1], "by_logits": False}
+    _run(Op.ADD_LORA_EMBEDDING, step, y, a, b, scales, ranks, [y.shape[1]], **of_x)
 
 
-def _submit(
+def _run(
     op: Op,
-    call: AddLora,
     step: Step,
     y: Tensor,
     a: Tensor,
@@ -71,15 +65,26 @@ def _submit(
     scales: Tensor,
     ranks: Tensor,
     slices: list[int],
+    **of_x: Any,
 ) -> None:
-    """Fills in what both operations have, and submits the call."""
-    call.num_places, _, call.max_rank, _ = b.shape
-    call.out_features = sum(slices)
-    # read until the call has run
-    low = empty(len(y), len(slices) * call.max_rank, dtype=torch.float32)
-    call.op, call.dtype, call.rows = op, DTYPES[b.dtype], num_rows(y)
-    call.a, call.b, call.y, call.low = (x.data_ptr() for x in (a, b, y, low))
-    call.scales, call.ranks = scales.data_ptr(), ranks.data_ptr()
-    call.y_row, call.y_dtype, call.num_slices = y.stride(0), DTYPES[y.dtype], len(slices)
-    call.begin = Begin(*accumulate(slices, initial=0))
-    submit(call, step)
+    num_places, _, max_rank, _ = b.shape
+    run_call(
+        AddLora,
+        op,
+        y,
+        step,
+        dtype=DTYPES[b.dtype],
+        a=a,
+        b=b,
+        scales=scales,
+        ranks=ranks,
+        y=y,
+        low=empty(len(y), len(slices) * max_rank, dtype=torch.float32),
+        out_features=sum(slices),
+        num_places=num_places,
+        num_slices=len(slices),
+        max_rank=max_rank,
+        y_dtype=DTYPES[y.dtype],
+        begin=tuple(accumulate(slices, initial=0)),
+        **of_x,
+    )

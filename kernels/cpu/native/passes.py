@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...ops import AttentionMetadata
-from .calls import ALL_LOGITS, F32, NextTokens, Op, Sample
-from .draw import sample_call
+from .calls import ALL_LOGITS, F32, Call, CallList, NextTokens, Op, Sample
+from .draw import Columns, sample_call
 from .replay import Program
 
 
@@ -34,7 +34,7 @@ class Passes:
         metadata: AttentionMetadata,
         logits_indices: Tensor,
         count: int,
-        draw: tuple[Tensor | None, ...] | None = None,
+        draw: Columns | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Runs `count` decoding steps.
 
@@ -46,19 +46,12 @@ class Passes:
         its tokens are meaningless. The next run overwrites both.
         """
         step = self._program.fill_step(token_ids, positions, metadata, logits_indices)
-        run = self._runs.get((count, draw is not None))
-        if run is None:
-            run = self._runs[count, draw is not None] = _Run(
-                self._program, self._block_size, count, draw is not None
-            )
-        if draw is not None:
-            *parameters, positions = draw
-            run.positions[: len(positions)] = positions
-            call, _columns = sample_call(
-                ALL_LOGITS, run.logits, *parameters, run.positions, run.drawn
-            )
-            ctypes.pointer(run.sample)[0] = call
-        self._program.run(run.pointers, step)
+        key = count, draw is not None
+        if (run := self._runs.get(key)) is None:
+            run = self._runs[key] = _Run(self._program, self._block_size, *key)
+        kept = run.set_draw(draw) if draw is not None else ()
+        self._program.run(run.calls, step)
+        del kept  # the calls have read it
         num_rows = step.num_logits
         return run.kept[:, :num_rows], run.kept_finite[:, :num_rows]
 
@@ -67,34 +60,37 @@ class _Run:
     """The calls of `count` steps, and the memory of their tokens."""
 
     def __init__(self, program: Program, block_size: int, count: int, draws: bool):
-        self.logits, largest, is_finite = program.of_logits
+        self._logits, largest, is_finite = program.of_logits
         max_rows = len(largest)
-        self.kept, self.kept_finite = (
-            torch.zeros(count, max_rows, dtype=torch.int64),
-            torch.zeros(count, max_rows, dtype=torch.bool),
-        )
+        self.kept = torch.zeros(count, max_rows, dtype=torch.int64)
+        self.kept_finite = torch.zeros(count, max_rows, dtype=torch.bool)
         # used for sampling
-        self.drawn, self.positions = torch.zeros(2, max_rows, dtype=torch.int64)
-        self.sample = Sample()
-        chosen, positions = (self.drawn, self.positions.data_ptr()) if draws else (largest, None)
-        self._between = [
-            NextTokens(
-                Op.NEXT_TOKENS,
-                F32,
-                ALL_LOGITS,
-                chosen.data_ptr(),
-                is_finite.data_ptr(),
-                self.kept[i].data_ptr(),
-                self.kept_finite[i].data_ptr(),
-                positions,
-                block_size,
-                i == count - 1,
+        self._drawn, self._positions = torch.zeros(2, max_rows, dtype=torch.int64)
+        self._sample = Sample.zeros()
+        chosen = self._drawn if draws else largest
+        samples = [self._sample] if draws else []
+        calls: list[Call] = []
+        for i in range(count):
+            end = NextTokens(
+                op=Op.NEXT_TOKENS,
+                dtype=F32,
+                rows=ALL_LOGITS,
+                token_ids=chosen.data_ptr(),
+                is_finite=is_finite.data_ptr(),
+                kept=self.kept[i].data_ptr(),
+                kept_finite=self.kept_finite[i].data_ptr(),
+                draw_positions=self._positions.data_ptr() if draws else None,
+                block_size=block_size,
+                is_last=i == count - 1,
             )
-            for i in range(count)
-        ]
-        calls = [
-            call
-            for end in self._between
-            for call in (*program.calls, *([self.sample] if draws else []), end)
-        ]
-        self.pointers = (ctypes.c_void_p * len(calls))(*map(ctypes.addressof, calls))
+            calls += [*program.calls, *samples, end]
+        self.calls = CallList(calls)
+
+    def set_draw(self, draw: Columns) -> list[Tensor]:
+        """Sets the columns of the calls that sample. Returns what must live until they have run."""
+        positions = draw[-1]
+        self._positions[: len(positions)] = positions
+        columns = (*draw[:-1], self._positions)
+        call, kept = sample_call(ALL_LOGITS, self._logits, columns, self._drawn)
+        ctypes.pointer(self._sample)[0] = call
+        return kept

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .calls import Call, Step
 from .library import library
+from .tensors import DTYPES
 
 if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,6 +56,25 @@ def submit(call: Call, step: Step = _NO_STEP) -> None:
         library.run(call, step)
     else:
         recorder.submit(call, step)
+
+
+def run_call(
+    kind: type[Call], op: int, rows: Tensor, step: Step = _NO_STEP, /, **fields: Any
+) -> None:
+    """Submits a call of `op` on the rows of `rows`, whose dtype is the call's unless one is given.
+
+    A tensor among the fields stands for its address. The strides of an operand `x` are the fields
+    `x_row` and `x_head`; those that are not given are taken from the tensor.
+    """
+    values: dict[str, Any] = {"op": op, "rows": num_rows(rows)}
+    if "dtype" not in fields:
+        values["dtype"] = DTYPES[rows.dtype]
+    for name, value in fields.items():
+        values[name] = value.data_ptr() if isinstance(value, Tensor) else value
+    for name, operand, dimension in kind.strides:
+        if name not in fields:
+            values[name] = fields[operand].stride(dimension)
+    submit(kind(**values), step)
 
 
 def is_recording() -> bool:

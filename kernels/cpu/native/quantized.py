@@ -24,18 +24,15 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import EmbeddingInt8, Epilogue, Op, Quantize, QuantizedLinear, Step
+from .calls import Op, Quantize, Step
 from .library import library
-from .linear import PackedLinear, Release, by_panel
-from .program import empty, num_rows, submit
-from .tensors import DTYPES, PRIORITY, as_matrix, is_native
+from .linear import PackedLinear, PackedRows, Release, by_panel, with_forms
+from .tensors import DTYPES, PRIORITY, is_native
 from .weights import empty_weight
 
 _PANEL, _DEPTH = 16, 64  # k is padded to a multiple of _DEPTH
 _GROUP = {8: 256, 4: 64}
 _SCALE_BYTES = {8: 2 * _PANEL, 4: 4 * _PANEL}  # per panel and group
-_QUANTIZE = {8: Op.QUANTIZE_INT8, 4: Op.QUANTIZE_INT4}
-_LINEAR = {8: Op.LINEAR_INT8, 4: Op.LINEAR_INT4}
 
 
 class PackedQuantizedLinear(PackedLinear):
@@ -98,66 +95,25 @@ class PackedQuantizedLinear(PackedLinear):
         )
         for panel, part in by_panel(parts, release):
             call = Quantize(
-                _QUANTIZE[self.bits],
-                DTYPES[self.dtype],
-                0,
-                part.data_ptr(),
-                self.weight[panel].data_ptr(),
-                self.scales[panel].data_ptr(),
-                part.stride(0),
-                self.in_features,
-                len(part),
+                op=Op[f"QUANTIZE_INT{self.bits}"],
+                dtype=DTYPES[self.dtype],
+                rows=0,
+                weight=part.data_ptr(),
+                packed=self.weight[panel].data_ptr(),
+                scales=self.scales[panel].data_ptr(),
+                weight_row=part.stride(0),
+                in_features=self.in_features,
+                out_features=len(part),
             )
             library.run(call, Step())  # at once: this is not part of a model's step
 
-    def embedding(self, token_ids: Tensor) -> Tensor:
-        """[T] -> [T, in]: rows of the quantized weight, rounded to its dtype. 8 bits only."""
-        if token_ids.dtype != torch.int32:
-            token_ids = token_ids.int()
-        out = empty(len(token_ids), self.in_features, dtype=self.dtype)
-        call = EmbeddingInt8(
-            Op.EMBEDDING_INT8,
-            DTYPES[self.dtype],
-            num_rows(token_ids),
-            self.weight.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            self.out_features,
-            self.in_features,
-            scales=self.scales.data_ptr(),
-        )
-        submit(call, Step(token_ids=token_ids.data_ptr()))
-        return out
-
-    def _multiply(
-        self, x: Tensor, columns: int, epilogue: Epilogue, out_dtype: torch.dtype
-    ) -> Tensor:
-        x = as_matrix(x)
-        out = empty(x.shape[0], columns, dtype=out_dtype)
-        call = QuantizedLinear(
-            _LINEAR[self.bits],
-            DTYPES[x.dtype],
-            num_rows(x),
-            x.data_ptr(),
-            self.weight.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            out.data_ptr(),
-            x.stride(0),
-            columns,
-            self.in_features,
-            self.out_features,
-            epilogue,
-            DTYPES[out_dtype],
-            scales=self.scales.data_ptr(),
-        )
-        submit(call)
-        return out
+    @property
+    def parts(self) -> list[PackedRows]:
+        sizes = self.out_features, self.in_features
+        return [PackedRows(f"INT{self.bits}", *sizes, self.weight, self.scales)]
 
 
 @register("pack_quantized_linear", name="native", predicate=is_native, priority=PRIORITY)
+@with_forms(from_parts=PackedQuantizedLinear, from_arrays=PackedQuantizedLinear.from_arrays)
 def pack_quantized_linear(weight: Tensor, bias: Tensor | None, bits: int) -> PackedQuantizedLinear:
     return PackedQuantizedLinear([weight], bias, bits)
-
-
-pack_quantized_linear.from_parts = PackedQuantizedLinear
-pack_quantized_linear.from_arrays = PackedQuantizedLinear.from_arrays

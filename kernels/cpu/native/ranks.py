@@ -12,11 +12,15 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .calls import F32, Op
-from .program import empty, num_rows, submit
-from .rank_calls import AllGather, AllReduce, header_bytes
+from .calls import LINE_BYTES, AllGather, AllReduce, Op
+from .program import empty, run_call
 from .recorder import Unrecordable
 from .tensors import DTYPES, as_matrix
+
+
+def header_bytes(num_ranks: int) -> int:
+    """Of what the ranks of a group share, before their parts: as in src/abi_ranks.h."""
+    return -(-LINE_BYTES * (1 + num_ranks) // 4096) * 4096
 
 
 def memory_bytes(num_ranks: int, part_floats: int) -> int:
@@ -41,12 +45,17 @@ class NativeExchange:
         """memory [memory_bytes] u8, zeros at first. A rank that waits polls for awake_s before it
         sleeps, and the run fails if another one does not come for timeout_s.
         """
-        self._memory, self._sequence = memory, ctypes.c_int64(0)
+        self._sequence = ctypes.c_int64(0)
         self._part_floats = part_floats
-        self._ends = (
-            *(memory.data_ptr(), ctypes.addressof(self._sequence)),
-            *(rank, num_ranks, part_floats, int(awake_s * 1e9), int(timeout_s * 1e9)),
-        )
+        self._ends = {
+            "memory": memory,
+            "sequence": ctypes.addressof(self._sequence),
+            "rank": rank,
+            "num_ranks": num_ranks,
+            "part_floats": part_floats,
+            "awake_ns": int(awake_s * 1e9),
+            "timeout_ns": int(timeout_s * 1e9),
+        }
         # of joins: calls hold their addresses
         self._starts: dict[tuple[int, ...], ctypes.Array] = {}
 
@@ -57,16 +66,16 @@ class NativeExchange:
         self._check(x.shape[-1])
         x = as_matrix(x)
         out = empty(*x.shape, dtype=dtype)
-        operands = x.data_ptr(), out.data_ptr(), x.stride(0), out.stride(0), x.shape[1]
-        submit(
-            AllReduce(
-                Op.ALL_REDUCE,
-                DTYPES[dtype],
-                num_rows(x),
-                *self._ends,
-                *operands,
-                DTYPES[x.dtype],
-            )
+        run_call(
+            AllReduce,
+            Op.ALL_REDUCE,
+            x,
+            dtype=DTYPES[dtype],
+            **self._ends,
+            x=x,
+            out=out,
+            size=x.shape[1],
+            x_dtype=DTYPES[x.dtype],
         )
         return out
 
@@ -79,8 +88,9 @@ class NativeExchange:
             self._starts[key] = (ctypes.c_int64 * len(key))(*key)
         out = empty(len(x), key[-1], dtype=torch.float32)
         starts = ctypes.addressof(self._starts[key])
-        operands = x.data_ptr(), out.data_ptr(), starts, x.stride(0), out.stride(0), key[-1]
-        submit(AllGather(Op.ALL_GATHER, F32, num_rows(x), *self._ends, *operands))
+        run_call(
+            AllGather, Op.ALL_GATHER, x, **self._ends, x=x, out=out, starts=starts, size=key[-1]
+        )
         return out
 
     def _check(self, *row_floats: int) -> None:

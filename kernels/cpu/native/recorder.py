@@ -19,7 +19,6 @@ import bisect
 import math
 import mmap
 from collections.abc import Callable, Sequence
-from ctypes import c_void_p
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...ops import make_metadata
-from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step
+from .calls import ALL_LOGITS, ALL_TOKENS, Call, Ids, Step, Struct
 
 
 class Unrecordable(Exception):
@@ -95,14 +94,15 @@ class Recorder:
         self.token_types = (
             self._make((limits.num_tokens,), torch.int32) if has_token_types else None
         )
+        unknown: Any = _Unknown()
         self.metadata = make_metadata(
             self._make((limits.num_requests + 1,), torch.int32),
             self._make((limits.num_requests,), torch.int32),
             [self._make((limits.num_requests, 1), torch.int32) for _ in range(num_groups)],
             [self._make((limits.num_tokens,), torch.int64) for _ in range(num_groups)],
-            _Unknown(),
-            _Unknown(),
-            _Unknown(),
+            unknown,
+            unknown,
+            unknown,
             self._make((limits.num_tokens,), torch.int32) if has_adapters else None,
         )
         self._part_ids: dict[int, int] = {}  # address of ids that part_ids made -> first id
@@ -150,9 +150,7 @@ class Recorder:
         """Checks that the call reads this step's tensors and not copies that the model made, and
         sets which group's it reads.
         """
-        for name, kind in step._fields_:
-            if kind is not c_void_p or (address := getattr(step, name)) is None:
-                continue
+        for name, address in pointers(step):
             if name == "token_ids" and address in self._part_ids:
                 call.first_id, call.is_part = self._part_ids[address], True
                 continue
@@ -233,14 +231,9 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def pointers(call: Call) -> list[tuple[str, int]]:
-    """Yields (field, address) of a call's operands, skipping absent ones."""
-    fields = (
-        (name, getattr(call, name))
-        for kind in type(call).__mro__
-        for name, ctype in vars(kind).get("_fields_", ())
-        if ctype is c_void_p
-    )
+def pointers(struct: Struct) -> list[tuple[str, int]]:
+    """The (field, address) of a call's operands or a step's inputs, without absent ones."""
+    fields = ((name, getattr(struct, name)) for name in struct.pointers)
     return [(name, address) for name, address in fields if address is not None]
 
 

@@ -5,7 +5,6 @@ Must not know: models, requests, any operation.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from ...ops import AttentionMetadata
 from .arena import Lifetime, place
-from .calls import Step
+from .calls import CallList, Step
 from .fusion import fuse
 from .library import library
 from .recorder import Recorder, Unrecordable
@@ -45,23 +44,26 @@ class Program:
         `owners` keeps weights and caches alive.
         """
         results = [hidden, *of_logits]
-        found = [recorder.find(tensor.data_ptr()) for tensor in results]
-        if None in found or any(
-            offset or not tensor.is_contiguous() for (_, offset), tensor in zip(found, results)
-        ):
+        found = [
+            place
+            for tensor in results
+            if (place := recorder.find(tensor.data_ptr())) is not None and tensor.is_contiguous()
+        ]
+        if len(found) != len(results) or any(offset for _, offset in found):
             raise Unrecordable("what the model returns is not a whole result of a native kernel")
         self.limits = recorder.limits
         self._owners = owners
         self.calls = fuse(recorder, [buffer for buffer, _ in found])
-        self._step = Step()
+        self._call_list = CallList(self.calls)
+        self._step = Step(num_groups=len(recorder.metadata.groups) or 1)
         self.has_token_types = recorder.token_types is not None
         self.has_adapters = recorder.metadata.adapters is not None
-        self.timer: CallTimer | None = None  # set while steps are traced
+        self._has_groups = bool(recorder.metadata.groups)
+        self.timer: CallTimer | None = None
         # [T of limits, hidden_size] and [R of limits, ...], valid after a step
         self.hidden, *self.of_logits = self._settle(recorder, results, found)
         self._counts = -1, -1  # T and R of the last step
         self._results: tuple[Tensor, ...] = ()  # the results of the last step
-        self._pointers = (ctypes.c_void_p * len(self.calls))(*map(ctypes.addressof, self.calls))
 
     def _settle(
         self, recorder: Recorder, results: list[Tensor], found: list[tuple[int, int]]
@@ -111,7 +113,7 @@ class Program:
         one, and TypeError for other integer types.
         """
         step = self.fill_step(token_ids, positions, metadata, logits_indices, token_types)
-        self.run(self._pointers, step)
+        self.run(self._call_list, step)
         counts = step.num_tokens, step.num_logits
         if self._counts != counts:
             self._counts = counts
@@ -121,12 +123,16 @@ class Program:
             )
         return self._results
 
-    def run(self, pointers: ctypes.Array, step: Step) -> None:
-        """Runs the calls at `pointers`, which may be this program's several times."""
+    def run(self, calls: CallList, step: Step) -> None:
+        """Runs calls, which may be this program's several times."""
         if self.timer is None:
-            library.run_all(pointers, step)
+            library.run_all(calls.pointers, step)
         else:
-            self.timer.run(pointers, step)
+            self.timer.run(calls, step)
+
+    def set_timer(self, timer: CallTimer | None) -> None:
+        """From now on, `timer` keeps the time of each call. None: nothing does."""
+        self.timer = timer
 
     def fill_step(
         self,
@@ -149,48 +155,50 @@ class Program:
             metadata.block_tables,
             logits_indices,
         )
+        if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
+            raise TypeError(  # kernels would read past the end of these
+                f"a step's tensors must be of {INPUT_DTYPES}, not "
+                f"{[tensor.dtype for tensor in inputs]}"
+            )
+        limits = self.limits
+        # len() of a tensor is a Python function and slower
+        counts = token_ids.shape[0], metadata.seq_lens.shape[0], logits_indices.shape[0]
+        if counts[0] > limits[0] or counts[1] > limits[1] or counts[2] > limits[2]:
+            raise ValueError(
+                f"the step is larger than the one that was recorded: {limits.exceeded_by(*counts)}"
+            )
         step = self._step
+        step.num_tokens, step.num_requests, step.num_logits = counts
+        step.token_ids = token_ids.data_ptr()
+        step.positions = positions.data_ptr()
+        step.slot_mapping = metadata.slot_mapping.data_ptr()
+        step.query_start_loc = metadata.query_start_loc.data_ptr()
+        step.seq_lens = metadata.seq_lens.data_ptr()
+        step.block_tables = metadata.block_tables.data_ptr()
+        step.block_table_row = metadata.block_tables.stride(0)
+        step.logits_indices = logits_indices.data_ptr()
+        if self.has_token_types or self.has_adapters or self._has_groups:
+            self._fill_more(step, metadata, token_types)
+        return step
+
+    def _fill_more(
+        self, step: Step, metadata: AttentionMetadata, token_types: Tensor | None
+    ) -> None:
+        """Fills in what only some models read."""
         if self.has_token_types:
             if token_types is None or token_types.dtype != torch.int32:
                 raise TypeError("token_types must be a tensor of torch.int32 for this model")
             step.token_types = token_types.data_ptr()
         if self.has_adapters:
             adapters = metadata.adapters
-            if adapters is None or adapters.dtype != torch.int32 or len(adapters) != len(token_ids):
+            if (
+                adapters is None
+                or adapters.dtype != torch.int32
+                or len(adapters) != step.num_tokens
+            ):
                 raise TypeError("metadata.adapters must be a torch.int32 of each token")
             step.adapters = adapters.data_ptr()
-        # kernels would read past the end of these
-        if tuple([tensor.dtype for tensor in inputs]) != INPUT_DTYPES:
-            raise TypeError(
-                f"a step's tensors must be of {INPUT_DTYPES}, not "
-                f"{[tensor.dtype for tensor in inputs]}"
-            )
-        # len() is a Python function and slower
-        num_tokens, num_requests, num_logits = (
-            token_ids.shape[0],
-            metadata.seq_lens.shape[0],
-            logits_indices.shape[0],
-        )
-        if problem := self.limits.exceeded_by(num_tokens, num_requests, num_logits):
-            raise ValueError(f"the step is larger than the one that was recorded: {problem}")
-        step.num_tokens, step.num_requests, step.num_logits = num_tokens, num_requests, num_logits
-        step.token_ids, step.positions = token_ids.data_ptr(), positions.data_ptr()
-        step.slot_mapping, step.query_start_loc = (
-            metadata.slot_mapping.data_ptr(),
-            metadata.query_start_loc.data_ptr(),
-        )
-        step.seq_lens, step.block_tables = (
-            metadata.seq_lens.data_ptr(),
-            metadata.block_tables.data_ptr(),
-        )
-        step.block_table_row, step.logits_indices = (
-            metadata.block_tables.stride(0),
-            logits_indices.data_ptr(),
-        )
-        groups = metadata.groups
-        step.num_groups = len(groups) or 1
-        if groups:
-            slots, tables = groups[1].slot_mapping, groups[1].block_tables
+        if self._has_groups:
+            slots, tables = metadata.groups[1].slot_mapping, metadata.groups[1].block_tables
             step.slot_mapping_group = (slots.data_ptr() - step.slot_mapping) // slots.itemsize
             step.block_table_group = (tables.data_ptr() - step.block_tables) // tables.itemsize
-        return step

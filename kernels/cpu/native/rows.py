@@ -9,9 +9,8 @@ from torch import Tensor
 
 from ...ops import ABSENT
 from ...registry import register
-from .calls import F32, Embedding, GatherRows, Ids, Op, Step
-from .draft_calls import SpreadLogits
-from .program import empty, num_rows, submit
+from .calls import Embedding, GatherRows, Ids, Op, SpreadLogits, Step
+from .program import empty, run_call
 from .tensors import DTYPES, PRIORITY, is_native
 
 
@@ -19,53 +18,52 @@ from .tensors import DTYPES, PRIORITY, is_native
 def embedding(token_ids: Tensor, table: Tensor) -> Tensor:
     is_short = token_ids.dtype == torch.int32
     out = empty(len(token_ids), table.shape[1], dtype=table.dtype)
-    call = Embedding(
-        Op.EMBEDDING,
-        DTYPES[table.dtype],
-        num_rows(token_ids),
-        table.data_ptr(),
-        out.data_ptr(),
-        out.stride(0),
-        *table.shape,
-        Ids.TOKEN_IDS if is_short else Ids.POSITIONS,  # the recorder knows token types
-    )
     address = token_ids.data_ptr()
-    submit(call, Step(token_ids=address) if is_short else Step(positions=address))
+    run_call(
+        Embedding,
+        Op.EMBEDDING,
+        token_ids,
+        Step(token_ids=address) if is_short else Step(positions=address),
+        dtype=DTYPES[table.dtype],
+        table=table,
+        out=out,
+        num_ids=table.shape[0],
+        size=table.shape[1],
+        ids=Ids.TOKEN_IDS if is_short else Ids.POSITIONS,  # the recorder knows token types
+        first_id=0,  # the recorder knows parts of a table
+        is_part=False,
+    )
     return out
 
 
 @register("gather_rows", name="native", predicate=is_native, priority=PRIORITY)
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     out = empty(len(indices), x.shape[1], dtype=x.dtype)
-    call = GatherRows(
+    run_call(
+        GatherRows,
         Op.GATHER_ROWS,
-        DTYPES[x.dtype],
-        num_rows(indices),
-        x.data_ptr(),
-        out.data_ptr(),
-        x.stride(0),
-        out.stride(0),
-        x.shape[1],
+        indices,
+        Step(logits_indices=indices.data_ptr()),
+        dtype=DTYPES[x.dtype],
+        x=x,
+        out=out,
+        size=x.shape[1],
     )
-    submit(call, Step(logits_indices=indices.data_ptr()))
     return out
 
 
 @register("spread_logits", name="native", predicate=is_native, priority=PRIORITY)
 def spread_logits(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
     out = empty(len(logits), vocab_size, dtype=torch.float32)
-    call = SpreadLogits(
+    run_call(
+        SpreadLogits,
         Op.SPREAD_LOGITS,
-        F32,
-        num_rows(logits),
-        logits.data_ptr(),
-        token_ids.data_ptr(),
-        out.data_ptr(),
-        logits.stride(0),
-        out.stride(0),
-        len(token_ids),
-        vocab_size,
-        ABSENT,
+        logits,
+        x=logits,
+        token_ids=token_ids,
+        out=out,
+        size=len(token_ids),
+        vocab_size=vocab_size,
+        absent=ABSENT,
     )
-    submit(call)
     return out

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ...registry import register
-from .calls import F32, Argmax, GatherLogprobs, Op
+from .calls import Argmax, GatherLogprobs, Op
 from .draw import sample_call
-from .program import empty, num_rows, submit
+from .program import empty, num_rows, run_call, submit
 from .tensors import PRIORITY, is_native
 
 
@@ -17,17 +17,14 @@ from .tensors import PRIORITY, is_native
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     count, vocab_size = logits.shape
     token_ids, is_finite = empty(count, dtype=torch.int64), empty(count, dtype=torch.bool)
-    submit(
-        Argmax(
-            Op.ARGMAX,
-            F32,
-            num_rows(logits),
-            logits.data_ptr(),
-            token_ids.data_ptr(),
-            is_finite.data_ptr(),
-            logits.stride(0),
-            vocab_size,
-        )
+    run_call(
+        Argmax,
+        Op.ARGMAX,
+        logits,
+        logits=logits,
+        out=token_ids,
+        is_finite=is_finite,
+        vocab_size=vocab_size,
     )
     return token_ids, is_finite
 
@@ -43,9 +40,8 @@ def sample_tokens(
     positions: Tensor,
 ) -> Tensor:
     token_ids = empty(len(logits), dtype=torch.int64)
-    call, _columns = sample_call(
-        num_rows(logits), logits, temperature, top_k, top_p, min_p, seeds, positions, token_ids
-    )
+    columns = temperature, top_k, top_p, min_p, seeds, positions
+    call, _kept = sample_call(num_rows(logits), logits, columns, token_ids)
     submit(call)
     return token_ids
 
@@ -55,10 +51,16 @@ def gather_logprobs(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, 
     count, vocab_size = logits.shape
     ids, logprobs = empty(count, k + 1, dtype=torch.int32), empty(count, k + 1, dtype=torch.float32)
     ranks, token_ids = empty(count, dtype=torch.int32), token_ids.contiguous()
-    addresses = [tensor.data_ptr() for tensor in (logits, token_ids, ids, logprobs, ranks)]
-    submit(
-        GatherLogprobs(
-            Op.GATHER_LOGPROBS, F32, num_rows(logits), *addresses, logits.stride(0), vocab_size, k
-        )
+    run_call(
+        GatherLogprobs,
+        Op.GATHER_LOGPROBS,
+        logits,
+        logits=logits,
+        token_ids=token_ids,
+        ids=ids,
+        logprobs=logprobs,
+        ranks=ranks,
+        vocab_size=vocab_size,
+        k=k,
     )
     return ids, logprobs, ranks

@@ -14,11 +14,8 @@ import numpy as np
 from ... import work
 from ...work import Work
 from . import calls as c
-from .calls import ALL_LOGITS, ALL_TOKENS, Call, Op, Step
-from .draft_calls import SpreadLogits
+from .calls import ALL_LOGITS, ALL_TOKENS, Call, CallList, Op, Step
 from .library import library
-from .lora_calls import AddLora
-from .rank_calls import AllGather, AllReduce
 
 DTYPE_NAMES = {c.BF16: "bfloat16", c.F32: "float32", c.INT8: "int8"}
 ITEM_BYTES = {c.BF16: 2, c.F32: 4, c.INT8: 1}
@@ -31,36 +28,6 @@ EPILOGUES: dict[int, str] = {
     c.Epilogue.GELU_TANH: " + gelu_tanh",
     c.Epilogue.SILU: " + silu",
     c.Epilogue.RELU: " + relu",
-}
-STRUCTS: dict[Op, type[Call]] = {
-    Op.RMS_NORM: c.RmsNorm,
-    Op.ADD_RMS_NORM: c.AddRmsNorm,
-    Op.LAYER_NORM: c.LayerNorm,
-    Op.ADD_LAYER_NORM: c.AddLayerNorm,
-    Op.SILU_AND_MUL: c.SiluAndMul,
-    Op.GELU_TANH_AND_MUL: c.SiluAndMul,
-    Op.GELU_AND_MUL: c.SiluAndMul,
-    **dict.fromkeys((Op.GELU, Op.GELU_TANH, Op.SILU, Op.RELU), c.Activate),
-    Op.SCALE: c.Scale,
-    Op.ADD: c.Add,
-    Op.GATHER_ROWS: c.GatherRows,
-    Op.ROTARY: c.Rotary,
-    Op.WRITE_KV: c.WriteKv,
-    Op.ROTARY_AND_WRITE_KV: c.RotaryAndWriteKv,
-    Op.ATTENTION: c.Attention,
-    Op.ENCODER_ATTENTION: c.EncoderAttention,
-    Op.ARGMAX: c.Argmax,
-    Op.SAMPLE: c.Sample,
-    Op.ROUTE_EXPERTS: c.RouteExperts,
-    Op.SORT_BY_EXPERT: c.SortByExpert,
-    Op.COUNT_EXPERTS: c.CountExperts,
-    Op.COMBINE_EXPERTS: c.CombineExperts,
-    Op.ADD_GATED: c.AddGated,
-    Op.EXTERNAL: c.External,
-    Op.SPREAD_LOGITS: SpreadLogits,
-    Op.ALL_REDUCE: AllReduce,
-    Op.ALL_GATHER: AllGather,
-    **dict.fromkeys((Op.ADD_LORA, Op.ADD_LORA_EMBEDDING), AddLora),
 }
 
 
@@ -77,7 +44,7 @@ class TimedCall(NamedTuple):
 
 
 class _Run(NamedTuple):
-    pointers: ctypes.Array
+    calls: list[Call]
     counts: tuple[int, int]  # T and R
     query_start_loc: bytes  # [B + 1] i32
     seq_lens: bytes  # [B] i32, before the first pass
@@ -92,22 +59,22 @@ class CallTimer:
         self._kinds: dict[int, type[ctypes.Array]] = {}  # of times, by the number of calls
         self._runs: list[_Run] = []
 
-    def run(self, pointers: ctypes.Array, step: Step) -> None:
-        num_calls = len(pointers)
+    def run(self, calls: CallList, step: Step) -> None:
+        num_calls = len(calls.calls)
         kind = self._kinds.get(num_calls)
         if kind is None:
             kind = self._kinds[num_calls] = ctypes.c_int64 * (num_calls * self._num_threads * 2)
         times = kind()
         num_requests = step.num_requests
         run = _Run(
-            pointers,
+            calls.calls,
             (step.num_tokens, step.num_logits),
             _copied(step.query_start_loc, num_requests + 1),
             _copied(step.seq_lens, num_requests),
             times,
         )
         self._runs.append(run)
-        library.run_all_timed(pointers, step, ctypes.addressof(times), self._num_threads)
+        library.run_all_timed(calls.pointers, step, ctypes.addressof(times), self._num_threads)
 
     def take(self) -> list[_Run]:
         """The runs since the last call, for `timed_calls`."""
@@ -116,23 +83,22 @@ class CallTimer:
 
 
 def timed_calls(run: _Run) -> Iterator[TimedCall]:
-    """What the calls of a run were, in order. The program must still exist."""
+    """What the calls of a run were, in order."""
     pass_number = 0
     query_lens = np.diff(np.frombuffer(run.query_start_loc, np.int32)).tolist()
     first_seq_lens = np.frombuffer(run.seq_lens, np.int32).tolist()
-    all_times = np.ctypeslib.as_array(run.times).reshape(len(run.pointers), -1, 2)
-    for address, times in zip(run.pointers, all_times.tolist()):
-        op = Op(Call.from_address(address).op)
-        call = struct_of(op).from_address(address)
+    all_times = np.ctypeslib.as_array(run.times).reshape(len(run.calls), -1, 2)
+    for call, times in zip(run.calls, all_times.tolist()):
+        op = Op(call.op)
         seq_lens = [length + pass_number for length in first_seq_lens]
         threads = [
             (thread, begin / 1e9, end / 1e9) for thread, (begin, end) in enumerate(times) if end
         ]
         yield TimedCall(
-            address,
+            ctypes.addressof(call),
             op.name.lower() + EPILOGUES.get(getattr(call, "epilogue", 0), ""),
             DTYPE_NAMES[call.dtype],
-            work_of(op, call, run.counts, query_lens, seq_lens),
+            work_of(call, run.counts, query_lens, seq_lens),
             _weights(call, run.counts[0]),
             threads,
             pass_number,
@@ -140,18 +106,8 @@ def timed_calls(run: _Run) -> Iterator[TimedCall]:
         pass_number += op == Op.NEXT_TOKENS
 
 
-def struct_of(op: Op) -> type[Call]:
-    if op.name.startswith("EXPERTS"):
-        return c.ExpertsLinear
-    if op.name.startswith("LINEAR"):
-        return c.Linear if op == Op.LINEAR else c.QuantizedLinear
-    if op.name.startswith("EMBEDDING"):
-        return c.Embedding
-    return STRUCTS.get(op, Call)
-
-
 def work_of(
-    op: Op, call: Call, counts: tuple[int, int], query_lens: list[int], seq_lens: list[int]
+    call: Call, counts: tuple[int, int], query_lens: list[int], seq_lens: list[int]
 ) -> Work:
     """counts: T and R of the step; query_lens and seq_lens [B]."""
     rows = int(call.rows)
@@ -161,7 +117,7 @@ def work_of(
     if isinstance(call, c.ExpertsLinear):
         rows *= call.top_k
     if isinstance(call, c.Linear):
-        is_gated = c.Epilogue(call.epilogue).is_gated
+        is_gated = c.is_gated(call.epilogue)
         found = work.linear(
             rows, call.in_features, call.out_features, item, ITEM_BYTES[call.out_dtype]
         )
@@ -186,11 +142,11 @@ def work_of(
         size = call.kv_heads * call.head_dim
         num_bytes = 2 * rows * size * (item + ITEM_BYTES[call.cache_dtype])
         return Work(f"[{rows}, {call.kv_heads}, {call.head_dim}] × 2", num_bytes)
-    if isinstance(call, (c.Argmax, c.Sample, SpreadLogits)):
+    if isinstance(call, (c.Argmax, c.Sample, c.SpreadLogits)):
         return work.rows_of(rows, call.vocab_size, 4, 1)
     if isinstance(call, (c.RouteExperts, c.SortByExpert, c.CountExperts)):
         return Work(f"[{rows}, {call.count}], {call.top_k} of each row", 4 * rows * call.count)
-    if isinstance(call, AddLora):  # as if all rows had an adapter, of the highest rank
+    if isinstance(call, c.AddLora):  # as if all rows had an adapter, of the highest rank
         columns = call.in_features if call.x else 1
         rank = call.num_slices * call.max_rank
         low = work.linear(rows, columns, rank, item, 4)

@@ -74,6 +74,7 @@ class HugePages:
             piece = _Piece(memory)
             del memory
             taken = piece.take(num_bytes)
+            assert taken is not None  # it is new
             if num_bytes < _PIECE_BYTES:
                 self.last = piece
         return taken.view(dtype).view(*shape)

@@ -353,38 +353,38 @@ def test_fused_rotation_and_write_have_the_bits_of_the_two(isa, kind, rotary_dim
         results.append((qkv, caches))
     for qkv, caches in results:
         query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        rotated, stored = (
-            (qkv.stride(0), qkv.stride(1), key.stride(0), key.stride(1)),
-            (*key.stride()[:2], *value.stride()[:2]),
-        )
+        of_key = {"key_row": key.stride(0), "key_head": key.stride(1)}
+        rotated = {"query_row": qkv.stride(0), "query_head": qkv.stride(1), **of_key}
+        stored = {**of_key, "value_row": value.stride(0), "value_head": value.stride(1)}
         kind = CALL_DTYPES[dtype]
         calls.append(
             (
                 Rotary(
-                    Op.ROTARY,
-                    kind,
-                    -1,
-                    query.data_ptr(),
-                    key.data_ptr(),
-                    cos_sin.data_ptr(),
-                    *rotated,
-                    num_heads,
-                    num_kv_heads,
-                    rotary_dim,
+                    op=Op.ROTARY,
+                    dtype=kind,
+                    rows=-1,
+                    query=query.data_ptr(),
+                    key=key.data_ptr(),
+                    cos_sin=cos_sin.data_ptr(),
+                    **rotated,
+                    heads=num_heads,
+                    kv_heads=num_kv_heads,
+                    rotary_dim=rotary_dim,
                 ),
                 WriteKv(
-                    Op.WRITE_KV,
-                    kind,
-                    -1,
-                    key.data_ptr(),
-                    value.data_ptr(),
-                    caches[0].data_ptr(),
-                    caches[1].data_ptr(),
-                    *stored,
-                    num_kv_heads,
-                    head_dim,
-                    8,
-                    CACHE_DTYPES[cache_dtype],
+                    op=Op.WRITE_KV,
+                    dtype=kind,
+                    rows=-1,
+                    key=key.data_ptr(),
+                    value=value.data_ptr(),
+                    key_cache=caches[0].data_ptr(),
+                    value_cache=caches[1].data_ptr(),
+                    **stored,
+                    kv_heads=num_kv_heads,
+                    head_dim=head_dim,
+                    block_size=8,
+                    cache_dtype=CACHE_DTYPES[cache_dtype],
+                    group=0,
                 ),
             )
         )
@@ -393,13 +393,9 @@ def test_fused_rotation_and_write_have_the_bits_of_the_two(isa, kind, rotary_dim
     )
     for call in calls[0]:
         library.run(call, step)
-    rotation, write = (
-        {name: getattr(call, name) for name, _ in type(call)._fields_} for call in calls[1]
-    )
-    new = {name: write[name] for name, _ in RotaryAndWriteKv._fields_}
-    library.run(
-        RotaryAndWriteKv(op=Op.ROTARY_AND_WRITE_KV, dtype=kind, rows=-1, **rotation, **new), step
-    )
+    rotation, write = calls[1]
+    op = {"op": Op.ROTARY_AND_WRITE_KV}
+    library.run(RotaryAndWriteKv(**write.values() | rotation.values() | op), step)
     for apart, together in zip(*results):
         assert same_bits(apart, together)
     numbers = [parts(cache)[0] if cache_dtype == torch.int8 else cache for cache in results[0][1]]

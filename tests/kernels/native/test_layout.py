@@ -1,104 +1,80 @@
-"""The structs in Python equal those of the library: names, order, types, sizes, offsets."""
+"""The structs that Python reads from the headers are those of the compiler: every member, its type,
+place and size, and the constants; and they are filled by keyword.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import re
 import subprocess
 
 import pytest
-from quire.kernels.cpu.native import calls, draft_calls, lora_calls, rank_calls
+from quire.kernels.cpu.native import calls, ranks
+from quire.kernels.cpu.native.calls import F32, HEADERS, Op, Scale, Step, Struct
 from quire.tests.kernels.native.compiled import ROOT, find_compiler
 
 SOURCES = ROOT / "kernels/cpu/native/src"
-HEADERS = ("abi.h", "abi_lora.h", "abi_drafts.h", "abi_ranks.h")
-HEADER = "".join(re.sub(r"//.*", "", (SOURCES / name).read_text()) for name in HEADERS)
-STRUCTS = re.findall(r"struct (\w+)(?: : (\w+))? \{(.*?)\};", HEADER, re.DOTALL)
+SCALE = {"op": Op.SCALE, "dtype": F32, "rows": 1, "x": None, "x_row": 8, "size": 8, "factor": 2.0}
 TYPES = {
-    "int32_t": ctypes.c_int32,
-    "int64_t": ctypes.c_int64,
-    "uint64_t": ctypes.c_uint64,
-    "float": ctypes.c_float,
-    "double": ctypes.c_double,
+    ctypes.c_int32: "int32_t",
+    ctypes.c_int64: "int64_t",
+    ctypes.c_double: "double",
 }
 
 
-def fields_in_header(body: str) -> list[tuple[str, type]]:
-    fields = []
-    for declaration in filter(None, (part.strip() for part in body.split(";"))):
-        ctype, names = re.fullmatch(
-            r"((?:const )?\w+\s*\**)\s*(\w.*)", declaration, re.DOTALL
-        ).groups()
-        as_python = ctypes.c_void_p if "*" in ctype else TYPES[ctype.strip()]
-        fields += [in_array(name, as_python) for name in names.split(",")]
-    return fields
-
-
-def in_array(name: str, of: type) -> tuple[str, type]:
-    name, *sizes = re.findall(r"\w+", name)
-    for size in reversed(sizes):
-        of = of * int(size)
-    return name, of
-
-
-def structs_in_python() -> dict[str, type[ctypes.Structure]]:
+def structs() -> dict[str, type[Struct]]:
     return {
-        n: t
-        for of in (calls, lora_calls, draft_calls, rank_calls)
-        for n, t in vars(of).items()
-        if isinstance(t, type) and issubclass(t, ctypes.Structure) and t is not ctypes.Structure
+        name: kind
+        for name, kind in vars(calls).items()
+        if isinstance(kind, type) and issubclass(kind, Struct) and kind is not Struct
     }
 
 
-def offsets(struct: type[ctypes.Structure]) -> dict[str, int]:
-    """Offsets of all fields, inherited ones included."""
-    names = [
-        name for base in reversed(struct.__mro__) for name, _ in base.__dict__.get("_fields_", ())
-    ]
-    return {name: getattr(struct, name).offset for name in names}
+def check(condition: str, what: str) -> str:
+    return f'static_assert({condition}, "{what}");'
 
 
-def test_every_struct_is_on_both_sides():
-    assert [name for name, _, _ in STRUCTS] == list(structs_in_python())
-
-
-@pytest.mark.parametrize(("name", "base", "body"), STRUCTS, ids=[name for name, _, _ in STRUCTS])
-def test_fields(name, base, body):
-    struct = structs_in_python()[name]
-    assert struct.__bases__ == (structs_in_python()[base] if base else ctypes.Structure,)
-    assert list(struct._fields_) == fields_in_header(body)
-
-
-def test_operations_and_constants():
-    names = re.findall(r"OP_(\w+)", re.search(r"enum Op .*?\{(.*?)\}", HEADER, re.DOTALL).group(1))
-    assert names == [op.name for op in sorted(calls.Op)] and sorted(calls.Op) == list(
-        range(len(names))
+def checks_of(name: str, struct: type[Struct]) -> list[str]:
+    found = [check(f"sizeof({name}) == {ctypes.sizeof(struct)}", f"size of {name}")]
+    kinds = dict(
+        field for base in reversed(struct.__mro__) for field in base.__dict__.get("_fields_", ())
     )
-    assert int(re.search(r"QUIRE_ABI_VERSION (\d+)", HEADER).group(1)) == calls.ABI_VERSION
-    assert {
-        n: int(v)
-        for n, v in re.findall(r"(\w+) = (\d+)", re.search(r"enum Dtype .*?\}", HEADER).group())
-    } == {"BF16": calls.BF16, "F32": calls.F32, "INT8": calls.INT8}
+    for field in struct.names:
+        member, at = f"{name}.{field}", getattr(struct, field)
+        found.append(check(f"offsetof({name}, {field}) == {at.offset}", f"place of {member}"))
+        found.append(check(f"sizeof({name}::{field}) == {at.size}", f"size of {member}"))
+        of = f"std::remove_all_extents_t<decltype({name}::{field})>"
+        kind = kinds[field]
+        while issubclass(kind, ctypes.Array):
+            kind = kind._type_
+        is_as_read = (
+            f"std::is_pointer_v<{of}>"
+            if kind is ctypes.c_void_p
+            else f"std::is_same_v<{of}, {TYPES[kind]}>"
+        )
+        found.append(check(is_as_read, f"type of {member}"))
+    return found
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler to ask")
-def test_the_compiler_lays_them_out_as_ctypes_does(tmp_path):
-    checks = ["#include <cstddef>", *(f'#include "{name}"' for name in HEADERS)]
+def test_the_compiler_reads_the_headers_as_python_does(tmp_path):
+    checks = ["#include <cstddef>", "#include <type_traits>"]
+    checks += [f'#include "{name}"' for name in HEADERS]
     for size in (1, 2, 62, 63, 64):
-        num_bytes = rank_calls.header_bytes(size)
-        checks.append(f'static_assert(header_bytes({size}) == {num_bytes}, "header");')
-    checks.append(
-        f"static_assert(LINE_BYTES == {rank_calls.LINE_BYTES} && LOST == {rank_calls.LOST}"
-        f' && LATE == {rank_calls.LATE}, "lines");'
-    )
-    for name, struct in structs_in_python().items():
-        checks.append(
-            f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "size of {name}");'
-        )
-        checks += [
-            f'static_assert(offsetof({name}, {field}) == {at}, "{name}.{field}");'
-            for field, at in offsets(struct).items()
-        ]
+        num_bytes = ranks.header_bytes(size)
+        checks.append(check(f"header_bytes({size}) == {num_bytes}", "header"))
+    for name in ("MAX_EXPERTS", "MAX_LORA_SLICES", "LINE_BYTES", "LOST", "LATE"):
+        checks.append(check(f"{name} == {getattr(calls, name)}", name))
+    checks.append(check(f"QUIRE_ABI_VERSION == {calls.ABI_VERSION}", "version"))
+    checks += [check(f"{name} == {getattr(calls, name)}", name) for name in ("BF16", "F32", "INT8")]
+    checks += [check(f"OP_{op.name} == {op.value}", op.name) for op in Op]
+    checks.append(check(f"NUM_OPS == {len(Op)}", "number of operations"))
+    for enumeration in (calls.Ids, calls.Epilogue):
+        checks += [check(f"::{one.name} == {one.value}", one.name) for one in enumeration]
+    for epilogue in calls.Epilogue:
+        expected = str(calls.is_gated(epilogue)).lower()
+        checks.append(check(f"is_gated({epilogue.name}) == {expected}", f"{epilogue.name} gates"))
+    for name, struct in structs().items():
+        checks += checks_of(name, struct)
     (tmp_path / "layout.cpp").write_text("\n".join(checks))
     command = [
         find_compiler(),
@@ -110,4 +86,36 @@ def test_the_compiler_lays_them_out_as_ctypes_does(tmp_path):
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(checks) > 50
+    assert len(structs()) > 30 and len(checks) > 500
+
+
+def test_every_struct_of_the_headers_is_read():
+    """A declaration that the pattern misses would be absent without a word."""
+    text = "".join((SOURCES / name).read_text() for name in HEADERS)
+    declared = [line.split()[1] for line in text.splitlines() if line.startswith("struct ")]
+    assert sorted(declared) == sorted(structs())
+
+
+def test_a_struct_is_filled_by_keyword_with_all_its_fields_and_no_other():
+    assert Scale(**SCALE).values() == SCALE
+    with pytest.raises(TypeError, match=r"Scale: fields \['size'\] are missing"):
+        Scale(**{name: value for name, value in SCALE.items() if name != "size"})
+    with pytest.raises(TypeError, match=r"it has no \['sise'\]"):
+        Scale(**SCALE, sise=8)
+    with pytest.raises(TypeError, match="positional"):
+        Scale(*SCALE.values())
+    with pytest.raises(AttributeError, match="sise"):
+        Scale(**SCALE).sise = 8
+    with pytest.raises(AttributeError, match="tokens"):
+        Step(tokens=8)
+
+
+def test_a_declaration_that_cannot_be_read_is_an_error():
+    for body in ("float x;", "int64_t* a, b, c;", "std::array<int, 2> x;", "int64_t x : 3;"):
+        with pytest.raises(ValueError, match="cannot read the declaration"):
+            calls._fields(body)
+    assert calls._fields("const void* x;\n int64_t row[2][3], size;") == [
+        ("x", ctypes.c_void_p),
+        ("row", ctypes.c_int64 * 3 * 2),
+        ("size", ctypes.c_int64),
+    ]

@@ -7,8 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 from quire.executor.runner.speculation.proposers import NgramProposer
-from quire.kernels.cpu.native.calls import ALL_LOGITS, F32, Op, Step
-from quire.kernels.cpu.native.draft_calls import Lookups
+from quire.kernels.cpu.native.calls import ALL_LOGITS, F32, Lookups, Op, Step
 from quire.kernels.cpu.native.library import library
 
 pytestmark = pytest.mark.skipif(library is None, reason="native kernels are not built here")
@@ -41,7 +40,8 @@ def test_drafts_are_those_of_the_proposer(seed: int):
         setattr(step, name, array.ctypes.data)
     step.num_requests, step.num_groups = count, 1
     step.block_tables, step.block_table_row = tables.ctypes.data, tables.shape[1]
-    call = Lookups(Op.LOOKUP_DRAFTS, F32, ALL_LOGITS)
+    call = Lookups.zeros()
+    call.op, call.dtype, call.rows = Op.LOOKUP_DRAFTS, F32, ALL_LOGITS
     call.texts, call.text_row = texts.ctypes.data, LENGTH
     call.slots, call.num_known, call.most = (x.ctypes.data for x in (slots, known, most))
     call.least_equal, call.most_equal, call.block_size = least, least + more, BLOCK_SIZE

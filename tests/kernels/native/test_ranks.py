@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from quire.kernels.cpu.native.calls import F32, Call, Op, Scale, Step
+from quire.kernels.cpu.native.calls import F32, LATE, LOST, Call, Op, Scale, Step
 from quire.kernels.cpu.native.library import ExchangeError, Library, library
 from quire.kernels.cpu.native.program import recording
-from quire.kernels.cpu.native.rank_calls import LATE, LOST
 from quire.kernels.cpu.native.ranks import NativeExchange, memory_bytes
 from quire.kernels.cpu.native.recorder import Unrecordable
 from quire.tests.kernels.native.conftest import NEEDS_LIBRARY
@@ -171,6 +170,11 @@ def test_counts_may_pass_32_bits(libraries) -> None:
             assert out.eq(2).all()
 
 
+def double(x: Tensor) -> Call:
+    """x [1, 8] *= 2"""
+    return Scale(op=Op.SCALE, dtype=F32, rows=1, x=x.data_ptr(), x_row=8, size=8, factor=2.0)
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads: int) -> None:
     group, x = Group(3, timeout_s=0.3), torch.ones(4, 8)
@@ -180,7 +184,7 @@ def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads
 
     def run(rank: int) -> None:
         calls, _ = recorded(lambda: group.ranks[rank].all_reduce(x, torch.float32))
-        calls.calls.append(Scale(Op.SCALE, F32, 1, kept.data_ptr(), 8, 8, 2.0))
+        calls.calls.append(double(kept))
         libraries[rank].run_all(calls.pointers, Step())
 
     begin = time.monotonic()
@@ -196,7 +200,7 @@ def test_a_rank_that_does_not_come_ends_the_run_of_others(libraries, num_threads
             run(rank)
     assert time.monotonic() - begin < 0.3 and kept.eq(1).all()
     other = Calls()
-    other.calls.append(Scale(Op.SCALE, F32, 1, kept.data_ptr(), 8, 8, 2.0))
+    other.calls.append(double(kept))
     libraries[0].run_all(other.pointers, Step())  # a run without an exchange is as before
     assert kept.eq(2).all()
 

@@ -118,14 +118,13 @@ def test_no_findings(checked):
 
 FAULT = """
 import torch
-from quire.kernels.cpu.native.calls import F32, Op, SiluAndMul
-from quire.kernels.cpu.native.program import submit
+from quire.kernels.cpu.native.calls import Op, SiluAndMul
+from quire.kernels.cpu.native.program import run_call
 from quire.kernels.cpu.native.library import library
 library.set_num_threads(2)
 x, out = torch.ones(1000, 512), torch.empty({num_rows}, 256)
 for _ in range(100):
-    pointers = x.data_ptr(), out.data_ptr()
-    submit(SiluAndMul(Op.SILU_AND_MUL, F32, 1000, *pointers, 512, {out_row}, 256))
+    run_call(SiluAndMul, Op.SILU_AND_MUL, x, x=x, out=out, out_row={out_row}, size=256)
 """
 
 

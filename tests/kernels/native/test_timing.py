@@ -10,17 +10,13 @@ if library is None:
     pytest.skip("the native library is not built", allow_module_level=True)
 
 from quire.kernels import registry
-from quire.kernels.cpu.native.calls import Op
 from quire.kernels.cpu.native.program import recording
 from quire.kernels.cpu.native.recorder import Guard, Limits, Recorder
 from quire.kernels.cpu.native.replay import Program
-from quire.kernels.cpu.native.timing import STRUCTS, CallTimer, struct_of, timed_calls
+from quire.kernels.cpu.native.timing import CallTimer, timed_calls
 from quire.kernels.ops import make_metadata
 
 LIMITS = Limits(num_tokens=8, num_requests=4, num_logits=4)
-NO_MODEL = (Op.QUANTIZE_INT8, Op.QUANTIZE_INT4, Op.GATHER_LOGPROBS, Op.NEXT_TOKENS)
-NO_MODEL += (Op.FIRST_DRAFTS, Op.PLACE_DRAFTS, Op.ACCEPT_DRAFTS)
-NO_MODEL += (Op.LOOKUP_DRAFTS, Op.ACCEPT_LOOKUPS)
 
 
 @pytest.fixture
@@ -57,7 +53,7 @@ def test_a_timed_run_is_the_same_run(program, num_threads):
     plain = [result.clone() for result in program(*step())]
     library.set_num_threads(num_threads, [-1] * num_threads)
     try:
-        program.timer = CallTimer(num_threads)
+        program.set_timer(CallTimer(num_threads))
         before = time.monotonic()
         timed = program(*step())
         after = time.monotonic()
@@ -83,16 +79,9 @@ def test_a_timed_run_is_the_same_run(program, num_threads):
 def test_fewer_times_than_threads_are_asked_for(program):
     library.set_num_threads(2, [-1, -1])
     try:
-        program.timer = CallTimer(1)
+        program.set_timer(CallTimer(1))
         program(*step())
     finally:
         library.set_num_threads(1)
     [run] = program.timer.take()
     assert {thread for call in timed_calls(run) for thread, *_ in call.threads} <= {0}
-
-
-def test_every_operation_of_a_model_has_its_struct():
-    for op in Op:
-        if op not in NO_MODEL:
-            assert struct_of(op) is not struct_of(Op.NEXT_TOKENS), op
-    assert set(STRUCTS) <= set(Op)

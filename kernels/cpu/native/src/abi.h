@@ -1,4 +1,5 @@
-// The library's C interface. calls.py mirrors every struct; tests compare sizes and offsets.
+// The library's C interface. calls.py reads this file and the other abi_*.h: one member or several
+// of one type in a declaration, a pointer alone.
 // A Call is one operation with its operands' addresses. A Step holds what differs from step to
 // step. quire_run runs calls one after another. Row strides and counts are in elements, not bytes.
 // Rows of an operand are contiguous; the memory between two rows is not accessed.
@@ -283,7 +284,7 @@ enum Epilogue : int32_t {
     SILU = 7,
     RELU = 8,
 };
-inline bool is_gated(int32_t epilogue) { return epilogue >= GATED && epilogue <= GATED_GELU; }
+constexpr bool is_gated(int32_t epilogue) { return epilogue >= GATED && epilogue <= GATED_GELU; }
 
 // out [rows, out_features] = x [rows, in_features] times weight^T, plus bias; then Activate, if the
 // epilogue names one. With GATED the first half of the weight's rows is the gate's, out [rows,

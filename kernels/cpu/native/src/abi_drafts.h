@@ -1,5 +1,5 @@
 // The part of the library's C interface (abi.h) for rounds of drafts and their verification in one
-// run; draft_calls.py mirrors it.
+// run.
 #pragma once
 #include "abi.h"
 

@@ -1,4 +1,4 @@
-// The part of the library's C interface (abi.h) for LoRA adapters; lora_calls.py mirrors it.
+// The part of the library's C interface (abi.h) for LoRA adapters.
 #pragma once
 #include "abi.h"
 

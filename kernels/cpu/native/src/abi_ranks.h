@@ -1,5 +1,5 @@
 // The part of the library's C interface (abi.h) for ranks, processes of one machine that have the
-// parts of a model between them; rank_calls.py mirrors it.
+// parts of a model between them.
 #pragma once
 #include "abi.h"
 

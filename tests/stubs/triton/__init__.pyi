@@ -1,0 +1,6 @@
+# What kernels/triton uses, for pyright: a kernel's parameters are Triton's, not Python's.
+from collections.abc import Callable
+from typing import Any
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any: ...
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,6 @@
+from typing import Any
+
+class constexpr(Any):
+    def __new__(cls, value: Any) -> Any: ...
+
+def __getattr__(name: str) -> Any: ...

@@ -17,12 +17,13 @@ from starlette.routing import Match, Route, Router
 
 from ... import __version__
 from .dispatch import OF_ONE_MODEL, routes_of_models
-from .http.call import LARGE_BODY, Call, new_request_id, read_deadline, release_memory
+from .http.call import Call, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ENDS, from_status
 from .http.openapi import ApiRoute, description_routes
 from .http.sse import Json
 from .models import Models
+from .request_body import LARGE_BODY
 from .routes import health, metrics, models, ollama_models, page
 from .state import ServerState
 

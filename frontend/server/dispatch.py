@@ -24,13 +24,14 @@ from ...ipc.log_format import name_model
 from .apis.ollama_answer import now, time_text
 from .apis.ollama_turn import plain_name
 from .durations import parse_duration
-from .http.call import call_of, read_body, receive_body
+from .http.call import call_of
 from .http.errors import invalid, missing
 from .http.openapi import ApiRoute
 from .http.sse import Json
 from .model_slot import ModelSlot
 from .models import Models
 from .pulls import Pulls
+from .request_body import read_body, receive_body
 from .routes import (
     admin,
     chat,

@@ -18,11 +18,11 @@ from ..cli.values import parse_bytes
 from ..engine_args import EngineArgs
 from ..model_info.plan import Plan, make_plan, resolve
 from ..text.tokenizer import stored_chat_templates
-from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .durations import parse_duration
 from .model_slot import ModelSlot
 from .models import Downloads, Models
+from .response_store import ResponseStore
 from .state import ServerState
 
 

@@ -26,7 +26,6 @@ from ..answer_format import AnswerFormat, detect
 from ..async_llm import AsyncLLM
 from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
-from .apis.response_store import ResponseStore
 from .config import ServerConfig
 from .http.auth import Keys
 from .http.call import Call
@@ -34,6 +33,7 @@ from .http.errors import ENGINE_GONE, ApiError, from_exception, unsupported
 from .http.sse import EventStream, event
 from .meters import Meters
 from .request_log import RequestLog
+from .response_store import ResponseStore
 from .served_loras import ServedLoras
 
 logger = logging.getLogger(__name__)

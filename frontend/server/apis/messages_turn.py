@@ -17,8 +17,8 @@ from ..http.call import Call
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
-from ..turns.response_format import wants_compact_json, wants_listed_properties
-from ..turns.sampling import SamplingBody, sampling_params
+from ..turns.response_format import json_options
+from ..turns.sampling import sampling_params
 from .anthropic_messages import AnthropicMessage, SystemBlock, plain_messages
 
 # Internal parameter names -> the names in this API, for errors.
@@ -103,28 +103,19 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
     send one. Raises ApiError, or InvalidParameterError with internal parameter names.
     """
     is_run = isinstance(body, MessagesBody)
-    sampling = SamplingBody()
+    given: dict[str, Any] = {}
     if is_run:
-        sampling = SamplingBody(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k,
-            stop=body.stop_sequences,
-            stream=body.stream,
-            disable_any_whitespace=body.disable_any_whitespace,
-            disable_additional_properties=body.disable_additional_properties,
-        )
+        given = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+        given["stop"] = body.stop_sequences
     state.check_generates()
-    defaults = state.ready_engine().get_default_sampling_params()
-    structured = _structured_outputs(body.output_config)
-    max_tokens = body.max_tokens if is_run else None
+    json = json_options(body, state.server_config)
     params = sampling_params(
-        sampling,
-        defaults,
-        state.server_config,
-        max_tokens=max_tokens,
-        logprobs=None,
-        structured_outputs=structured,
+        state,
+        given,
+        json,
+        max_tokens=body.max_tokens if is_run else None,
+        structured_outputs=_structured_outputs(body.output_config),
+        streams=body.stream if is_run else False,
     )
     messages = plain_messages(body.system, body.messages)
     continues = messages[-1]["role"] == "assistant"
@@ -147,8 +138,7 @@ def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -
         add_generation_prompt=not continues,
         continue_final_message=continues,
         names=NAMES,
-        compact_json=wants_compact_json(body, state.server_config),
-        lists_properties=wants_listed_properties(body, state.server_config),
+        json=json,
     )
 
 

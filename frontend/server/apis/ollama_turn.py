@@ -22,32 +22,22 @@ from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
 from ..turns.generation import Job, check_context
-from ..turns.response_format import wants_compact_json, wants_listed_properties
-from ..turns.sampling import MAX_LOGPROBS, Number, SamplingBody, sampling_params
+from ..turns.response_format import json_options
+from ..turns.sampling import MAX_LOGPROBS, Number, sampling_params
 from ..turns.tokenizing import tokenize_all
 
 # how Ollama's clients write that a model is from the hub
 HUB_ADDRESS = re.compile(r"^(https?://)?(hf\.co|huggingface\.co)/")
+# options that are SamplingParams' under the same name
+SAME = ("temperature", "top_k", "top_p", "min_p", "stop", "presence_penalty", "frequency_penalty")
 CHAT_NAMES = {
     "prompt": "messages",
     "structured_outputs": "format",
     "structured_outputs.json": "format",
     "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    **{name: f"options.{name}" for name in (*SAME, "seed")},
 }
-CHAT_NAMES |= {
-    name: f"options.{name}"
-    for name in (
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "seed",
-        "stop",
-        "presence_penalty",
-        "frequency_penalty",
-    )
-}
-CHAT_NAMES["repetition_penalty"] = "options.repeat_penalty"
 GENERATE_NAMES = CHAT_NAMES | {"prompt": "prompt"}
 
 
@@ -183,31 +173,18 @@ def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
 
 def sampling(state: ServerState, body: OllamaBody) -> SamplingParams:
     options = body.options or OllamaOptions()
-    house = SamplingBody(
-        temperature=options.temperature,
-        top_p=options.top_p,
-        top_k=options.top_k,
-        min_p=options.min_p,
-        seed=options.seed if (options.seed or 0) >= 0 else None,
-        stop=options.stop,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        stream=body.stream is not False,
-        disable_any_whitespace=body.disable_any_whitespace,
-        disable_additional_properties=body.disable_additional_properties,
-    )
-    max_tokens = options.num_predict if (options.num_predict or 0) > 0 else None
-    defaults = state.ready_engine().get_default_sampling_params()
-    format = _format(body.format)
-    logprobs = (body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None
+    given = {name: getattr(options, name) for name in SAME} | {
+        "seed": options.seed if (options.seed or 0) >= 0 else None,
+        "repetition_penalty": options.repeat_penalty,
+    }
     return sampling_params(
-        house,
-        defaults,
-        state.server_config,
-        max_tokens=max_tokens,
-        logprobs=logprobs,
-        structured_outputs=format,
+        state,
+        given,
+        json_options(body, state.server_config),
+        max_tokens=options.num_predict if (options.num_predict or 0) > 0 else None,
+        logprobs=(body.top_logprobs or 0) if body.logprobs or body.top_logprobs else None,
+        structured_outputs=_format(body.format),
+        streams=body.stream is not False,
     )
 
 
@@ -247,10 +224,8 @@ def _turn(
     body: OllamaBody,
 ) -> ChatTurn:
     """If the last message is the assistant's, the model continues it, as in Ollama."""
-    thinks, effort = (
-        None if body.think is None else bool(body.think),
-        body.think if isinstance(body.think, str) else None,
-    )
+    thinks = None if body.think is None else bool(body.think)
+    effort = body.think if isinstance(body.think, str) else None
     continues = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     return ChatTurn(
         request_id,
@@ -259,8 +234,7 @@ def _turn(
         template_variables=thinking_variables(state, call, thinks, effort, ("think", "think")),
         add_generation_prompt=not continues,
         continue_final_message=continues,
-        compact_json=wants_compact_json(body, state.server_config),
-        lists_properties=wants_listed_properties(body, state.server_config),
+        json=json_options(body, state.server_config),
         names=CHAT_NAMES if isinstance(body, OllamaChatBody) else GENERATE_NAMES,
     )
 

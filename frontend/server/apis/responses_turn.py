@@ -18,8 +18,8 @@ from ..http.errors import invalid, missing, unsupported
 from ..http.limits import FieldLimit
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
-from ..turns.response_format import wants_compact_json, wants_listed_properties
-from ..turns.sampling import MAX_LOGPROBS, Probability, SamplingBody, sampling_params
+from ..turns.response_format import json_options
+from ..turns.sampling import MAX_LOGPROBS, Probability, sampling_params
 from .responses_items import Item, messages_of
 from .responses_tools import CheckedTools, ResponsesToolChoice, SentResponsesTool
 
@@ -45,6 +45,8 @@ INCLUDABLE = (
     "computer_call_output.output.image_url",
 )
 MAX_METADATA = 16
+# fields that are SamplingParams' under the same name
+SAME = ("temperature", "top_p", "top_k", "min_p", "seed")
 IGNORED = (
     "user",
     "safety_identifier",
@@ -203,33 +205,22 @@ def turn_of(
         body.parallel_tool_calls is not False,
         variables | (body.chat_template_kwargs or {}),
         names=NAMES,
-        compact_json=wants_compact_json(body, state.server_config),
-        lists_properties=wants_listed_properties(body, state.server_config),
+        json=json_options(body, state.server_config),
         streams_calls=True,
     )
 
 
 def params_of(state: ServerState, body: ResponsesBody) -> SamplingParams:
-    format = _structured_outputs(body.text and body.text.format)
     wants_logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or [])
-    sampling = SamplingBody(
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        # which token belongs to which item is known only while they arrive
-        stream=body.stream or wants_logprobs,
-        disable_any_whitespace=body.disable_any_whitespace,
-        disable_additional_properties=body.disable_additional_properties,
-    )
     return sampling_params(
-        sampling,
-        state.ready_engine().get_default_sampling_params(),
-        state.server_config,
+        state,
+        {name: getattr(body, name) for name in SAME},
+        json_options(body, state.server_config),
         max_tokens=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if wants_logprobs else None,
-        structured_outputs=format,
+        structured_outputs=_structured_outputs(body.text and body.text.format),
+        # which token belongs to which item is known only while they arrive
+        streams=body.stream or wants_logprobs,
     )
 
 

@@ -16,11 +16,11 @@ from starlette.responses import PlainTextResponse, Response
 
 from ....ipc.errors import EnginePausedError, EngineUsageError
 from ...async_llm import AsyncLLM
-from ..http.call import read_body
 from ..http.errors import ApiError
 from ..http.openapi import ApiRoute
 from ..http.queries import Reader, flag, one_of, read_query, seconds, some_of
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 
 Action = Callable[..., Awaitable[Any]]  # (engine, **query parameters): what the answer encodes

@@ -15,13 +15,21 @@ from ...text.chat_template import template_variables
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import SentTool, ToolChoice, checked_tools
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import invalid
 from ..http.openapi import EVENTS, ApiRoute
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
-from ..turns.response_format import wants_compact_json, wants_listed_properties
-from ..turns.sampling import MAX_LOGPROBS, SamplingBody, check_fields, field_names, sampling_params
+from ..turns.response_format import json_options, structured_outputs_of
+from ..turns.sampling import (
+    MAX_LOGPROBS,
+    SamplingBody,
+    check_fields,
+    field_names,
+    openai_fields,
+    sampling_params,
+)
 
 # Template variables that requests cannot set. Some have a field of their own.
 RESERVED_VARIABLES = frozenset(
@@ -105,10 +113,16 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         names["max_tokens"] = "max_completion_tokens"
     tools, tool_choice = checked_tools(body.tools, body.tool_choice)
     state.check_generates()
-    defaults = state.ready_engine().get_default_sampling_params()
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    json = json_options(body, state.server_config)
     params = sampling_params(
-        body, defaults, state.server_config, max_tokens=max_tokens, logprobs=logprobs, names=names
+        state,
+        openai_fields(body),
+        json,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        structured_outputs=structured_outputs_of(body),
+        streams=body.stream,
+        names=names,
     )
     continues = bool(body.continue_final_message)
     if continues and body.messages[-1].__struct_config__.tag != "assistant":
@@ -133,8 +147,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         names=names,
-        compact_json=wants_compact_json(body, state.server_config),
-        lists_properties=wants_listed_properties(body, state.server_config),
+        json=json,
         streams_calls=True,
     )
 

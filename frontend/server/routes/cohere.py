@@ -16,10 +16,11 @@ from ....ipc.checks import INT64_MAX
 from ....ipc.models.pooling import Pooling
 from ....ipc.params import PoolingParams
 from ..apis.pooling_answer import usage_of, values
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import missing, unsupported
 from ..http.openapi import ApiRoute
 from ..http.sse import json_of
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.tokenizing import check_number

@@ -14,18 +14,21 @@ from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
 from ...answer_format import detect
 from ..apis.completion_answer import Completion, CompletionAnswer
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import invalid, unsupported
 from ..http.openapi import EVENTS, ApiRoute
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.generation import Job, check_context, check_room
+from ..turns.response_format import json_options, structured_outputs_of
 from ..turns.sampling import (
     MAX_LOGPROBS,
     SamplingBody,
     TokenId,
     check_fields,
     field_names,
+    openai_fields,
     sampling_params,
 )
 from ..turns.tokenizing import prompts_of, tokenize_all
@@ -57,7 +60,8 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:
     """Checks the whole body before the engine is called."""
-    engine, model = state.ready_engine(), state.select_model(body.model, call)
+    state.ready_engine()
+    model = state.select_model(body.model, call)
     state.check_generates()
     check_fields(body, call)
     if body.suffix:
@@ -77,13 +81,14 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
     if max_tokens == 0:  # the engine generates at least one token, which is then omitted
         overrides |= {"n": 1, "min_tokens": 0, "output_kind": RequestOutputKind.FINAL_ONLY}
     names = field_names(body) | {"prompt_token_ids": "prompt"}
-    defaults = engine.get_default_sampling_params()
     params = sampling_params(
-        body,
-        defaults,
-        state.server_config,
+        state,
+        openai_fields(body),
+        json_options(body, state.server_config),
         max_tokens=max_tokens or 1,
         logprobs=logprobs,
+        structured_outputs=structured_outputs_of(body),
+        streams=body.stream,
         names=names,
         **overrides,
     )

@@ -16,14 +16,15 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..apis.response_store import ResponseStore, Stored
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_turn import MAX_METADATA
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import ApiError, invalid, not_found, unsupported
 from ..http.openapi import ApiRoute
 from ..http.queries import integer
 from ..http.sse import Json
+from ..request_body import read_body
+from ..response_store import ResponseStore, Stored
 from ..state import ServerState
 
 PREFIX = "conv_"

@@ -17,9 +17,9 @@ from ....ipc.params import SamplingParams
 from ....ipc.trace import MAX_STEPS, place_of_function
 from ...async_llm import AsyncLLM
 from ..admission import Admission
-from ..http.call import read_body
 from ..http.errors import ApiError, invalid
 from ..http.openapi import ApiRoute
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns import generation
 from ..turns.chat_turn import prepare_chat

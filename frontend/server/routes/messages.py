@@ -12,10 +12,11 @@ from starlette.responses import Response
 
 from ..apis.messages_answer import MessagesAnswer
 from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import renaming
 from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.chat_turn import prepare_chat, render_turn
 

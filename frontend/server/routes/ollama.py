@@ -20,10 +20,11 @@ from ..apis.ollama_turn import (
     prepare_generate,
     prepare_ollama_chat,
 )
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import renaming, unsupported
 from ..http.openapi import LINES, ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 
 

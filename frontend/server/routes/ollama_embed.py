@@ -18,10 +18,11 @@ from ....ipc.params import PoolingParams
 from ...pooling_outputs import PoolingRequestOutput
 from ..apis.ollama_turn import plain_name
 from ..apis.pooling_answer import json_rows, usage_of
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import missing
 from ..http.openapi import ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.tokenizing import check_number

@@ -23,11 +23,12 @@ from ...model_info.plan import weights_in_engine
 from ...model_info.stored_weights import DTYPES, StoredWeights, stored_weights
 from ..apis.ollama_answer import NDJSON, error_line, time_text
 from ..apis.ollama_turn import plain_name
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import ApiError, missing
 from ..http.openapi import LINES, ApiRoute
 from ..http.sse import Json, encode
 from ..pulls import changes_disabled, not_allowed_to_pull
+from ..request_body import read_body
 from ..state import ServerState
 
 # The version of Ollama's API that is implemented; clients compare it with the minimum they need.

@@ -32,10 +32,11 @@ from ..apis.pooling_answer import (
     listed,
     usage_of,
 )
-from ..http.call import call_of, read_body
+from ..http.call import call_of
 from ..http.errors import refused
 from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId

@@ -12,7 +12,6 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ..apis.response_store import Stored
 from ..apis.responses_answer import (
     ResponsesAnswer,
     compacted,
@@ -24,10 +23,12 @@ from ..apis.responses_answer import (
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import ApiError, invalid, not_found, renaming, unsupported
 from ..http.openapi import EVENTS, ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
+from ..response_store import Stored
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, render_turn

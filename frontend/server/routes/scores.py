@@ -30,11 +30,12 @@ from ..apis.pooling_answer import (
     ranked,
     usage_of,
 )
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import invalid, missing, refused, unsupported
 from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.tokenizing import check_number

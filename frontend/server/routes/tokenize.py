@@ -19,10 +19,11 @@ from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..admission import in_turn
 from ..apis.openai_messages import Message, plain_messages
 from ..apis.openai_tools import SentTool, checked_tools
-from ..http.call import Call, call_of, read_body
+from ..http.call import Call, call_of
 from ..http.errors import ApiError, invalid, missing
 from ..http.openapi import ApiRoute
 from ..http.sse import Json
+from ..request_body import read_body
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, render_turn
 from ..turns.tokenizing import tokenize_all

@@ -25,6 +25,7 @@ from ..http.errors import invalid
 from ..state import ServerState
 from .answer_run import AnswerRun
 from .generation import Job, check_context, check_room
+from .response_format import JsonOptions
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
 # Seconds of processor time that a chat template may take on the event loop.
@@ -52,9 +53,9 @@ class ChatTurn:
     priority: int = 0
     cache_salt: str | None = None
     names: dict[str, str] = field(default_factory=lambda: {"prompt": "messages"})
-    # for call arguments constrained by a grammar
-    compact_json: bool = False
-    lists_properties: bool = True  # objects have only the properties that their schema lists
+    json: JsonOptions = field(
+        default_factory=JsonOptions
+    )  # for call arguments constrained by a grammar
     # the API has a form for a call that max_tokens cuts, so a forced call need not wait for its end
     streams_calls: bool = False
 
@@ -149,14 +150,12 @@ def shape_answer(
     """The parameters with the grammar that the turn requires, and the names of fields for errors of
     that grammar.
     """
-    asked, options = (
-        params.structured_outputs,
-        {
-            "parallel_tool_calls": turn.parallel_tool_calls,
-            "prompt_text": text,
-            "compact_json": turn.compact_json,
-        },
-    )
+    asked = params.structured_outputs
+    options = {
+        "parallel_tool_calls": turn.parallel_tool_calls,
+        "prompt_text": text,
+        "compact_json": turn.json.is_compact,
+    }
     tools = _constrained(turn) if turn.wants_tools else []
     shape = format.forced(tools, turn.tool_choice, **options) if tools else None
     if shape is None and asked is not None:
@@ -180,7 +179,7 @@ def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
     tools = []
     for tool in turn.tools or []:
         schema = tool["function"].get("parameters") or {}
-        if turn.lists_properties:
+        if turn.json.lists_properties:
             schema = closed_schema(schema)
         elif schema.get("properties") and not schema.keys() & OPEN_KEYWORDS:
             schema = {**schema, "additionalProperties": True}  # formats would close it

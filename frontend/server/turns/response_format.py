@@ -7,6 +7,7 @@ Must not know: grammars (the engine compiles and validates them), prompts.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,44 +73,47 @@ def kinds_of(stated: StructuredOutputs | None) -> dict[str, Any] | None:
     return {n: v for n, v in fields.items() if v is not None and n not in JSON_OPTIONS} or None
 
 
-def with_json_options(
-    params: StructuredOutputsParams | None, body: SamplingBody, config: ServerConfig
-) -> StructuredOutputsParams | None:
-    """`params` with a body's options of JSON, whichever field the constraint comes from."""
-    if params is None or (params.json is None and not params.json_object):
-        return params
-    stated = body.structured_outputs or StructuredOutputs()
-    pattern = stated.whitespace_pattern
-    if pattern is None:
-        pattern = body.guided_whitespace_pattern
-    return msgspec.structs.replace(
-        params,
-        whitespace_pattern=pattern,
-        disable_any_whitespace=wants_compact_json(body, config),
-        disable_additional_properties=wants_listed_properties(body, config),
-    )
+@dataclass(frozen=True, slots=True)
+class JsonOptions:
+    """How JSON is written, in an answer and in its tool calls.
 
-
-def wants_compact_json(body: Any, config: ServerConfig) -> bool:
-    """Whether the JSON of a response and of its tool calls has no whitespace."""
-    return _json_option(body, config, "disable_any_whitespace")
-
-
-def wants_listed_properties(body: Any, config: ServerConfig) -> bool:
-    """Whether objects of schemas have only the properties that are listed, in a response and in its
-    tool calls.
+    is_compact: without whitespace. lists_properties: objects of schemas have only the properties
+    that are listed. whitespace_pattern: of an answer; None: the engine's.
     """
-    return _json_option(body, config, "disable_additional_properties")
+
+    is_compact: bool = False
+    lists_properties: bool = True
+    whitespace_pattern: str | None = None
+
+    def applied_to(self, params: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+        """`params` with these options, whichever field of the body the constraint comes from."""
+        if params is None or (params.json is None and not params.json_object):
+            return params
+        return msgspec.structs.replace(
+            params,
+            whitespace_pattern=self.whitespace_pattern,
+            disable_any_whitespace=self.is_compact,
+            disable_additional_properties=self.lists_properties,
+        )
 
 
-def _json_option(body: Any, config: ServerConfig, name: str) -> bool:
-    """`body` may belong to any API."""
+def json_options(body: Any, config: ServerConfig) -> JsonOptions:
+    """The options of a body of any API: vLLM's `structured_outputs` first, then fields of its own,
+    then the server's.
+    """
     stated = getattr(body, "structured_outputs", None)
-    for holder in (stated, body):
-        wanted = getattr(holder, name, None)
-        if wanted is not None:
-            return wanted
-    return getattr(config, name)
+    holders = (stated, body, config)
+
+    def first(name: str) -> Any:
+        found = (getattr(holder, name, None) for holder in holders)
+        return next((value for value in found if value is not None), None)
+
+    pattern = getattr(stated, "whitespace_pattern", None)
+    if pattern is None:
+        pattern = getattr(body, "guided_whitespace_pattern", None)
+    return JsonOptions(
+        first("disable_any_whitespace"), first("disable_additional_properties"), pattern
+    )
 
 
 def response_format(wanted: dict[str, Any] | None) -> StructuredOutputsParams | None:

@@ -13,16 +13,16 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
-from ....ipc.params import RequestOutputKind, SamplingParams
-from ..config import ServerConfig
+from ....ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from ..http.call import Call
 from ..http.errors import invalid, refused, unsupported
+from ..state import ServerState
 from .response_format import (
     GUIDED,
+    JsonOptions,
     StructuredOutputs,
     kinds_of,
     structured_outputs_of,
-    with_json_options,
 )
 
 MAX_STOPS = 16  # OpenAI allows 4; other servers allow more
@@ -153,6 +153,8 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
 
 
+# The fields for which a model's authors recommend values.
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 # The fields that SamplingParams takes as they are.
 SAME = (set(SamplingBody.__struct_fields__) & set(SamplingParams.__struct_fields__)) - {
     "logit_bias",
@@ -196,56 +198,52 @@ def check_fields(body: SamplingBody, call: Call) -> None:
         )
 
 
+def openai_fields(body: SamplingBody) -> dict[str, Any]:
+    """The fields of a body that `sampling_params` takes."""
+    return {name: getattr(body, name) for name in SAME} | {"logit_bias": body.logit_bias}
+
+
 def sampling_params(
-    body: SamplingBody,
-    defaults: SamplingParams,
-    config: ServerConfig,
+    state: ServerState,
+    given: dict[str, Any],
+    json: JsonOptions,
     *,
     max_tokens: int | None,
-    logprobs: int | None,
+    logprobs: int | None = None,
+    structured_outputs: StructuredOutputsParams | None = None,
+    streams: bool | None = False,
     names: dict[str, str] | None = None,
     **overrides: Any,
 ) -> SamplingParams:
-    """Builds SamplingParams.
+    """Builds SamplingParams from the fields of a body under SamplingParams' names, on top of the
+    values that the model's authors recommend; None: the field was not sent.
 
-    `defaults`: the values that the model's authors recommend; `overrides` take precedence over the
-    body; `names`: the engine's parameters -> the body's fields.
+    `names`: the engine's parameters -> the body's fields; `overrides` come last.
 
     Raises ApiError that names the field, or InvalidParameterError if `names` is None.
     """
-    given = {name: value for name in SAME if (value := getattr(body, name)) is not None}
-    if body.n is not None and body.n > config.max_n:
-        raise invalid(
-            "n", f"'n' must be at most {config.max_n}, got {body.n}.", "integer_above_max_value"
-        )
-    if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise invalid(
-            "stop",
-            f"'stop' can have at most {MAX_STOPS} strings, got {len(body.stop)}.",
-            "array_above_max_length",
-        )
-    if "stop" in given:
-        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-        given["stop"] = [text for text in stops if text] or None
-    if body.seed is not None:
-        given["seed"] = body.seed % (INT64_MAX + 1)  # the API allows negative values
-    if body.logit_bias:
-        # keys in JSON are strings
-        given["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
-    start = {
-        field: getattr(defaults, field)
-        for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    }
-    fixed = {
+    given = {name: value for name, value in given.items() if value is not None}
+    if (n := given.get("n", 1)) > (most := state.server_config.max_n):
+        raise invalid("n", f"'n' must be at most {most}, got {n}.", "integer_above_max_value")
+    if (stop := given.get("stop")) is not None:
+        if isinstance(stop, list) and len(stop) > MAX_STOPS:
+            message = f"'stop' can have at most {MAX_STOPS} strings, got {len(stop)}."
+            raise invalid("stop", message, "array_above_max_length")
+        given["stop"] = [s for s in ([stop] if isinstance(stop, str) else stop) if s] or None
+    if "seed" in given:
+        given["seed"] %= INT64_MAX + 1  # the API allows negative values
+    if bias := given.pop("logit_bias", None):  # keys in JSON are strings
+        given["logit_bias"] = {int(token_id): value for token_id, value in bias.items()}
+    defaults = state.ready_engine().get_default_sampling_params()
+    fields = {name: getattr(defaults, name) for name in RECOMMENDED} | given
+    fields |= {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "structured_outputs": structured_outputs_of(body),
-        "output_kind": RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY,
+        "output_kind": RequestOutputKind.DELTA if streams else RequestOutputKind.FINAL_ONLY,
     }
-    fixed |= overrides
     try:
-        fixed["structured_outputs"] = with_json_options(fixed["structured_outputs"], body, config)
-        return SamplingParams(**start | given | fixed)
+        fields["structured_outputs"] = json.applied_to(structured_outputs)
+        return SamplingParams(**fields | overrides)
     except InvalidParameterError as error:
         if names is None:
             raise

@@ -11,10 +11,10 @@ from typing import Any
 from msgspec.structs import replace
 from quire.frontend.clients.client import Restarts
 from quire.frontend.outputs import RequestMetrics, RequestOutput
-from quire.frontend.server.apis.response_store import ResponseStore
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.model_slot import ModelSlot
 from quire.frontend.server.models import Models
+from quire.frontend.server.response_store import ResponseStore
 from quire.frontend.server.state import ServerState
 from quire.ipc.errors import EngineDeadError, ModelLoadError
 from quire.tests.frontend.server.scripted import ScriptedEngine

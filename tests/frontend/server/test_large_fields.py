@@ -20,11 +20,11 @@ import msgspec
 import psutil
 import pytest
 from msgspec import inspect
-from quire.frontend.server.apis.response_store import Stored
 from quire.frontend.server.apis.responses_items import MAX_CONVERSATION, Item, ItemPart
 from quire.frontend.server.app import App, all_routes, make_app
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.limits import LIMITS, FieldLimit
+from quire.frontend.server.response_store import Stored
 from quire.frontend.server.routes import cohere, ollama_embed, scores
 from quire.frontend.server.routes import pooling as pooling_routes
 from quire.frontend.server.state import ServerState
@@ -405,8 +405,7 @@ def full_state() -> ServerState:
 
 def body_types(state: ServerState) -> dict[str, type[msgspec.Struct]]:
     """The types of the bodies by the paths of the routes."""
-    described = {r.path: getattr(r.endpoint, "description", None) for r in all_routes(state)}
-    return {path: found.body for path, found in described.items() if found and found.body}
+    return {route.path: route.body for route in all_routes(state) if route.body is not None}
 
 
 def longest_gaps_s(state: ServerState, paths: Container[str]) -> dict[str, float]:

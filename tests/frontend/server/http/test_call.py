@@ -6,8 +6,9 @@ import msgspec
 import pytest
 from quire.frontend.server.app import make_app
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.call import MAX_LARGE_BODIES, Call, decode_body, new_request_id
+from quire.frontend.server.http.call import Call, new_request_id
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.request_body import MAX_LARGE_BODIES, decode_body
 from quire.frontend.server.state import ServerState
 
 

@@ -32,7 +32,7 @@ def test_the_steps_of_a_prompt(admin):
     assert "layers[i].mlp.down_proj" in trace.tree()
     # the way of a server's requests, which is not LLM's
     assert list(trace.places)[:5] == [
-        "call.read_body",
+        "request_body.read_body",
         "chat_turn.prepare_chat",
         "admission.wait",
         "generation.run",

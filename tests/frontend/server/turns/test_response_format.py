@@ -9,9 +9,10 @@ from quire.frontend.server.turns.response_format import (
     response_format,
     structured_outputs_of,
 )
-from quire.frontend.server.turns.sampling import SamplingBody, sampling_params
-from quire.ipc.params import SamplingParams, StructuredOutputsParams
+from quire.frontend.server.turns.sampling import SamplingBody
+from quire.ipc.params import StructuredOutputsParams
 from quire.tests.frontend.server.scripted import ScriptedEngine, post, scripted_app
+from quire.tests.frontend.server.turns.test_sampling import params_of
 
 SCHEMA = {"type": "object"}
 
@@ -112,7 +113,7 @@ ASKING = [
 def spacing_of(fields: dict, *, default: bool = False) -> tuple[bool, str | None]:
     body = msgspec.convert(fields, SamplingBody)
     config = ServerConfig(disable_any_whitespace=default)
-    params = sampling_params(body, SamplingParams(), config, max_tokens=9, logprobs=None)
+    params = params_of(body, config, max_tokens=9)
     structured = params.structured_outputs
     assert structured.json == SCHEMA or structured.json_object
     return structured.disable_any_whitespace, structured.whitespace_pattern
@@ -141,7 +142,7 @@ def test_the_request_overrides_the_servers_default(asking: dict) -> None:
 
 def test_whitespace_options_affect_only_json() -> None:
     body = SamplingBody(guided_regex="a", disable_any_whitespace=True)
-    params = sampling_params(body, SamplingParams(), ServerConfig(), max_tokens=9, logprobs=None)
+    params = params_of(body, max_tokens=9)
     assert params.structured_outputs == StructuredOutputsParams(regex="a")
 
 
@@ -160,7 +161,7 @@ def test_listed_properties_are_a_default_of_the_server_and_an_option(asking, def
         ({OPTION: True, "structured_outputs": {**stated, OPTION: False}}, False),
     ):
         body = msgspec.convert(asking | fields, SamplingBody)
-        params = sampling_params(body, SamplingParams(), config, max_tokens=9, logprobs=None)
+        params = params_of(body, config, max_tokens=9)
         assert params.structured_outputs.disable_additional_properties is wanted
 
 

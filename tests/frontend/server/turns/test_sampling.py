@@ -3,6 +3,7 @@ ignored fields that are reported.
 """
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.call import Call
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
+from quire.frontend.server.turns.response_format import json_options, structured_outputs_of
 from quire.frontend.server.turns.sampling import (
     IGNORED,
     UNSUPPORTED,
@@ -17,6 +19,7 @@ from quire.frontend.server.turns.sampling import (
     StreamOptions,
     check_fields,
     field_names,
+    openai_fields,
     sampling_params,
 )
 from quire.ipc.errors import InvalidParameterError
@@ -25,15 +28,28 @@ from quire.ipc.params import RequestOutputKind, SamplingParams
 RECOMMENDED = SamplingParams(temperature=0.6, top_k=20)
 
 
-def params(names: dict[str, str] | None = None, **fields: object) -> SamplingParams:
+def params_of(
+    body: SamplingBody,
+    config: ServerConfig = ServerConfig(),
+    defaults: SamplingParams = SamplingParams(),
+    **options: Any,
+) -> SamplingParams:
+    """Those of a server with this configuration, whose model's authors recommend `defaults`."""
+    engine = SimpleNamespace(get_default_sampling_params=lambda: defaults)
+    state: Any = SimpleNamespace(server_config=config, ready_engine=lambda: engine)
     return sampling_params(
-        SamplingBody(**fields),
-        RECOMMENDED,
-        ServerConfig(),
-        max_tokens=5,
-        logprobs=None,
-        names=names,
+        state,
+        openai_fields(body),
+        json_options(body, config),
+        structured_outputs=structured_outputs_of(body),
+        streams=body.stream,
+        **options,
     )
+
+
+def params(names: dict[str, str] | None = None, **fields: object) -> SamplingParams:
+    body = SamplingBody(**fields)
+    return params_of(body, defaults=RECOMMENDED, max_tokens=5, names=names)
 
 
 def test_the_models_defaults_apply_if_the_body_has_none() -> None:
@@ -87,14 +103,7 @@ def test_errors_use_the_names_of_the_body() -> None:
         and field_names(SamplingBody())["structured_outputs"] == "response_format"
     )
     with pytest.raises(ApiError) as caught:
-        sampling_params(
-            body,
-            RECOMMENDED,
-            ServerConfig(),
-            max_tokens=0,
-            logprobs=None,
-            names={"max_tokens": "max_completion_tokens"},
-        )
+        params_of(body, max_tokens=0, names={"max_tokens": "max_completion_tokens"})
     assert caught.value.param == "max_completion_tokens"
 
 

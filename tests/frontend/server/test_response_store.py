@@ -1,8 +1,8 @@
 """ResponseStore: eviction, the share of each owner, and the items by id."""
 
 import pytest
-from quire.frontend.server.apis.response_store import ITEM_BYTES, ResponseStore, Stored
 from quire.frontend.server.apis.responses_items import Item
+from quire.frontend.server.response_store import ITEM_BYTES, ResponseStore, Stored
 
 
 def stored(response_id: str, text: str = "", **ids: str) -> Stored:

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from .responses_items import Item
-
 logger = logging.getLogger(__name__)
+Item = Any  # one of apis/responses_items.py, of which the store reads only the id
 # Of all stored responses, as JSON. A conversation counts in full for each of its responses.
 MAX_BYTES = 256 * 2**20
 ITEM_BYTES = 512  # what an item takes besides its JSON

@@ -13,47 +13,405 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from ..ipc.config import EngineConfig
-from ..ipc.errors import InvalidParameterError
+from ..ipc.config import EngineConfig, resolved
+from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.hops import MessageTimer
 from ..ipc.kv_event_publisher import make_publisher
 from ..ipc.messages import (
-    BEAT,
     EngineCoreOutputs,
     EngineCoreRequest,
-    FinishReason,
     Ready,
     UtilityCall,
     UtilityResult,
+    WaveReport,
 )
 from ..ipc.models.expert_parallel import shares_experts
+from ..ipc.models.memory_plan import fitting_tokens
 from ..ipc.models.ranks import num_ranks, num_steps_in_flight
 from ..ipc.step_messages import ModelRunnerOutput
 from ..ipc.threads import begin
-from ..ipc.trace import EngineTrace
-from . import arrivals, utilities
-from .expert_load import by_layer, summary
-from .grammar_gate import GrammarGate
-from .loras import Loras
-from .observation import StepRecords, describe_state, observe
+from .arrivals import Arrivals
+from .loras import LoraRegistry
+from .observation import Observer, StepRecords, log_step
 from .output_rows import MAX_GAP_S, OutputRows
 from .pause import PauseControl
-from .request_checks import check_config, check_num_blocks, check_request
-from .scheduling.results import end_late_requests, write_end
+from .scheduling.results import end_late_requests
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
-from .step_log import log_step
-from .step_tracer import StepTracer, check_num_steps
+from .tracing import Tracing
+from .utilities import UtilityRegistry, list_utilities
 from .waves import EngineWaves
 
 if TYPE_CHECKING:
     from ..executor.executor import Executor, PendingOutput
 
 Report = Callable[[str, float], None]
+KEPT_BYTES = 2**30  # of the cache, most that an engine stores when it ends, which takes seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What the holder of an EngineCore offers it. By default it is a program that runs the steps
+    itself and takes what they return.
+    """
+
+    # sends rows that should not wait for the end of a step
+    deliver: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
+    # ends the holder's wait for work; called from any thread
+    wake: Callable[[], None] = lambda: None
+    # the holder's own counters, for get_metrics; see TransportStats
+    count_transport: Callable[[], dict[str, int]] = dict
+    message_timer: MessageTimer | None = None  # of a holder with sockets
+    report_wave: Callable[[WaveReport], None] = lambda report: None
+    # whether rows must be read before there are more
+    is_full: Callable[[], bool] = lambda: False
+
+
+class EngineCore:
+    """One model, one scheduler, and any number of clients, each known by an index.
+
+    Used by one thread; nothing here waits except the model. The constructor raises what prevents
+    the engine from starting: ModelLoadError, InvalidParameterError, …
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        report: Report | None = None,
+        *,
+        host: Host = Host(),
+        epoch: int = 0,
+        engine_index: int = 0,
+        is_alone: bool = False,
+        imported: Future[Any] | None = None,
+    ):
+        """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
+
+        `is_alone`: this process is the engine's own and runs no other program's code. `imported`:
+        of import_executor, if it has been called.
+        """
+        check_config(config)
+        report = report or (lambda stage, fraction: None)
+        give_back: Callable[[], None] | None = None
+        if executor is None:
+            executor, give_back = _make_executor(
+                config, report, is_alone=is_alone, imported=imported
+            )
+        self.config = config
+        self.executor = executor
+        self.host = host
+        try:
+            self.scheduler, self.ready = _load(config, executor, report, epoch, engine_index)
+            self.kv_events = make_publisher(config, epoch, engine_index)
+            if give_back is not None:
+                give_back()
+            report("kv cache", 1.0)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to report
+                executor.shutdown()
+            raise
+        self._most_in_flight = num_steps_in_flight(config)
+        self.step_fn = self._step_overlapped if self._most_in_flight > 1 else self._step
+        # of the overlapped form; the oldest first
+        self._in_flight: deque[tuple[ScheduledStep, PendingOutput]] = deque()
+        self.log_stats = not config.service_config.disable_log_stats
+        self._log_steps = config.service_config.log_steps
+        self.check_every_step = False  # for tests: post_step runs check_integrity
+        self.rows = OutputRows(epoch, engine_index)
+        self.records = StepRecords()
+        self._join_parts(host)
+
+    def _join_parts(self, host: Host) -> None:
+        """Makes what stands around the scheduler and the executor. Each part gets what it uses."""
+        scheduler, executor, rows = self.scheduler, self.executor, self.rows
+        self.loras = LoraRegistry(
+            self.config.lora_config,
+            scheduler,
+            executor,
+            rows,
+            drain=self.drain,
+            is_step_in_flight=lambda: self.has_step_in_flight,
+            wake=host.wake,
+        )
+        self.arrivals = Arrivals(
+            self.config,
+            scheduler,
+            executor,
+            rows,
+            self.loras,
+            wake=host.wake,
+            deliver=None if host.deliver is None else self._deliver,
+        )
+        self.gate = self.arrivals.gate
+        self.pausing = PauseControl(
+            scheduler,
+            executor,
+            self.arrivals,
+            has_work=self.has_work,
+            has_pending_outputs=self.has_pending_outputs,
+            publish_kv_events=self.publish_kv_events,
+        )
+        self.waves = None
+        if shares_experts(self.config):
+            self.waves = EngineWaves(
+                executor,
+                self.pausing,
+                schedule=self.schedule,
+                execute=self.execute,
+                take_rows=self.take_rows,
+                report=host.report_wave,
+                is_full=host.is_full,
+            )
+            self.step_fn = self.waves.step
+        self.tracing = Tracing(
+            self.config, scheduler, executor, self.gate, self.step_fn, host.message_timer
+        )
+        self.observer = Observer(
+            scheduler,
+            executor,
+            self.gate,
+            self.records,
+            self.pausing,
+            self.loras,
+            self.waves,
+            host.count_transport,
+        )
+        self.utilities = UtilityRegistry(
+            list_utilities(
+                self.observer,
+                self.pausing,
+                self.loras,
+                self.tracing,
+                self.waves,
+                check_integrity=self.check_integrity,
+                execute_dummy_batch=executor.execute_dummy_batch,
+            ),
+            scheduler.counters,
+            self.drain,
+        )
+
+    # ------------------------------------------------------------ requests and clients
+
+    def add_request(self, request: EngineCoreRequest, client_index: int = 0) -> None:
+        """See Arrivals.add."""
+        self.arrivals.add(request, client_index)
+
+    def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
+        """See Arrivals.abort."""
+        self.arrivals.abort(request_ids, client_index)
+
+    def drop_client(self, client_index: int) -> None:
+        """The client has left or died: its requests, its pause and its trace end, its rows are
+        discarded.
+        """
+        self.arrivals.drop_client(client_index)
+        self.rows.drop(client_index)
+        self.pausing.drop_client(client_index)
+        if self.tracing.is_used_by(client_index):
+            self.drain()
+            self.tracing.end_trace(client_index=client_index)
+
+    def is_used_by(self, client_index: int) -> bool:
+        """Whether the client has requests, a pause or a trace, which end when it leaves."""
+        parts = (self.arrivals, self.pausing, self.tracing)
+        return any(part.is_used_by(client_index) for part in parts)
+
+    def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
+        """See PaceOutputs."""
+        self.rows.pace(client_index, rows_per_s)
+
+    def call_utility(self, method: str, args: list[Any], client_index: int = 0) -> Any:
+        """See UtilityRegistry.call."""
+        return self.utilities.call(method, args, client_index)
+
+    def answer_utility(
+        self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]
+    ) -> None:
+        """See UtilityRegistry.answer."""
+        self.utilities.answer(call, client_index, answer)
+
+    # ------------------------------------------------------------ whether there is work
+
+    def has_pending_outputs(self) -> bool:
+        """Whether a client has rows to receive, or a step in flight may bring some."""
+        return bool(self.rows) or self.has_step_in_flight
+
+    @property
+    def has_step_in_flight(self) -> bool:
+        return bool(self._in_flight)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """See Arrivals.next_deadline."""
+        return self.arrivals.next_deadline
+
+    def has_work(self) -> bool:
+        """Whether a step would compute something or deliver a row."""
+        if self.has_pending_outputs() or self.gate.has_checked():
+            return True
+        if self.scheduler.has_late_requests() or self.loras.is_due():
+            return True
+        if self.waves is not None and self.waves.has_work():
+            return True
+        is_waiting = len(self.scheduler.requests) > len(self.scheduler.held)
+        return self.pausing.can_step and is_waiting and not self.loras.blocks_all()
+
+    def is_idle(self) -> bool:
+        """Whether there is no work, and nothing in another thread that may bring some."""
+        return not self.has_work() and not self.gate and not self.loras.is_reading
+
+    @property
+    def is_in_wave(self) -> bool:
+        """Whether other engines wait for this one."""
+        return self.waves is not None and self.waves.state.is_running
+
+    def wait(self) -> None:
+        """Without work: blocks until there may be some, if another thread may bring it."""
+        if self.loras.is_reading:
+            self.loras.wait(self.next_deadline)
+        elif self.gate:
+            self.gate.wait()
+
+    # ------------------------------------------------------------ the step
+
+    # `step_fn` is one of these two, or that of the waves. It runs one step and returns (rows by
+    # client, or None; whether the model ran). An exception means that the engine cannot continue;
+    # an error of one request becomes its ERROR row.
+
+    def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        if (step := self.schedule()) is not None:
+            self.execute(step)
+        return self.take_rows(everything=step is None), step is not None
+
+    def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """As _step, but schedules and submits the next step before it waits for the oldest one.
+
+        The model never waits for this code, nor a stage of it for another stage:
+
+            model       [ step 1 ][ step 2 ][ step 3 ]
+            here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
+        """
+        step = self.schedule()
+        if step is not None:
+            self._in_flight.append((step, self.executor.submit_model(step.output)))
+        is_full = len(self._in_flight) >= self._most_in_flight
+        ran = (is_full or step is None) and self._finish_oldest()
+        return self.take_rows(everything=step is None), ran or step is not None
+
+    def execute(self, step: ScheduledStep) -> None:
+        """Runs a step that `schedule` has returned."""
+        self._process_model_outputs(step, self.executor.execute_model(step.output))
+
+    def _finish_oldest(self) -> bool:
+        """Waits for the oldest step in flight and processes its result, if there is one."""
+        if not self._in_flight:
+            return False
+        step, pending = self._in_flight.popleft()
+        self._process_model_outputs(step, pending.result())
+        return True
+
+    def drain(self) -> None:
+        """Finishes the steps in flight. Call it before changing anything that steps work on."""
+        while self._finish_oldest():
+            pass
+
+    def schedule(self) -> ScheduledStep | None:
+        """The next step, if there is something to compute and the engine may."""
+        if self.gate.has_checked():
+            self.arrivals.admit_checked()
+        end_late_requests(self.scheduler, self.rows)
+        if self.loras.is_enabled:
+            self.loras.settle()
+        if not self.pausing.can_step:
+            return None
+        recorder = self.tracing.recorder
+        if recorder is not None:
+            recorder.begin()
+        start_time = time.monotonic()
+        step = self.scheduler.schedule()
+        if self.loras.is_enabled:
+            self.loras.begin_read()
+        if step is not None:
+            self.records.begin(step, start_time, self.scheduler.counters)
+            if recorder is not None:
+                recorder.scheduled(step)
+            if step.prefills and self.rows.holds_any and self.host.deliver is not None:
+                self._deliver_before(step)
+        return step
+
+    def _deliver_before(self, step: ScheduledStep) -> None:
+        """Sends rows of earlier steps that would wait too long for those of this one."""
+        if self.records.expected_s(step.output.total_num_scheduled_tokens) > MAX_GAP_S:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        assert self.host.deliver is not None
+        self.host.deliver(self.take_rows())
+
+    def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
+        if step.prefills:
+            step.execute_time = self.records.execute_time(step)
+        self.scheduler.update_from_output(step, output, self.rows)
+        self.records.end(step, self.rows.now, self.scheduler.counters)
+        if self._log_steps:
+            log_step(step, output, self.scheduler, self.records)
+        if self.tracing.recorder is not None:
+            self.tracing.recorder.processed(step, output, self.records.last_times())
+
+    def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
+        """The rows for clients. Without `everything`, some may wait for the next step's
+        (PaceOutputs).
+        """
+        stats = self.scheduler.stats() if self.rows and self.log_stats else None
+        return self.rows.take(stats, everything=everything)
+
+    # ------------------------------------------------------------ after the step
+
+    def post_step(self, model_executed: bool) -> None:
+        """Runs after each step, when its outputs are on their way."""
+        if model_executed and self.check_every_step:
+            self.scheduler.check_integrity()
+        if self.kv_events is not None:
+            self.publish_kv_events()
+        if self.scheduler.unused_adapters:
+            self.loras.free_unused()
+        if self.pausing.pending:
+            self.pausing.settle()
+        if self.tracing.recorder is not None:
+            self.tracing.recorder.settle()
+
+    def publish_kv_events(self) -> None:
+        """Sends what has changed in the prefix cache to those who watch it."""
+        if self.kv_events is not None:
+            self.kv_events.publish(self.scheduler.take_kv_events())
+
+    def check_integrity(self) -> bool:
+        """Returns True, or raises AssertionError naming what is inconsistent."""
+        self.scheduler.check_integrity()
+        self.gate.check_integrity(self.scheduler.requests)
+        if self.loras.is_enabled:
+            self.loras.check_integrity()
+        return True
+
+    def shutdown(self) -> None:
+        """Releases the model, and keeps what the cache has for the next start, if there is a file
+        for it. May be called twice.
+        """
+        try:
+            if self.config.cache_config.kv_offloading_path is not None:
+                block_bytes = self.ready.kv_cache_bytes // self.ready.num_blocks
+                self.scheduler.keep_cached_blocks(KEPT_BYTES // max(1, block_bytes))
+        finally:
+            self.executor.shutdown()
+        if self.kv_events is not None:
+            self.kv_events.close()
+
+
+# -------------------------------------------------------------------- the start
 
 
 def begin_import() -> Future[Any]:
@@ -77,434 +435,76 @@ def import_executor(config: EngineConfig | None = None) -> Callable[[], None]:
     return lean_import.give_back
 
 
-class EngineCore:
-    """One model, one scheduler, and any number of clients, each known by an index.
+def _make_executor(
+    config: EngineConfig, report: Report, *, is_alone: bool, imported: Future[Any] | None
+) -> tuple[Executor, Callable[[], None] | None]:
+    """The executor, and what import_executor returns if this process is the engine's own."""
+    report("import", 0.0)
+    from ..executor.weights import early_memory
 
-    Used by one thread; nothing here waits except the model. The constructor raises what prevents
-    the engine from starting: ModelLoadError, InvalidParameterError, …
+    early_memory.begin(config, imports_torch=imported is not None)
+    if imported is not None:
+        imported.result()
+    give_back = import_executor(config) if is_alone else None
+    from ..executor.executor import make_executor
+
+    executor = make_executor(config)
+    report("import", 1.0)
+    return executor, give_back
+
+
+def _load(
+    config: EngineConfig, executor: Executor, report: Report, epoch: int, engine_index: int
+) -> tuple[Scheduler, Ready]:
+    """Loads the model and makes the KV cache and its scheduler."""
+    executor.load_model(report)
+    report("kv cache", 0.0)
+    num_blocks = executor.determine_num_blocks()
+    check_num_blocks(config, num_blocks, executor.kv_cache_windows)
+    kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
+    num_host_blocks, costs = executor.initialize_swap_space()
+    scheduler = Scheduler(
+        config,
+        num_blocks,
+        num_host_blocks,
+        costs,
+        burst_weights_bytes=executor.burst_weights_bytes,
+        kv_cache_windows=executor.kv_cache_windows,
+        offload=executor.initialize_offload(),
+    )
+    return scheduler, Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
+
+
+def check_config(config: EngineConfig) -> None:
+    """Checks what the frontend guarantees, and without which a request could wait forever."""
+    if "vocab_size" not in config.model_config.hf_config:
+        raise InvalidParameterError("hf_config", "must hold the model's vocab_size")
+    scheduling, max_model_len = config.scheduler_config, config.model_config.max_model_len
+    budget = scheduling.max_num_batched_tokens
+    for name, value in (("max_model_len", max_model_len), ("max_num_batched_tokens", budget)):
+        if value is None:
+            raise InvalidParameterError(name, "must be resolved by the frontend, got None")
+    if not scheduling.enable_chunked_prefill and resolved(budget) < resolved(max_model_len):
+        raise InvalidParameterError(
+            "max_num_batched_tokens",
+            f"must be at least max_model_len={max_model_len} without enable_chunked_prefill, got "
+            f"{budget}",
+        )
+
+
+def check_num_blocks(config: EngineConfig, num_blocks: int, windows: tuple[int, ...]) -> None:
+    """Checks that one sequence of max_model_len fits the cache: otherwise it could never finish.
+
+    `windows`: see KVLayout.
     """
-
-    UTILITIES = (
-        frozenset({"ping", "beat", "observe", "scheduler_state", "get_metrics", "status"})
-        | {"expert_load", "check_integrity", "execute_dummy_batch"}
-        | {"start_trace", "wait_for_trace", "end_trace"}
-        | PauseControl.UTILITIES
-        | Loras.UTILITIES
-        | EngineWaves.UTILITIES
-    )
-    # those that wait for the step in flight first
-    DRAINING = (
-        PauseControl.DRAINING | Loras.DRAINING | {"execute_dummy_batch", "start_trace", "end_trace"}
-    )
-    # those that are told which client calls
-    OWNED = frozenset({"pause", "start_trace", "end_trace"})
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        executor: Executor | None = None,
-        report: Report | None = None,
-        *,
-        epoch: int = 0,
-        engine_index: int = 0,
-        is_alone: bool = False,
-        imported: Future[Any] | None = None,
-    ):
-        """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
-
-        `is_alone`: this process is the engine's own and runs no other program's code. `imported`:
-        of import_executor, if it has been called.
-        """
-        check_config(config)
-        report = report or (lambda stage, fraction: None)
-        give_back: Callable[[], None] | None = None
-        if executor is None:
-            report("import", 0.0)
-            from ..executor.weights import early_memory
-
-            early_memory.begin(config, imports_torch=imported is not None)
-            if imported is not None:
-                imported.result()
-            if is_alone:
-                give_back = import_executor(config)
-            from ..executor.executor import make_executor
-
-            executor = make_executor(config)
-            report("import", 1.0)
-        self.config = config
-        self.executor = executor
-        try:
-            executor.load_model(report)
-            report("kv cache", 0.0)
-            num_blocks = executor.determine_num_blocks()
-            windows = executor.kv_cache_windows
-            check_num_blocks(config, num_blocks, windows)
-            kv_cache_bytes = executor.initialize_kv_cache(num_blocks)
-            swap_space = executor.initialize_swap_space()
-            offload = executor.initialize_offload()
-            self.kv_events = make_publisher(config, epoch, engine_index)
-            if give_back is not None:
-                give_back()
-            report("kv cache", 1.0)
-        except BaseException:
-            with contextlib.suppress(Exception):  # the first error is the one to report
-                executor.shutdown()
-            raise
-        self.scheduler = Scheduler(
-            config, num_blocks, *swap_space, executor.burst_weights_bytes, windows, offload
+    block_size = config.cache_config.block_size
+    max_model_len = resolved(config.model_config.max_model_len)
+    capacity = fitting_tokens(config, num_blocks, windows)
+    if capacity < max_model_len:
+        raise NotEnoughMemoryError(
+            "max_model_len",
+            f"must be at most {capacity}, the tokens that fit a KV cache of {num_blocks} "
+            f"blocks of {block_size} (one is reserved), "
+            f"got {max_model_len}; a larger kv_cache_memory_bytes or gpu_memory_utilization makes "
+            f"room for more",
         )
-        self._most_in_flight = num_steps_in_flight(config)
-        self.step_fn = self._step_overlapped if self._most_in_flight > 1 else self._step
-        # of the overlapped form; the oldest first
-        self._in_flight: deque[tuple[ScheduledStep, PendingOutput]] = deque()
-        self.ready = Ready(config, num_blocks, kv_cache_bytes, epoch, engine_index)
-        self.log_stats = not config.service_config.disable_log_stats
-        self.check_every_step = False  # for tests: post_step runs check_integrity
-        # the host's own counters, for get_metrics; see TransportStats
-        self.host_counters: Callable[[], dict[str, int]] = dict
-        # Set by the host, for rows that should not wait for the end of a step.
-        self.hand_out: Callable[[dict[int, EngineCoreOutputs] | None], None] | None = None
-        self.pausing = PauseControl(self)
-        self.gate = GrammarGate()  # the host sets gate.wake
-        self.loras = Loras(self)
-        self.rows = OutputRows(epoch, engine_index)
-        self._step_records = StepRecords()
-        self.tracer: StepTracer | None = None  # while steps are traced
-        self.message_timer: MessageTimer | None = None  # of a host with sockets, which sets it
-        self._log_steps = config.service_config.log_steps
-        if (waves := EngineWaves(self) if shares_experts(config) else None) is not None:
-            self.step_fn = waves.step
-        self.waves = waves
-
-    # ------------------------------------------------------------ requests
-
-    def add_request(self, request: EngineCoreRequest, client_index: int = 0) -> None:
-        """Queues a request.
-
-        A request that cannot be served gets an ERROR row in the next outputs; nothing is raised.
-        """
-        try:
-            check_request(request, self.config)
-            if self.scheduler.is_in_use(request.request_id) or request.request_id in self.gate:
-                raise InvalidParameterError(
-                    "request_id", f"{request.request_id!r} is already in use"
-                )
-        except InvalidParameterError as refusal:
-            return arrivals.refuse(self, str(request.request_id), refusal, client_index)
-        grammar = request.structured_outputs
-        if grammar is None:
-            return arrivals.enter(self, request, client_index)
-        arrival = self.scheduler.reserve_arrivals(request.num_completions)
-        owner = f"{client_index} {request.owner}"
-        is_known = bool(request.resume_tokens)
-        check = self.executor.check_grammar(grammar, is_known=is_known, owner=owner)
-        self.gate.add(request, client_index, arrival, check)
-        arrivals.admit_checked(self)
-
-    def abort_requests(self, request_ids: list[str], client_index: int = 0) -> None:
-        """Ends this client's live requests among these; each gets an ABORT row.
-
-        Other clients' and unknown ids are ignored.
-        """
-        if self.gate:
-            # in the scheduler it ends like any other
-            for gated in self.gate.abort(request_ids, client_index):
-                self.scheduler.add_request(
-                    gated.request, client_index, gated.arrival, gated.queued_time
-                )
-        for request in self.scheduler.abort_requests(request_ids, client_index):
-            write_end(request, FinishReason.ABORT, self.rows, time.monotonic())
-
-    def drop_client(self, client_index: int) -> None:
-        """The client has left or died: its requests and its pause end, its rows are discarded."""
-        mine = [
-            request_id
-            for request_id, request in self.scheduler.requests.items()
-            if request.client_index == client_index
-        ]
-        self.scheduler.counters.num_requests_orphaned += len(
-            self.scheduler.abort_requests(mine, client_index)
-        )
-        self.scheduler.counters.num_requests_orphaned += self.gate.drop_client(client_index)
-        self.rows.drop(client_index)
-        self.pausing.drop_client(client_index)
-        if self.tracer is not None and self.tracer.client_index == client_index:
-            self.drain()
-            self._drop_trace()
-
-    def is_used_by(self, client_index: int) -> bool:
-        """Whether the client has requests, a pause or a trace, which end when it leaves."""
-        return (
-            any(one.client_index == client_index for one in self.scheduler.requests.values())
-            or self.gate.is_used_by(client_index)
-            or self.pausing.is_used_by(client_index)
-            or (self.tracer is not None and self.tracer.client_index == client_index)
-        )
-
-    def pace_outputs(self, rows_per_s: int, client_index: int = 0) -> None:
-        """See PaceOutputs."""
-        self.rows.pace(client_index, rows_per_s)
-
-    def num_unheld_requests(self) -> int:
-        """The number of unfinished requests, without those that a pause holds."""
-        num_unchecked = sum(not self.scheduler.is_held_back(gated.arrival) for gated in self.gate)
-        return len(self.scheduler.requests) - len(self.scheduler.held) + num_unchecked
-
-    def owes_rows(self) -> bool:
-        """Whether a client has rows to receive, or a step in flight may bring some."""
-        return bool(self.rows) or self.has_step_in_flight
-
-    @property
-    def next_deadline(self) -> float | None:
-        """When a request without its end becomes late, by time.monotonic()."""
-        if not self.gate:
-            return self.scheduler.next_deadline
-        deadlines = self.scheduler.next_deadline, self.gate.next_deadline
-        return min(filter(None, deadlines), default=None)
-
-    def has_work(self) -> bool:
-        """Whether a step would compute something or deliver a row."""
-        if self.owes_rows() or self.gate.has_checked() or self.scheduler.has_late_requests():
-            return True
-        if self.loras.is_due() or (self.waves is not None and self.waves.has_work()):
-            return True
-        is_waiting = len(self.scheduler.requests) > len(self.scheduler.held)
-        return self.pausing.can_step and is_waiting and not self.loras.blocks_all()
-
-    def is_idle(self) -> bool:
-        """Whether there is no work, and nothing in another thread that may bring some."""
-        return not self.has_work() and not self.gate and not self.loras.is_reading
-
-    @property
-    def has_step_in_flight(self) -> bool:
-        return bool(self._in_flight)
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether other engines wait for this one."""
-        return self.waves is not None and self.waves.state.is_running
-
-    def wait(self) -> None:
-        """Without work: blocks until there may be some, if another thread may bring it."""
-        if self.loras.is_reading:
-            self.loras.wait()
-        elif self.gate:
-            self.gate.wait()
-
-    # ------------------------------------------------------------ the step
-
-    # `step_fn` is one of these two. It runs one step and returns (rows by client, or None; whether
-    # the model ran). An exception means that the engine cannot continue; an error of one request
-    # becomes its ERROR row.
-
-    def _step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        if (step := self.schedule()) is not None:
-            self.execute(step)
-        return self.take_rows(everything=step is None), step is not None
-
-    def execute(self, step: ScheduledStep) -> None:
-        """Runs a step that `schedule` has returned."""
-        self._process_model_outputs(step, self.executor.execute_model(step.output))
-
-    def _step_overlapped(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
-        """As _step, but schedules and submits the next step before it waits for the oldest one.
-
-        The model never waits for this code, nor a stage of it for another stage:
-
-            model       [ step 1 ][ step 2 ][ step 3 ]
-            here    sch 1 | sch 2, wait 1, rows of 1 | sch 3, wait 2, rows of 2 | …
-        """
-        step = self.schedule()
-        if step is not None:
-            self._in_flight.append((step, self.executor.submit_model(step.output)))
-        is_full = len(self._in_flight) >= self._most_in_flight
-        ran = (is_full or step is None) and self._finish_oldest()
-        return self.take_rows(everything=step is None), ran or step is not None
-
-    def _finish_oldest(self) -> bool:
-        """Waits for the oldest step in flight and processes its result, if there is one."""
-        if not self._in_flight:
-            return False
-        step, pending = self._in_flight.popleft()
-        self._process_model_outputs(step, pending.result())
-        return True
-
-    def drain(self) -> None:
-        """Finishes the steps in flight. Call it before changing anything that steps work on."""
-        while self._finish_oldest():
-            pass
-
-    def take_rows(self, *, everything: bool = True) -> dict[int, EngineCoreOutputs] | None:
-        """The rows for clients. Without `everything`, some may wait for the next step's
-        (PaceOutputs).
-        """
-        stats = self.scheduler.stats() if self.rows and self.log_stats else None
-        return self.rows.take(stats, everything=everything)
-
-    def schedule(self) -> ScheduledStep | None:
-        """The next step, if there is something to compute and the engine may."""
-        if self.gate.has_checked():
-            arrivals.admit_checked(self)
-        end_late_requests(self.scheduler, self.rows)
-        if self.loras.is_enabled:
-            self.loras.settle()
-        if not self.pausing.can_step:
-            return None
-        tracer = self.tracer
-        if tracer is not None:
-            tracer.begin()
-        start_time = time.monotonic()
-        step = self.scheduler.schedule()
-        if self.loras.is_enabled:
-            self.loras.begin_read()
-        if step is not None:
-            self._step_records.begin(step, start_time, self.scheduler.counters)
-            if tracer is not None:
-                tracer.scheduled(step)
-            if step.prefills and self.rows.holds_any and self.hand_out is not None:
-                if (
-                    self._step_records.expected_s(step.output.total_num_scheduled_tokens)
-                    > MAX_GAP_S
-                ):
-                    self.hand_out(self.take_rows())
-        return step
-
-    def _process_model_outputs(self, step: ScheduledStep, output: ModelRunnerOutput) -> None:
-        if step.prefills:
-            step.execute_time = self._step_records.execute_time(step)
-        self.scheduler.update_from_output(step, output, self.rows)
-        self._step_records.end(step, self.rows.now, self.scheduler.counters)
-        if self._log_steps:
-            log_step(step, output, self.scheduler, self._step_records)
-        if self.tracer is not None:
-            self.tracer.processed(step, output, self._step_records.last_times())
-
-    def post_step(self, model_executed: bool) -> None:
-        """Runs after each step, when its outputs are on their way."""
-        if model_executed and self.check_every_step:
-            self.scheduler.check_integrity()
-        if self.kv_events is not None:
-            self.publish_kv_events()
-        if self.scheduler.unused_adapters:
-            self.loras.free_unused()
-        if self.pausing.waits:
-            self.pausing.settle()
-        if self.tracer is not None:
-            self.tracer.settle()
-
-    def publish_kv_events(self) -> None:
-        """Sends what has changed in the prefix cache to those who watch it."""
-        if self.kv_events is not None:
-            self.kv_events.publish(self.scheduler.take_kv_events())
-
-    def execute_dummy_batch(self) -> None:
-        """Runs the model on no data, so that ranks without work stay in step with the others."""
-        self.drain()
-        self.executor.execute_dummy_batch()
-
-    # ------------------------------------------------------------ utilities
-
-    def answer_utility(
-        self, call: UtilityCall, client_index: int, answer: Callable[[UtilityResult], None]
-    ) -> None:
-        """See utilities.answer_utility."""
-        utilities.answer_utility(self, call, client_index, answer)
-
-    def call_utility(self, method: str, args: list[Any], client_index: int = 0) -> Any:
-        """See utilities.call_utility."""
-        return utilities.call_utility(self, method, args, client_index)
-
-    def ping(self) -> str:
-        """An answer between two steps."""
-        return "pong"
-
-    def beat(self) -> str:
-        """An answer at once; an engine in its own process gives it in another thread."""
-        return BEAT
-
-    def scheduler_state(self) -> dict[str, Any]:
-        """The waiting, running and swapped requests in plain values, for people and tests."""
-        return describe_state(self)
-
-    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
-        """See observation.observe; "counters": get_metrics(), "adapters": Loras.status()."""
-        return observe(self.scheduler, self.gate, self._step_records, since_step, max_blocks) | {
-            "counters": self.get_metrics(),
-            "adapters": self.loras.status(),
-        }
-
-    def get_metrics(self) -> dict[str, int]:
-        """All gauges and counters by name; ipc/counters.py has their texts."""
-        return msgspec.structs.asdict(self.scheduler.stats()) | self.host_counters()
-
-    def status(self) -> dict[str, Any]:
-        """What a metrics page shows in addition to get_metrics(), in little time.
-
-        "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
-        "step_tokens": see StepRecords.step_tokens. "accepted_per_pos": see Scheduler. "experts":
-        see expert_load.summary. "memory": sums of Worker.memory_usage. "loras": see Loras.status.
-        "waves": see EngineWaves.describe.
-        """
-        return {
-            "asleep": sorted(self.pausing.asleep),
-            "num_held": len(self.scheduler.held),
-            "step_tokens": self._step_records.step_tokens(),
-            "accepted_per_pos": self.scheduler.accepted_per_pos,
-            "experts": summary(self.expert_load()),
-            "loras": self.loras.status(),
-            "memory": self._memory(),
-            "waves": {} if self.waves is None else self.waves.describe(),
-        }
-
-    def _memory(self) -> dict[str, int]:
-        ranks = self.executor.collective_rpc("memory_usage")
-        return {name: sum(rank[name] for rank in ranks) for name in ranks[0]} if ranks else {}
-
-    def expert_load(self) -> dict[str, Any]:
-        """See expert_load.by_layer."""
-        return by_layer(self.executor.collective_rpc("expert_load"))
-
-    def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
-        """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`."""
-        check_num_steps(num_steps)
-        if self.tracer is not None:
-            raise InvalidParameterError("trace", "is being recorded already: end it first")
-        self.executor.start_trace(num_steps)
-        self.tracer = StepTracer(self, client_index, num_steps)
-
-    def wait_for_trace(self) -> Future[int]:
-        """Returns when all steps of the trace are recorded, or it has ended: their number."""
-        if self.tracer is None:
-            raise InvalidParameterError("trace", "is not being recorded: start it first")
-        return self.tracer.wait()
-
-    def end_trace(self, *, client_index: int = 0) -> EngineTrace:
-        """Ends the trace that this client started; returns the steps that were recorded, which
-        may be fewer than it asked for.
-        """
-        if self.tracer is None or self.tracer.client_index != client_index:
-            raise InvalidParameterError("trace", "is not being recorded: start it first")
-        return self._drop_trace()
-
-    def _drop_trace(self) -> EngineTrace:
-        assert self.tracer is not None
-        tracer, self.tracer = self.tracer, None
-        tracer.settle(is_over=True)
-        return tracer.result(self.executor.end_trace())
-
-    def check_integrity(self) -> bool:
-        """Returns True, or raises AssertionError naming what is inconsistent."""
-        self.scheduler.check_integrity()
-        self.gate.check_integrity(self.scheduler.requests)
-        if self.loras.is_enabled:
-            self.loras.check_integrity()
-        return True
-
-    def shutdown(self) -> None:
-        """Releases the model. May be called twice."""
-        try:
-            self.pausing.keep_for_next_start()
-        finally:
-            self.executor.shutdown()
-        if self.kv_events is not None:
-            self.kv_events.close()

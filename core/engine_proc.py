@@ -4,7 +4,7 @@ Must not know: torch, text, or what a step does.
 
 Run as `python -m quire.core.engine_proc`.
 
-    input thread ── events, aborts ──▶ main thread: take events, step, hand out rows
+    input thread ── events, aborts ──▶ main thread: take events, step, deliver rows
                                        ── messages ──▶ output thread
 """
 
@@ -26,20 +26,20 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import msgspec
+import zmq
 
 from ..ipc import engine_input as events
-from ..ipc.config import EngineConfig, ServiceConfig
+from ..ipc.config import DeviceConfig, EngineConfig, ServiceConfig
 from ..ipc.counters import TransportStats
 from ..ipc.door import bind_door, listener_pid, read_token
 from ..ipc.engine_input import EngineInput
-from ..ipc.engine_output import EngineOutput
+from ..ipc.engine_output import MAX_BACKLOG_BYTES, EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
 from ..ipc.hops import MessageTimer
 from ..ipc.log_format import FORMATS, configure_logging
-from ..ipc.machine import raise_descriptor_limit
+from ..ipc.machine import raise_descriptor_limit, use_cores, visible_gpus
 from ..ipc.messages import (
-    BEAT,
     AbortRequests,
     Config,
     EngineCoreOutputs,
@@ -60,14 +60,14 @@ from ..ipc.process import STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import Notifier
 from ..ipc.takeover import taken_over
-from .engine_core import EngineCore, begin_import
-from .machine_share import take_share
+from .engine_core import EngineCore, Host, begin_import
 
 GROUP_S = 1.0  # between the Shutdowns of engines that leave together
-LINGER_S = 1.0  # see EngineCoreProc.lingers
+LEAVE_DELAY_S = 1.0  # see EngineCoreProc.delays_leaving
 # A client of a daemon without requests that sends nothing for so long makes room for another.
 IDLE_S = 60.0
 FLUSH_TIMEOUT_S = 2.0  # how long an exiting engine waits for its clients to read their outputs
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 logger = logging.getLogger("quire.engine")
 
@@ -86,7 +86,9 @@ class EngineCoreProc:
         make_executor: Callable[[EngineConfig], Any] | None = None,
         *,
         imports_early: bool = False,
+        on_ready: Callable[[Ready], None] = lambda ready: None,
     ):
+        """input_, output: as of make_threads."""
         self.imports_early = imports_early
         self.input = input_
         self.output = output
@@ -100,22 +102,13 @@ class EngineCoreProc:
         self.is_draining = False
         self.must_leave = False
         self.is_daemon = False
-        # A child leaves at a signal when it has had no request for LINGER_S: its parent may have
-        # it too, drain, and have more of them.
-        self.lingers = False
+        # A child leaves at a signal when it has had no request for LEAVE_DELAY_S: its parent may
+        # have got the signal too, drain, and have more of them.
+        self.delays_leaving = False
         self.idle_since: float | None = None  # while it could leave
         self.notifier = Notifier()
         self.num_overflowed_clients = 0
-        self.on_ready: Callable[[Ready], None] = lambda ready: None
-        input_.on_beat = lambda client_index, call_id: output.send(
-            client_index, UtilityResult(call_id, BEAT)
-        )
-        put = input_.events.put
-        output.on_drained = lambda: put(events.Wake())
-        output.on_fatal = lambda error: put(events.Fatal(error))
-        output.on_lost = lambda client_index, request_ids: put(
-            events.FromClient(client_index, AbortRequests(request_ids))
-        )
+        self.on_ready = on_ready
 
     def run(self, config: EngineConfig | None = None) -> int:
         """Serves until asked to exit; returns the exit code.
@@ -138,7 +131,7 @@ class EngineCoreProc:
             if self._leaves_with_its_group(error):
                 return 0
             logger.error("the engine failed\n%s", traceback.format_exc())
-            self._hand_out(self.core.take_rows())
+            self._deliver(self.core.take_rows())
             self._send_to_all(EngineDead(f"the engine failed: {type(error).__name__}: {error}"))
             return 1
         finally:
@@ -167,35 +160,41 @@ class EngineCoreProc:
             self._take_events(block=True)
             self._check_early()
         executor = self.make_executor(self.config) if self.make_executor is not None else None
+        put = self.input.events.put
+        host = Host(
+            deliver=self._deliver,
+            wake=lambda: put(events.Wake()),
+            count_transport=self._count_transport,
+            message_timer=MessageTimer(self.output, self.input),
+            report_wave=self._send_to_all,
+            is_full=lambda: self.output.is_full,
+        )
         core = EngineCore(
             self.config,
             executor,
             self._report,
+            host=host,
             epoch=self.epoch,
             engine_index=self.engine_index,
             is_alone=True,
             imported=imported,
         )
-        core.host_counters = lambda: msgspec.structs.asdict(
-            TransportStats(
-                self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients
-            )
-        )
-        core.hand_out = self._hand_out
-        core.message_timer = MessageTimer(self.output, self.input)
-        core.gate.wake = lambda: self.input.events.put(events.Wake())
-        if core.waves is not None:
-            core.waves.report, core.waves.is_full = self._send_to_all, lambda: self.output.is_full
         self._take_events(block=False)
         # see main: a collection that visits all objects made so far would stop a step for 0.1 s
         if not gc.isenabled():
             gc.freeze()
             gc.enable()
-        self.core, put = core, self.input.events.put
+        self.core = core
         core.executor.watch(lambda cause: put(events.Fatal(RuntimeError(cause), "a rank failed")))
         self._send_to_all(core.ready)
         self.on_ready(core.ready)
         self.notifier.ready()
+
+    def _count_transport(self) -> dict[str, int]:
+        stats = TransportStats(
+            self.input.num_bad_frames, self.output.num_lost_outputs, self.num_overflowed_clients
+        )
+        return msgspec.structs.asdict(stats)
 
     def _report(self, stage: str, fraction: float) -> None:
         self._take_events(block=False)
@@ -214,7 +213,7 @@ class EngineCoreProc:
         while not self.must_leave and not self._may_leave(core):
             until = min(core.next_deadline or math.inf, self.notifier.due)
             if self.idle_since is not None:
-                until = min(until, self.idle_since + LINGER_S)
+                until = min(until, self.idle_since + LEAVE_DELAY_S)
             self._take_events(block=not self._can_step(core), until=until)
             self.notifier.works()
             if self._can_step(core):
@@ -226,21 +225,21 @@ class EngineCoreProc:
         if not self.is_draining or not core.is_idle():
             self.idle_since = None
             return False
-        if not self.lingers:
+        if not self.delays_leaving:
             return True
         self.idle_since = self.idle_since or time.monotonic()
-        return time.monotonic() - self.idle_since >= LINGER_S
+        return time.monotonic() - self.idle_since >= LEAVE_DELAY_S
 
     def _can_step(self, core: EngineCore) -> bool:
-        is_free = not self.output.is_full or core.takes_part
+        is_free = not self.output.is_full or core.is_in_wave
         return core.has_work() and is_free and not self.must_leave
 
     def _step(self, core: EngineCore) -> None:
         outputs, model_executed = core.step_fn()
-        self._hand_out(outputs)
+        self._deliver(outputs)
         core.post_step(model_executed)
 
-    def _hand_out(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
+    def _deliver(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         for client_index, rows in (outputs or {}).items():
             self.output.send(client_index, rows)
 
@@ -283,7 +282,7 @@ class EngineCoreProc:
         elif isinstance(event, events.Crowded):
             self._make_room(event)
         elif isinstance(event, events.LeaveSignal):
-            self.is_draining, self.lingers = True, not self.is_daemon
+            self.is_draining, self.delays_leaving = True, not self.is_daemon
         elif isinstance(event, events.Fatal):
             raise EngineDeadError(f"{event.what}: {event.error}") from event.error
 
@@ -319,7 +318,7 @@ class EngineCoreProc:
         elif isinstance(message, UtilityCall):
             self._call_utility(message, client_index)
         elif isinstance(message, Shutdown):
-            self.is_draining, self.lingers = True, False
+            self.is_draining, self.delays_leaving = True, False
             self.must_leave = not message.drain
         elif isinstance(message, Config) and self.config is None:
             take_share(message.config.device_config)
@@ -364,6 +363,51 @@ class EngineCoreProc:
 # ---------------------------------------------------------------- the program
 
 
+def make_threads(
+    context: zmq.Context,
+    max_message_bytes: int,
+    signals: SignalPipe,
+    *,
+    drops_slow_clients: bool = False,
+    max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+) -> tuple[EngineInput, EngineOutput]:
+    """The two threads of an EngineCoreProc, not started, which report to one queue of events.
+    drops_slow_clients: as a daemon does, see engine_output.py.
+    """
+    found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    put = found.put
+    output = EngineOutput(
+        context,
+        max_message_bytes,
+        max_backlog_bytes=max_backlog_bytes,
+        on_drained=lambda: put(events.Wake()),
+        on_overflow=(lambda client_index: put(events.ClientOverflowed(client_index)))
+        if drops_slow_clients
+        else None,
+        on_fatal=lambda error: put(events.Fatal(error)),
+        on_lost=lambda client_index, request_ids: put(
+            events.FromClient(client_index, AbortRequests(request_ids))
+        ),
+    )
+    return EngineInput(context, max_message_bytes, signals, found, output.send), output
+
+
+def take_share(device: DeviceConfig) -> None:
+    """Binds this process to the engine's cores and GPUs, before CUDA is initialised.
+
+    Raises InvalidParameterError if there are too few GPUs.
+    """
+    if device.cores:
+        use_cores(device.cores)
+    if device.device == "cuda" and device.data_parallel_size > 1:
+        number = device.tensor_parallel_size * device.pipeline_parallel_size
+        try:
+            own = visible_gpus(device.data_parallel_rank, number, os.environ.get(VISIBLE_GPUS))
+        except ValueError as error:
+            raise InvalidParameterError("data_parallel_size", str(error)) from None
+        os.environ[VISIBLE_GPUS] = own
+
+
 def run_child(
     wire: Wire,
     max_message_bytes: int,
@@ -374,10 +418,9 @@ def run_child(
     """Serves the parent that started this process."""
     signals = SignalPipe(signal.SIGTERM, signal.SIGINT)
     context = make_context()
-    input_ = EngineInput(context, max_message_bytes, signals)
+    input_, output = make_threads(context, max_message_bytes, signals)
     input_.serve_parent(wire)
     try:
-        output = EngineOutput(context, max_message_bytes)
         return EngineCoreProc(input_, output, make_executor, imports_early=imports_early).run()
     except Exception as error:  # the parent has received it, and raises it
         logger.debug("start-up failed", exc_info=error)
@@ -403,10 +446,7 @@ def run_daemon(
     try:
         token_file = config.service_config.token_file
         token = None if token_file is None else read_token(token_file)
-        input_, output = (
-            EngineInput(context, max_message_bytes, signals),
-            EngineOutput(context, max_message_bytes),
-        )
+        input_, output = make_threads(context, max_message_bytes, signals, drops_slow_clients=True)
 
         def listen() -> None:
             door = bind_door(address, is_for_all_users=token is not None)
@@ -416,10 +456,6 @@ def run_daemon(
         must_take_over = replaces and listener_pid(path) is not None
         if not must_take_over:
             listen()
-        output.on_overflow = lambda client_index: input_.events.put(
-            events.ClientOverflowed(client_index)
-        )
-        proc = EngineCoreProc(input_, output, make_executor)
 
         def on_ready(ready: Ready) -> None:
             if must_take_over:
@@ -431,8 +467,7 @@ def run_daemon(
                 flush=True,
             )
 
-        proc.on_ready = on_ready
-        return proc.run(config)
+        return EngineCoreProc(input_, output, make_executor, on_ready=on_ready).run(config)
     except QuireError as error:
         print(f"quire engine: {error}", file=sys.stderr)
         return 2

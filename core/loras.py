@@ -16,35 +16,58 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
-from ..ipc.config import resolved
+from ..ipc.config import LoRAConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
-from . import arrivals
+from .output_rows import OutputRows
 from .scheduling.lora_slots import Adapter
+from .scheduling.results import fail_requests
+from .scheduling.scheduler import Scheduler
 
-if TYPE_CHECKING:
-    from .engine_core import EngineCore
+
+class AdapterMemory(Protocol):
+    """See Executor."""
+
+    def read_lora(self, request: LoRARequest) -> Future[str]: ...
+    def add_lora(self, request: LoRARequest) -> bool: ...
+    def remove_lora(self, lora_int_id: int) -> bool: ...
+    def list_loras(self) -> set[int]: ...
 
 
-class Loras:
+class LoraRegistry:
     """Owns the adapters that the engine knows, by the `lora_int_id` of users. Used by the thread
     that runs steps.
     """
 
-    UTILITIES = frozenset({"add_lora", "remove_lora", "list_loras", "pin_lora"})
-    DRAINING = frozenset({"remove_lora"})
-
-    def __init__(self, core: EngineCore):
-        config = core.config.lora_config
+    def __init__(
+        self,
+        config: LoRAConfig,
+        scheduler: Scheduler,
+        memory: AdapterMemory,
+        rows: OutputRows,
+        *,
+        drain: Callable[[], None],
+        is_step_in_flight: Callable[[], bool],
+        wake: Callable[[], None],
+    ):
+        """drain: finishes the steps in flight. wake: ends the wait of the engine's host; called
+        from any thread.
+        """
         self.is_enabled = config.enable_lora
         self.max_resident = resolved(config.max_cpu_loras) if self.is_enabled else 0
-        self._core = core
+        self._scheduler = scheduler
+        self._memory = memory
+        self._rows = rows
+        self._drain = drain
+        self._is_step_in_flight = is_step_in_flight
+        self._wake = wake
         self._known: dict[int, Adapter] = {}  # what a new request with this lora_int_id uses
         self._resident: list[Adapter] = []  # in memory
         # Of each adapter that was read, what its files were: an adapter that is read again while
@@ -57,10 +80,8 @@ class Loras:
 
     # ------------------------------------------------------------ requests
 
-    def find(self, request: LoRARequest | None) -> Adapter | None:
+    def find(self, request: LoRARequest) -> Adapter:
         """The adapter of a new request. Raises InvalidParameterError if there can be none."""
-        if request is None:
-            return None
         known = self._known.get(request.lora_int_id)
         if known is not None and not request.load_inplace:
             _check_same(known.request, request)
@@ -84,10 +105,9 @@ class Loras:
                 "lora_request", "needs an engine that was started with enable_lora"
             )
         adapter = self.find(_to_request(request))
-        assert adapter is not None
         done: Future[bool] = Future()
         if adapter.number is not None:
-            adapter.last_used = self._core.scheduler.num_steps
+            adapter.last_used = self._scheduler.num_steps
             done.set_result(True)
         else:
             self._calls.setdefault(adapter, []).append(done)
@@ -131,15 +151,14 @@ class Loras:
 
     def blocks_all(self) -> bool:
         """Whether all that could be scheduled waits for the adapter that is being read."""
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         if not self.is_reading or scheduler.running:
             return False
         return all(r.adapter is not None and r.adapter.number is None for r in scheduler.waiting)
 
-    def wait(self) -> None:
-        """Blocks until the adapter is read, or the next deadline of a request."""
+    def wait(self, deadline: float | None) -> None:
+        """Blocks until the adapter is read, or until `deadline`, by time.monotonic()."""
         assert self._reading is not None
-        deadline = self._core.next_deadline
         timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         with contextlib.suppress(Exception):  # `settle` takes it
             self._reading[2].exception(timeout_s)
@@ -147,7 +166,7 @@ class Loras:
     def settle(self) -> None:
         """Takes what has been read, and frees what nobody uses any more. Between two steps."""
         if self.is_due():
-            self._core.drain()
+            self._drain()
             self._take()
         self.free_unused()
         self.begin_read()
@@ -163,14 +182,14 @@ class Loras:
         if self._to_load:
             adapter = self._to_load.popleft()
         else:
-            slots = self._core.scheduler.lora_slots
+            slots = self._scheduler.lora_slots
             wanted = (one for one in slots.wanted if one.number is None)
             if (adapter := next(wanted, None)) is None:
                 return
         number = next(self._numbers)
-        future = self._core.executor.read_lora(adapter.numbered(number))
+        future = self._memory.read_lora(adapter.numbered(number))
         self._reading = adapter, number, future
-        future.add_done_callback(lambda _: self._core.gate.wake())
+        future.add_done_callback(lambda _: self._wake())
 
     def _has_use(self) -> bool:
         """Whether what has been read is awaited, and there is room for it, or it has failed."""
@@ -213,12 +232,12 @@ class Loras:
             return
         self._reading = None
         try:
-            self._core.executor.add_lora(adapter.numbered(number))
+            self._memory.add_lora(adapter.numbered(number))
         except Exception as failure:
             return self._fail(adapter, failure)
-        adapter.number, adapter.last_used = number, self._core.scheduler.num_steps
+        adapter.number, adapter.last_used = number, self._scheduler.num_steps
         self._resident.append(adapter)
-        self._core.scheduler.lora_slots.is_stuck = False
+        self._scheduler.lora_slots.is_stuck = False
         self._answer(adapter)
 
     def _answer(self, adapter: Adapter) -> None:
@@ -235,15 +254,14 @@ class Loras:
     def _drop_read(self) -> None:
         assert self._reading is not None
         (_, number, _), self._reading = self._reading, None
-        self._core.executor.remove_lora(number)
+        self._memory.remove_lora(number)
 
     def _fail(self, adapter: Adapter, error: BaseException) -> None:
         """The adapter cannot be used: its requests end, and calls raise."""
-        core = self._core
         if not isinstance(error, InvalidParameterError):
             error = RuntimeError(f"{adapter.name!r} could not be read: {error}")
-        users = [r for r in core.scheduler.requests.values() if r.adapter is adapter]
-        arrivals.fail_requests(core, users, error)
+        users = [r for r in self._scheduler.requests.values() if r.adapter is adapter]
+        fail_requests(self._scheduler, users, error, self._rows)
         self._forget(adapter)
         for future in self._calls.pop(adapter, ()):
             future.set_exception(error)
@@ -261,7 +279,7 @@ class Loras:
         """The adapter to free for this one: the least recently used that no running request uses,
         and none that is pinned, or that a request in front of this one's in the queue waits for.
         """
-        wanted = self._core.scheduler.lora_slots.wanted
+        wanted = self._scheduler.lora_slots.wanted
         first = set(wanted[: wanted.index(adapter)]) if adapter in wanted else set()
         idle = [
             one for one in self._resident if not (one.num_running or one.is_pinned or one in first)
@@ -271,7 +289,7 @@ class Loras:
     def _evict(self, adapter: Adapter) -> None:
         self._resident.remove(adapter)
         number, adapter.number = adapter.number, None
-        self._core.executor.remove_lora(resolved(number))
+        self._memory.remove_lora(resolved(number))
         self._forget_unused(adapter)
 
     def _forget_unused(self, adapter: Adapter) -> None:
@@ -290,13 +308,13 @@ class Loras:
         adapter.is_pinned = False
         del self._known[adapter.request.lora_int_id]
         if not adapter.num_users:
-            self._core.scheduler.unused_adapters.append(adapter)
+            self._scheduler.unused_adapters.append(adapter)
             self.free_unused()
 
     def free_unused(self) -> None:
         """Forgets adapters that no request uses and that no new one can use, if no step runs."""
-        unused = self._core.scheduler.unused_adapters
-        if not unused or self._core.has_step_in_flight:
+        unused = self._scheduler.unused_adapters
+        if not unused or self._is_step_in_flight():
             return
         for adapter in unused:
             is_known = self._known.get(adapter.request.lora_int_id) is adapter
@@ -313,9 +331,9 @@ class Loras:
         """
         if not self.is_enabled:
             return {}
-        users = {r.adapter for r in self._core.scheduler.requests.values() if r.adapter is not None}
+        users = {r.adapter for r in self._scheduler.requests.values() if r.adapter is not None}
         return {
-            "max_loras": self._core.scheduler.lora_slots.max_loras,
+            "max_loras": self._scheduler.lora_slots.max_loras,
             "max_cpu_loras": self.max_resident,
             "num_in_memory": len(self._resident),
             "running": sorted({one.name for one in users if one.num_running}),
@@ -324,13 +342,12 @@ class Loras:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the adapters here, in the scheduler and the executor differ."""
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         self.free_unused()
         users = [r.adapter for r in scheduler.requests.values() if r.adapter is not None]
         numbers = {one.number for one in self._resident}
         expected = {
-            "adapters in memory are those of the executor": numbers
-            == self._core.executor.list_loras(),
+            "adapters in memory are those of the executor": numbers == self._memory.list_loras(),
             "no more than max_cpu_loras are in memory": len(self._resident) <= self.max_resident,
             "users are counted": all(one.num_users == users.count(one) for one in {*users}),
             "running requests have theirs in memory": all(

@@ -17,21 +17,28 @@ one before: it is what the step added.
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
 
 from ..ipc.counters import EngineCounters
 from ..ipc.errors import InvalidParameterError
-from .grammar_gate import GatedRequest, GrammarGate
+from ..ipc.step_messages import ModelRunnerOutput
+from .arrivals import GatedRequest, GrammarGate
 from .kv_cache.block_pool import BlockPool
+from .loras import LoraRegistry
+from .pause import PauseControl, Workers
 from .request import Request, RequestStatus
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
+from .waves import EngineWaves
 
-if TYPE_CHECKING:
-    from .engine_core import EngineCore
+logger = logging.getLogger(__name__)
 
 MAX_STEPS = 512  # steps kept
 MAX_CELLS = 2**16  # of a map
@@ -42,8 +49,7 @@ LETTERS = bytes.maketrans(bytes(range(5)), b"-.cus")  # from how busy a block is
 
 class StepRecords:
     """A ring of the last steps. Every step writes it, which costs a microsecond; the rest is
-    computed
-    on request.
+    computed on request.
     """
 
     def __init__(self) -> None:
@@ -92,8 +98,7 @@ class StepRecords:
 
     def step_tokens(self) -> dict[str, Any]:
         """The histogram of tokens per step since the start: `bounds`, `counts` (per bucket, the
-        last
-        without a bound) and `sum`.
+        last without a bound) and `sum`.
         """
         return {
             "bounds": list(STEP_TOKENS),
@@ -103,8 +108,7 @@ class StepRecords:
 
     def expected_s(self, num_tokens: int) -> float:
         """An estimate of the longest time of a step with this many tokens, from the last step's
-        time
-        per token.
+        time per token.
         """
         if not self._ring:
             return 0.0
@@ -139,7 +143,146 @@ class StepRecords:
         return newer
 
 
+def log_step(
+    step: ScheduledStep, output: ModelRunnerOutput, scheduler: Scheduler, records: StepRecords
+) -> None:
+    """Logs a step that has been processed: the queues after it, its tokens, the requests that it
+    ended, and the times of its parts.
+    """
+    _, schedule_s, execute_s, process_s = records.last_times()
+    logger.info(
+        "step %d: %d running, %d waiting; %d requests, %d prompt tokens computed, %d tokens "
+        "sampled, %d finished; schedule %.3f, execute %.3f, process %.3f ms",
+        step.output.step,
+        len(scheduler.running),
+        len(scheduler.waiting) + len(scheduler.held),
+        len(step.requests),
+        sum(num_tokens for _, num_tokens in step.prefills),
+        sum(output.num_sampled),
+        sum(request.is_finished for request in step.requests),
+        1e3 * schedule_s,
+        1e3 * execute_s,
+        1e3 * process_s,
+    )
+
+
+class Observer:
+    """Reads the engine for clients and metrics pages."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        gate: GrammarGate,
+        records: StepRecords,
+        pausing: PauseControl,
+        loras: LoraRegistry,
+        waves: EngineWaves | None,
+        count_transport: Callable[[], dict[str, int]],
+    ):
+        """count_transport: the counters of the engine's host, see TransportStats."""
+        self._scheduler = scheduler
+        self._workers = workers
+        self._gate = gate
+        self._records = records
+        self._pausing = pausing
+        self._loras = loras
+        self._waves = waves
+        self._count_transport = count_transport
+
+    def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
+        """The engine at work in plain values. Takes about a millisecond; call it repeatedly.
+
+        Times are of time.monotonic().
+
+        - "time": now.
+        - "step": the number of the last step, -1 before the first.
+        - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
+        - "requests": see describe_requests; state "waiting", "running", "swapped", "held" (by a
+          pause) or "grammar".
+        - "num_blocks": of the KV cache.
+        - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters,
+          and how many are in each state, see map_blocks.
+        - "counters": get_metrics(). "adapters": see LoraRegistry.status.
+        """
+        check_observe(since_step, max_blocks)
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return {
+            "time": time.monotonic(),
+            "step": self._records.last_step,
+            "steps": self._records.newer_than(since_step),
+            "requests": [
+                *describe_requests(self._scheduler),
+                *map(_describe_gated, self._gate),
+            ],
+            "num_blocks": pool.num_blocks,
+            **map_blocks(pool, max_blocks),
+            "counters": self.get_metrics(),
+            "adapters": self._loras.status(),
+        }
+
+    def scheduler_state(self) -> dict[str, Any]:
+        """Which requests are in which list, and each request in plain values, for people and
+        tests.
+        """
+        requests, manager = self._scheduler.requests.values(), self._scheduler.kv_cache_manager
+        return self._scheduler.state() | {
+            "requests": [
+                request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))}
+                for request in requests
+            ],
+            "waiting_for_grammar": [gated.request.request_id for gated in self._gate],
+            "is_paused": self._pausing.is_paused(),
+            "pause_mode": self._pausing.mode,
+            "asleep": sorted(self._pausing.asleep),
+        }
+
+    def get_metrics(self) -> dict[str, int]:
+        """All gauges and counters by name; ipc/counters.py has their texts."""
+        return msgspec.structs.asdict(self._scheduler.stats()) | self._count_transport()
+
+    def status(self) -> dict[str, Any]:
+        """What a metrics page shows in addition to get_metrics(), in little time.
+
+        "asleep": what sleeps. "num_held": requests held by a pause, part of num_waiting.
+        "step_tokens": see StepRecords.step_tokens. "accepted_per_pos": see Scheduler. "experts":
+        (layer, imbalance, unused) of each layer with experts. "memory": sums of
+        Worker.memory_usage. "loras": see LoraRegistry.status. "waves": see EngineWaves.describe.
+        """
+        load = self.expert_load()
+        return {
+            "asleep": sorted(self._pausing.asleep),
+            "num_held": len(self._scheduler.held),
+            "step_tokens": self._records.step_tokens(),
+            "accepted_per_pos": self._scheduler.accepted_per_pos,
+            "experts": [
+                (layer, imbalance(tokens), unused(tokens))
+                for layer, tokens in zip(load["layers"], load["tokens"])
+            ],
+            "loras": self._loras.status(),
+            "memory": self._memory(),
+            "waves": {} if self._waves is None else self._waves.describe(),
+        }
+
+    def _memory(self) -> dict[str, int]:
+        ranks = self._workers.collective_rpc("memory_usage")
+        return {name: sum(rank[name] for rank in ranks) for name in ranks[0]} if ranks else {}
+
+    def expert_load(self) -> dict[str, Any]:
+        """The tokens that each expert was sent since the weights were loaded.
+
+        "layers": the layers with experts. "tokens": for each of them the tokens of its experts,
+        with a token counted once for each expert that it has; prompts that are recomputed count
+        again. A step that runs now may be counted in part. Both are empty for models without
+        experts, and for models in transformers' code, which are not counted.
+        """
+        ranks = self._workers.collective_rpc("expert_load")  # those that share a layer are equal
+        load = {layer: tokens for of_rank in ranks for layer, tokens in of_rank.items()}
+        return {"layers": list(load), "tokens": list(load.values())}
+
+
 def check_observe(since_step: Any, max_blocks: Any) -> None:
+    """Raises InvalidParameterError."""
     if type(since_step) is not int or since_step < -1:
         raise InvalidParameterError(
             "since_step",
@@ -149,48 +292,6 @@ def check_observe(since_step: Any, max_blocks: Any) -> None:
         raise InvalidParameterError(
             "max_blocks", f"must be between 1 and {MAX_CELLS}, got {max_blocks!r}"
         )
-
-
-def observe(
-    scheduler: Scheduler, gate: GrammarGate, records: StepRecords, since_step: int, max_blocks: int
-) -> dict[str, Any]:
-    """The engine at work in plain values. Takes about a millisecond; call it repeatedly.
-
-    Times are of time.monotonic().
-
-    - "time": now.
-    - "step": the number of the last step, -1 before the first.
-    - "steps": those newer than `since_step`, at most the last 512, see StepRecords.newer_than.
-    - "requests": see describe_requests; state "waiting", "running", "swapped", "held" (by a pause)
-      or "grammar".
-    - "num_blocks": of the KV cache.
-    - "blocks", "blocks_per_cell", "block_counts": its blocks in at most `max_blocks` letters, and
-      how many are in each state, see map_blocks.
-    """
-    check_observe(since_step, max_blocks)
-    pool = scheduler.kv_cache_manager.block_pool
-    return {
-        "time": time.monotonic(),
-        "step": records.last_step,
-        "steps": records.newer_than(since_step),
-        "requests": [*describe_requests(scheduler), *map(_describe_gated, gate)],
-        "num_blocks": pool.num_blocks,
-    } | map_blocks(pool, max_blocks)
-
-
-def describe_state(core: EngineCore) -> dict[str, Any]:
-    """Which requests are in which list, and each request in plain values."""
-    requests, manager = core.scheduler.requests.values(), core.scheduler.kv_cache_manager
-    return core.scheduler.state() | {
-        "requests": [
-            request.describe() | {"num_blocks": len(manager.get_block_ids(request.request_id))}
-            for request in requests
-        ],
-        "waiting_for_grammar": [gated.request.request_id for gated in core.gate],
-        "is_paused": core.pausing.is_paused(),
-        "pause_mode": core.pausing.mode,
-        "asleep": sorted(core.pausing.asleep),
-    }
 
 
 def describe_requests(scheduler: Scheduler) -> list[dict[str, Any]]:
@@ -266,3 +367,15 @@ def map_blocks(pool: BlockPool, max_cells: int) -> dict[str, Any]:
         )
     cells = busy.translate(LETTERS).decode()
     return {"blocks": cells, "blocks_per_cell": blocks_per_cell, "block_counts": counts}
+
+
+def imbalance(tokens: list[int]) -> float:
+    """The tokens of the busiest expert over the mean, 1.0 if all have as many, and the number of
+    experts if one has all; 0.0 without tokens. tokens [E]
+    """
+    return max(tokens) * len(tokens) / total if (total := sum(tokens)) else 0.0
+
+
+def unused(tokens: list[int]) -> float:
+    """The share of experts without tokens. tokens [E]"""
+    return tokens.count(0) / len(tokens)

@@ -19,11 +19,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from ..ipc.errors import EnginePausedError, InvalidParameterError
+from .arrivals import Arrivals
+from .scheduling.scheduler import Scheduler
 
-KEPT_BYTES = 2**30  # of the cache, most that an engine stores when it ends, which takes seconds
 MODES = ("abort", "wait", "keep")
 TAGS = ("weights", "kv_cache")  # what can sleep, in the order in which it must wake up
 SLEEPS = {1: ("kv_cache",), 2: TAGS}  # level -> what it frees
@@ -31,8 +32,14 @@ SLEEPS = {1: ("kv_cache",), 2: TAGS}  # level -> what it frees
 KNOWN_TO_THE_CORE = frozenset({"sleep", "wake_up", "load_weights"})
 
 
+class Workers(Protocol):
+    """See Executor."""
+
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]: ...
+
+
 @dataclass(eq=False, slots=True)
-class Wait:
+class PendingResult:
     """A utility's result that a later step brings.
 
     `is_due` is checked when something has changed; `result` is called once.
@@ -47,34 +54,34 @@ class Wait:
 class PauseControl:
     """Owns the pause, what sleeps, and the results that are due later.
 
-    `core` is the EngineCore it belongs to. Utilities return a plain value, or a Future that
-    `settle` or a later call completes, in the core's thread.
+    Utilities are called when no step is in flight. They return a plain value, or a Future that
+    `settle` or a later call completes, in the thread that runs steps.
     """
 
-    UTILITIES = frozenset(
-        {
-            "pause",
-            "resume",
-            "is_paused",
-            "stall_reason",
-            "sleep",
-            "wake_up",
-            "is_sleeping",
-            "reset_prefix_cache",
-            "load_weights",
-            "collective_rpc",
-        }
-    )
-
-    DRAINING = frozenset({"pause", "sleep", "reset_prefix_cache", "load_weights", "collective_rpc"})
-
-    def __init__(self, core: Any):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        workers: Workers,
+        arrivals: Arrivals,
+        *,
+        has_work: Callable[[], bool],
+        has_pending_outputs: Callable[[], bool],
+        publish_kv_events: Callable[[], None],
+    ):
+        """has_work: whether a step would compute something or deliver a row. has_pending_outputs:
+        whether a client has rows to receive, or a step in flight may bring some.
+        """
         self.mode: str | None = None  # of MODES, while paused
         self.asleep: set[str] = set()  # of TAGS
         self.can_step = True  # read in every step
         self._has_turn = True  # see set_turn
-        self.waits: list[Wait] = []
-        self._core = core
+        self.pending: list[PendingResult] = []
+        self._scheduler = scheduler
+        self._workers = workers
+        self._arrivals = arrivals
+        self._has_work = has_work
+        self._has_pending_outputs = has_pending_outputs
+        self._publish_kv_events = publish_kv_events
         self._owners: set[int] = set()  # clients whose pause is active
 
     # ------------------------------------------------------------ pause
@@ -86,38 +93,26 @@ class PauseControl:
         with EnginePausedError if the engine is resumed before everything has finished. Another call
         changes the mode.
         """
-        core = self._core
         if mode not in MODES:
             raise InvalidParameterError("mode", f"must be one of {', '.join(MODES)}, got {mode!r}")
-        if mode == "wait" and self.asleep and core.num_unheld_requests():
+        if mode == "wait" and self.asleep and self._arrivals.num_unheld_requests():
             raise EnginePausedError(
                 "the engine is asleep, so what is there cannot finish: wake_up() first"
             )
-        core.drain()
         self.mode = mode
         self._owners.add(client_index)
         if mode == "abort":
-            self._abort_all_requests()
+            self._arrivals.abort_all()
         self._update()
         if mode != "wait":
-            return self._when_delivered(lambda: None)
+            return self.when(lambda: not self._has_pending_outputs())
         return self._when(
-            Wait(
-                lambda: not (core.num_unheld_requests() or core.owes_rows()),
+            PendingResult(
+                lambda: not (self._arrivals.num_unheld_requests() or self._has_pending_outputs()),
                 lambda: None,
                 ends_with_pause=True,
             )
         )
-
-    def _abort_all_requests(self) -> None:
-        """Ends every client's requests; each is answered as in abort_requests."""
-        core, by_client = self._core, dict[int, list[str]]()
-        for request_id, request in core.scheduler.requests.items():
-            by_client.setdefault(request.client_index, []).append(request_id)
-        for gated in core.gate:
-            by_client.setdefault(gated.client_index, []).append(gated.request.request_id)
-        for client_index, request_ids in by_client.items():
-            core.abort_requests(request_ids, client_index)
 
     def resume(self) -> None:
         """Ends every client's pause: frozen requests continue, held ones are queued in order of
@@ -126,9 +121,9 @@ class PauseControl:
         self.settle()
         self.mode = None
         self._owners.clear()
-        for wait in [wait for wait in self.waits if wait.ends_with_pause]:
-            self.waits.remove(wait)
-            wait.future.set_exception(
+        for one in [one for one in self.pending if one.ends_with_pause]:
+            self.pending.remove(one)
+            one.future.set_exception(
                 EnginePausedError('the pause ended before pause("wait") had seen everything finish')
             )
         self._update()
@@ -138,16 +133,19 @@ class PauseControl:
 
     def stall_reason(self) -> Future:
         """Why no output can come, after all rows are delivered; None if one may come."""
-        core = self._core
 
-        def goes_on() -> bool:
-            return self.can_step and core.num_unheld_requests() > 0
+        def can_progress() -> bool:
+            return self.can_step and self._arrivals.num_unheld_requests() > 0
 
-        return self._when(Wait(lambda: goes_on() or not core.owes_rows(), self.describe_stall))
+        return self._when(
+            PendingResult(
+                lambda: can_progress() or not self._has_pending_outputs(), self.describe_stall
+            )
+        )
 
     def describe_stall(self) -> str | None:
         """The same, while rows may still come."""
-        if self._core.has_work() or (self.mode is None and not self.asleep):
+        if self._has_work() or (self.mode is None and not self.asleep):
             return None
         if self.asleep:
             return f"the engine is asleep ({', '.join(sorted(self.asleep))}): wake_up() first"
@@ -171,29 +169,26 @@ class PauseControl:
 
         Called after each step whose rows are sent, and when a client has left.
         """
-        for wait in [wait for wait in self.waits if wait.is_due()]:
-            self.waits.remove(wait)
-            wait.future.set_result(wait.result())
+        for one in [one for one in self.pending if one.is_due()]:
+            self.pending.remove(one)
+            one.future.set_result(one.result())
 
-    def _when(self, wait: Wait) -> Future:
-        self.waits.append(wait)
+    def _when(self, result: PendingResult) -> Future:
+        self.pending.append(result)
         self.settle()
-        return wait.future
+        return result.future
 
     def when(self, is_due: Callable[[], bool]) -> Future:
         """Completes with None, when `is_due` says so after a step."""
-        return self._when(Wait(is_due, lambda: None))
-
-    def _when_delivered(self, result: Callable[[], Any]) -> Future:
-        return self._when(Wait(lambda: not self._core.owes_rows(), result))
+        return self._when(PendingResult(is_due, lambda: None))
 
     def _update(self) -> None:
         """Called when mode or sleep has changed."""
         self.set_turn(self._has_turn)
         if self.mode is not None or self.asleep:
-            self._core.scheduler.hold_arrivals()
+            self._scheduler.hold_arrivals()
         else:
-            self._core.scheduler.release_arrivals()
+            self._scheduler.release_arrivals()
 
     def set_turn(self, has_turn: bool) -> None:
         """Whether steps may be scheduled at all: not, while other engines do not take part."""
@@ -202,7 +197,7 @@ class PauseControl:
 
     def has_requests(self) -> bool:
         """Whether a step would compute something if this engine had its turn."""
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         is_waiting = len(scheduler.requests) > len(scheduler.held)
         return is_waiting and self.mode != "keep" and not self.asleep
 
@@ -224,7 +219,7 @@ class PauseControl:
         self._forget_kv(keeps=True)
         self.asleep.update(tags)
         self._update()
-        self._core.executor.collective_rpc("sleep", tags)
+        self._workers.collective_rpc("sleep", tags)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocates memory again: all that sleeps, or the named parts.
@@ -244,7 +239,7 @@ class PauseControl:
             )
         for tag in TAGS:
             if tag in tags and tag in self.asleep:
-                self._core.executor.collective_rpc("wake_up", [tag])
+                self._workers.collective_rpc("wake_up", [tag])
                 self.asleep.discard(tag)
         self._update()
 
@@ -263,21 +258,13 @@ class PauseControl:
             raise InvalidParameterError(
                 "reset_running", f"must be True or False, got {reset_running!r}"
             )
-        self._core.drain()
         if reset_running:
             self._forget_kv()
-        was_reset = self._core.scheduler.reset_prefix_cache()
-        if was_reset and (offload := self._core.scheduler.kv_cache_manager.offload) is not None:
+        was_reset = self._scheduler.reset_prefix_cache()
+        if was_reset and (offload := self._scheduler.kv_cache_manager.offload) is not None:
             offload.clear()
-        self._core.publish_kv_events()
+        self._publish_kv_events()
         return was_reset
-
-    def keep_for_next_start(self) -> None:
-        """Stores what the cache has in the file of blocks outside it, if there is one."""
-        core = self._core
-        if core.config.cache_config.kv_offloading_path is not None:
-            block_bytes = core.ready.kv_cache_bytes // core.ready.num_blocks
-            core.scheduler.keep_cached_blocks(KEPT_BYTES // max(1, block_bytes))
 
     def load_weights(self, path: str) -> None:
         """Replaces the weights by those in the directory `path`.
@@ -287,8 +274,7 @@ class PauseControl:
         """
         if not isinstance(path, str) or not path:
             raise InvalidParameterError("path", f"must be the name of a directory, got {path!r}")
-        self._core.drain()
-        self._core.executor.collective_rpc("load_weights", path)
+        self._workers.collective_rpc("load_weights", path)
         self._forget_kv()
         self.asleep.discard("weights")
         self._update()
@@ -303,17 +289,15 @@ class PauseControl:
             )
         if not isinstance(args, list):
             raise InvalidParameterError("args", f"must be a list, got {args!r}")
-        self._core.drain()
-        return self._core.executor.collective_rpc(method, *args)
+        return self._workers.collective_rpc(method, *args)
 
     def _forget_kv(self, *, keeps: bool = False) -> None:
-        """Preempts all requests and drops the prefix cache. keeps: outside it, if there is a
-        place.
+        """Preempts all requests and drops the prefix cache. keeps: stores its blocks outside it
+        first, if there is a place.
         """
-        self._core.drain()
-        self._core.scheduler.preempt_all()
+        self._scheduler.preempt_all()
         if keeps:
-            self._core.scheduler.keep_cached_blocks()
-        if not self._core.scheduler.reset_prefix_cache():
+            self._scheduler.keep_cached_blocks()
+        if not self._scheduler.reset_prefix_cache():
             raise AssertionError("a block in use belongs to no request")
-        self._core.publish_kv_events()
+        self._publish_kv_events()

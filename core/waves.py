@@ -18,12 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..ipc.messages import EngineCoreOutputs, WaveReport
-
-if TYPE_CHECKING:
-    from .scheduling.step import ScheduledStep
+from .pause import PauseControl
+from .scheduling.step import ScheduledStep
 
 
 class WaveState:
@@ -57,20 +56,34 @@ class WaveState:
 class EngineWaves:
     """The waves of an EngineCore, of which `step` takes the place of a step."""
 
-    UTILITIES = frozenset({"hold_waves", "release_waves"})
-
-    def __init__(self, core: Any):
+    def __init__(
+        self,
+        executor: Any,
+        pausing: PauseControl,
+        *,
+        schedule: Callable[[], ScheduledStep | None],
+        execute: Callable[[ScheduledStep], None],
+        take_rows: Callable[..., dict[int, EngineCoreOutputs] | None],
+        report: Callable[[WaveReport], None],
+        is_full: Callable[[], bool],
+    ):
+        """executor: a SharingExecutor. schedule, execute, take_rows: the parts of a step. report:
+        sends a message to the coordinator. is_full: whether rows must be read before there are
+        more.
+        """
         self.state = WaveState()
         self.is_held = False
         self.num_joined = 0  # passes of other engines that this one took part in, without work
-        # set by the host: sends a report, and tells whether rows must be read before there are more
-        self.report: Callable[[WaveReport], None] = lambda report: None
-        self.is_full: Callable[[], bool] = lambda: False
-        self._core = core
+        self._executor = executor
+        self._pausing = pausing
+        self._schedule = schedule
+        self._execute = execute
+        self._take_rows = take_rows
+        self._report = report
+        self._is_full = is_full
         self._step: ScheduledStep | None = None  # between `begin` and `finish`
-        self._executor: Any = core.executor  # a SharingExecutor
-        self._executor.join_engines()
-        core.pausing.set_turn(False)
+        executor.join_engines()
+        pausing.set_turn(False)
 
     def start(self, number: int) -> None:
         """See WaveState.start."""
@@ -81,7 +94,7 @@ class EngineWaves:
         return self.state.is_running or self.state.wants(self._may_compute())
 
     def _may_compute(self) -> bool:
-        return not (self.is_held or self.is_full()) and self._core.pausing.has_requests()
+        return not (self.is_held or self._is_full()) and self._pausing.has_requests()
 
     def step(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
         """As EngineCore's step_fn: takes part in a pass of all engines, if a wave runs."""
@@ -89,34 +102,33 @@ class EngineWaves:
         has_step = self._step is not None
         if self.state.is_running:
             self.finish(self._executor.meet_engines(has_work))
-        return self._core.take_rows(everything=not has_step), has_step
+        return self._take_rows(everything=not has_step), has_step
 
     def begin(self) -> bool:
         """Until the engines meet. Returns whether this one has work; asks for a wave for it."""
-        pausing = self._core.pausing
-        pausing.set_turn(self.state.is_running and not self.is_held and not self.is_full())
-        self._step = self._core.schedule()
-        pausing.set_turn(False)
+        self._pausing.set_turn(self.state.is_running and not self.is_held and not self._is_full())
+        self._step = self._schedule()
+        self._pausing.set_turn(False)
         has_work = self._step is not None or self._may_compute()
         if self.state.wants(has_work):
-            self.report(self.state.ask())
+            self._report(self.state.ask())
         return has_work
 
     def finish(self, any_has_work: bool) -> None:
         """After they have met: the pass, or the end of the wave."""
         step, self._step = self._step, None
         if not any_has_work:
-            self.report(self.state.end())
+            self._report(self.state.end())
         elif step is None:
             self._executor.join_pass()
             self.num_joined += 1
         else:
-            self._core.execute(step)
+            self._execute(step)
 
     def hold_waves(self) -> Future:
         """Computes nothing until `release_waves`. The result comes when no wave runs."""
         self.is_held = True
-        return self._core.pausing.when(lambda: not self.state.is_running)
+        return self._pausing.when(lambda: not self.state.is_running)
 
     def release_waves(self) -> None:
         """Ends `hold_waves`."""

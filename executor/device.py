@@ -58,7 +58,7 @@ def select_device(name: str) -> torch.device:
 
 def use_gpu_of_rank(config: EngineConfig, rank: int) -> None:
     """Makes GPU number `rank` the one that `select_device` returns. One of several engines sees its
-    own GPUs alone (core/machine_share.py).
+    own GPUs alone (core/engine_proc.py, take_share).
 
     Raises InvalidParameterError if there are fewer GPUs than ranks.
     """

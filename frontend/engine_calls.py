@@ -134,7 +134,7 @@ class EngineCalls(ABC):
 
     @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of EngineCore.UTILITIES by name."""
+        """Calls one of the utilities (core/utilities.py) by name."""
 
     @abstractmethod
     def _call(self, method: str, *args: Any, then: Callable[[Any], Any] | None = None) -> Any:
@@ -153,13 +153,13 @@ class EngineCalls(ABC):
     @engine_call
     def observe(self, since_step: int = -1, max_blocks: int = 4096) -> dict[str, Any]:
         """The engine's last steps with their durations, its requests, and a map of the KV cache;
-        see EngineCore.observe.
+        see Observer.observe.
         """
         return self._call("observe", since_step, max_blocks, then=self.session.with_own_counters)
 
     @engine_call
     def expert_load(self) -> dict[str, Any]:
-        """The tokens that each expert of each layer was sent; see core/expert_load.py."""
+        """The tokens that each expert of each layer was sent; see Observer.expert_load."""
         return self._call("expert_load")
 
     @engine_call

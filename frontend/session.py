@@ -200,7 +200,7 @@ class RequestSession:
         return of_the_engine | msgspec.structs.asdict(own)
 
     def with_own_counters(self, observation: dict[str, Any]) -> dict[str, Any]:
-        """The result of EngineCore.observe with this session's counters added."""
+        """The result of Observer.observe with this session's counters added."""
         return observation | {"counters": self.metrics(observation["counters"])}
 
 

@@ -41,6 +41,7 @@ from .messages import (
     StartWave,
     TurnedAway,
     UtilityCall,
+    UtilityResult,
 )
 from .process import SignalPipe
 from .socket_files import SocketFile
@@ -141,12 +142,21 @@ class EngineInput:
     `events` is for the main thread; `aborts` holds (client, request ids) that overtake it.
     """
 
-    def __init__(self, context: zmq.Context, max_message_bytes: int, signals: SignalPipe):
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    def __init__(
+        self,
+        context: zmq.Context,
+        max_message_bytes: int,
+        signals: SignalPipe,
+        events: queue.SimpleQueue[Event],
+        send: Callable[[int, UtilityResult], None],
+    ):
+        """send: to the client with this index. The call "beat" is answered in this thread, so that
+        it overtakes the main thread's work.
+        """
+        self.events = events
         self.aborts: deque[tuple[int, list[str]]] = deque()
         self.num_bad_frames = 0
-        # called with a client and its call "beat", which overtakes the main thread's work
-        self.on_beat: Callable[[int, int], None] = lambda client_index, call_id: None
+        self._send = send
         self._context = context
         self._max_message_bytes = max_message_bytes
         self.decoder = Decoder(ClientMessage, max_message_bytes)
@@ -301,7 +311,7 @@ class EngineInput:
         elif isinstance(message, (Config, Shutdown, StartWave)) and not self._has_parent:
             raise BadFrameError(f"a daemon's client sends no {type(message).__name__}")
         elif isinstance(message, UtilityCall) and message.method == BEAT:
-            return self.on_beat(client_index, message.call_id)
+            return self._send(client_index, UtilityResult(message.call_id, BEAT))
         self.events.put(FromClient(client_index, message))
 
     # ------------------------------------------------------------ the door

@@ -88,19 +88,23 @@ class EngineOutput:
         max_message_bytes: int,
         *,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
+        on_drained: Callable[[], None] = lambda: None,
+        on_overflow: Callable[[int], None] | None = None,
+        on_fatal: Callable[[BaseException], None] = lambda error: None,
+        on_lost: Callable[[int, list[str]], None] = lambda client_index, request_ids: None,
     ):
+        """These are called in the output thread. on_drained: is_full has ended. on_overflow: for
+        daemons; a client was dropped, because it did not read or could not be connected. on_fatal:
+        the thread has failed. on_lost: the rows of a client that could not be encoded.
+        """
         self.max_backlog_bytes = max_backlog_bytes
         self.num_lost_outputs = 0  # rows that could not be encoded; their requests were ended
         # a client's backlog is above the limit, or has not yet dropped to half of it
         self.is_full = False
-        # called in the output thread when is_full ends
-        self.on_drained: Callable[[], None] = lambda: None
-        # for daemons: called with a client that was dropped, because it did not read or could not
-        # be connected
-        self.on_overflow: Callable[[int], None] | None = None
-        self.on_fatal: Callable[[BaseException], None] = lambda error: None
-        # rows that could not be encoded
-        self.on_lost: Callable[[int, list[str]], None] = lambda client_index, request_ids: None
+        self._on_drained = on_drained
+        self._on_overflow = on_overflow
+        self._on_fatal = on_fatal
+        self._on_lost = on_lost
         self._context = context
         self.encoder = Encoder(max_message_bytes)
         self._readers: dict[int, Reader] = {}
@@ -145,7 +149,7 @@ class EngineOutput:
         try:
             self._serve()
         except BaseException as error:
-            self.on_fatal(error)
+            self._on_fatal(error)
         finally:
             for reader in self._readers.values():
                 reader.push.close()
@@ -192,9 +196,9 @@ class EngineOutput:
         try:
             push = connect_push(self._context, order.wire)
         except zmq.ZMQError:  # no descriptors are left
-            if self.on_overflow is None:
+            if self._on_overflow is None:
                 raise
-            self.on_overflow(order.client_index)
+            self._on_overflow(order.client_index)
         else:
             self._readers[order.client_index] = Reader(push)
 
@@ -210,7 +214,7 @@ class EngineOutput:
                 )
             if isinstance(message, EngineCoreOutputs):
                 self.num_lost_outputs += len(message.request_ids)
-                self.on_lost(order.client_index, message.request_ids)
+                self._on_lost(order.client_index, message.request_ids)
                 return self.encoder.encode(
                     error_rows(message, f"the output could not be sent: {error}")
                 )
@@ -225,7 +229,7 @@ class EngineOutput:
                 self._poller.register(reader.push, zmq.POLLOUT)
         reader.keep(frames)
         if reader.backlog_bytes > self.max_backlog_bytes:
-            if self.on_overflow is None:
+            if self._on_overflow is None:
                 self.is_full = True
             else:
                 cause = (
@@ -234,7 +238,7 @@ class EngineOutput:
                 )
                 reader.keep(self.encoder.encode(EngineDead(cause)))
                 reader.is_dropped = True
-                self.on_overflow(client_index)
+                self._on_overflow(client_index)
 
     def _flush(self, reader: Reader) -> None:
         """Sends as much of a backlog as the connection accepts."""
@@ -263,7 +267,7 @@ class EngineOutput:
             2 * reader.backlog_bytes <= self.max_backlog_bytes for reader in self._readers.values()
         ):
             self.is_full = False
-            self.on_drained()
+            self._on_drained()
 
 
 def error_rows(outputs: EngineCoreOutputs, error: str) -> EngineCoreOutputs:

@@ -136,7 +136,7 @@ class PaceOutputs(Message, tag="pace", frozen=True):
 
 
 class UtilityCall(Message, tag="call", frozen=True):
-    """Calls one of EngineCore.UTILITIES. `args` are plain msgpack values."""
+    """Calls one of the utilities (core/utilities.py). `args` are plain msgpack values."""
 
     call_id: int
     method: str

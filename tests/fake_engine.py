@@ -119,7 +119,7 @@ def _recording(act: Callable, as_message: Callable) -> Callable:
         if records is None:
             return act(core, value, client_index)
         records.messages.append(msgspec.msgpack.encode(as_message(value)))
-        records.hand_out = lambda outputs: core.hand_out({client_index: outputs})
+        records.deliver = lambda outputs: core.host.deliver({client_index: outputs})
 
     return record
 
@@ -129,7 +129,7 @@ class Records:
 
     def __init__(self):
         self.messages: list[bytes] = []
-        self.hand_out: Callable[[EngineCoreOutputs], None] | None = None  # to the last sender
+        self.deliver: Callable[[EngineCoreOutputs], None] | None = None  # to the last sender
         self.calls = {"received": self.received, "send": self.send, "same": self.same}
         self.calls["refuse"] = self.refuse
         self._decoder = Decoder(EngineMessage, 2**24)
@@ -139,8 +139,8 @@ class Records:
 
     def send(self, *frames: bytes) -> None:
         """Sends encoded EngineCoreOutputs to the client whose message came last, if any has."""
-        if self.hand_out is not None:
-            self.hand_out(self._decoder.decode(frames))
+        if self.deliver is not None:
+            self.deliver(self._decoder.decode(frames))
 
     def same(self, *args) -> list:
         return list(args)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from itertools import repeat
 from operator import sub
 from typing import TYPE_CHECKING
 
+from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import FinishReason
 from ...ipc.step_messages import (
     ModelRunnerOutput,
@@ -198,6 +200,16 @@ def fail(scheduler: Scheduler, request: Request, error: RowError, rows: OutputRo
     parameter = error.parameter if isinstance(error, RowRefusal) else None
     scheduler.finish(request, FinishReason.ERROR)
     write_end(request, FinishReason.ERROR, rows, rows.now, str(error), parameter)
+
+
+def fail_requests(
+    scheduler: Scheduler, requests: Iterable[Request], error: BaseException, rows: OutputRows
+) -> None:
+    """Ends requests between two steps. An error that names no parameter is the engine's own."""
+    parameter = error.parameter if isinstance(error, InvalidParameterError) else None
+    for request in requests:
+        scheduler.finish(request, FinishReason.ERROR)
+        write_end(request, FinishReason.ERROR, rows, time.monotonic(), str(error), parameter)
 
 
 def end_late_requests(scheduler: Scheduler, rows: OutputRows) -> None:

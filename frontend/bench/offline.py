@@ -112,7 +112,7 @@ def run_throughput(
 
 
 def summarize_steps(records: list[Any]) -> Steps:
-    """`records`: as from EngineCore.observe, (step, start, schedule_s, execute_s, process_s,
+    """`records`: as from Observer.observe, (step, start, schedule_s, execute_s, process_s,
     prefill tokens, decode tokens, requests, preemptions).
     """
     decodes = [record for record in records if not record[5] and record[6]]

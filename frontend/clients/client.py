@@ -112,8 +112,8 @@ class EngineClient(ABC):
 
     @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
-        """Calls one of EngineCore.UTILITIES between two steps. Returns its result or raises its
-        exception.
+        """Calls one of the utilities (core/utilities.py) between two steps. Returns its result or
+        raises its exception.
         """
 
     @abstractmethod

@@ -49,8 +49,9 @@ class LocalEngine:
     Holds no reference to the client, so that the client can be garbage-collected.
     """
 
-    def __init__(self, core: Any):
-        self.core = core
+    def __init__(self, config: EngineConfig, executor: Any, report: Report | None):
+        from ...core.engine_core import EngineCore, Host
+
         self.outputs: deque[m.EngineCoreOutputs] = deque()
         self.death: EngineDeadError | None = None
         self.num_bad_frames = 0  # requests that could not be encoded or decoded
@@ -60,6 +61,10 @@ class LocalEngine:
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._owner_pid = os.getpid()
+        host = Host(
+            deliver=self.deliver, wake=self.wake_thread, count_transport=self.count_transport
+        )
+        self.core = EngineCore(config, executor, report, host=host)
 
     def submit(self, function: Callable[[], None]) -> None:
         """Runs `function` on the core between two steps: now, or in the thread that owns it."""
@@ -70,7 +75,7 @@ class LocalEngine:
         else:
             self._inbox.put(function)
 
-    def hand_out(self, outputs: dict[int, m.EngineCoreOutputs] | None) -> None:
+    def deliver(self, outputs: dict[int, m.EngineCoreOutputs] | None) -> None:
         if outputs and CLIENT in outputs:
             self.outputs.append(outputs[CLIENT])
             self._notify()
@@ -85,7 +90,7 @@ class LocalEngine:
             self.core.wait()
         with self._fatal():
             outputs, model_executed = self.core.step_fn()
-            self.hand_out(outputs)
+            self.deliver(outputs)
             self.core.post_step(model_executed)
 
     @contextlib.contextmanager
@@ -94,7 +99,7 @@ class LocalEngine:
         try:
             yield
         except Exception as error:
-            self.hand_out(self.core.take_rows())
+            self.deliver(self.core.take_rows())
             self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
             self.death.__cause__ = error
             self._fail_calls()
@@ -238,12 +243,7 @@ class InprocClient(EngineClient):
         that tests cannot pass objects that the wire could not carry. report: called with (stage,
         fraction) during the start; an exception from it cancels the start.
         """
-        from ...core.engine_core import EngineCore
-
-        self._engine = engine = LocalEngine(EngineCore(config, executor, report))
-        engine.core.host_counters = engine.count_transport
-        engine.core.hand_out = engine.hand_out
-        engine.core.gate.wake = engine.wake_thread
+        self._engine = engine = LocalEngine(config, executor, report)
         self._guard = Guard()
         # also runs at exit, for scripts that do not call shutdown
         self._close = weakref.finalize(self, engine.close)

@@ -6,21 +6,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quire.core.engine_core import EngineCore
+from quire.core.engine_core import EngineCore, Host
 from quire.ipc.messages import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams
 from quire.tests.fakes import FakeExecutor, make_config
 
 
 def make_core(
-    burst_weights_bytes: int = 0, windows: tuple[int, ...] = (0,), **arguments
+    burst_weights_bytes: int = 0,
+    windows: tuple[int, ...] = (0,),
+    host: Host = Host(),
+    **arguments,
 ) -> EngineCore:
     """`burst_weights_bytes` and `windows` (of the groups of layers) are the fake executor's."""
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
     executor.kv_cache_windows = windows
-    core = EngineCore(config, executor)
+    core = EngineCore(config, executor, host=host)
     core.check_every_step = True
     core.scheduler.least_samples = 1  # few requests are in several steps, where there are stages
     return core
@@ -77,12 +80,12 @@ def run(
             return answers
         for client_index, outputs in step(core).items():
             collect(outputs, answers.setdefault(client_index, {}))
-    raise AssertionError(f"not finished: {core.scheduler_state()}")
+    raise AssertionError(f"not finished: {core.observer.scheduler_state()}")
 
 
 def assert_nothing_left(core: EngineCore) -> None:
     core.check_integrity()
-    state = core.scheduler_state()
+    state = core.observer.scheduler_state()
     assert not core.has_work() and core.scheduler.requests == {}
     assert state["running"] == state["waiting"] == state["swapped"] == []
     assert state["num_free_slots"] == core.config.scheduler_config.max_num_seqs

@@ -42,7 +42,7 @@ def call(core, method: str, *args, client_index: int = 0, received: dict | None 
 
 def deliver(core, received: dict | None) -> None:
     """Deliver the rows of a step that was in flight; nothing else may come."""
-    if received is not None and core.owes_rows() and not core.pausing.can_step:
+    if received is not None and core.has_pending_outputs() and not core.pausing.can_step:
         for outputs in step(core).values():
             collect(outputs, received)
 

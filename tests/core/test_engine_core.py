@@ -5,10 +5,11 @@ test_random_workloads.py).
 import time
 
 import pytest
-from quire.core.engine_core import EngineCore
+from quire.core.engine_core import EngineCore, Host
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreOutputs, FinishReason
 from quire.tests.core.engine_loop import (
+    Answer,
     assert_nothing_left,
     collect,
     greedy,
@@ -117,7 +118,7 @@ def test_a_client_that_leaves_takes_its_requests_and_rows_along():
     core.add_request(make_request("refused", prompt=[]), client_index=1)
     core.drop_client(1)
     core.drop_client(1)
-    assert core.scheduler_state()["running"] == ["stays"]
+    assert core.observer.scheduler_state()["running"] == ["stays"]
     assert list(run(core, {0: received})) == [0] and len(received["stays"].tokens) == 5
     assert_nothing_left(core)
 
@@ -143,7 +144,7 @@ def paced_core(**arguments) -> tuple[EngineCore, dict]:
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_deferred_rows_have_the_same_tokens(overlapped):
     core, received = paced_core(async_scheduling=overlapped)
-    assert core.owes_rows() and core.has_work()
+    assert core.has_pending_outputs() and core.has_work()
     run(core, {0: received})
     for answer in received.values():
         assert (answer.tokens, answer.reason, None) == expected_output(
@@ -154,12 +155,19 @@ def test_deferred_rows_have_the_same_tokens(overlapped):
 
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_deferred_rows_do_not_wait_for_a_long_step(overlapped):
-    core, received = paced_core(async_scheduling=overlapped)
-    name, order = "submit_model" if overlapped else "execute_model", []
+    order: list[str] = []
+    received: dict[str, Answer] = {}
+
+    def deliver(outputs) -> None:
+        order.append("received")
+        collect(outputs[0], received)
+
+    core, first = paced_core(host=Host(deliver=deliver), async_scheduling=overlapped)
+    received |= first
+    name = "submit_model" if overlapped else "execute_model"
     execute = getattr(core.executor, name)
     setattr(core.executor, name, lambda output: (order.append("step"), execute(output))[1])
-    core.hand_out = lambda outputs: (order.append("received"), collect(outputs[0], received))
-    core._step_records.expected_s = lambda num_tokens: 0.04 if num_tokens < 40 else 0.06
+    core.records.expected_s = lambda num_tokens: 0.04 if num_tokens < 40 else 0.06
     core.add_request(make_request("short"))
     collect(step(core).get(0, EngineCoreOutputs(0, [], [], [], [])), received)
     assert order == ["step"] and core.rows.holds_any
@@ -175,7 +183,7 @@ def test_deferred_rows_do_not_wait_for_the_end_of_a_pause():
     collect(step(core)[0], received)
     assert (
         done.done()
-        and not core.owes_rows()
+        and not core.has_pending_outputs()
         and [len(answer.tokens) for answer in received.values()] == [2, 2]
     )
     core.call_utility("resume", [])
@@ -255,7 +263,7 @@ def test_one_sequence_fits_exactly():
     for i in range(2):
         core.add_request(make_request(f"r{i}", prompt=[i] * 100, params=greedy(max_tokens=200)))
     assert [len(answer.tokens) for answer in run(core)[0].values()] == [156, 156]
-    assert core.get_metrics()["num_preemptions"] > 0
+    assert core.observer.get_metrics()["num_preemptions"] > 0
 
 
 def test_statistics_come_with_rows_unless_disabled():
@@ -311,5 +319,8 @@ def test_a_request_ends_at_its_deadline(async_scheduling):
     assert {(answer.reason, len(answer.tokens)) for answer in answers.values()} == {
         (FinishReason.LENGTH, 30)
     }
-    assert core.get_metrics()["num_finished_timeout"] == 3 and core.scheduler.next_deadline is None
+    assert (
+        core.observer.get_metrics()["num_finished_timeout"] == 3
+        and core.scheduler.next_deadline is None
+    )
     assert_nothing_left(core)

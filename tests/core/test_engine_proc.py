@@ -20,12 +20,10 @@ import types
 import msgspec
 import psutil
 import pytest
-from quire.core.engine_proc import EngineCoreProc
+from quire.core.engine_proc import EngineCoreProc, make_threads
 from quire.frontend.clients.mp_client import MPClient
 from quire.ipc import engine_input as events
 from quire.ipc.codec import BadFrameError, Decoder, Encoder
-from quire.ipc.engine_input import EngineInput
-from quire.ipc.engine_output import EngineOutput
 from quire.ipc.errors import EngineDeadError, EngineStartError
 from quire.ipc.messages import (
     EngineCoreOutputs,
@@ -195,7 +193,7 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
     limit = config.service_config.max_message_bytes
     ends = ClientEnds(context, limit)
     router, pull = ends.router, ends.pull
-    input_ = EngineInput(context, limit, signals)
+    input_, output = make_threads(context, limit, signals, max_backlog_bytes=2000)
     input_.serve_parent(ends.wire)
     executors = []
 
@@ -203,9 +201,7 @@ def test_a_slow_reader_blocks_the_steps_but_not_the_engine(monkeypatch):
         executors.append(TroubledExecutor(config))
         return executors[0]
 
-    proc = EngineCoreProc(
-        input_, EngineOutput(context, limit, max_backlog_bytes=2000), make_executor
-    )
+    proc = EngineCoreProc(input_, output, make_executor)
     exit_codes = []
     thread = threading.Thread(target=lambda: exit_codes.append(proc.run(config)))
     thread.start()
@@ -259,7 +255,7 @@ def test_counters_of_its_threads_are_in_the_metrics():
     proc._on_event(events.ClientOverflowed(1))
     proc._on_event(events.ClientLeft(1))
     proc._on_event(events.ClientLeft(2))
-    metrics = proc.core.get_metrics()
+    metrics = proc.core.observer.get_metrics()
     counted = {
         name: value
         for name, value in metrics.items()

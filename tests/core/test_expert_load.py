@@ -1,7 +1,7 @@
 """Figures of a layer's load, against hand-computed values."""
 
 import pytest
-from quire.core.expert_load import imbalance, unused
+from quire.core.observation import imbalance, unused
 
 
 @pytest.mark.parametrize(

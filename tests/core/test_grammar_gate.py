@@ -13,8 +13,8 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
+from quire.core.arrivals import GrammarGate
 from quire.core.engine_core import EngineCore
-from quire.core.grammar_gate import GrammarGate
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.errors import InvalidParameterError
@@ -76,7 +76,7 @@ def test_others_run_while_a_grammar_is_checked():
     core.add_request(request("a", "slow"))
     core.add_request(request("b"))
     assert set(run(core)) == {"b"}
-    assert core.scheduler_state()["waiting_for_grammar"] == ["a"]
+    assert core.observer.scheduler_state()["waiting_for_grammar"] == ["a"]
     assert not core.has_work() and not core.is_idle()
     checks(core)["slow"].set_result(None)
     assert core.has_work()
@@ -102,7 +102,7 @@ def test_a_refused_grammar_is_an_error_row_with_its_parameter():
         "structured_outputs: is bad",
         "structured_outputs",
     )
-    metrics = core.get_metrics()
+    metrics = core.observer.get_metrics()
     assert metrics["num_grammar_refusals"] == metrics["num_requests_refused"] == 1
 
 
@@ -119,7 +119,7 @@ def test_a_check_that_raises_is_an_error_row():
         None,  # not the request's fault: over HTTP it is a 500
     )
     assert ends["b"][1] is FinishReason.ERROR and ends["b"][3] is None
-    assert core.get_metrics()["num_grammar_refusals"] == 0
+    assert core.observer.get_metrics()["num_grammar_refusals"] == 0
 
 
 def test_a_deadline_passes_while_the_grammar_is_checked():
@@ -193,9 +193,9 @@ def test_a_client_that_leaves_takes_its_waiting_requests_along():
     core.add_request(request("a", "slow"), 0)
     core.add_request(request("b", "slow"), 1)
     core.drop_client(0)
-    assert [gated.request.request_id for gated in core.gate] == ["b"] and core.get_metrics()[
-        "num_requests_orphaned"
-    ] == 1
+    assert [gated.request.request_id for gated in core.gate] == [
+        "b"
+    ] and core.observer.get_metrics()["num_requests_orphaned"] == 1
     checks(core)["slow"].set_result(None)
     assert set(run(core)) == {"b"}
 
@@ -249,8 +249,8 @@ def test_a_blocking_client_waits_for_the_check_without_stepping():
 
 
 def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
-    gate, woken = GrammarGate(), threading.Event()
-    gate.wake = woken.set
+    woken = threading.Event()
+    gate = GrammarGate(woken.set)
     check: Future = Future()
     gate.add(request("a"), 0, 0, check)
     assert not woken.is_set() and not gate.has_checked() and gate.take() == []
@@ -261,7 +261,7 @@ def test_a_sleeping_core_is_woken_by_the_end_of_a_check():
 
 
 def test_integrity_check_detects_a_lost_request():
-    gate, check = GrammarGate(), Future()
+    gate, check = GrammarGate(lambda: None), Future()
     gate.add(request("a"), 0, 0, check)
     gate.check_integrity([])
     with pytest.raises(AssertionError, match="scheduled: .'a'"):

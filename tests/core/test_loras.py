@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire.core.engine_core import Host
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import FinishReason
@@ -123,8 +124,8 @@ def test_other_requests_run_while_an_adapter_is_read() -> None:
 
 
 def test_the_host_is_woken_when_an_adapter_is_read() -> None:
-    core, woken = lora_core(), []
-    core.gate.wake = lambda: woken.append(True)
+    woken: list[bool] = []
+    core = lora_core(host=Host(wake=lambda: woken.append(True)))
     core.executor.holds_reads = True
     add(core, "with", lora("a"))
     run(core)
@@ -170,7 +171,7 @@ def test_an_engine_without_lora_refuses_by_name() -> None:
     with pytest.raises(InvalidParameterError, match="started with enable_lora"):
         core.call_utility("add_lora", [lora("a")])
     assert core.call_utility("list_loras", []) == []
-    assert core.observe()["adapters"] == core.status()["loras"] == {}
+    assert core.observer.observe()["adapters"] == core.observer.status()["loras"] == {}
 
 
 def test_an_id_is_that_of_one_adapter() -> None:
@@ -367,19 +368,23 @@ def test_status_names_what_runs_and_what_waits() -> None:
     answers: dict = {}
     for _ in range(3):
         step_into(core, answers)
-    seen = core.observe()
-    assert core.status()["loras"] == {
+    seen = core.observer.observe()
+    assert core.observer.status()["loras"] == {
         "max_loras": 1,
         "max_cpu_loras": 2,
         "num_in_memory": 2,
         "running": ["a"],
         "waiting": ["b"],
     }
-    assert [r["lora_name"] for r in core.scheduler_state()["requests"]] == ["a", "b"]
+    assert [r["lora_name"] for r in core.observer.scheduler_state()["requests"]] == ["a", "b"]
     assert [r["lora_name"] for r in seen["requests"]] == ["a", "b"]
-    assert seen["adapters"] == core.status()["loras"]
+    assert seen["adapters"] == core.observer.status()["loras"]
     finish(core, answers)
-    assert core.status()["loras"]["running"] == core.status()["loras"]["waiting"] == []
+    assert (
+        core.observer.status()["loras"]["running"]
+        == core.observer.status()["loras"]["waiting"]
+        == []
+    )
 
 
 # ---------------------------------------------------------------- random workloads

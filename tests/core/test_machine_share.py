@@ -7,26 +7,26 @@ import subprocess
 import sys
 
 import pytest
-from quire.core.machine_share import VARIABLE, take_share
+from quire.core.engine_proc import VISIBLE_GPUS, take_share
 from quire.ipc.config import DeviceConfig
 from quire.ipc.errors import InvalidParameterError
 
 
 def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "4,5,6,7")
+    monkeypatch.setenv(VISIBLE_GPUS, "4,5,6,7")
     take_share(DeviceConfig(device="cuda"))  # the only engine has all
-    assert os.environ[VARIABLE] == "4,5,6,7"
+    assert os.environ[VISIBLE_GPUS] == "4,5,6,7"
     sizes = {"data_parallel_size": 2, "tensor_parallel_size": 2, "device": "cuda"}
     with pytest.raises(InvalidParameterError, match="data_parallel_size: .* engine 2"):
         take_share(DeviceConfig(**sizes, data_parallel_rank=2))
     take_share(DeviceConfig(**sizes, data_parallel_rank=1))
-    assert os.environ[VARIABLE] == "6,7"
+    assert os.environ[VISIBLE_GPUS] == "6,7"
 
 
 def test_cores() -> None:
     code = (
         "import os; from quire.ipc.config import DeviceConfig\n"
-        "from quire.core.machine_share import take_share\n"
+        "from quire.core.engine_proc import take_share\n"
         "core = min(os.sched_getaffinity(0)); take_share(DeviceConfig(cores=[core]))\n"
         "print(os.sched_getaffinity(0) == {core})"
     )

@@ -38,8 +38,8 @@ def make_request(request_id="r", max_tokens=4, prompt=range(40), **fields) -> En
 def check(core: EngineCore) -> None:
     """Check the invariants of every observation, between any two steps."""
     seen, state, pool = (
-        core.observe(-1, 4096),
-        core.scheduler_state(),
+        core.observer.observe(-1, 4096),
+        core.observer.scheduler_state(),
         core.scheduler.kv_cache_manager.block_pool,
     )
     letters, counts = Counter(seen["blocks"]), seen["block_counts"]
@@ -76,7 +76,7 @@ def check(core: EngineCore) -> None:
         name: sorted(state[name if name != "grammar" else "waiting_for_grammar"])
         for name in by_state
     }
-    assert seen["counters"] == core.get_metrics()
+    assert seen["counters"] == core.observer.get_metrics()
 
 
 @pytest.mark.parametrize(
@@ -106,11 +106,11 @@ def test_it_agrees_with_the_engine_after_every_step(arguments):
         for outputs in step(core).values():
             answered += len(outputs.finished)
         check(core)
-        shared += "s" in core.observe()["blocks"]
+        shared += "s" in core.observer.observe()["blocks"]
         if step_index > 60 and not core.has_work():
             break
-    steps = core.observe()["steps"]
-    counters = core.observe()["counters"]
+    steps = core.observer.observe()["steps"]
+    counters = core.observer.observe()["counters"]
     assert answered >= len(jobs) and shared
     if len(steps) < MAX_STEPS:  # otherwise the first steps would have been dropped
         assert sum(record[6] for record in steps) == counters["num_generation_tokens"]
@@ -121,10 +121,10 @@ def test_it_agrees_with_the_engine_after_every_step(arguments):
 @pytest.mark.parametrize("arguments", FORMS, ids=str)
 def test_steps_are_in_order_and_reported_once(arguments):
     core = make_core(max_num_batched_tokens=16, **arguments)
-    assert (core.observe()["step"], core.observe()["steps"]) == (-1, [])
+    assert (core.observer.observe()["step"], core.observer.observe()["steps"]) == (-1, [])
     core.add_request(make_request(max_tokens=9))
     run(core)
-    seen = core.observe()
+    seen = core.observer.observe()
     steps = seen["steps"]
     assert [record[0] for record in steps] == list(range(len(steps))) and seen["step"] == len(
         steps
@@ -134,26 +134,26 @@ def test_steps_are_in_order_and_reported_once(arguments):
     assert [record[5] for record in steps] == [16, 16, 8] + [0] * (len(steps) - 3)
     assert [record[6] for record in steps][:2] == [0, 0] and sum(record[6] for record in steps) == 9
     assert all(record[7] == 1 and record[8] == 0 for record in steps)
-    tokens = core.status()["step_tokens"]
+    tokens = core.observer.status()["step_tokens"]
     assert tokens["sum"] == 40 + 9 and sum(tokens["counts"]) == len(steps)
     assert tokens["counts"][tokens["bounds"].index(16)] >= 2  # the chunks of 16
     assert [record[1] for record in steps] == sorted(record[1] for record in steps) and seen[
         "time"
     ] >= steps[-1][1]
     assert (
-        core.observe(len(steps) - 3)["steps"] == steps[-2:]
-        and core.observe(len(steps) - 1)["steps"] == []
+        core.observer.observe(len(steps) - 3)["steps"] == steps[-2:]
+        and core.observer.observe(len(steps) - 1)["steps"] == []
     )
 
 
 def test_the_bound_of_the_next_step():
     core = make_core()
-    assert core._step_records.expected_s(100) == 0.0
+    assert core.records.expected_s(100) == 0.0
     core.executor.delay_s = 0.01
     core.add_request(make_request(max_tokens=3))
     run(core)
-    execute_s = core.observe()["steps"][-1][3]
-    assert execute_s >= 0.01 and core._step_records.expected_s(7) == 7 * execute_s
+    execute_s = core.observer.observe()["steps"][-1][3]
+    assert execute_s >= 0.01 and core.records.expected_s(7) == 7 * execute_s
 
 
 class Clock:
@@ -183,7 +183,7 @@ def test_timings_of_a_step(monkeypatch):
     core.scheduler.update_from_output = taking(100, core.scheduler.update_from_output)
     core.add_request(make_request(max_tokens=2))
     run(core)
-    assert [record[1:5] for record in core.observe()["steps"]] == [
+    assert [record[1:5] for record in core.observer.observe()["steps"]] == [
         [0.0, 1.0, 10.0, 100.0],
         [111.0, 1.0, 10.0, 100.0],
     ]
@@ -225,7 +225,7 @@ def test_overlapped_steps_execute_one_after_the_other(monkeypatch):
     )
     core.add_request(make_request(max_tokens=4))
     run(core)
-    steps = core.observe()["steps"]
+    steps = core.observer.observe()["steps"]
     assert [record[2:5] for record in steps[:4]] == [[1.0, 10.0, 1.0]] * 4
     assert [record[1] for record in steps[:4]] == [0.0, 1.0, 12.0, 22.0]
 
@@ -234,7 +234,7 @@ def test_the_ring_is_bounded():
     core = make_core(max_model_len=1024)
     core.add_request(make_request(max_tokens=MAX_STEPS + 50))
     run(core)
-    steps = core.observe()["steps"]
+    steps = core.observer.observe()["steps"]
     assert len(steps) == MAX_STEPS and steps[-1][0] == MAX_STEPS + 49
 
 
@@ -254,7 +254,7 @@ def test_requests_in_every_state():
     step(core)
     core.pausing.pause("keep")
     core.add_request(make_request("fourth"))
-    rows = {row.pop("request_id"): row for row in core.observe()["requests"]}
+    rows = {row.pop("request_id"): row for row in core.observer.observe()["requests"]}
     assert {request_id: row["state"] for request_id, row in rows.items()} == {
         "first": "running",
         "second": "waiting",
@@ -279,7 +279,7 @@ def test_requests_in_every_state():
     core.pausing.resume()
     while core.has_work():
         step(core)
-    assert core.observe()["requests"] == []
+    assert core.observer.observe()["requests"] == []
 
 
 def test_a_map_is_as_large_as_the_blocks_in_use():

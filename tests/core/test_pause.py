@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from quire.core.pause import PauseControl
 from quire.ipc.errors import EnginePausedError, InvalidParameterError
 from quire.ipc.messages import (
     EngineCoreRequest,
@@ -33,19 +32,22 @@ def test_keep_freezes_and_resume_continues(form):
     late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
     core.add_request(late)
     assert not core.has_work() and core.step_fn() == (None, False)
-    state = core.scheduler_state()
+    state = core.observer.scheduler_state()
     assert sorted(state["running"] + state["waiting"] + state.get("swapped", [])) == [
         "r0",
         "r1",
         "r2",
     ]
     assert (state["held"], state["pause_mode"]) == (["r9"], "keep")
-    num_steps, num_preemptions = len(core.executor.steps), core.get_metrics()["num_preemptions"]
+    num_steps, num_preemptions = (
+        len(core.executor.steps),
+        core.observer.get_metrics()["num_preemptions"],
+    )
     call(core, "resume")
     assert call(core, "is_paused") is False
     assert_finished(core, [*requests, late], received)
     assert len(core.executor.steps) > num_steps and (
-        form or core.get_metrics()["num_preemptions"] == num_preemptions == 0
+        form or core.observer.get_metrics()["num_preemptions"] == num_preemptions == 0
     )
 
 
@@ -66,7 +68,7 @@ def test_abort_ends_all_requests_and_holds_the_next():
     assert sorted(ended) == ["r0", "r1", "r2", "r3"] and {
         answer.reason for answer in ended.values()
     } == {FinishReason.ABORT}
-    assert not core.has_work() and core.scheduler_state()["held"] == ["r7"]
+    assert not core.has_work() and core.observer.scheduler_state()["held"] == ["r7"]
     call(core, "resume")
     assert run(core)[0]["r7"].tokens == expected(core, long_request(7))
 
@@ -138,7 +140,7 @@ def test_refusals_and_aborts_are_answered_during_a_pause():
     reasons = {(outputs.request_ids[end.row], end.reason) for end in outputs.finished}
     error, abort = FinishReason.ERROR, FinishReason.ABORT
     assert reasons == {("bad", error), ("held", error), ("held", abort), ("r1", abort)}
-    assert core.scheduler_state()["held"] == [] and not core.has_work()
+    assert core.observer.scheduler_state()["held"] == [] and not core.has_work()
 
 
 def test_held_requests_keep_the_order_of_priority_and_arrival():
@@ -208,7 +210,7 @@ def test_answers_are_sent_once_at_once_or_later():
     run(core, {0: received})
     assert [answer.call_id for answer in answers] == [1, 3, 2] and answers[2] == UtilityResult(2)
     core.answer_utility(UtilityCall(4, "resume"), 0, answers.append)
-    assert core.get_metrics()["num_failed_utilities"] == 1
+    assert core.observer.get_metrics()["num_failed_utilities"] == 1
 
 
 def test_a_later_failure_is_answered_and_counted():
@@ -219,11 +221,7 @@ def test_a_later_failure_is_answered_and_counted():
     assert [answer.call_id for answer in answers] == [1, 2] and answers[
         0
     ].failure.error_type == "EnginePausedError"
-    assert core.get_metrics()["num_failed_utilities"] == 1
-
-
-def test_every_utility_of_the_pause_exists():
-    assert all(callable(getattr(PauseControl, name)) for name in PauseControl.UTILITIES)
+    assert core.observer.get_metrics()["num_failed_utilities"] == 1
 
 
 @every_form
@@ -261,7 +259,7 @@ def test_no_pause_and_no_sleep_changes_an_output(form, seed):
         for outputs in step(core).values():
             collect(outputs, received)
         num_steps += 1
-        assert num_steps < 5000, core.scheduler_state()
+        assert num_steps < 5000, core.observer.scheduler_state()
     for request in requests:
         n = request.sampling_params.n  # greedy, so the completions of one request are alike
         for name in (

@@ -78,7 +78,7 @@ def drive(core: EngineCore, jobs: list[Job], aborts: bool = True) -> dict[str, A
         for client_index, outputs in step(core).items():
             collect(outputs, answers.setdefault(client_index, {}))
         step_index += 1
-        assert step_index < 10_000, core.scheduler_state()
+        assert step_index < 10_000, core.observer.scheduler_state()
     assert all(
         owners[request_id] == client for client, rows in answers.items() for request_id in rows
     )
@@ -214,7 +214,7 @@ def test_two_hundred_requests(arguments):
     assert_nothing_left(core)
     if arguments.get("num_gpu_blocks_override", 2000) < 100:
         # with more blocks nothing would be preempted
-        assert core.get_metrics()["num_preemptions"] > 20
+        assert core.observer.get_metrics()["num_preemptions"] > 20
 
 
 def test_a_warm_cache_gives_the_same_outputs():

@@ -5,7 +5,7 @@ preempted. The client receives them however the request ends.
 from concurrent.futures import Future
 
 import pytest
-from quire.core import engine_core, grammar_gate, observation, output_rows
+from quire.core import arrivals, engine_core, observation, output_rows
 from quire.core import request as request_module
 from quire.core.scheduling import scheduler, waiting
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
@@ -31,7 +31,7 @@ def clock(monkeypatch):
         scheduler,
         waiting,
         engine_core,
-        grammar_gate,
+        arrivals,
         observation,
     ):
         monkeypatch.setattr(module, "time", clock)
@@ -130,7 +130,7 @@ def test_preemptions_are_reported_when_the_request_is_back(clock):
     assert tick(core, clock) == {}
     last = tick(core, clock)["r"]
     assert (last.num_preemptions, last.preemption_times) == (2, [102.0, 103.0])
-    assert core.get_metrics()["num_recomputed_tokens"] == last.num_recomputed_tokens
+    assert core.observer.get_metrics()["num_recomputed_tokens"] == last.num_recomputed_tokens
 
 
 def test_preemption_times_are_bounded(clock):
@@ -167,7 +167,7 @@ def test_finished_requests_are_counted_by_reason(reason):
     step(core)
     ends = {
         name: value
-        for name, value in core.get_metrics().items()
+        for name, value in core.observer.get_metrics().items()
         if name.startswith("num_finished_") and value
     }
     assert ends == {f"num_finished_{reason}": 1}
@@ -180,7 +180,7 @@ def test_refused_and_orphaned_requests_are_counted():
     core.add_request(make_request("b"), client_index=5)
     step(core)
     core.drop_client(5)
-    metrics = core.get_metrics()
+    metrics = core.observer.get_metrics()
     assert (
         metrics["num_requests_refused"],
         metrics["num_requests_orphaned"],

@@ -1,6 +1,7 @@
 """Sleep, new weights and worker calls: outputs equal those of an undisturbed engine."""
 
 import pytest
+from quire.core.engine_core import EngineCore
 from quire.ipc.errors import EnginePausedError, InvalidParameterError, ModelLoadError
 from quire.tests.core.engine_loop import make_core, run
 from quire.tests.core.pausing import (
@@ -26,7 +27,7 @@ def test_sleep_frees_everything_and_outputs_do_not_change(level, form):
     )
     late = long_request(9, max_tokens=requests[0].sampling_params.max_tokens)
     core.add_request(late)
-    state = core.scheduler_state()
+    state = core.observer.scheduler_state()
     assert (
         state["running"] == []
         and state["num_cached_blocks"] == 0
@@ -50,7 +51,7 @@ def test_deep_sleep_and_wake_up_in_two_parts(form):
     call(core, "wake_up", ["weights"])
     assert (
         call(core, "is_sleeping")
-        and core.scheduler_state()["asleep"] == ["kv_cache"]
+        and core.observer.scheduler_state()["asleep"] == ["kv_cache"]
         and not core.has_work()
     )
     call(core, "wake_up", ["kv_cache"])
@@ -69,7 +70,10 @@ def test_a_failed_wake_up_can_be_retried(monkeypatch):
         )
         with pytest.raises(ModelLoadError):
             call(core, "wake_up")
-        assert core.scheduler_state()["asleep"] == ["kv_cache", "weights"] and not core.has_work()
+        assert (
+            core.observer.scheduler_state()["asleep"] == ["kv_cache", "weights"]
+            and not core.has_work()
+        )
     call(core, "wake_up")
     assert_finished(core, requests, received)
 
@@ -109,8 +113,8 @@ def test_the_prefix_cache_can_be_reset_while_requests_run(form):
     assert call(core, "reset_prefix_cache") is False
     assert call(core, "reset_prefix_cache", True) is True
     assert (
-        core.scheduler_state()["num_cached_blocks"] == 0
-        and core.get_metrics()["num_preemptions"] > 0
+        core.observer.scheduler_state()["num_cached_blocks"] == 0
+        and core.observer.get_metrics()["num_preemptions"] > 0
     )
     assert_finished(core, requests, received)
     with pytest.raises(InvalidParameterError, match="reset_running: must be True or False"):
@@ -136,7 +140,7 @@ def test_weights_that_cannot_be_loaded_change_nothing():
     core, requests, received = started()
     with pytest.raises(ModelLoadError, match="/models/missing"):
         call(core, "load_weights", "/models/missing")
-    assert core.get_metrics()["num_preemptions"] == 0
+    assert core.observer.get_metrics()["num_preemptions"] == 0
     assert_finished(core, requests, received)
     for path in (None, "", 5):
         with pytest.raises(InvalidParameterError, match="path: must be the name of a directory"):
@@ -147,7 +151,7 @@ def test_weights_can_be_loaded_into_a_sleeping_engine():
     core = make_core()
     call(core, "sleep", 2)
     call(core, "load_weights", "/models/new")
-    assert core.scheduler_state()["asleep"] == ["kv_cache"]
+    assert core.observer.scheduler_state()["asleep"] == ["kv_cache"]
     call(core, "wake_up", ["kv_cache"])
     core.add_request(make_request())
     assert run(core)[0]["r"].tokens == expected(core, make_request(), weights_digest("/models/new"))
@@ -177,8 +181,9 @@ def test_every_use_of_the_executor_drains_the_step_in_flight_first(monkeypatch):
         ("collective_rpc", "check_health"),
         ("reset_prefix_cache", True),
     ):
-        core, order = make_core(), []
-        monkeypatch.setattr(core, "drain", lambda order=order: order.append("drain"))
+        order: list[str] = []
+        monkeypatch.setattr(EngineCore, "drain", lambda _, order=order: order.append("drain"))
+        core = make_core()
         monkeypatch.setattr(
             core.executor, "collective_rpc", lambda name, *args, order=order: order.append(name)
         )

@@ -7,7 +7,7 @@ from quire.tests.core.engine_loop import greedy, make_core, make_request, run
 
 
 def lines_of(caplog):
-    return [r.getMessage() for r in caplog.records if r.name == "quire.core.step_log"]
+    return [r.getMessage() for r in caplog.records if r.name == "quire.core.observation"]
 
 
 def test_each_step_has_a_line(caplog):

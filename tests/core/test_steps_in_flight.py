@@ -184,7 +184,7 @@ def test_a_request_that_is_preempted_in_flight_gets_its_token_and_starts_later()
     for i in range(3):
         wanted = expected_output([i + 1], greedy(max_tokens=9), [], core.config)
         assert answers[f"r{i}"].tokens == wanted[0]
-    assert core.get_metrics()["num_preemptions"] == 1
+    assert core.observer.get_metrics()["num_preemptions"] == 1
     assert_nothing_left(core)
 
 

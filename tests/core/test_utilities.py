@@ -1,8 +1,6 @@
 """Utilities are called by name, and only those that are listed."""
 
 import pytest
-from quire.core.engine_core import EngineCore
-from quire.core.waves import EngineWaves
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.core.engine_loop import (
     make_core,
@@ -23,15 +21,7 @@ def test_a_utility_with_wrong_arguments_is_refused():
         make_core().call_utility("ping", [1])
 
 
-def test_every_utility_exists():
-    core = make_core()
-    assert all(
-        callable(
-            next(
-                getattr(o, name)
-                for o in (core, core.pausing, core.loras, EngineWaves)
-                if hasattr(o, name)
-            )
-        )
-        for name in EngineCore.UTILITIES
-    )
+def test_every_utility_of_waves_needs_experts_that_are_shared():
+    for name in ("hold_waves", "release_waves"):
+        with pytest.raises(InvalidParameterError, match=f"{name} needs enable_expert_parallel"):
+            make_core().call_utility(name, [])

@@ -48,7 +48,7 @@ def run(core: EngineCore, requests: dict[str, tuple[list[int], PoolingParams | S
                     found.setdefault(request_id, []).extend(next(tokens) for _ in range(count))
                 if row in ends and ends[row].error:
                     found[request_id] = ends[row].error
-    assert core.scheduler_state()["requests"] == []
+    assert core.observer.scheduler_state()["requests"] == []
     return found
 
 

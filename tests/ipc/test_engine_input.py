@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+from queue import SimpleQueue
 
 import msgspec
 import pytest
@@ -72,7 +73,7 @@ def daemon(context, tmp_path):
     """An EngineInput with a door. Yields (it, its address, a function that makes clients)."""
     address = f"ipc://{tmp_path}/door"
     signals = SignalPipe()
-    input_ = EngineInput(context, LIMIT, signals)
+    input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
     input_.serve_door(bind_door(address), address, None)
     input_.start()
     clients = []
@@ -281,7 +282,7 @@ def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
     previous = signal.getsignal(signal.SIGTERM)
     signals = SignalPipe(signal.SIGTERM)
     try:
-        input_ = EngineInput(context, LIMIT, signals)
+        input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
         address = f"ipc://{tmp_path}/door"
         input_.serve_door(bind_door(address), address, None)
         input_.start()

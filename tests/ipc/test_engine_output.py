@@ -54,13 +54,26 @@ def readers(context):
 
 
 @pytest.fixture
-def output(context, readers):
-    made = EngineOutput(context, LIMIT, max_backlog_bytes=100_000)
-    made.start()
-    for i, reader in enumerate(readers):
-        made.connect(i, reader.wire)
-    yield made
-    made.close(0)
+def start_output(context, readers):
+    """Makes an output that both readers are connected to, with these callbacks."""
+    made = []
+
+    def start(**callbacks) -> EngineOutput:
+        output = EngineOutput(context, LIMIT, max_backlog_bytes=100_000, **callbacks)
+        made.append(output)
+        output.start()
+        for i, reader in enumerate(readers):
+            output.connect(i, reader.wire)
+        return output
+
+    yield start
+    for output in made:
+        output.close(0)
+
+
+@pytest.fixture
+def output(start_output):
+    return start_output()
 
 
 def rows(text: str) -> EngineCoreOutputs:
@@ -84,9 +97,9 @@ def test_large_arrays_arrive(output, readers):
     assert readers[0].read().logprobs[0].ranks == large
 
 
-def test_a_slow_reader_blocks_the_engine_and_loses_nothing(output, readers):
+def test_a_slow_reader_blocks_the_engine_and_loses_nothing(start_output, readers):
     drained: queue.SimpleQueue = queue.SimpleQueue()
-    output.on_drained = lambda: drained.put(output.is_full)
+    output = start_output(on_drained=lambda: drained.put(output.is_full))
     num_sent = 0
     while not output.is_full:
         for _ in range(50):
@@ -100,9 +113,9 @@ def test_a_slow_reader_blocks_the_engine_and_loses_nothing(output, readers):
     assert drained.get(timeout=5) is False and not output.is_full and drained.empty()
 
 
-def test_a_daemon_drops_the_slow_reader_and_reports_it(output, readers):
+def test_a_daemon_drops_the_slow_reader_and_reports_it(start_output, readers):
     dropped: queue.SimpleQueue = queue.SimpleQueue()
-    output.on_overflow = dropped.put
+    output = start_output(on_overflow=dropped.put)
     num_sent = 0
     while dropped.empty():
         for _ in range(50):
@@ -128,13 +141,13 @@ def test_a_reader_that_left(output, readers):
 
 
 def test_a_client_that_cannot_be_connected_is_reported_and_the_others_are_served(
-    output, readers, monkeypatch
+    start_output, readers, monkeypatch
 ):
     def no_descriptors(context, address):
         raise zmq.ZMQError(errno.EMFILE)
 
     dropped: queue.SimpleQueue[int] = queue.SimpleQueue()
-    output.on_overflow = dropped.put
+    output = start_output(on_overflow=dropped.put)
     wait_until(lambda: len(output._readers) == len(readers))
     monkeypatch.setattr(engine_output, "connect_push", no_descriptors)
     output.connect(7, Wire("nowhere", b""))
@@ -144,9 +157,10 @@ def test_a_client_that_cannot_be_connected_is_reported_and_the_others_are_served
     assert readers[0].read().call_id == 2
 
 
-def test_a_message_that_cannot_be_encoded_becomes_an_error(output, readers):
+def test_a_message_that_cannot_be_encoded_becomes_an_error(start_output, readers):
     lost: queue.SimpleQueue = queue.SimpleQueue()
-    output.on_lost = lambda *args: lost.put(args)
+    errors: queue.SimpleQueue = queue.SimpleQueue()
+    output = start_output(on_lost=lambda *args: lost.put(args), on_fatal=errors.put)
     output.send(0, UtilityResult(5, object()))
     assert readers[0].read().failure.error_type == "TypeError"
     bad = Array("f4", (3,), b"1234")
@@ -168,8 +182,6 @@ def test_a_message_that_cannot_be_encoded_becomes_an_error(output, readers):
         (1, FinishReason.ERROR),
     ]
     assert lost.get() == (0, ["a", "b"]) and output.num_lost_outputs == 2
-    errors: queue.SimpleQueue = queue.SimpleQueue()
-    output.on_fatal = errors.put
     # even the error is too large, which must be reported
     output.send(0, EngineCoreOutputs(0, ["x" * LIMIT], [0], [0], []))
     assert "max_message_bytes" in str(errors.get(timeout=5))

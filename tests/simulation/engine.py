@@ -13,7 +13,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-from quire.core.engine_core import EngineCore
+from quire.core.engine_core import EngineCore, Host
 from quire.frontend.clients.client import CLOSED, EngineClient, result_of
 from quire.frontend.supervision.engine_state import NO_WEIGHTS
 from quire.frontend.supervision.recovery import (
@@ -124,10 +124,9 @@ class SimulatedEngine:
         self.world = world
         self.number = world.num_engines
         world.num_engines += 1
-        self.core = EngineCore(config, SimulatedExecutor(config, world), epoch=epoch)
+        host = Host(deliver=self._send_rows, wake=self._run_soon)
+        self.core = EngineCore(config, SimulatedExecutor(config, world), host=host, epoch=epoch)
         self.core.check_every_step = world.rng.random() < 0.2
-        self.core.hand_out = self._send_rows
-        self.core.gate.wake = self._run_soon
         self.ready = self.core.ready
         self.links: dict[int, Link] = {}
         self.exit_signal: signal.Signals | None = None

@@ -45,11 +45,11 @@ def test_a_conversation_that_was_evicted_comes_back():
     assert first.num_cached_tokens == 0
     for number in range(2, 5):
         ask(core, conversation(number))
-    metrics = core.get_metrics()
+    metrics = core.observer.get_metrics()
     assert metrics["num_blocks_offloaded"] >= 24 and metrics["num_blocks_reloaded"] == 0
     again = ask(core, conversation(1))
     assert again.tokens == first.tokens and again.num_cached_tokens == 12 * 16
-    after = core.get_metrics()
+    after = core.observer.get_metrics()
     assert after["num_blocks_reloaded"] == 12
     assert after["external_prefix_cache_hits"] == 12 * 16
     assert after["prefix_cache_hits"] == metrics["prefix_cache_hits"] == 0
@@ -63,9 +63,9 @@ def test_what_the_cache_has_is_not_loaded():
     ask(core, conversation(1))
     ask(core, conversation(2))  # takes the end of the first one
     answer = ask(core, conversation(1))
-    reloaded = core.get_metrics()["num_blocks_reloaded"]
+    reloaded = core.observer.get_metrics()["num_blocks_reloaded"]
     assert answer.num_cached_tokens == 12 * 16 and 0 < reloaded < 12
-    assert core.get_metrics()["prefix_cache_hits"] == (12 - reloaded) * 16
+    assert core.observer.get_metrics()["prefix_cache_hits"] == (12 - reloaded) * 16
 
 
 def test_tenants_are_apart():
@@ -84,8 +84,8 @@ def test_a_damaged_block_counts_as_absent():
         ask(core, conversation(number))
     core.executor.offload.loss = 1.0
     assert ask(core, conversation(1)).tokens == first.tokens
-    assert core.get_metrics()["num_blocks_corrupt"] == 1
-    assert core.get_metrics()["num_blocks_reloaded"] == 0
+    assert core.observer.get_metrics()["num_blocks_corrupt"] == 1
+    assert core.observer.get_metrics()["num_blocks_reloaded"] == 0
     assert_nothing_left(core)
 
 
@@ -95,7 +95,7 @@ def test_a_reset_forgets_all_and_a_sleep_keeps_all():
     core.call_utility("sleep", [1])
     core.call_utility("wake_up", [])
     assert ask(core, conversation(1)).num_cached_tokens == 12 * 16
-    assert core.get_metrics()["num_blocks_reloaded"] == 12
+    assert core.observer.get_metrics()["num_blocks_reloaded"] == 12
     assert core.call_utility("reset_prefix_cache", [])
     assert not core.executor.offload.kept
     assert ask(core, conversation(1)).num_cached_tokens == 0
@@ -146,7 +146,7 @@ def test_no_output_changes(seed, num_jobs, arguments, loss):
     for _ in range(2):
         assert_as_expected(core, jobs, drive(core, jobs))
         assert_nothing_left(core)
-    metrics = core.get_metrics()
+    metrics = core.observer.get_metrics()
     assert metrics["num_blocks_corrupt"] == core.executor.offload.num_corrupt
 
 
@@ -161,7 +161,7 @@ def test_a_small_cache_with_a_place_finds_what_a_large_one_finds(seed):
         core = make_core(**arguments)
         for _ in range(2):
             drive(core, jobs, aborts=False)
-        metrics = core.get_metrics()
+        metrics = core.observer.get_metrics()
         found.append(metrics["prefix_cache_hits"] + metrics["external_prefix_cache_hits"])
         if len(found) == 2:
             assert metrics["num_blocks_reloaded"] > 100

@@ -73,7 +73,7 @@ def test_hidden_states_equal_those_of_transformers(encoder, kind):
     for own, rows in zip(means, together):
         mean = rows.mean(0)
         assert abs(own - mean / np.linalg.norm(mean)).max() < 1e-6
-    assert core.get_metrics()["prefix_cache_queries"] == 0
+    assert core.observer.get_metrics()["prefix_cache_queries"] == 0
     core.shutdown()
 
 

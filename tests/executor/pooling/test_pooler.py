@@ -89,7 +89,7 @@ def test_a_batch_and_a_cached_prefix_change_no_bit(start, dtype):
     for text, own in zip(PROMPTS, together):
         for _ in range(2):  # the second time from the prefix cache
             assert embed(core, [text])[0].tobytes() == own.tobytes()
-    assert core.get_metrics()["prefix_cache_hits"] > 0
+    assert core.observer.get_metrics()["prefix_cache_hits"] > 0
 
 
 def test_a_task_by_token_gives_a_row_for_each(start, expected):

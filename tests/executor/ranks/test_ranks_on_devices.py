@@ -35,7 +35,7 @@ def test_state_on_the_device(tiny, monkeypatch, size: int, num_stages: int) -> N
     wanted, _ = run_jobs(one, one.worker.config, jobs)
     answers, core = run_jobs(ranks, ranks.config, jobs)
     check_equal(wanted, answers)
-    assert core.get_metrics()["num_preemptions"] > 0
+    assert core.observer.get_metrics()["num_preemptions"] > 0
     ranks.shutdown()
 
 

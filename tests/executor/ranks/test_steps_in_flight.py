@@ -91,7 +91,7 @@ def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seed
         wanted, _ = run_jobs(one, one.worker.config, jobs)
         answers, core = run_jobs(stages, stages.config, jobs)
         check_equal(wanted, answers)
-        num_preemptions += core.get_metrics()["num_preemptions"]
+        num_preemptions += core.observer.get_metrics()["num_preemptions"]
     assert num_preemptions > 0
     stages.shutdown()
 

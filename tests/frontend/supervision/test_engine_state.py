@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from quire import LoRARequest
-from quire.core.engine_core import EngineCore
 from quire.frontend.supervision.engine_state import REPEATABLE, EngineState
+from quire.tests.core.engine_loop import make_core
 
 A, B = LoRARequest("a", 1, "/adapters/a"), LoRARequest("b", 2, "/adapters/b")
 
@@ -44,4 +44,4 @@ def test_calls(noted, calls) -> None:
 def test_every_utility_is_repeatable_or_known_not_to_be() -> None:
     once = {"collective_rpc", "start_trace", "wait_for_trace", "end_trace"}
     once |= {"hold_waves", "release_waves"}  # which replicas call, of engines that end together
-    assert REPEATABLE | once == EngineCore.UTILITIES and not REPEATABLE & once
+    assert REPEATABLE | once == make_core().utilities.utilities.keys() and not REPEATABLE & once

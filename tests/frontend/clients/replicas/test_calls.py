@@ -35,12 +35,14 @@ def test_answers_are_joined(method, results, expected) -> None:
 def test_one_answer_is_joined_to_itself() -> None:
     core = EngineCore(config := make_config(), FakeExecutor(config))
     for method in ("get_metrics", "status", "scheduler_state", "expert_load"):
-        assert join(method, [getattr(core, method)()]) == getattr(core, method)(), method
+        assert (
+            join(method, [getattr(core.observer, method)()]) == getattr(core.observer, method)()
+        ), method
 
 
 def test_two_states_are_joined() -> None:
     core = EngineCore(config := make_config(), FakeExecutor(config))
-    state, status = core.scheduler_state(), core.status()
+    state, status = core.observer.scheduler_state(), core.observer.status()
     joined = join("scheduler_state", [state | {"running": ["a"]}, state | {"running": ["b"]}])
     assert joined["running"] == ["a", "b"] and joined["asleep"] == []
     assert joined["num_free_slots"] == 2 * state["num_free_slots"]
@@ -60,7 +62,8 @@ def test_two_states_are_joined() -> None:
 
 def test_every_utility_that_only_reports_is_known() -> None:
     """Others are called on all replicas, one after the other."""
-    assert REPORTS | TRACES < EngineCore.UTILITIES
+    core = EngineCore(config := make_config(), FakeExecutor(config))
+    assert core.utilities.utilities.keys() > REPORTS | TRACES
     assert REPORTS <= REPEATABLE
 
 

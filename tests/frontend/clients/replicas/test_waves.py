@@ -62,8 +62,15 @@ class SimulatedEngine:
 
     def __init__(self) -> None:
         self.core = FakeCore()
-        self.waves = EngineWaves(self.core)
-        self.waves.report = lambda report: self.reports.append(report)
+        self.waves = EngineWaves(
+            self.core,
+            self.core,
+            schedule=self.core.schedule,
+            execute=self.core.execute,
+            take_rows=lambda **_: None,
+            report=lambda report: self.reports.append(report),
+            is_full=lambda: False,
+        )
         self.inbox: deque[tuple[str, Any]] = deque()
         self.reports: deque[WaveReport] = deque()
         self.on_wave: Callable[[WaveReport], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-from quire.core.expert_load import imbalance, unused
+from quire.core.observation import imbalance, unused
 from quire.tests.frontend.server.conftest import running_server
 from quire.tests.tiny_models import save_tiny_model
 

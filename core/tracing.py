@@ -2,17 +2,21 @@
 
 Must not know: torch, sockets, who asked for the trace.
 
-    begin ──▶ Scheduler.schedule ──▶ scheduled ──▶ the step runs ──▶ processed
+    start_trace ──▶ begin ──▶ Scheduler.schedule ──▶ scheduled ──▶ the step runs ──▶ processed
+                      └───────────────────────── num_steps times ─────────────────────────┘
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from ..ipc.config import EngineConfig
 from ..ipc.errors import InvalidParameterError
+from ..ipc.hops import MessageTimer
 from ..ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from ..ipc.trace import (
     MAX_STEPS,
@@ -24,12 +28,10 @@ from ..ipc.trace import (
     Waiting,
     place_of_function,
 )
+from .arrivals import GrammarGate
 from .request import Request
 from .scheduling.scheduler import Scheduler
 from .scheduling.step import ScheduledStep
-
-if TYPE_CHECKING:
-    from .engine_core import EngineCore
 
 MAX_WAITING = 32  # requests whose reason is named
 
@@ -58,46 +60,75 @@ class _Processed(NamedTuple):
     num_ahead: list[int]  # of each row
 
 
-def check_num_steps(num_steps: int) -> None:
-    """Raises InvalidParameterError."""
-    if type(num_steps) is not int or not 1 <= num_steps <= MAX_STEPS:
-        raise InvalidParameterError(
-            "steps", f"must be between 1 and {MAX_STEPS}, got {num_steps!r}"
-        )
+class TracedRanks(Protocol):
+    """See Executor."""
+
+    def start_trace(self, num_steps: int) -> None: ...
+    def end_trace(self) -> RanksTrace: ...
 
 
-class StepTracer:
-    """Between `begin` and `processed` of each step; the first `num_steps` are recorded."""
+class Tracing:
+    """One trace at a time, for the client that has started it."""
 
-    def __init__(self, core: EngineCore, client_index: int, num_steps: int):
-        self._core = core
-        self.client_index, self.num_steps = client_index, num_steps
-        self.steps: list[_Processed] = []
-        self._num_begun = 0
-        self._waits: list[Future[int]] = []
-        self._free_before = 0
-        self._preempted: dict[str, int] = {}
-        # of steps that run: what was known when they were scheduled
-        self._scheduled: dict[int, _Scheduled] = {}
-        if core.message_timer is not None:
-            core.message_timer.start()
+    def __init__(
+        self,
+        config: EngineConfig,
+        scheduler: Scheduler,
+        ranks: TracedRanks,
+        gate: GrammarGate,
+        step_fn: Callable[[], Any],
+        message_timer: MessageTimer | None,
+    ):
+        """step_fn: what runs a step; a trace names its place in the code. message_timer: of a host
+        with sockets.
+        """
+        self.recorder: StepRecorder | None = None  # while steps are traced
+        self._config = config
+        self._scheduler = scheduler
+        self._ranks = ranks
+        self._gate = gate
+        self._step_fn = step_fn
+        self._message_timer = message_timer
+        self._client_index = -1  # of the one whose trace it is
 
-    def wait(self) -> Future[int]:
-        """A future that `settle` completes with the number of recorded steps."""
-        self._waits.append(Future())
-        return self._waits[-1]
+    def is_used_by(self, client_index: int) -> bool:
+        """Whether the client has a trace, which ends when it leaves."""
+        return self.recorder is not None and self._client_index == client_index
 
-    def settle(self, *, is_over: bool = False) -> None:
-        """Completes what waits for the trace, once it is complete or over."""
-        if is_over or len(self.steps) == self.num_steps:
-            waits, self._waits = self._waits, []
-            for future in waits:
-                future.set_result(len(self.steps))
+    def start_trace(self, num_steps: int = 1, *, client_index: int = 0) -> None:
+        """Records the next `num_steps` steps (ipc/trace.py), for this client, until `end_trace`."""
+        if type(num_steps) is not int or not 1 <= num_steps <= MAX_STEPS:
+            raise InvalidParameterError(
+                "steps", f"must be between 1 and {MAX_STEPS}, got {num_steps!r}"
+            )
+        if self.recorder is not None:
+            raise InvalidParameterError("trace", "is being recorded already: end it first")
+        self._ranks.start_trace(num_steps)
+        self._client_index = client_index
+        self.recorder = StepRecorder(self._scheduler, self._gate, num_steps)
+        if self._message_timer is not None:
+            self._message_timer.start()
 
-    def result(self, ranks: RanksTrace) -> EngineTrace:
+    def wait_for_trace(self) -> Future[int]:
+        """Returns when all steps of the trace are recorded, or it has ended: their number."""
+        if self.recorder is None:
+            raise InvalidParameterError("trace", "is not being recorded: start it first")
+        return self.recorder.wait()
+
+    def end_trace(self, *, client_index: int = 0) -> EngineTrace:
+        """Ends the trace that this client started; returns the steps that were recorded, which
+        may be fewer than it asked for.
+        """
+        if self.recorder is None or self._client_index != client_index:
+            raise InvalidParameterError("trace", "is not being recorded: start it first")
+        recorder, self.recorder = self.recorder, None
+        recorder.settle(is_over=True)
+        return self._trace_of(recorder, self._ranks.end_trace())
+
+    def _trace_of(self, recorder: StepRecorder, ranks: RanksTrace) -> EngineTrace:
         """The whole trace, with what the executor has recorded."""
-        core, config = self._core, self._core.config
-        functions = core.step_fn, Scheduler.schedule, Scheduler.update_from_output
+        config = self._config
+        functions = self._step_fn, Scheduler.schedule, Scheduler.update_from_output
         places = {function.__qualname__: place_of_function(function) for function in functions}
         return EngineTrace(
             config.model_config.model,
@@ -107,16 +138,48 @@ class StepTracer:
             ranks.implementation,
             ranks.model_class,
             os.getpid(),
-            [self._in_words(step, ranks.steps) for step in self.steps],
+            recorder.in_words(ranks.steps),
             ranks.limits,
             places | ranks.places,
             ranks.notes,
-            [] if core.message_timer is None else core.message_timer.stop(),
+            [] if self._message_timer is None else self._message_timer.stop(),
         )
+
+
+class StepRecorder:
+    """Between `begin` and `processed` of each step; the first `num_steps` are recorded."""
+
+    def __init__(self, scheduler: Scheduler, gate: GrammarGate, num_steps: int):
+        self._scheduler = scheduler
+        self._gate = gate
+        self._num_steps = num_steps
+        self._steps: list[_Processed] = []
+        self._num_begun = 0
+        self._waits: list[Future[int]] = []
+        self._free_before = 0
+        self._preempted: dict[str, int] = {}
+        # of steps that run: what was known when they were scheduled
+        self._scheduled: dict[int, _Scheduled] = {}
+
+    def wait(self) -> Future[int]:
+        """A future that `settle` completes with the number of recorded steps."""
+        self._waits.append(Future())
+        return self._waits[-1]
+
+    def settle(self, *, is_over: bool = False) -> None:
+        """Completes what waits for the trace, once it is complete or over."""
+        if is_over or len(self._steps) == self._num_steps:
+            waits, self._waits = self._waits, []
+            for future in waits:
+                future.set_result(len(self._steps))
+
+    def in_words(self, ranks: dict[int, list[RankTrace]]) -> list[StepTrace]:
+        """The recorded steps, with what the executor's ranks have recorded of each, by number."""
+        return [self._in_words(step, ranks) for step in self._steps]
 
     def begin(self) -> None:
         """Called before a step is scheduled."""
-        scheduler = self._core.scheduler
+        scheduler = self._scheduler
         self._free_before = scheduler.kv_cache_manager.num_free_blocks
         self._preempted = {
             request.request_id: request.num_preemptions for request in scheduler.running
@@ -124,10 +187,10 @@ class StepTracer:
 
     def scheduled(self, step: ScheduledStep) -> None:
         """Called when a step has been scheduled, before it runs."""
-        if self._num_begun == self.num_steps:
+        if self._num_begun == self._num_steps:
             return
         self._num_begun += 1
-        scheduler, output, requests = self._core.scheduler, step.output, step.requests
+        scheduler, output, requests = self._scheduler, step.output, step.requests
         cached: dict[int, int] = {}
         if output.new_requests:
             new = {request.slot for request in output.new_requests}
@@ -156,18 +219,18 @@ class StepTracer:
 
     def _waiting(self, step: ScheduledStep) -> list[Waiting]:
         """The first requests of the queue, and why each waits."""
-        core = self._core
-        if not (core.scheduler.waiting or core.scheduler.held or core.gate):
+        scheduler = self._scheduler
+        if not (scheduler.waiting or scheduler.held or self._gate):
             return []
         found, reason = [], step.stopped_by
-        for request in islice(core.scheduler.waiting, MAX_WAITING):
+        for request in islice(scheduler.waiting, MAX_WAITING):
             is_sibling = request.family is not None and request.family.first is not request
             why = "sibling" if is_sibling and not reason else reason or "order"
             found.append(Waiting(request.request_id, why, request.num_tokens, request.key[0]))
             reason = "order" if reason in ("budget", "blocks") else reason
         found += [
             Waiting(request_id, "pause", request.num_tokens, request.key[0])
-            for request_id, request in core.scheduler.held.items()
+            for request_id, request in scheduler.held.items()
         ]
         found += [
             Waiting(
@@ -176,7 +239,7 @@ class StepTracer:
                 len(gated.request.prompt_token_ids),
                 gated.request.priority,
             )
-            for gated in core.gate
+            for gated in self._gate
         ]
         return found[:MAX_WAITING]
 
@@ -190,12 +253,12 @@ class StepTracer:
         record = self._scheduled.pop(step.output.step, None)
         if record is None:
             return
-        self.steps.append(
+        self._steps.append(
             _Processed(
                 record,
                 times,
                 [request.request_id for request in step.requests if request.is_finished],
-                self._core.scheduler.kv_cache_manager.num_free_blocks,
+                self._scheduler.kv_cache_manager.num_free_blocks,
                 sum(output.num_sampled),
                 output.num_ahead,
             )
@@ -243,7 +306,7 @@ class StepTracer:
             step.times[0],
             step.times[2],
             step.times[3],
-            self._core.scheduler.max_num_batched_tokens,
+            self._scheduler.max_num_batched_tokens,
             rows,
             known.waiting,
             known.preempted,

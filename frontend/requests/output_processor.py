@@ -102,7 +102,9 @@ class OutputProcessor:
 
     def _add_completions(self, state: RequestState, params: SamplingParams) -> None:
         request = state.core_request
-        state.output_kind, state.stream_interval = params.output_kind, params.stream_interval
+        state.is_delta = params.output_kind == RequestOutputKind.DELTA
+        state.is_final_only = params.output_kind == RequestOutputKind.FINAL_ONLY
+        state.stream_interval = params.stream_interval
         state.num_unfinished = params.n
         engine_ids = [request.request_id]
         if params.n > 1:
@@ -206,7 +208,9 @@ class OutputProcessor:
                     continue
                 # number of the row's tokens already received; negative if tokens are missing
                 num_known = len(completion.token_ids) - first_index
-                new_token_ids = outputs.token_ids[start + max(num_known, 0) : end]
+                new_token_ids = outputs.token_ids[
+                    start + num_known if num_known > 0 else start : end
+                ]
                 if num_known < 0 or (new_token_ids and state.num_missing_prompt_logprobs):
                     self._finish(
                         state,
@@ -226,8 +230,8 @@ class OutputProcessor:
                 has_ended = completion.finish_reason is not None
                 if has_ended and row not in finished:
                     processed.requests_to_abort.append(completion.engine_id)
-                is_due = state.output_kind != RequestOutputKind.FINAL_ONLY
-                if (num_used or has_ended) and (is_due or state.num_unfinished == 0):
+                is_due = not state.is_final_only or state.num_unfinished == 0
+                if is_due and (num_used or has_ended):
                     changed[state.request_id] = state
         for state in changed.values():
             if (output := self._make_output(state)) is not None:
@@ -276,7 +280,8 @@ class OutputProcessor:
             if metrics.first_token_time is None:
                 metrics.first_token_time = metrics.last_token_time
             metrics.num_generation_tokens += num_used
-            completion.token_ids += new_token_ids[:num_used]
+            is_all = num_used == len(new_token_ids)
+            completion.token_ids += new_token_ids if is_all else new_token_ids[:num_used]
         if stop is not None:
             self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
         elif finished is not None:
@@ -329,7 +334,7 @@ class OutputProcessor:
         """
         if state.task is not None:
             return pooling_output(state)
-        finished, is_delta = state.num_unfinished == 0, state.output_kind == RequestOutputKind.DELTA
+        finished, is_delta = state.num_unfinished == 0, state.is_delta
         emitted = state.completions
         if len(emitted) > 1 or state.stream_interval > 1:  # otherwise the only completion is due
             due = [one for one in emitted if _is_due(one, state.stream_interval)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...ipc.messages import Array, EngineCoreRequest, FinishReason, RequestTiming
-from ...ipc.params import RequestOutputKind
 from ..outputs import PositionLogprobs, RequestMetrics
 from ..text.detokenizer import IncrementalDetokenizer, NoText
 from .logprobs import LogprobsReader
@@ -48,7 +47,8 @@ class RequestState:
     clock_offset: float  # as in ProcessedRequest
     metrics: RequestMetrics
     completions: list[CompletionState] = field(default_factory=list)
-    output_kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY
+    is_delta: bool = False
+    is_final_only: bool = True
     stream_interval: int = 1
     prompt_logprobs_reader: LogprobsReader | None = None
     prompt_logprobs: list[PositionLogprobs | None] | None = None

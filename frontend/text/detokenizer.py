@@ -81,14 +81,18 @@ class IncrementalDetokenizer:
         Returns how many of them belong to the output (fewer than all if a stop string ends it
         early) and that stop string.
         """
-        texts = token_ids
-        if finish_reason is FinishReason.STOP and not self._include_stop:
-            texts = token_ids[:-1]  # the token that ended the request adds no text
-        if texts:
-            self._shown.append(self._decoder.decode(texts))
         if finish_reason is not None:
-            self._shown.append(self._decoder.flush())
+            self._end(token_ids, finish_reason)
+        elif token_ids:
+            self._shown.append(self._decoder.decode(token_ids))
         return len(token_ids), None
+
+    def _end(self, token_ids: list[int], finish_reason: FinishReason) -> None:
+        if finish_reason is FinishReason.STOP and not self._include_stop:
+            token_ids = token_ids[:-1]  # the token that ended the request adds no text
+        if token_ids:
+            self._shown.append(self._decoder.decode(token_ids))
+        self._shown.append(self._decoder.flush())
 
 
 class StoppingDetokenizer(IncrementalDetokenizer):

@@ -6,17 +6,14 @@ Must not know: where traces come from.
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from .fold import FoldedKernel
+from .recorded import RecordedTrace
 from .tree import render
-
-if TYPE_CHECKING:
-    from .trace import Trace
 
 PARTS = ("schedule_s", "execute_s", "process_s")
 COLUMNS = ("kernel", "shape", "calls A", "calls B", "median A", "median B", "B / A", "limit A, B")
@@ -24,13 +21,13 @@ COLUMNS = ("kernel", "shape", "calls A", "calls B", "median A", "median B", "B /
 Key = tuple[str, str, str]
 
 
-def compare(a: Trace, b: Trace, width: int = 190) -> str:
+def compare(a: RecordedTrace, b: RecordedTrace, width: int = 190) -> str:
     """Both traces side by side as plain text. Medians are in microseconds."""
     heading = Text(f"A: {_title(a)}\nB: {_title(b)}\n")
     return render(Group(heading, _parts(a, b), Text(), _kernels(a, b)), width)
 
 
-def _title(trace: Trace) -> str:
+def _title(trace: RecordedTrace) -> str:
     engine = trace.recorded
     return (
         f"{engine.model.rstrip('/').rpartition('/')[2]}, {engine.dtype}, {engine.implementation}, "
@@ -38,7 +35,7 @@ def _title(trace: Trace) -> str:
     )
 
 
-def _parts(a: Trace, b: Trace) -> Table:
+def _parts(a: RecordedTrace, b: RecordedTrace) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("median of a step, ms", "A", "B", "B / A"):
         table.add_column(column, justify="left" if "median" in column else "right")
@@ -51,7 +48,7 @@ def _parts(a: Trace, b: Trace) -> Table:
     return table
 
 
-def _kernels(a: Trace, b: Trace) -> Table:
+def _kernels(a: RecordedTrace, b: RecordedTrace) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in COLUMNS:
         side = "left" if column in COLUMNS[:2] else "right"
@@ -71,7 +68,7 @@ def _kernels(a: Trace, b: Trace) -> Table:
     return table
 
 
-def _by_key(trace: Trace) -> dict[Key, FoldedKernel]:
+def _by_key(trace: RecordedTrace) -> dict[Key, FoldedKernel]:
     return {(one.module, one.op, one.shape): one for one in trace.kernels()}
 
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import html
 from importlib.resources import files
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .trace import Trace
+from .recorded import RecordedTrace
+from .tree import render, tree_of
 
+WIDTH = 190  # columns of the tree
 STYLE = "body { font: 15px system-ui, sans-serif; margin: 2em } pre { overflow-x: auto }"
 
 
-def page(trace: Trace) -> str:
+def page(trace: RecordedTrace) -> str:
     """The file's text. It loads nothing."""
     folder = files("quire.frontend.server.page")
     chart, style = ((folder / name).read_text("utf-8") for name in ("flame.js", "flame.css"))
@@ -28,7 +28,7 @@ def page(trace: Trace) -> str:
 <body>
 <h1>Quire trace</h1>
 <div id="steps"></div>
-<pre>{html.escape(trace.tree())}</pre>
+<pre>{html.escape(render(tree_of(trace, WIDTH), WIDTH))}</pre>
 <script type="application/json" id="trace">{data}</script>
 <script>
 {chart}

@@ -6,20 +6,18 @@ Must not know: where a trace comes from.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...ipc.trace import Hop, Kernel, StepTrace
 from ..telemetry.chrome_trace import Event, event, label
-
-if TYPE_CHECKING:
-    from .trace import Trace
+from .recorded import RecordedTrace
 
 FRONTEND, ENGINE = 1, 2  # processes
 REQUESTS, OUTPUTS = 2, 3  # rows of the frontend: messages to the engine, and from it
 STEPS, STAGES, KERNELS = 1, 2, 10  # rows of the engine; kernels from there on, by thread
 
 
-def chrome_trace(trace: Trace) -> dict[str, Any]:
+def chrome_trace(trace: RecordedTrace) -> dict[str, Any]:
     """The Trace Event Format; times are microseconds since the first step."""
     engine = trace.recorded
     zero_s = min((step.begin_s for step in engine.steps), default=0.0)

@@ -10,8 +10,6 @@ from importlib import import_module
 from ...ipc.trace import place_of_function
 from ..clients.client import EngineClient
 
-# they run once per message of the engine, and the others once per request
-OF_EACH_STEP = ("LLMEngine.step", "AsyncLLM._read_outputs")
 # module of the frontend, class and method, in the order in which a request meets them; "client" is
 # the class of the engine's client
 BLOCKING = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import statistics
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -17,11 +16,10 @@ from rich.tree import Tree
 
 from ...ipc.trace import EngineTrace, Hop, RankTrace, Row, Span, StepTrace
 from .fold import FoldedKernel, dominating, fold
-from .stages import OF_EACH_STEP
+from .recorded import Received, RecordedTrace
 
-if TYPE_CHECKING:
-    from .trace import Received, Trace
-
+# they run once per message of the engine, and the other stages once per request
+OF_EACH_STEP = ("LLMEngine.step", "AsyncLLM._read_outputs")
 OF_OUTPUTS = ("OutputProcessor.process_outputs", "IncrementalDetokenizer.update")
 REASONS = {
     "budget": "the step's token budget is spent",
@@ -58,7 +56,7 @@ def render(tree: RenderableType, width: int) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
-def tree_of(trace: Trace, width: int) -> Tree:
+def tree_of(trace: RecordedTrace, width: int) -> Tree:
     """For a terminal of `width` columns: a narrow one shows fewer figures."""
     engine, places = trace.recorded, trace.places | trace.recorded.places
     root = Tree(_heading(engine))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from quire.frontend.trace.trace import Received, Trace
+from quire.frontend.trace.recorded import Received
+from quire.frontend.trace.trace import Trace
 from quire.ipc.trace import (
     EngineTrace,
     Hop,
@@ -84,7 +85,7 @@ def made(slowness: float = 1.0) -> Trace:
                 [rank],
             )
         )
-    trace = Trace(
+    return Trace(
         EngineTrace(
             "/models/tiny",
             "bfloat16",
@@ -108,13 +109,12 @@ def made(slowness: float = 1.0) -> Trace:
                 Hop("a", 300, 2.998, 2.998, 2e-4, 2.9985, 1e-4, 2.999),
                 Hop("", 120, 4.4, 4.4001, 1e-4, 4.49, 2e-4, 4.5),
             ],
-        )
+        ),
+        [Received(4.5, 1e-4, 1, {"a": "fox"})],
+        {
+            "LLM.generate": "frontend/llm.py:1",
+            "LLMEngine.step": "frontend/llm_engine.py:2",
+            "OutputProcessor.process_outputs": "frontend/requests/output_processor.py:3",
+            "IncrementalDetokenizer.update": "frontend/text/detokenizer.py:4",
+        },
     )
-    trace.received = [Received(4.5, 1e-4, 1, {"a": "fox"})]
-    trace.places = {
-        "LLM.generate": "frontend/llm.py:1",
-        "LLMEngine.step": "frontend/llm_engine.py:2",
-        "OutputProcessor.process_outputs": "frontend/requests/output_processor.py:3",
-        "IncrementalDetokenizer.update": "frontend/text/detokenizer.py:4",
-    }
-    return trace

@@ -17,7 +17,7 @@ from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
 from ..model_info.model_files import read_ahead
-from ..telemetry.tracing import check_endpoint
+from ..telemetry.export import check_endpoint
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient
 
@@ -174,11 +174,8 @@ Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]
 
 
 def _check_endpoints(args: EngineArgs) -> None:
-    check_endpoint(args.otlp_traces_endpoint)
-    if args.otlp_metrics_endpoint is not None:
-        from ..telemetry.server_metrics import check_metrics_endpoint
-
-        check_metrics_endpoint(args.otlp_metrics_endpoint)
+    check_endpoint("traces", args.otlp_traces_endpoint)
+    check_endpoint("metrics", args.otlp_metrics_endpoint)
 
 
 def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:

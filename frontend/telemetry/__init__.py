@@ -1,1 +1,3 @@
-"""What an operator sees: `stats.py` has the metrics and the log line, `tracing.py` the spans."""
+"""What an operator sees: `stats.py` has the statistics, `tracing.py` the spans, and
+`server_metrics.py` the metrics of OpenTelemetry.
+"""

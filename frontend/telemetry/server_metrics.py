@@ -9,12 +9,10 @@ of the SDK sends the histograms at its interval (OTEL_METRIC_EXPORT_INTERVAL).
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import InvalidParameterError
-from .tracing import EXPORT_TIMEOUT_S, check_installed, exporter_module, resource
+from .export import Telemeter
 
 if TYPE_CHECKING:
     from ..requests.request_state import RequestState
@@ -31,46 +29,13 @@ PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.
 # fmt: on
 
 
-def check_metrics_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidParameterError if metrics cannot be sent to `endpoint`; called before an engine
-    is started. None: none are sent.
-    """
-    if endpoint is not None:
-        check_installed("otlp_metrics_endpoint", exporter_module("metrics"))
+class ServerMetrics(Telemeter):
+    """Histograms of finished requests."""
 
-
-def make_meter_provider(endpoint: str) -> Any:
-    """Returns a MeterProvider that sends metrics to `endpoint` from its own thread."""
-    check_metrics_endpoint(endpoint)
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
-
-    exporter = importlib.import_module(exporter_module("metrics")).OTLPMetricExporter(
-        endpoint=endpoint, timeout=EXPORT_TIMEOUT_S
-    )
-    reader = PeriodicExportingMetricReader(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000)
-    return MeterProvider([reader], resource=resource())
-
-
-class ServerMetrics:
-    """Histograms of finished requests.
-
-    `provider` is an opentelemetry.metrics.MeterProvider; `is_ours`: close it with this object.
-    """
+    KIND, METHOD = "meter", "get_meter"
 
     def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
-        if not callable(getattr(provider, "get_meter", None)):
-            raise InvalidParameterError(
-                "meter_provider",
-                f"must be an OpenTelemetry MeterProvider, got {type(provider).__name__}",
-            )
-        self._provider = provider if is_ours else None
-        model = config.model_config.served_model_name or config.model_config.model
-        self._common = {
-            "gen_ai.provider.name": "quire",
-            "gen_ai.request.model": model,
-            "gen_ai.response.model": model,
-        }
+        super().__init__(provider, config, is_ours=is_ours)
         meter = provider.get_meter("quire")
 
         def histogram(name: str, about: str, bounds: tuple[float, ...]) -> Any:
@@ -111,8 +76,3 @@ class ServerMetrics:
         if metrics.decode_time is not None and num_more > 0:
             mean_s = metrics.decode_time * len(state.completions) / num_more
             self._per_token.record(mean_s, attributes)
-
-    def close(self) -> None:
-        provider, self._provider = self._provider, None
-        if provider is not None:
-            provider.shutdown()

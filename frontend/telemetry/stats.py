@@ -127,13 +127,13 @@ class Telemetry:
         self._tracer: RequestTracer | None = None
         self._server_metrics: ServerMetrics | None = None
         if service.otlp_traces_endpoint is not None:
-            from .tracing import make_tracer_provider
+            from .export import make_tracer_provider
 
             self.set_tracer_provider(
                 make_tracer_provider(service.otlp_traces_endpoint), is_ours=True
             )
         if service.otlp_metrics_endpoint is not None:
-            from .server_metrics import make_meter_provider
+            from .export import make_meter_provider
 
             self.set_meter_provider(
                 make_meter_provider(service.otlp_metrics_endpoint), is_ours=True

@@ -11,87 +11,18 @@ the caller's current span is their common parent.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...ipc.config import EngineConfig
-from ...ipc.errors import InvalidParameterError
 from ...ipc.params import PoolingParams, SamplingParams
 from ..outputs import RequestMetrics
 from ..requests.input_processor import ProcessedRequest
+from .export import Telemeter, check_installed
 
 if TYPE_CHECKING:
     from ..requests.request_state import RequestState
-
-# limit at the end: an endpoint that does not answer loses its spans and delays no longer than this
-EXPORT_TIMEOUT_S = 3.0
-# by the value of OpenTelemetry's own variable OTEL_EXPORTER_OTLP_{TRACES,METRICS}_PROTOCOL
-EXPORTERS = {
-    "grpc": "opentelemetry.exporter.otlp.proto.grpc",
-    "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
-}
-
-
-def check_installed(parameter: str, *modules: str) -> None:
-    """Raises InvalidParameterError if a package of the extra `tracing` is missing."""
-    for module in ("opentelemetry.sdk", *modules):
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # a parent package is missing
-            found = False
-        if not found:
-            raise InvalidParameterError(
-                parameter,
-                f"needs {module}, which is not installed: pip install opentelemetry-sdk "
-                f"opentelemetry-exporter-otlp",
-            )
-
-
-def exporter_module(kind: str) -> str:
-    """The module of the exporter of "traces" or "metrics"."""
-    variable = f"OTEL_EXPORTER_OTLP_{kind.upper()}_PROTOCOL"
-    protocol = os.environ.get(variable, "grpc")
-    if protocol not in EXPORTERS:
-        raise InvalidParameterError(
-            f"otlp_{kind}_endpoint",
-            f"{variable} must be one of {', '.join(EXPORTERS)}, got {protocol!r}",
-        )
-    return f"{EXPORTERS[protocol]}.{kind.removesuffix('s')}_exporter"
-
-
-def resource() -> Any:
-    """What spans and metrics say of this program."""
-    from opentelemetry.sdk.resources import Resource
-
-    return Resource.create({"service.name": os.environ.get("OTEL_SERVICE_NAME", "quire")})
-
-
-def check_endpoint(endpoint: str | None) -> None:
-    """Raises InvalidParameterError if spans cannot be sent to `endpoint`; called before an engine
-    is started. None: tracing is off.
-    """
-    if endpoint is not None:
-        check_installed("otlp_traces_endpoint", exporter_module("traces"))
-
-
-def make_tracer_provider(endpoint: str) -> Any:
-    """Returns a TracerProvider that sends spans to `endpoint` from its own thread."""
-    check_endpoint(endpoint)
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-    exporter = importlib.import_module(exporter_module("traces")).OTLPSpanExporter(
-        endpoint=endpoint, timeout=EXPORT_TIMEOUT_S
-    )
-    provider = TracerProvider(resource=resource())
-    provider.add_span_processor(
-        BatchSpanProcessor(exporter, export_timeout_millis=EXPORT_TIMEOUT_S * 1000)
-    )
-    return provider
 
 
 @dataclass(slots=True)
@@ -100,25 +31,18 @@ class _Begun:
     parent: Any  # opentelemetry.context.Context
 
 
-class RequestTracer:
-    """Traces the requests in progress, by user id.
+class RequestTracer(Telemeter):
+    """Traces the requests in progress, by user id."""
 
-    `provider` is an opentelemetry.trace.TracerProvider; `is_ours`: close it with this object.
-    """
+    KIND, METHOD = "tracer", "get_tracer"
 
     def __init__(self, provider: Any, config: EngineConfig, *, is_ours: bool = False):
         check_installed("tracer_provider")
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if not callable(getattr(provider, "get_tracer", None)):
-            raise InvalidParameterError(
-                "tracer_provider",
-                f"must be an OpenTelemetry TracerProvider, got {type(provider).__name__}",
-            )
-        self._provider = provider if is_ours else None
+        super().__init__(provider, config, is_ours=is_ours)
         self._tracer = provider.get_tracer("quire")
         self._propagator = TraceContextTextMapPropagator()
-        self._model = config.model_config.served_model_name or config.model_config.model
         self._begun: dict[str, _Begun] = {}
 
     def begin(self, request: ProcessedRequest, trace_headers: dict[str, str] | None) -> None:
@@ -157,11 +81,6 @@ class RequestTracer:
             self._make_spans(begun, {}, metrics, 0.0, (type(error).__name__, str(error)))
         self._begun.clear()
 
-    def close(self) -> None:
-        provider, self._provider = self._provider, None
-        if provider is not None:
-            provider.shutdown()
-
     def _make_spans(
         self,
         begun: _Begun,
@@ -184,7 +103,7 @@ class RequestTracer:
             "llm_request",
             begun.parent,
             SpanKind.SERVER,
-            _request_attributes(begun.request, self._model) | attributes,
+            self._common | _request_attributes(begun.request) | attributes,
             start_time=int(metrics.arrival_time * 1e9),
         )
         here = set_span_in_context(root, begun.parent)
@@ -206,15 +125,12 @@ class RequestTracer:
         root.end(int(end * 1e9))
 
 
-def _request_attributes(request: ProcessedRequest, model: str) -> dict[str, Any]:
+def _request_attributes(request: ProcessedRequest) -> dict[str, Any]:
     """The request's parameters under the names of the gen_ai conventions, without parameters that
     are unset by default.
     """
     core_request, params = request.core_request, request.core_request.params
     common = {
-        "gen_ai.provider.name": "quire",
-        "gen_ai.request.model": model,
-        "gen_ai.response.model": model,
         "gen_ai.response.id": request.request_id,
         "gen_ai.usage.input_tokens": len(core_request.prompt_token_ids),
         "quire.request.priority": core_request.priority or None,

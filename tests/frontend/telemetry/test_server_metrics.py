@@ -7,7 +7,7 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.semconv._incubating.metrics import gen_ai_metrics
 from quire import InvalidParameterError, SamplingParams
-from quire.frontend.telemetry import server_metrics
+from quire.frontend.telemetry import export, server_metrics
 from quire.tests.frontend.telemetry.test_tracing import make_engine, run
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -65,5 +65,5 @@ def test_what_cannot_be_used_is_named(monkeypatch) -> None:
     engine.shutdown()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", "carrier pigeon")
     with pytest.raises(InvalidParameterError, match="otlp_metrics_endpoint: OTEL_EXPORTER_OTLP_M"):
-        server_metrics.check_metrics_endpoint("http://localhost:4317")
-    server_metrics.check_metrics_endpoint(None)
+        export.check_endpoint("metrics", "http://localhost:4317")
+    export.check_endpoint("metrics", None)

@@ -28,7 +28,7 @@ from quire import (
     SamplingParams,
 )
 from quire.frontend.clients.inproc_client import InprocClient
-from quire.frontend.telemetry import tracing
+from quire.frontend.telemetry import export
 from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.frontend.tiny_tokenizers import text_config
 
@@ -286,7 +286,7 @@ def test_tracing_can_be_switched_off_and_on_while_running(spans):
 
 
 def test_a_missing_exporter_is_reported_before_an_engine_starts(monkeypatch):
-    monkeypatch.setitem(tracing.EXPORTERS, "grpc", "opentelemetry.exporter.no_such_thing")
+    monkeypatch.setitem(export.EXPORTERS, "grpc", "opentelemetry.exporter.no_such_thing")
     with pytest.raises(
         InvalidParameterError,
         match=r"otlp_traces_endpoint: needs opentelemetry.exporter.no_such_thing.*pip install "
@@ -297,11 +297,11 @@ def test_a_missing_exporter_is_reported_before_an_engine_starts(monkeypatch):
         )
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "smoke signals")
     with pytest.raises(InvalidParameterError, match="must be one of grpc, http/protobuf"):
-        tracing.check_endpoint("http://localhost:4317")
+        export.check_endpoint("traces", "http://localhost:4317")
 
 
 def test_a_missing_sdk_is_reported(monkeypatch, spans):
-    monkeypatch.setattr(tracing.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(export.importlib.util, "find_spec", lambda name: None)
     engine = make_engine(None)
     with pytest.raises(
         InvalidParameterError,

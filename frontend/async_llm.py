@@ -126,19 +126,18 @@ class AsyncLLM(AsyncCalls):
             await client.shutdown_async()
             raise
 
-    @property
-    def record_token_times(self) -> bool:
+    def set_record_token_times(self, is_wanted: bool) -> None:
         """Whether RequestMetrics.token_ts records the time of each token. Off by default. Costs one
         float per token.
         """
-        return self.session.output_processor.record_token_times
-
-    @record_token_times.setter
-    def record_token_times(self, is_wanted: bool) -> None:
-        self.session.output_processor.record_token_times = is_wanted
+        self.session.output_processor.set_record_token_times(is_wanted)
 
     @property
     def max_outputs_per_s(self) -> int:
+        """See set_max_outputs_per_s."""
+        return self._max_outputs_per_s
+
+    def set_max_outputs_per_s(self, number: int) -> None:
         """The approximate number of outputs per second for all readers together. 0 (the default):
         one output per token.
 
@@ -147,10 +146,6 @@ class AsyncLLM(AsyncCalls):
         First tokens and ends reported by the engine are never delayed. Stop strings are detected
         later by the same interval. For servers: most of a token's cost is the cost of its output.
         """
-        return self._max_outputs_per_s
-
-    @max_outputs_per_s.setter
-    def max_outputs_per_s(self, number: int) -> None:
         require_int("max_outputs_per_s", number, 0, INT64_MAX)
         self._max_outputs_per_s = number
         self.client.pace_outputs(number)

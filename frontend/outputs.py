@@ -54,7 +54,7 @@ class RequestMetrics:
     # (the engine's step, start, end, tokens) of the first 512 chunks of each completion: its
     # prompt, and tokens that were recomputed after a preemption
     prefill_chunks: list[tuple[int, float, float, int]] = field(default_factory=list)
-    # of the first 4096 tokens of all completions; only if record_token_times is set
+    # of the first 4096 tokens of all completions; only after set_record_token_times
     token_ts: list[float] = field(default_factory=list)
 
     @property

@@ -67,7 +67,7 @@ class OutputProcessor:
         self._on_finished = on_finished
         self._engine_ts = 0.0  # the engine's clock when it sent its last outputs
         self._clock_offset = 0.0  # added to the engine's clock, gives time.monotonic()
-        self.record_token_times = False  # fill RequestMetrics.token_ts
+        self._records_token_times = False  # fill RequestMetrics.token_ts
         # rows of an earlier engine; rows of requests that ended here are expected and not counted
         self.num_dropped_rows = 0
 
@@ -122,6 +122,10 @@ class OutputProcessor:
             state.prompt_logprobs_reader = LogprobsReader(
                 self._token_texts, request.prompt_token_ids[:1]
             )
+
+    def set_record_token_times(self, is_wanted: bool) -> None:
+        """Whether RequestMetrics.token_ts is filled."""
+        self._records_token_times = is_wanted
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._requests)
@@ -225,7 +229,7 @@ class OutputProcessor:
                     )
                     if row in logprobs:
                         _read_logprobs(completion, logprobs[row], num_known, num_used)
-                if self.record_token_times:
+                if self._records_token_times:
                     _note_token_ts(state.metrics, outputs, end - len(new_token_ids), num_used)
                 has_ended = completion.finish_reason is not None
                 if has_ended and row not in finished:

@@ -150,8 +150,8 @@ class ServerState:
             max_waiting_tokens_per_key=config.max_queued_tokens_per_key,
             reserves_shares=True,
         )
-        engine.record_token_times = True  # for the timelines of requests
-        engine.max_outputs_per_s = config.max_chunks_per_s
+        engine.set_record_token_times(True)  # for the timelines of requests
+        engine.set_max_outputs_per_s(config.max_chunks_per_s)
         self.engine = engine
 
     def begin_loading(self) -> Loading:

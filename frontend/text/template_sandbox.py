@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
 from types import BuiltinMethodType, MethodType
@@ -102,14 +103,16 @@ class TemplateTimeError(TemplateLimitError):
 # ---------------------------------------------------------------- the budget of a rendering
 
 
+@dataclass
 class _Budget(threading.local):
-    def __init__(self) -> None:
-        self.deadline = float("inf")  # in time.thread_time()
-        self.limit_s = 0.0
-        self.unchecked = 0  # operations until the clock is checked
-        self.num_made = 0  # bytes
-        # weight and depth of lists and dicts by their ids, which the reference keeps valid
-        self.weights: dict[int, tuple[Any, int, int]] = {}
+    """Each thread has its own."""
+
+    deadline: float = float("inf")  # in time.thread_time()
+    limit_s: float = 0.0
+    unchecked: int = 0  # operations until the clock is checked
+    num_made: int = 0  # bytes
+    # weight and depth of lists and dicts by their ids, which the reference keeps valid
+    weights: dict[int, tuple[Any, int, int]] = field(default_factory=dict)
 
 
 _budget = _Budget()
@@ -482,9 +485,9 @@ def _repeated(value: Any, count: int) -> Any:
 def _check_format(text: str, values: Iterable[Any]) -> None:
     """Checks a text for the operator %."""
     num_fields = 0
-    for field in _FIELD.finditer(text):
+    for found in _FIELD.finditer(text):
         num_fields += 1
-        key, *sizes = field.groups()
+        key, *sizes = found.groups()
         if key and not key.endswith(")"):
             raise TemplateError("a field's name in a format has parentheses or does not end")
         for size in filter(None, sizes):
@@ -799,34 +802,15 @@ def _integers(test: Callable[..., bool]) -> Callable[..., bool]:
     return apply
 
 
+_COMPARISONS = _words(
+    "!= < <= == > >= eq equalto ge greaterthan gt in le lessthan lower lt ne upper"
+)
 TESTS: dict[str, Callable[..., bool]] = {
     **{name: tests.TESTS[name] for name in ("boolean", "defined", "false", "float", "integer")},
     **{name: tests.TESTS[name] for name in ("iterable", "mapping", "none", "number", "sameas")},
     **{name: tests.TESTS[name] for name in ("sequence", "string", "true", "undefined")},
     **{name: _integers(tests.TESTS[name]) for name in ("divisibleby", "even", "odd")},
-    **{
-        name: _spending(tests.TESTS[name])
-        for name in (
-            "!=",
-            "<",
-            "<=",
-            "==",
-            ">",
-            ">=",
-            "eq",
-            "equalto",
-            "ge",
-            "greaterthan",
-            "gt",
-            "in",
-            "le",
-            "lessthan",
-            "lower",
-            "lt",
-            "ne",
-            "upper",
-        )
-    },
+    **{name: _spending(tests.TESTS[name]) for name in _COMPARISONS},
 }
 
 

@@ -15,23 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from .chat_messages import (
-    further_instructions,
-    with_arguments_as_text,
-    with_content_as_thinking,
-    with_descriptions,
-    with_empty_content,
-    with_function_ids,
-    with_instruction_for_user,
-    with_joined_users,
-    with_one_call,
-    with_one_instruction,
-    with_result_names,
-    with_results_as_json,
-    with_short_ids,
-    with_system_for_developer,
-    with_thinking,
-)
+from . import chat_messages as forms
 
 Render = Callable[..., str]
 Messages = list[dict[str, Any]]
@@ -89,35 +73,36 @@ class TemplateTraits:
     results_as_json: bool = False
 
     def adapt_tools(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        return with_descriptions(tools) if tools and self.needs_descriptions else tools
+        return forms.with_descriptions(tools) if tools and self.needs_descriptions else tools
 
     def adapt(self, messages: Messages) -> Messages:
         """Converts normalized messages to the form that this template reads."""
         if not self.knows_developer:
-            messages = with_system_for_developer(messages)
+            messages = forms.with_system_for_developer(messages)
         if not self.takes_system:
-            messages = with_instruction_for_user(messages)
-        elif not self.lost_instructions.isdisjoint(further_instructions(messages)):
-            messages = with_one_instruction(messages)
+            messages = forms.with_instruction_for_user(messages)
+        elif not self.lost_instructions.isdisjoint(forms.further_instructions(messages)):
+            messages = forms.with_one_instruction(messages)
         if not self.takes_neighbours:
-            messages = with_joined_users(messages)
-        if self.arguments_as_text:
-            messages = with_arguments_as_text(messages)
-        if self.empty_content:
-            messages = with_empty_content(messages)
-        if self.result_names:
-            messages = with_result_names(messages)
-        if self.short_ids:
-            messages = with_short_ids(messages)
-        if self.function_ids:
-            messages = with_function_ids(messages)
-        if self.one_call:
-            messages = with_one_call(messages)
-        if self.reads_thinking:
-            messages = with_thinking(messages)
-        if self.thinking_or_content:
-            messages = with_content_as_thinking(messages)
-        return with_results_as_json(messages) if self.results_as_json else messages
+            messages = forms.with_joined_users(messages)
+        for name, convert in CONVERSIONS.items():
+            if getattr(self, name):
+                messages = convert(messages)
+        return messages
+
+
+# trait -> what it needs, in this order
+CONVERSIONS: dict[str, Callable[[Messages], Messages]] = {
+    "arguments_as_text": forms.with_arguments_as_text,
+    "empty_content": forms.with_empty_content,
+    "result_names": forms.with_result_names,
+    "short_ids": forms.with_short_ids,
+    "function_ids": forms.with_function_ids,
+    "one_call": forms.with_one_call,
+    "reads_thinking": forms.with_thinking,
+    "thinking_or_content": forms.with_content_as_thinking,
+    "results_as_json": forms.with_results_as_json,
+}
 
 
 def find_traits(render: Render) -> TemplateTraits:
@@ -136,7 +121,7 @@ def find_traits(render: Render) -> TemplateTraits:
         _traits_of_instructions(TemplateTraits(takes_tools, writes_calls=False), attempt),
         needs_descriptions=takes_tools
         and not attempt([USER], [BARE_TOOL])
-        and "bare_function" in attempt([USER], with_descriptions([BARE_TOOL])),
+        and "bare_function" in attempt([USER], forms.with_descriptions([BARE_TOOL])),
     )
     return _traits_of_calls(traits, attempt)
 

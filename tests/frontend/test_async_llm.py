@@ -245,10 +245,10 @@ def test_outputs_before_the_death_are_read_first() -> None:
 def test_the_engine_receives_the_requested_pace() -> None:
     async def test(llm: AsyncLLM) -> None:
         assert llm.max_outputs_per_s == 0 and llm.client.rows_per_s is None
-        llm.max_outputs_per_s = 2000
+        llm.set_max_outputs_per_s(2000)
         assert llm.max_outputs_per_s == llm.client.rows_per_s == 2000
         with pytest.raises(InvalidParameterError, match="max_outputs_per_s"):
-            llm.max_outputs_per_s = -1
+            llm.set_max_outputs_per_s(-1)
 
     with_llm(test)
 

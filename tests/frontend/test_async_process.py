@@ -142,7 +142,7 @@ def test_the_life_of_a_request():
     """Chunks, preemptions and times of tokens, all on the engine's clock and in order."""
 
     async def test(llm: AsyncLLM) -> None:
-        llm.record_token_times = True
+        llm.set_record_token_times(True)
         params = SamplingParams(n=2, seed=1, max_tokens=120, ignore_eos=True)
         [first, second] = await asyncio.gather(
             read(llm, "a", params, [5] * 60), read(llm, "b", params, [6] * 60)

@@ -229,7 +229,7 @@ class Program:
         if self.config.lora_config.enable_lora and self.rng.random() < 0.7:
             await self._insist(llm, *random_call(self.rng, self.config))
         elif method == "pace":
-            llm.max_outputs_per_s = self.rng.choice([0, 10, 1000])
+            llm.set_max_outputs_per_s(self.rng.choice([0, 10, 1000]))
         elif method == "pause":
             await self._insist(llm, "pause", "keep")
             await asyncio.sleep(self.rng.uniform(0, 1))

@@ -292,7 +292,7 @@ def test_times_in_metrics_are_ordered() -> None:
 
 def test_tokens_of_several_steps_have_separate_times() -> None:
     processor, [i, j] = started("r", "s", stop=["lo"])
-    processor.record_token_times = True
+    processor.set_record_token_times(True)
     outputs = joined([row(i, 0, HELLO), row(j, 0, [7])])
     times = {
         "timestamp": 3.0,
@@ -304,7 +304,7 @@ def test_tokens_of_several_steps_have_separate_times() -> None:
     assert metrics["s"].token_ts == [2.0]
     assert metrics["r"].token_ts == [1.0, 2.0, 3.0][: metrics["r"].num_generation_tokens]
     processor, [i] = started("r")
-    processor.record_token_times = True
+    processor.set_record_token_times(True)
     [output] = processor.process_outputs(
         replace(row(i, 0, HELLO[:2]), timestamp=4.0)
     ).request_outputs

@@ -262,7 +262,7 @@ def test_chunks_of_all_completions_in_order():
 def test_token_times_are_optional_and_bounded(is_wanted, monkeypatch):
     monkeypatch.setattr(output_processor, "MAX_TOKEN_TS", 4)
     processor, i = started()
-    processor.record_token_times = is_wanted
+    processor.set_record_token_times(is_wanted)
     processor.process_outputs(
         timed(row(i, 0, HELLO[:1]), RequestTiming(0, 10.0, 11.0, 13.0, 13.0), 13.0)
     )

@@ -27,7 +27,7 @@ def functions_of(tools: list[dict[str, Any]]) -> Functions:
 def write_json_calls(
     grammar: GrammarText,
     functions: Functions,
-    several: bool,
+    parallel: bool,
     before: Callable[[str], str],
     after: str,
     frame: tuple[str, str, str] = ("", "", ""),
@@ -41,7 +41,7 @@ def write_json_calls(
         f"{grammar.literal(before(name))} {grammar.arguments(schema)} {grammar.literal(after)}"
         for name, schema in functions
     ]
-    return write_repeated(grammar, calls, several, frame)
+    return write_repeated(grammar, calls, parallel, frame)
 
 
 def write_json_call(
@@ -53,11 +53,11 @@ def write_json_call(
 
 
 def write_repeated(
-    grammar: GrammarText, calls: list[str], several: bool, frame: tuple[str, str, str]
+    grammar: GrammarText, calls: list[str], parallel: bool, frame: tuple[str, str, str]
 ) -> str:
     opening, between, closing = map(grammar.literal, frame)
     call = grammar.any_of(calls)
-    return f"{opening} {call} {f'({between} {call})*' if several else ''} {closing}"
+    return f"{opening} {call} {f'({between} {call})*' if parallel else ''} {closing}"
 
 
 def write_listed(grammar: GrammarText, written: list[tuple[str, bool]], comma: str) -> str:

@@ -216,8 +216,8 @@ class AnswerFormat:
     reasoning_name: str | None
     reasoning_marks: ReasoningMarks | None
     tokenizer: Tokenizer | None = None
-    # several calls in one answer; False if the template cannot write them into the next prompt
-    several_calls: bool = True
+    # one answer may have several; False if the template cannot write them into the next prompt
+    parallel_calls: bool = True
     why_no_tools: str = "cannot be used: this model has no format for calls"
 
     def require_tools(self) -> ToolFormat:
@@ -292,7 +292,7 @@ class AnswerFormat:
             schemas,
             begins_in_reasoning=marks is not None and marks.is_open_at_end_of(prompt_text),
             is_within_reasoning=marks is not None and marks.has_text_open_in(continued),
-            max_calls=None if parallel_tool_calls and self.several_calls else 1,
+            max_calls=None if parallel_tool_calls and self.parallel_calls else 1,
             harmony_header=header_at_end_of(prompt_text) if self.is_harmony else None,
             calls_are_valid=calls_are_valid,
         )
@@ -332,8 +332,8 @@ class AnswerFormat:
             wanted = tool_choice.get("function", tool_choice)["name"]
             functions = [(name, schema) for name, schema in functions if name == wanted]
         grammar = self._grammar(compact_json)
-        several = parallel_tool_calls and self.several_calls and not isinstance(tool_choice, dict)
-        calls = _written_calls(tool_format, grammar, functions, several)
+        parallel = parallel_tool_calls and self.parallel_calls and not isinstance(tool_choice, dict)
+        calls = _written_calls(tool_format, grammar, functions, parallel)
         return self._finished(grammar, calls, prompt_text)
 
     def strict(
@@ -352,12 +352,12 @@ class AnswerFormat:
         is_strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
         if not is_strict or self.tool_format is None or not self.tool_format.start:
             return None
-        grammar, several = self._grammar(compact_json), parallel_tool_calls and self.several_calls
+        grammar, parallel = self._grammar(compact_json), parallel_tool_calls and self.parallel_calls
         functions = [
             (name, schema if name in is_strict else ANY_OBJECT)
             for name, schema in functions_of(tools)
         ]
-        answer = self.tool_format.write_voluntary(grammar, functions, several)
+        answer = self.tool_format.write_voluntary(grammar, functions, parallel)
         return self._finished(grammar, answer, prompt_text)
 
     def after_reasoning(
@@ -384,8 +384,8 @@ class AnswerFormat:
         if marks is not None:
             answer = marks.write_content(grammar, answer)
         if calls is not None and tools:
-            several = parallel_tool_calls and self.several_calls
-            call = _written_calls(calls, grammar, functions_of(tools), several)
+            parallel = parallel_tool_calls and self.parallel_calls
+            call = _written_calls(calls, grammar, functions_of(tools), parallel)
             answer = grammar.any_of([answer, call])
         return self._finished(grammar, answer, prompt_text)
 
@@ -441,7 +441,7 @@ def detect(
         reasoning_name,
         REASONING_FORMATS[reasoning_name] if reasoning_name else None,
         tokenizer,
-        several_calls=traits is None or traits.takes_several_calls,
+        parallel_calls=traits is None or traits.takes_several_calls,
         why_no_tools=_why_no_tools(traits, tool_call_parser),
     )
 
@@ -475,8 +475,8 @@ def _why_no_tools(traits: TemplateTraits | None, tool_call_parser: str) -> str:
 
 
 def _written_calls(
-    tool_format: ToolFormat, grammar: GrammarText, functions: Functions, several: bool
+    tool_format: ToolFormat, grammar: GrammarText, functions: Functions, parallel: bool
 ) -> str:
     """A grammar expression for calls with the mark before the first."""
-    calls = tool_format.write(grammar, functions, several)
+    calls = tool_format.write(grammar, functions, parallel)
     return f"{grammar.literal(tool_format.start)} {calls}"

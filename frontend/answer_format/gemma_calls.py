@@ -34,12 +34,12 @@ class GemmaCalls(ToolFormat):
     quote: str = '<|"|>'
     answer_ends: tuple[str, ...] = ("<|tool_response>",)  # the model waits for results
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         calls = [
             f"{grammar.literal(CALL + name)} {self._write_arguments(grammar, schema)}"
             for name, schema in functions
         ]
-        return write_repeated(grammar, calls, several, ("", self.end + self.start, self.end))
+        return write_repeated(grammar, calls, parallel, ("", self.end + self.start, self.end))
 
     def _write_arguments(self, grammar: GrammarText, schema: dict[str, Any]) -> str:
         return self._write_object(grammar, schema) or grammar.arguments(schema)

@@ -79,22 +79,22 @@ class HarmonyCalls(ToolFormat):
     before_arguments: str = f" {CONSTRAIN}json{MESSAGE}"
     between: str = f"{CALL}{NEXT_MESSAGE}"
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         """Without the last <|call|>, which is an end-of-sequence token."""
         return write_json_calls(
             grammar,
             functions,
-            several,
+            parallel,
             lambda name: f"{name}{self.before_arguments}",
             "",
             ("", self.between + self.start, ""),
         )
 
-    def write_voluntary(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write_voluntary(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         preamble = (
             f"{grammar.literal(PREAMBLE)} {grammar.text_until(END)} {grammar.literal(NEXT_MESSAGE)}"
         )
-        calls = f"{grammar.literal(self.start)} {self.write(grammar, functions, several)}"
+        calls = f"{grammar.literal(self.start)} {self.write(grammar, functions, parallel)}"
         text = f"{grammar.literal(FINAL + MESSAGE)} {grammar.rule(ANY_TEXT)}"
         return f"({preamble})* {grammar.any_of([text, calls])}"
 
@@ -114,7 +114,7 @@ class HarmonyCalls(ToolFormat):
         stream.drop()
 
 
-class Speech:
+class MessageSink:
     """Passes on the text of messages of one kind, with a line break between two messages."""
 
     def __init__(self, kind: type[Content | Reasoning]):
@@ -138,7 +138,7 @@ def read_messages(
 
     What looks like a mark and neither begins nor ends a message is text.
     """
-    content, reasoning = Speech(Content), Speech(Reasoning)
+    content, reasoning = MessageSink(Content), MessageSink(Reasoning)
     speech, mark = content, ""
     while mark is not None:
         try:

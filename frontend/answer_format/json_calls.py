@@ -22,7 +22,7 @@ class JsonCalls(ListedCalls):
     is_list: bool = False  # calls are written as one list
     padding: str = ""  # whitespace between marks and objects
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         pad, opening, closing = self.padding, "", "}"
         if self.is_list:
             frame = (f"{pad}[", ", ", f"]{pad}{self.end}")
@@ -34,7 +34,7 @@ class JsonCalls(ListedCalls):
         def before(name: str) -> str:
             return f'{opening}{{"name": {json.dumps(name)}, "{self.argument_key}": '
 
-        return write_json_calls(grammar, functions, several, before, closing, frame)
+        return write_json_calls(grammar, functions, parallel, before, closing, frame)
 
     def begins_call(self, character: str) -> bool:
         return character == "{"

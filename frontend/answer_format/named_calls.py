@@ -39,7 +39,7 @@ class NamedCalls(ToolFormat):
     call_form: str
     between: str = ""
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         before, after = self.call_form.split("ARGUMENTS")
         before, has_index, after_index = before.partition("INDEX")
         index = grammar.regex("[0-9]{1,4}") if has_index else ""
@@ -49,7 +49,7 @@ class NamedCalls(ToolFormat):
             opening += f" {index} {grammar.literal(after_index)}" if has_index else ""
             closing = grammar.literal(after + self.call_end)
             calls.append(f"{opening} {grammar.arguments(schema)} {closing}")
-        return write_repeated(grammar, calls, several, ("", self.between, self.section_end))
+        return write_repeated(grammar, calls, parallel, ("", self.between, self.section_end))
 
     @property
     def call_start(self) -> str:
@@ -98,12 +98,12 @@ class MistralCalls(ToolFormat):
     starts: tuple[str, ...] = ("[TOOL_CALLS]",)
     name_is_before: bool = False
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         if self.name_is_before:
             return write_json_calls(
-                grammar, functions, several, "{}[ARGS]".format, "", ("", self.start, "")
+                grammar, functions, parallel, "{}[ARGS]".format, "", ("", self.start, "")
             )
-        return JsonCalls(self.starts, is_list=True).write(grammar, functions, several)
+        return JsonCalls(self.starts, is_list=True).write(grammar, functions, parallel)
 
     def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
         yield from stream.skip_space()

@@ -36,7 +36,7 @@ class PythonCalls(ListedCalls):
     may_have_commas = True
     call_per_line: bool = False  # instead of a list
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         frame = (
             ("\n", "\n", f"\n{self.end}")
             if self.call_per_line
@@ -45,7 +45,7 @@ class PythonCalls(ListedCalls):
         return write_repeated(
             grammar,
             [self._write_call(grammar, name, schema) for name, schema in functions],
-            several,
+            parallel,
             frame,
         )
 

@@ -47,7 +47,7 @@ class TaggedCalls(ToolFormat):
     # a line break after value_start and before value_end is not part of the value
     values_have_lines: bool = False
 
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         section = self.section_end or self.call_end
         calls = [
             self._write_call(grammar, name, schema)
@@ -58,7 +58,7 @@ class TaggedCalls(ToolFormat):
         return write_repeated(
             grammar,
             [f"{opening} {c} {grammar.literal(section)}" for c in calls],
-            several,
+            parallel,
             ("", self.padding + self.start, ""),
         )
 

@@ -132,17 +132,17 @@ class ToolFormat(ABC):
         """
 
     @abstractmethod
-    def write(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
-        """A grammar expression for a call to one of `functions`, or for `several` calls.
+    def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
+        """A grammar expression for a call to one of `functions`, or for `parallel` ones.
 
         `read` accepts what it matches. The mark before the first call is not part of it.
         """
 
-    def write_voluntary(self, grammar: GrammarText, functions: Functions, several: bool) -> str:
+    def write_voluntary(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
         """A grammar expression for an answer of any text and any calls."""
-        calls = self.write(grammar, functions, several)
+        calls = self.write(grammar, functions, parallel)
         call = f"{grammar.text_until(self.start)} {calls}"
-        return f"({call}){'*' if several else '?'} {grammar.text_without(self.start)}"
+        return f"({call}){'*' if parallel else '?'} {grammar.text_without(self.start)}"
 
 
 @dataclass(frozen=True)

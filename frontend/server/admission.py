@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .http.errors import ApiError
 
 if TYPE_CHECKING:
-    from .http.call import Call
+    from .http.call import HttpCall
 
 MAX_RETRY_AFTER_S = 600.0
 NUM_THREADS = 2  # for work beside the event loop, of all models
@@ -211,7 +211,7 @@ class Admission:
             if slot.is_waiting:
                 self._take(slot.key, bisect_left(self._lines[slot.key], entry))
             elif not slot.waiter.cancelled():  # admitted and cancelled at the same time
-                self._let_out(slot)
+                self._stop_counting(slot)
             self._admit_waiting()  # it may have blocked others
             if isinstance(ended, TimeoutError):
                 message = "The request's time was over before the engine could begin."
@@ -226,7 +226,7 @@ class Admission:
         slot.share = min(1.0, self.max_computing / self.num_running)
         self._sum_entered += slot.num_completions * slot.entered
 
-    def _let_out(self, slot: Slot) -> None:
+    def _stop_counting(self, slot: Slot) -> None:
         self.num_running -= slot.num_completions
         self._running[slot.key] -= slot.num_completions
         if not self._running[slot.key]:
@@ -237,7 +237,7 @@ class Admission:
 
     def leave(self, slot: Slot) -> None:
         """Releases the slot when the engine has finished the request."""
-        self._let_out(slot)
+        self._stop_counting(slot)
         now = self._clock()
         self._rate.add(now, slot.num_completions, (now - slot.entered) * slot.share)
         if self.num_waiting:
@@ -356,7 +356,7 @@ class Admission:
         return min(MAX_RETRY_AFTER_S, max(1.0, wait_s))
 
 
-async def in_turn(turns: Admission, call: Call, work: Callable[[], Result]) -> Result:
+async def in_turn(turns: Admission, call: HttpCall, work: Callable[[], Result]) -> Result:
     """The result of `work`, run in a thread when it is this key's turn.
 
     For all that takes long beside the event loop: `asyncio.to_thread` would serve in order of

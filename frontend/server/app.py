@@ -17,11 +17,11 @@ from starlette.routing import Match, Route, Router
 
 from ... import __version__
 from .dispatch import OF_ONE_MODEL, routes_of_models
-from .http.call import Call, new_request_id, read_deadline, release_memory
+from .http.call import HttpCall, new_request_id, read_deadline, release_memory
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ENDS, from_status
 from .http.openapi import ApiRoute, description_routes
-from .http.sse import Json
+from .http.sse import JsonAnswer
 from .models import Models
 from .request_body import LARGE_BODY
 from .routes import health, metrics, models, ollama_models, page
@@ -89,7 +89,7 @@ def all_routes(state: ServerState, models: Models | None = None) -> list[ApiRout
 class AnswerSender:
     """ASGI's `send` of one call: adds the call's headers to its answer, and notes the status."""
 
-    def __init__(self, send: Any, call: Call, loop: asyncio.AbstractEventLoop):
+    def __init__(self, send: Any, call: HttpCall, loop: asyncio.AbstractEventLoop):
         self.status = 0  # before the answer begins
         self._send = send
         self._call = call
@@ -103,12 +103,12 @@ class AnswerSender:
         await self._send(message)
 
 
-def _begin_call(scope: Any, send: Any, loop: asyncio.AbstractEventLoop) -> Call:
-    """The Call of a request, which is in its scope from here on."""
+def _begin_call(scope: Any, send: Any, loop: asyncio.AbstractEventLoop) -> HttpCall:
+    """The HttpCall of a request, which is in its scope from here on."""
     task = asyncio.current_task()
     assert task is not None
     of_connection = scope.setdefault("state", {})
-    call = of_connection["call"] = Call(
+    call = of_connection["call"] = HttpCall(
         new_request_id(scope["headers"]),
         loop.time(),
         task,
@@ -121,7 +121,7 @@ def _begin_call(scope: Any, send: Any, loop: asyncio.AbstractEventLoop) -> Call:
 
 
 class App:
-    """Wraps the router: gives each request its Call, checks the key, and converts exceptions to
+    """Wraps the router: gives each request its HttpCall, checks the key, and converts exceptions to
     responses in the format of the API.
     """
 
@@ -171,7 +171,7 @@ class App:
         finally:
             self._end_call(scope, call, answer.status, loop)
 
-    async def _answer(self, scope: Any, receive: Any, send: AnswerSender, call: Call) -> None:
+    async def _answer(self, scope: Any, receive: Any, send: AnswerSender, call: HttpCall) -> None:
         self._cross_site.check(scope)
         call.tenant = self.state.keys.check(scope)
         call.weight = self.state.keys.weight(call.tenant)
@@ -185,7 +185,7 @@ class App:
             await response(scope, receive, send)
 
     def _end_call(
-        self, scope: Any, call: Call, status: int, loop: asyncio.AbstractEventLoop
+        self, scope: Any, call: HttpCall, status: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         if call.watcher is not None:
             call.watcher.cancel()
@@ -218,7 +218,7 @@ class App:
             headers = {}
         if send.status:
             raise error  # too late for an error response: the connection ends
-        await Json(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(
+        await JsonAnswer(refusal.body(scope["path"]), refusal.status, headers | refusal.headers())(
             scope, receive, send
         )
 

@@ -27,7 +27,7 @@ from .durations import parse_duration
 from .http.call import call_of
 from .http.errors import invalid, missing
 from .http.openapi import ApiRoute
-from .http.sse import Json
+from .http.sse import JsonAnswer
 from .model_slot import ModelSlot
 from .models import Models
 from .pulls import Pulls
@@ -74,11 +74,11 @@ OF_ONE_MODEL = (
     admin,
 )
 OLLAMA = "/api/"
-Endpoint = Callable[[Request], Awaitable[Any]]
-HandlerOf = Callable[[ModelSlot], Endpoint]
+Handler = Callable[[Request], Awaitable[Any]]
+HandlerOfSlot = Callable[[ModelSlot], Handler]
 
 
-class Asked(msgspec.Struct):
+class ModelFields(msgspec.Struct):
     """What decides on the model. Other fields, and errors in them, are the handler's."""
 
     model: str | None = None
@@ -125,7 +125,7 @@ def _dispatched(front: ServerState, models: Models) -> list[ApiRoute]:
             of_slots[slot] = [r for family in OF_ONE_MODEL for r in family.routes(slot.state)]
         return of_slots[slot]
 
-    def handler_of(number: int, slot: ModelSlot) -> Endpoint:
+    def handler_of(number: int, slot: ModelSlot) -> Handler:
         return routes_of(slot)[number].endpoint
 
     found = []
@@ -137,7 +137,7 @@ def _dispatched(front: ServerState, models: Models) -> list[ApiRoute]:
     return found
 
 
-def _by_query(front: ServerState, models: Models, handler_of: HandlerOf) -> Endpoint:
+def _by_query(front: ServerState, models: Models, handler_of: HandlerOfSlot) -> Handler:
     async def endpoint(request: Request) -> Any:
         slot = models.find(request.query_params.get("model"))
         query = request.query_params.multi_items()
@@ -149,11 +149,11 @@ def _by_query(front: ServerState, models: Models, handler_of: HandlerOf) -> Endp
     return endpoint
 
 
-def _by_body(front: ServerState, models: Models, handler_of: HandlerOf) -> Endpoint:
+def _by_body(front: ServerState, models: Models, handler_of: HandlerOfSlot) -> Handler:
     async def endpoint(request: Request) -> Any:
         raw = await receive_body(request, front.server_config)
         try:
-            asked = msgspec.json.decode(raw, type=Asked)
+            asked = msgspec.json.decode(raw, type=ModelFields)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             # a body that every handler refuses, with the reason
             return await handler_of(models.default)(request)
@@ -186,14 +186,14 @@ def _keep_alive(value: float | str) -> float:
         raise invalid("keep_alive", f"'keep_alive' {error}.") from None
 
 
-async def _unload(models: Models, slot: ModelSlot, path: str) -> Json:
+async def _unload(models: Models, slot: ModelSlot, path: str) -> JsonAnswer:
     """The response to an empty request with keep_alive 0, with which clients unload a model."""
     await models.unload(slot)
     empty: dict[str, Any] = {"response": ""}
     if path.endswith("/chat"):
         empty = {"message": {"role": "assistant", "content": ""}}
     about = {"model": slot.name, "created_at": now(), **empty}
-    return Json(about | {"done": True, "done_reason": "unload"})
+    return JsonAnswer(about | {"done": True, "done_reason": "unload"})
 
 
 # ------------------------------------------------------------ about all models

@@ -34,7 +34,7 @@ from .state import ServerState
 
 logger = logging.getLogger(__name__)
 tell = functools.partial(announce, logger, "quire serve")
-Phase = Literal["unloaded", "loading", "ready", "leaving", "sleeping"]
+SlotPhase = Literal["unloaded", "loading", "ready", "leaving", "sleeping"]
 StartEngine = Callable[..., Awaitable[AsyncLLM]]  # as AsyncLLM.start
 DEATH_WAIT_S = 10.0  # for the requests of a dead engine to receive their errors
 
@@ -74,7 +74,7 @@ class ModelSlot:
         self.needs = Needs(
             plan.weights_bytes, plan.kv_cache_bytes * plan.num_engines, plan.runtime_bytes
         )
-        self.phase: Phase = "unloaded"
+        self.phase: SlotPhase = "unloaded"
         self.is_asleep = False  # the engine's process is there, its weights and cache are not
         self.has_loaded = False  # once
         self.is_removed = False  # its files are deleted; nobody uses it any more

@@ -65,30 +65,30 @@ class Download:
 
     async def lines(self) -> AsyncGenerator[dict[str, Any], None]:
         """Ollama's lines about the progress, until the files are there. Raises what went wrong."""
-        told: dict[str, int] = {}
-        is_told = False
+        sent: dict[str, int] = {}
+        has_begun = False
         while True:
             changed = self._changed
-            if self.wanted is not None and not is_told:
-                is_told = True
+            if self.wanted is not None and not has_begun:
+                has_begun = True
                 yield {"status": "pulling manifest"}
-            for line in self._progress(told):
+            for line in self._progress(sent):
                 yield line
             if self.is_received or self.done.done():
                 break
             await changed.wait()
-            await asyncio.sleep(LINE_INTERVAL_S if told else 0)
+            await asyncio.sleep(LINE_INTERVAL_S if sent else 0)
         if not self.done.done() or self.done.exception() is None:
             yield {"status": "writing manifest"}
         await asyncio.shield(self.done)
 
-    def _progress(self, told: dict[str, int]) -> list[dict[str, Any]]:
-        """The lines about what has changed since `told`, which is brought up to date."""
+    def _progress(self, sent: dict[str, int]) -> list[dict[str, Any]]:
+        """The lines about what has changed since `sent`, which is brought up to date."""
         lines = []
         blobs = {blob.name: blob for blob in self.wanted.blobs} if self.wanted is not None else {}
         for name, num_bytes in self.parts.items():
-            if told.get(name) != num_bytes:
-                told[name] = num_bytes
+            if sent.get(name) != num_bytes:
+                sent[name] = num_bytes
                 lines.append(_line(blobs[name], num_bytes))
         return lines
 

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from .admission import in_turn
 from .config import ServerConfig
 from .http.bodies import Body, decode
-from .http.call import Call, call_of
+from .http.call import HttpCall, call_of
 from .http.content_encoding import decoder
 from .http.errors import ApiError, invalid
 
@@ -100,7 +100,7 @@ async def _receive(request: Request, config: ServerConfig) -> bytearray:
         raise ApiError(408, message, code="request_timeout") from None
 
 
-def watch_disconnect(request: Request, call: Call) -> None:
+def watch_disconnect(request: Request, call: HttpCall) -> None:
     """Cancels the handler's task when the client disconnects, whether the task streams or computes.
 
     The body must have been read.
@@ -122,7 +122,7 @@ def watch_disconnect(request: Request, call: Call) -> None:
 
 
 def decode_body(
-    raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: Call
+    raw: bytes | bytearray, body_type: type[Body], config: ServerConfig, call: HttpCall
 ) -> Body:
     """Decodes JSON into a Struct; unknown fields are noted or rejected."""
     body, unknown = decode(raw, body_type, find_unknown=config.unknown_params != "allow")
@@ -130,7 +130,7 @@ def decode_body(
     return body
 
 
-def note_unknown(names: Iterable[str], config: ServerConfig, call: Call) -> None:
+def note_unknown(names: Iterable[str], config: ServerConfig, call: HttpCall) -> None:
     """Adds the paths of fields that are unknown or have no effect to the header x-unknown-
     params.
     """

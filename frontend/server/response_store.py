@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 logger = logging.getLogger(__name__)
-Item = Any  # one of apis/responses_items.py, of which the store reads only the id
+StoredItem = Any  # one of apis/responses_items.py, of which the store reads only the id
 # Of all stored responses, as JSON. A conversation counts in full for each of its responses.
 MAX_BYTES = 256 * 2**20
 ITEM_BYTES = 512  # what an item takes besides its JSON
@@ -28,29 +28,29 @@ class Stored:
     """
 
     response: dict[str, Any]
-    input_items: list[Item]
-    output_items: list[Item]
+    input_items: list[StoredItem]
+    output_items: list[StoredItem]
 
-    def conversation(self) -> list[Item]:
+    def conversation(self) -> list[StoredItem]:
         """The items that precede the next turn."""
         return [*self.input_items, *self.output_items]
 
 
-class Kept(NamedTuple):
+class SizedItem(NamedTuple):
     """An item of a stored response. `num_bytes` is the length of its JSON."""
 
-    item: Item
+    item: StoredItem
     num_bytes: int
 
 
-class Shelf:
+class TenantResponses:
     """The stored responses of one tenant, the oldest first, and their items by id."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._responses: OrderedDict[str, tuple[Stored, int]] = OrderedDict()
         # The items with an id by the responses that contain them, the latest response last.
-        self._items: dict[str | None, dict[str, Kept]] = {}
+        self._items: dict[str | None, dict[str, SizedItem]] = {}
 
     def __len__(self) -> int:
         return len(self._responses)
@@ -59,7 +59,7 @@ class Shelf:
         """Replaces what has the same id."""
         response_id = stored.response["id"]
         num_bytes = len(msgspec.json.encode(stored.response))
-        all_kept = [Kept(item, self._size(item)) for item in stored.conversation()]
+        all_kept = [SizedItem(item, self._size(item)) for item in stored.conversation()]
         self.pop(response_id)
         for kept in all_kept:
             self._items.setdefault(kept.item.id, {})[response_id] = kept
@@ -67,7 +67,7 @@ class Shelf:
         self._responses[response_id] = (stored, num_bytes)
         self.num_bytes += num_bytes
 
-    def _size(self, item: Item) -> int:
+    def _size(self, item: StoredItem) -> int:
         """The length of its JSON. An item of an earlier turn is not encoded again."""
         kept = self._latest(item.id)
         if kept is not None and kept.item is item:
@@ -94,11 +94,11 @@ class Shelf:
     def pop_oldest(self) -> None:
         self.pop(next(iter(self._responses)))
 
-    def find_item(self, item_id: str | None) -> Item | None:
+    def find_item(self, item_id: str | None) -> StoredItem | None:
         kept = self._latest(item_id)
         return None if kept is None else kept.item
 
-    def _latest(self, item_id: str | None) -> Kept | None:
+    def _latest(self, item_id: str | None) -> SizedItem | None:
         of_id = self._items.get(item_id)
         return of_id[next(reversed(of_id))] if of_id else None
 
@@ -113,7 +113,7 @@ class ResponseStore:
     def __init__(self, most: int, max_bytes: int = MAX_BYTES):
         self._most = most
         self._max_bytes = max_bytes
-        self._shelves: dict[str, Shelf] = {}  # none of them is empty
+        self._shelves: dict[str, TenantResponses] = {}  # none of them is empty
 
     def __len__(self) -> int:
         return sum(map(len, self._shelves.values()))
@@ -123,7 +123,7 @@ class ResponseStore:
         return self._most > 0
 
     def put(self, tenant: str, stored: Stored) -> None:
-        shelf = self._shelves.setdefault(tenant, Shelf())
+        shelf = self._shelves.setdefault(tenant, TenantResponses())
         shelf.put(stored)
         while len(self) > self._most:
             self._evict(tenant, {name: len(shelf) for name, shelf in self._shelves.items()})
@@ -159,7 +159,7 @@ class ResponseStore:
             del self._shelves[tenant]
         return stored
 
-    def find_item(self, tenant: str, item_id: str | None) -> Item | None:
+    def find_item(self, tenant: str, item_id: str | None) -> StoredItem | None:
         """The item with this id in the tenant's conversations, that of the latest response first:
         clients refer to items by id.
         """

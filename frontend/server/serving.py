@@ -66,13 +66,13 @@ def serve(
     if isinstance(args, list):
         state, loading = ServerState(config, ""), ", ".join(model.name for model in args)
         models = make_models(args, config, on_loaded=settle, common=common)
-        server = Server(config, state, models, engine)
+        server = EngineServer(config, state, models, engine)
         tell(
             f"{shown_address(config, listener)} (models: {loading}; default: {models.default.name})"
         )
     else:
         state = ServerState(config, args.served_model_name or args.model)
-        server = Server(config, state, args, engine)
+        server = EngineServer(config, state, args, engine)
         tell(f"{shown_address(config, listener)} (loading {args.model})")
     if (
         config.uds is None
@@ -198,7 +198,7 @@ def allowed_connections(config: ServerConfig) -> int:
     return most
 
 
-class Server(AcceptingServer):
+class EngineServer(AcceptingServer):
     """uvicorn with the lifecycle of the engine.
 
     `failure`: why there is no engine, or no longer.

@@ -27,8 +27,8 @@ from ..async_llm import AsyncLLM
 from ..text.chat_template import WITHOUT_TEMPLATE, template_traits
 from .admission import NUM_THREADS, Admission
 from .config import ServerConfig
-from .http.auth import Keys
-from .http.call import Call
+from .http.auth import ApiKeys
+from .http.call import HttpCall
 from .http.errors import ENGINE_GONE, ApiError, from_exception, unsupported
 from .http.sse import EventStream, event
 from .meters import Meters
@@ -56,7 +56,7 @@ def openai_error_event(error: ApiError) -> bytes:
 
 
 @dataclass(slots=True)
-class Loading:
+class LoadProgress:
     """Loading progress of the engine."""
 
     stage: str = "start"
@@ -97,7 +97,7 @@ class ServerState:
         self.server_config = server_config
         # as the user named it; the engine's own name once it is loaded
         self.model_name = model_name
-        self.loading = Loading()
+        self.loading = LoadProgress()
         self.is_draining = False
         self.is_on_demand = is_on_demand
         self._is_loading = False  # on demand
@@ -115,7 +115,7 @@ class ServerState:
         # Limits access to the threads of `in_turn`: round-robin by key.
         self.work_turns = Admission(NUM_THREADS, server_config.max_queued_requests, sys.maxsize)
         self.meters = Meters()
-        self.keys = Keys(server_config)
+        self.keys = ApiKeys(server_config)
         self.loras = ServedLoras()
         if responses is None:
             responses = ResponseStore(server_config.max_stored_responses)
@@ -154,9 +154,9 @@ class ServerState:
         engine.set_max_outputs_per_s(config.max_chunks_per_s)
         self.engine = engine
 
-    def begin_loading(self) -> Loading:
+    def begin_loading(self) -> LoadProgress:
         """The progress of an engine that is started on demand."""
-        self.loading, self._is_loading = Loading(), True
+        self.loading, self._is_loading = LoadProgress(), True
         return self.loading
 
     def end_loading(self) -> None:
@@ -264,7 +264,7 @@ class ServerState:
         message = f"The model {name!r} does not exist. This server has {known}."
         raise ApiError(404, message, code="model_not_found", param="model")
 
-    def select_model(self, name: str | None, call: Call) -> str:
+    def select_model(self, name: str | None, call: HttpCall) -> str:
         """As check_model, for a call that generates: its requests use the named adapter."""
         found = self.check_model(name)
         call.lora_request = self.loras.get(found)
@@ -292,7 +292,7 @@ class ServerState:
     def event_stream(
         self,
         events: AsyncGenerator[bytes, None],
-        call: Call,
+        call: HttpCall,
         *,
         error_event: Callable[[ApiError], bytes] = openai_error_event,
         **options: Any,

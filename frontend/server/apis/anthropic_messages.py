@@ -16,42 +16,42 @@ from ..http.errors import ApiError, invalid, unsupported
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 
 
-class Block(msgspec.Struct, tag_field="type", kw_only=True):
+class AnthropicBlock(msgspec.Struct, tag_field="type", kw_only=True):
     """Base of the content blocks."""
 
     # for Anthropic's prompt cache; here every prefix is cached
     cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(Block, tag="text"):
+class TextBlock(AnthropicBlock, tag="text"):
     text: str
     citations: list[Any] | None = None  # of a response that is sent back; the text contains them
 
 
-class ThinkingBlock(Block, tag="thinking"):
+class ThinkingBlock(AnthropicBlock, tag="thinking"):
     thinking: str = ""
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Block, tag="redacted_thinking"):
+class RedactedThinkingBlock(AnthropicBlock, tag="redacted_thinking"):
     """Reasoning that another server encrypted; only that server can read it."""
 
     data: str | None = None
 
 
-class ToolUseBlock(Block, tag="tool_use"):
+class ToolUseBlock(AnthropicBlock, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ImageBlock(Block, tag="image"): ...
+class ImageBlock(AnthropicBlock, tag="image"): ...
 
 
-class DocumentBlock(Block, tag="document"): ...
+class DocumentBlock(AnthropicBlock, tag="document"): ...
 
 
-class ToolResultBlock(Block, tag="tool_result"):
+class ToolResultBlock(AnthropicBlock, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock | DocumentBlock] | None = None
     is_error: bool | None = None
@@ -192,7 +192,7 @@ def _result_text(block: ToolResultBlock, where: str) -> str:
     return f"Error: {text}" if block.is_error and not text.lower().startswith("error") else text
 
 
-def no_media(where: str, block: Block) -> ApiError:
+def no_media(where: str, block: AnthropicBlock) -> ApiError:
     return unsupported(
         f"{where}.type",
         f"'{where}' is of the type {block.__struct_config__.tag}: this model reads text only.",

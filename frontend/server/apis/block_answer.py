@@ -9,12 +9,12 @@ from __future__ import annotations
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import ApiError
-from ..http.sse import COMMENT, EVENT_STREAM, EventStream, Json
+from ..http.sse import COMMENT, EVENT_STREAM, EventStream, JsonAnswer
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta
-from ..turns.blocks import BlockEvent, Blocks
+from ..turns.blocks import AnswerBlocks, BlockEvent
 from ..turns.token_logprobs import TokenWriter
 
 
@@ -28,14 +28,14 @@ class BlockAnswer:
     comment: ClassVar[bytes] = COMMENT
     media_type: ClassVar[bytes] = EVENT_STREAM
 
-    def __init__(self, state: ServerState, call: Call, run: AnswerRun):
+    def __init__(self, state: ServerState, call: HttpCall, run: AnswerRun):
         self._state = state
         self._call = call
         self._run = run
-        self._blocks = Blocks()
+        self._blocks = AnswerBlocks()
         self._writer = TokenWriter(run.tokenizer)
 
-    async def respond(self, *, streams: bool | None) -> EventStream | Json:
+    async def respond(self, *, streams: bool | None) -> EventStream | JsonAnswer:
         if streams:
             return self._state.event_stream(
                 self._run.written(self._write),
@@ -49,7 +49,7 @@ class BlockAnswer:
             async for last in deltas:
                 self._take(last)
         assert last is not None
-        return Json(self._whole(last))
+        return JsonAnswer(self._whole(last))
 
     def _keep_alive(self) -> bytes:
         """What a silent stream sends."""

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...answer_format import Content, Part, Reasoning, ToolCallStart
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
 from ..turns.token_logprobs import ChatLogprobs, prompt_logprobs
 from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
@@ -44,14 +44,16 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter", "function_call", "timeout"]
+ChatFinishReason = Literal[
+    "stop", "length", "tool_calls", "content_filter", "function_call", "timeout"
+]
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     # vLLM's extension: the stop token or string, null for the end of sequence
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
@@ -79,7 +81,7 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     token_ids: list[int] | UnsetType = UNSET
 
 
-class Chunk(msgspec.Struct, kw_only=True):
+class ChatChunk(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
@@ -96,16 +98,16 @@ class ChatAnswer(OpenAIAnswer):
 
     id_prefix = "chatcmpl"
     object, type = "chat.completion", ChatCompletion
-    object_of_chunk, type_of_chunk = "chat.completion.chunk", Chunk
+    object_of_chunk, type_of_chunk = "chat.completion.chunk", ChatChunk
     text_path = ("delta", "content")
 
-    def __init__(self, state: ServerState, call: Call, body: Any, model: str, run: AnswerRun):
+    def __init__(self, state: ServerState, call: HttpCall, body: Any, model: str, run: AnswerRun):
         super().__init__(state, call, body, model, run)
         self._shows_reasoning = body.include_reasoning is not False
         if body.service_tier is not None:
             self._tail["service_tier"] = "default"  # the only tier
 
-    def _completion(self, messages: list[Message]) -> ChatCompletion:
+    def _completion(self, messages: list[FinishedChoice]) -> ChatCompletion:
         answer = super()._completion(messages)
         if self._body.return_token_ids:
             answer.prompt_token_ids = self._run.prompt_token_ids
@@ -113,10 +115,10 @@ class ChatAnswer(OpenAIAnswer):
             answer.prompt_logprobs = prompt_logprobs(self._run.outputs[0].prompt_logprobs)
         return answer
 
-    def _whole_choices(self, messages: list[Message]) -> list[ChatChoice]:
+    def _whole_choices(self, messages: list[FinishedChoice]) -> list[ChatChoice]:
         return [self._choice(message) for message in messages]
 
-    def _choice(self, message: Message) -> ChatChoice:
+    def _choice(self, message: FinishedChoice) -> ChatChoice:
         answer = message.answer()
         said = ChatMessage(content=answer.content or (None if answer.tool_calls else ""))
         if answer.reasoning and self._shows_reasoning:
@@ -131,7 +133,7 @@ class ChatAnswer(OpenAIAnswer):
         choice = ChatChoice(
             index=message.index,
             message=said,
-            finish_reason=cast(FinishReason, message.finish_reason),
+            finish_reason=cast(ChatFinishReason, message.finish_reason),
             stop_reason=message.stop_reason,
         )
         self._add_tokens(choice, message)

@@ -11,21 +11,21 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...answer_format import collect
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
 from ..turns.token_logprobs import CompletionLogprobs, joined, prompt_logprobs
 from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
-FinishReason = Literal["stop", "length", "content_filter", "timeout"]
+CompletionFinishReason = Literal["stop", "length", "content_filter", "timeout"]
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
     text: str
     index: int
     logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: CompletionFinishReason | None = None
     # vLLM's extension: the stop token or string, null for the end of sequence
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -57,7 +57,7 @@ class CompletionAnswer(OpenAIAnswer):
     def __init__(
         self,
         state: ServerState,
-        call: Call,
+        call: HttpCall,
         body: Any,
         model: str,
         run: AnswerRun,
@@ -72,7 +72,7 @@ class CompletionAnswer(OpenAIAnswer):
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
         choice = self._text_choice(delta.index, collect(delta.parts).content)
-        choice.finish_reason = cast(FinishReason | None, delta.finish_reason)
+        choice.finish_reason = cast(CompletionFinishReason | None, delta.finish_reason)
         if self._body.logprobs is not None:
             choice.logprobs, self._offsets[delta.index] = self._writer.completion(
                 delta.logprobs or [],
@@ -93,10 +93,10 @@ class CompletionAnswer(OpenAIAnswer):
             self._run.usage.completion_tokens = 0
         return super()._usage()
 
-    def _silent(self, prompt_index: int) -> list[Message]:
+    def _silent(self, prompt_index: int) -> list[FinishedChoice]:
         """The n choices of a prompt after which no token is wanted."""
         first = prompt_index * self._n
-        return [Message(first + i, finish_reason="length") for i in range(self._n)]
+        return [FinishedChoice(first + i, finish_reason="length") for i in range(self._n)]
 
     def _echo(self, prompt_index: int, index: int) -> CompletionChoice:
         """The prompt as the beginning of a choice."""
@@ -115,7 +115,7 @@ class CompletionAnswer(OpenAIAnswer):
 
     # ------------------------------------------------------------ whole
 
-    def _whole_choices(self, messages: list[Message]) -> list[CompletionChoice]:
+    def _whole_choices(self, messages: list[FinishedChoice]) -> list[CompletionChoice]:
         choices = []
         for prompt_index, output in sorted(self._run.outputs.items()):
             for message in self._chosen(prompt_index, messages):
@@ -132,7 +132,7 @@ class CompletionAnswer(OpenAIAnswer):
                 choices.append(choice)
         return choices
 
-    def _chosen(self, prompt_index: int, messages: list[Message]) -> list[Message]:
+    def _chosen(self, prompt_index: int, messages: list[FinishedChoice]) -> list[FinishedChoice]:
         """The n choices of a prompt to return: the best generated ones, by mean log-probability per
         token.
         """
@@ -173,7 +173,7 @@ class CompletionAnswer(OpenAIAnswer):
         return [self._choice(delta)]
 
 
-def mean_logprob(message: Message) -> float:
+def mean_logprob(message: FinishedChoice) -> float:
     assert message.logprobs is not None  # routes/completions.py asks for them
     own = [next(iter(position.values())).logprob for position in message.logprobs]
     return sum(own) / max(1, len(own))

@@ -69,7 +69,7 @@ def lark_regex(grammar: str) -> str:
             if name not in rules:
                 raise LarkError(f"there is no rule {name!r}")
             inner = (*above, name)
-            done[name] = _Reader(rules[name], lambda used: expression(used, inner)).whole()
+            done[name] = _RuleReader(rules[name], lambda used: expression(used, inner)).whole()
         return done[name]
 
     try:
@@ -121,7 +121,7 @@ def _imported(directive: str) -> dict[str, list[Token]]:
     return {match[2] or match[1]: [("common", match[1])]}
 
 
-class _Reader:
+class _RuleReader:
     """Reads the tokens of one rule; `expression` gives those of the rules that it uses."""
 
     def __init__(self, tokens: list[Token], expression: Callable[[str], str]):

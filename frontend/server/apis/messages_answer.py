@@ -9,12 +9,12 @@ import secrets
 from hashlib import blake2b
 from typing import Any
 
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import ApiError
 from ..http.sse import named_event
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta
-from ..turns.blocks import CALL, DELTA, REASONING, START, TEXT, Block, BlockEvent
+from ..turns.blocks import CALL, DELTA, REASONING, START, TEXT, AnswerBlock, BlockEvent
 from .block_answer import BlockAnswer
 
 STOP_REASONS = {
@@ -35,7 +35,7 @@ class MessagesAnswer(BlockAnswer):
 
     comment = named_event("ping", {"type": "ping"})
 
-    def __init__(self, state: ServerState, call: Call, model: str, run: AnswerRun):
+    def __init__(self, state: ServerState, call: HttpCall, model: str, run: AnswerRun):
         super().__init__(state, call, run)
         self._has_begun = False
         self._head = {
@@ -91,7 +91,7 @@ def _stop(end: ChoiceDelta) -> dict[str, Any]:
     return {"stop_reason": STOP_REASONS[end.finish_reason], "stop_sequence": None}
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: AnswerBlock) -> dict[str, Any]:
     """A content block of a whole response."""
     if block.kind == TEXT:
         return {"type": "text", "text": block.text}
@@ -100,7 +100,7 @@ def _content(block: Block) -> dict[str, Any]:
     return _tool_use(block) | {"input": block.arguments()}
 
 
-def _tool_use(block: Block) -> dict[str, Any]:
+def _tool_use(block: AnswerBlock) -> dict[str, Any]:
     return {
         "type": "tool_use",
         "id": f"toolu_{secrets.token_hex(12)}",
@@ -109,7 +109,7 @@ def _tool_use(block: Block) -> dict[str, Any]:
     }
 
 
-def _signature(block: Block) -> str:
+def _signature(block: AnswerBlock) -> str:
     """Clients send the signature back, and some require one.
 
     It is never checked: reasoning is accepted as sent.
@@ -135,5 +135,5 @@ def _event(event: BlockEvent) -> bytes:
     return _delta(block, "signature_delta", "signature", _signature(block)) + stop
 
 
-def _delta(block: Block, kind: str, name: str, text: str) -> bytes:
+def _delta(block: AnswerBlock, kind: str, name: str, text: str) -> bytes:
     return typed_event("content_block_delta", index=block.index, delta={"type": kind, name: text})

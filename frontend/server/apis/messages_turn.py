@@ -13,7 +13,7 @@ from msgspec import Meta
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import StructuredOutputsParams
 from ..http.bodies import checked, known_fields, sent_as
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
@@ -96,7 +96,7 @@ class MessagesBody(PromptBody, kw_only=True):
     disable_additional_properties: bool | None = None
 
 
-def turn_of(state: ServerState, call: Call, body: PromptBody, request_id: str) -> ChatTurn:
+def turn_of(state: ServerState, call: HttpCall, body: PromptBody, request_id: str) -> ChatTurn:
     """Converts the body to a turn.
 
     max_tokens is reduced to what the context leaves, as clients expect: the API requires them to
@@ -152,7 +152,7 @@ def _structured_outputs(config: OutputConfig | None) -> StructuredOutputsParams 
     return StructuredOutputsParams(json=config.format.schema)
 
 
-def _note_ignored(call: Call, body: PromptBody) -> None:
+def _note_ignored(call: HttpCall, body: PromptBody) -> None:
     if body.thinking and body.thinking.budget_tokens is not None:
         call.ignored_params.append("thinking.budget_tokens")
     if isinstance(body, MessagesBody) and body.metadata:
@@ -161,7 +161,7 @@ def _note_ignored(call: Call, body: PromptBody) -> None:
         call.ignored_params.append("service_tier")
 
 
-def _variables(state: ServerState, call: Call, body: PromptBody) -> dict[str, Any]:
+def _variables(state: ServerState, call: HttpCall, body: PromptBody) -> dict[str, Any]:
     kind = body.thinking and body.thinking.type
     if kind not in (None, "enabled", "adaptive", "disabled"):
         raise unsupported(

@@ -11,12 +11,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...outputs import PositionLogprobs
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import ApiError
 from ..http.sse import encode
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta
-from ..turns.blocks import CALL, DELTA, REASONING, STOP, TEXT, Block, BlockEvent
+from ..turns.blocks import CALL, DELTA, REASONING, STOP, TEXT, AnswerBlock, BlockEvent
 from .block_answer import BlockAnswer
 
 NDJSON = b"application/x-ndjson"
@@ -31,7 +31,7 @@ class OllamaAnswer(BlockAnswer):
     media_type = NDJSON
 
     def __init__(
-        self, state: ServerState, call: Call, model: str, run: AnswerRun, *, is_chat: bool
+        self, state: ServerState, call: HttpCall, model: str, run: AnswerRun, *, is_chat: bool
     ):
         super().__init__(state, call, run)
         self._model = model
@@ -102,11 +102,11 @@ def error_line(error: ApiError) -> bytes:
     return error.body("/api/") + b"\n"
 
 
-def _text(blocks: list[Block], kind: str) -> str:
+def _text(blocks: list[AnswerBlock], kind: str) -> str:
     return "".join(block.text for block in blocks if block.kind == kind)
 
 
-def _call(block: Block) -> dict[str, Any] | None:
+def _call(block: AnswerBlock) -> dict[str, Any] | None:
     """None if the block is not a call."""
     if block.kind != CALL:
         return None

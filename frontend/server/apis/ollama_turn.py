@@ -16,12 +16,12 @@ from msgspec import Meta
 from ....ipc.params import SamplingParams, StructuredOutputsParams
 from ...answer_format import detect
 from ..http.bodies import checked, known_fields, sent_as
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
 from ..turns.chat_turn import ChatTurn, prepare_chat, thinking_variables
-from ..turns.generation import Job, check_context
+from ..turns.generation import GenerationJob, check_context
 from ..turns.response_format import json_options
 from ..turns.sampling import MAX_LOGPROBS, Number, sampling_params
 from ..turns.tokenizing import tokenize_all
@@ -145,7 +145,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     images: list[Any] | None = None
 
 
-def check_body(state: ServerState, call: Call, body: OllamaBody) -> str:
+def check_body(state: ServerState, call: HttpCall, body: OllamaBody) -> str:
     """Checks the common fields and returns the model name as requested.
 
     Names in Ollama's API may end in a tag. Fields without effect are noted.
@@ -199,7 +199,7 @@ def _format(format: str | dict[str, Any] | None) -> StructuredOutputsParams | No
 
 
 async def prepare_ollama_chat(
-    state: ServerState, call: Call, body: OllamaChatBody, request_id: str
+    state: ServerState, call: HttpCall, body: OllamaChatBody, request_id: str
 ) -> AnswerRun:
     messages = [
         _message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())
@@ -217,7 +217,7 @@ async def prepare_ollama_chat(
 
 def _turn(
     state: ServerState,
-    call: Call,
+    call: HttpCall,
     request_id: str,
     messages: list[dict[str, Any]],
     params: SamplingParams,
@@ -267,7 +267,7 @@ def _message(given: OllamaMessage, where: str) -> dict[str, Any]:
 
 
 async def prepare_generate(
-    state: ServerState, call: Call, body: OllamaGenerateBody, request_id: str
+    state: ServerState, call: HttpCall, body: OllamaGenerateBody, request_id: str
 ) -> AnswerRun:
     if body.images:
         raise unsupported("images", "'images': this model reads text only.")
@@ -304,14 +304,14 @@ async def prepare_generate(
 
 
 async def _prepare_raw(
-    state: ServerState, call: Call, prompt: str, params: SamplingParams, request_id: str
+    state: ServerState, call: HttpCall, prompt: str, params: SamplingParams, request_id: str
 ) -> AnswerRun:
     """Without a template: the prompt and the output are used unmodified."""
     [token_ids] = await tokenize_all(
         state, call, [prompt], param=GENERATE_NAMES["prompt"], must_fit=True
     )
     check_context(state, token_ids, params, GENERATE_NAMES)
-    job = Job(request_id, token_ids, params, prompt, names=GENERATE_NAMES)
+    job = GenerationJob(request_id, token_ids, params, prompt, names=GENERATE_NAMES)
     return AnswerRun(state, call, [job], detect(None).parser)
 
 

@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import msgspec
 from starlette.responses import Response
 
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.sse import DONE, EventStream, around, event, json_of
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, Message
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
 from ..turns.token_logprobs import TokenWriter
 from ..turns.usage import UsageCounts
 
@@ -34,7 +34,7 @@ class OpenAIAnswer:
     type_of_chunk: ClassVar[type[msgspec.Struct]]
     text_path: ClassVar[tuple[str, ...]]  # to the text of a chunk's choice
 
-    def __init__(self, state: ServerState, call: Call, body: Any, model: str, run: AnswerRun):
+    def __init__(self, state: ServerState, call: HttpCall, body: Any, model: str, run: AnswerRun):
         self._state = state
         self._call = call
         self._body = body
@@ -54,7 +54,7 @@ class OpenAIAnswer:
             run.params.logprobs is None and not body.return_token_ids and not self._counts_always
         )
 
-    def _whole_choices(self, messages: list[Message]) -> list[Any]:
+    def _whole_choices(self, messages: list[FinishedChoice]) -> list[Any]:
         raise NotImplementedError
 
     def _usage(self) -> UsageCounts:
@@ -85,7 +85,7 @@ class OpenAIAnswer:
         num_candidates = 1 + max(0, self._run.params.logprobs or 0)
         return await json_of(lambda: self._completion(messages), num_positions * num_candidates)
 
-    def _completion(self, messages: list[Message]) -> Any:
+    def _completion(self, messages: list[FinishedChoice]) -> Any:
         return self.type(
             **self._head,
             object=self.object,

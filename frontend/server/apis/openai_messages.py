@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
 from ..turns.response_format import check_name
 
@@ -27,7 +27,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
     prompt_cache_breakpoint: dict[str, Any] | None = None
 
 
-Content = str | Annotated[list[ContentPart], Meta(min_length=1)]
+MessageContent = str | Annotated[list[ContentPart], Meta(min_length=1)]
 
 
 class FunctionCallParam(msgspec.Struct, kw_only=True):
@@ -44,7 +44,7 @@ class ToolCallParam(msgspec.Struct, kw_only=True):
 
 
 class SystemMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="system"):
-    content: Content
+    content: MessageContent
     name: str | None = None
 
 
@@ -53,7 +53,7 @@ class DeveloperMessage(SystemMessage, kw_only=True, tag_field="role", tag="devel
 
 
 class UserMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="user"):
-    content: Content
+    content: MessageContent
     name: str | None = None
 
 
@@ -63,7 +63,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assi
     A message from this server's response can be sent back unmodified.
     """
 
-    content: Content | None = None
+    content: MessageContent | None = None
     name: str | None = None
     refusal: str | None = None
     tool_calls: list[ToolCallParam] | None = None
@@ -75,7 +75,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="assi
 
 
 class ToolMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="tool"):
-    content: Content
+    content: MessageContent
     tool_call_id: str
     name: str | None = None
 
@@ -87,7 +87,7 @@ class FunctionMessage(msgspec.Struct, kw_only=True, tag_field="role", tag="funct
     name: str | None = None
 
 
-Message = (
+OpenAIMessage = (
     DeveloperMessage
     | SystemMessage
     | UserMessage
@@ -97,7 +97,7 @@ Message = (
 )
 
 
-def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
+def plain_messages(messages: list[OpenAIMessage], call: HttpCall) -> list[dict[str, Any]]:
     """The messages for ChatTurn, as dicts with text contents and without absent fields.
 
     Raises ApiError with the path of the invalid field.
@@ -127,7 +127,7 @@ def plain_messages(messages: list[Message], call: Call) -> list[dict[str, Any]]:
     return plain
 
 
-def _assistant(message: AssistantMessage, where: str, call: Call) -> dict[str, Any]:
+def _assistant(message: AssistantMessage, where: str, call: HttpCall) -> dict[str, Any]:
     if message.function_call is not None:
         raise unsupported(
             f"{where}.function_call",
@@ -173,7 +173,7 @@ def _tool_call(made: ToolCallParam, where: str) -> dict[str, Any]:
     return {"type": "function", "function": function} | ({} if made.id is None else {"id": made.id})
 
 
-def _text(content: Content, where: str, call: Call, *, may_refuse: bool = False) -> str:
+def _text(content: MessageContent, where: str, call: HttpCall, *, may_refuse: bool = False) -> str:
     """Joins text parts by newlines, as vLLM does."""
     if isinstance(content, str):
         return content

@@ -59,11 +59,11 @@ class ToolChoice(msgspec.Struct, kw_only=True):
     custom: dict[str, Any] | None = None
 
 
-Choice = str | ToolChoice | None
+SentToolChoice = str | ToolChoice | None
 
 
 def checked_tools(
-    tools: list[SentTool] | None, choice: Choice
+    tools: list[SentTool] | None, choice: SentToolChoice
 ) -> tuple[list[dict[str, Any]] | None, Any]:
     """Returns the tools that the model may use, and "auto", "none", "required" or {"name": ...}.
 
@@ -103,7 +103,7 @@ def _function(sent: SentTool, where: str) -> dict[str, Any]:
     return known_fields(sent, Tool) | {"function": known_fields(sent["function"], FunctionTool)}
 
 
-def _choice(choice: Choice, names: set[str]) -> Any:
+def _choice(choice: SentToolChoice, names: set[str]) -> Any:
     if choice is None:
         return "auto" if names else "none"
     if isinstance(choice, str):

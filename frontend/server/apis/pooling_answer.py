@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from ...pooling_outputs import PoolingRequestOutput
-from ..http.sse import Json, encode, json_of
+from ..http.sse import JsonAnswer, encode, json_of
 from ..state import ServerState
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def values(data: np.ndarray, encoding: str | None) -> Any:
 
 async def json_rows(
     outputs: Sequence[PoolingRequestOutput], make: Any, encoding: str | None = None
-) -> Json:
+) -> JsonAnswer:
     """The response `make(rows)`, where a row is what JSON has of an output's numbers. A large one
     is made in a thread, which lets the event loop run between rows.
     """

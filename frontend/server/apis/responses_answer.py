@@ -14,14 +14,14 @@ import msgspec
 
 from ....ipc.params import SamplingParams
 from ...outputs import PositionLogprobs
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import ApiError
 from ..http.sse import named_event
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun, ChoiceDelta
-from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, Block, BlockEvent
+from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, AnswerBlock, BlockEvent
 from ..turns.token_logprobs import TokenLogprob
-from ..turns.usage import Usage
+from ..turns.usage import TokenUsage
 from .block_answer import BlockAnswer
 from .responses_items import SUMMARY_MARK, Item
 from .responses_tools import CheckedTools, ToolOrigin, custom_input, shown_tool
@@ -47,7 +47,7 @@ class ResponsesAnswer(BlockAnswer):
     def __init__(
         self,
         state: ServerState,
-        call: Call,
+        call: HttpCall,
         body: ResponsesBody,
         model: str,
         run: AnswerRun,
@@ -120,14 +120,14 @@ class ResponsesAnswer(BlockAnswer):
 
     # ------------------------------------------------------------ items
 
-    def _item_id(self, block: Block) -> str:
+    def _item_id(self, block: AnswerBlock) -> str:
         prefix = PREFIXES.get(block.kind) or CALL_PREFIXES[self._origin(block).type]
         return f"{prefix}_{self._suffix}{block.index:04x}"
 
-    def _origin(self, block: Block) -> ToolOrigin:
+    def _origin(self, block: AnswerBlock) -> ToolOrigin:
         return self._tools.origin_of(block.name)
 
-    def _item(self, block: Block, status: str) -> dict[str, Any]:
+    def _item(self, block: AnswerBlock, status: str) -> dict[str, Any]:
         head = {"id": self._item_id(block), "status": status}
         if block.kind == TEXT:
             return head | {"type": "message", "role": "assistant", "content": [self._part(block)]}
@@ -149,7 +149,7 @@ class ResponsesAnswer(BlockAnswer):
             return head | {"type": "custom_tool_call", **call, "input": custom_input(block.text)}
         return head | {"type": "function_call", **call, "arguments": block.text}
 
-    def _part(self, block: Block) -> dict[str, Any]:
+    def _part(self, block: AnswerBlock) -> dict[str, Any]:
         if block.kind == REASONING:
             return {"type": "reasoning_text", "text": block.text}
         return {
@@ -193,8 +193,8 @@ class ResponsesAnswer(BlockAnswer):
             chunks.append(self._event(f"response.{response['status']}", response=response))
         return b"".join(chunks)
 
-    def _started(self, block: Block) -> bytes:
-        empty = Block(block.kind, block.index, block.name, block.call_id)
+    def _started(self, block: AnswerBlock) -> bytes:
+        empty = AnswerBlock(block.kind, block.index, block.name, block.call_id)
         item = self._item(empty, "in_progress")
         if block.kind == CALL:
             return self._event("response.output_item.added", output_index=block.index, item=item)
@@ -207,7 +207,7 @@ class ResponsesAnswer(BlockAnswer):
             part=self._part(empty) | ({"logprobs": []} if block.kind == TEXT else {}),
         )
 
-    def _delta(self, block: Block, text: str) -> bytes:
+    def _delta(self, block: AnswerBlock, text: str) -> bytes:
         if block.kind == CALL:
             place = {"item_id": self._item_id(block), "output_index": block.index}
             return self._event("response.function_call_arguments.delta", **place, delta=text)
@@ -218,7 +218,7 @@ class ResponsesAnswer(BlockAnswer):
             "response.output_text.delta", **self._place(block), delta=text, logprobs=logprobs
         )
 
-    def _stopped(self, block: Block, status: str) -> bytes:
+    def _stopped(self, block: AnswerBlock, status: str) -> bytes:
         place, text = self._place(block), block.text
         if block.kind == CALL:
             place.pop("content_index")
@@ -235,7 +235,7 @@ class ResponsesAnswer(BlockAnswer):
             "response.output_item.done", output_index=block.index, item=self._item(block, status)
         )
 
-    def _call_done(self, block: Block, place: dict[str, Any]) -> bytes:
+    def _call_done(self, block: AnswerBlock, place: dict[str, Any]) -> bytes:
         """A custom tool's text is sent at once: it arrived as JSON."""
         origin = self._origin(block)
         if origin.type != "custom":
@@ -249,7 +249,7 @@ class ResponsesAnswer(BlockAnswer):
         delta = self._event(f"{kind}.delta", **place, delta=text)
         return delta + self._event(f"{kind}.done", **place, input=text)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: AnswerBlock) -> dict[str, Any]:
         return {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
 
     def _error_event(self, error: ApiError) -> bytes:
@@ -276,11 +276,13 @@ def whole_without_generation(head: dict[str, Any]) -> dict[str, Any]:
     return head | {
         "status": "completed",
         "completed_at": int(time.time()),
-        "usage": _usage_object(Usage()),
+        "usage": _usage_object(TokenUsage()),
     }
 
 
-def compacted(request_id: str, items: list[Item], summary: str, usage: Usage) -> dict[str, Any]:
+def compacted(
+    request_id: str, items: list[Item], summary: str, usage: TokenUsage
+) -> dict[str, Any]:
     """OpenAI's compaction of a conversation, which the client sends in its place. Earlier
     summaries are part of the new one.
     """
@@ -299,7 +301,7 @@ def compacted(request_id: str, items: list[Item], summary: str, usage: Usage) ->
     }
 
 
-def _usage_object(usage: Usage) -> dict[str, Any]:
+def _usage_object(usage: TokenUsage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

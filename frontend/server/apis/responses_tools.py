@@ -160,11 +160,11 @@ def _function(
     parameters, is_strict = tool.parameters or {"type": "object"}, bool(tool.strict)
     if tool.type == "custom":
         parameters, is_strict = _custom_parameters(tool.format, f"{where}.format", ignored)
-    told = {"description": tool.description, "parameters": parameters, "strict": is_strict}
-    told = {"name": name} | {key: value for key, value in told.items() if value}
+    known = {"description": tool.description, "parameters": parameters, "strict": is_strict}
+    known = {"name": name} | {key: value for key, value in known.items() if value}
     keys = ["parameters" if key == "format" else key for key in sent]
-    ordered = {key: told[key] for key in keys if key in told}
-    return {"type": "function", "function": ordered | told}
+    ordered = {key: known[key] for key in keys if key in known}
+    return {"type": "function", "function": ordered | known}
 
 
 def _custom_parameters(

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import SamplingParams, StructuredOutputsParams
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
 from ..http.limits import FieldLimit
 from ..state import ServerState
@@ -168,7 +168,7 @@ def check_body(body: ResponsesBody) -> None:
 
 def turn_of(
     state: ServerState,
-    call: Call,
+    call: HttpCall,
     body: ResponsesBody,
     request_id: str,
     tools: CheckedTools,
@@ -224,7 +224,7 @@ def params_of(state: ServerState, body: ResponsesBody) -> SamplingParams:
     )
 
 
-def _note_ignored(call: Call, body: ResponsesBody) -> None:
+def _note_ignored(call: HttpCall, body: ResponsesBody) -> None:
     ignored = [name for name in IGNORED if getattr(body, name) is not None]
     if body.service_tier not in (None, "auto", "default"):
         ignored.append("service_tier")

@@ -24,7 +24,7 @@ OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/docs"})
 KEY_IN_URL = re.compile(rb"(?i)(^|&)(api[-_]?key|key|token|access_token|authorization)=")
 
 
-class Keys:
+class ApiKeys:
     """Raises InvalidParameterError when the key file cannot be read."""
 
     def __init__(self, config: ServerConfig):

@@ -1,4 +1,4 @@
-"""Call: the state of one HTTP request in the server.
+"""HttpCall: the state of one HTTP request in the server.
 
 Must not know: routes, the engine.
 """
@@ -26,7 +26,7 @@ USERS_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
-class Call:
+class HttpCall:
     """The state of one request: app.py sets scope["state"]["call"]."""
 
     request_id: str  # sent as x-request-id of the response
@@ -95,7 +95,7 @@ class Call:
         return True
 
 
-def call_of(request: Request) -> Call:
+def call_of(request: Request) -> HttpCall:
     return request.scope["state"]["call"]
 
 

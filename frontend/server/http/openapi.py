@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from .errors import AnthropicError, ApiError, Error, OllamaError
 from .reference import HEADERS, reference_page
-from .sse import Json
+from .sse import JsonAnswer
 
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"  # media types of streams
 REFERENCE = "#/components/schemas/{name}"
@@ -71,7 +71,7 @@ def description_routes(routes: list[ApiRoute], version: str, root_path: str = ""
 
     async def description(request: Request) -> Response:
         """This description"""
-        return Json(document())
+        return JsonAnswer(document())
 
     async def docs(request: Request) -> Response:
         """This description as a page"""

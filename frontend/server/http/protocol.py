@@ -87,7 +87,7 @@ class Protocol(HttpToolsProtocol):
         self._stop_watching_reader()
         self._unset_keepalive_if_required()
         if self._active is not None and not self._active.response_complete:
-            _cut_off(self._active)
+            _disconnect(self._active)
         self.pipeline.clear()
         super().connection_lost(exc)
 
@@ -296,7 +296,7 @@ class Protocol(HttpToolsProtocol):
         # the error concerns the body of this request
         if cycle is not None and cycle.more_body and not cycle.response_complete:
             if cycle is active:
-                _cut_off(cycle)
+                _disconnect(cycle)
                 if cycle.response_started:
                     self.transport.abort()
                     return
@@ -325,9 +325,9 @@ class Protocol(HttpToolsProtocol):
             "",
         ]
         self.transport.write("\r\n".join(lines).encode() + body)
-        self.linger()
+        self.close_lingering()
 
-    def linger(self) -> None:
+    def close_lingering(self) -> None:
         """Ends the connection of a client that may still be sending."""
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -348,7 +348,7 @@ class LastAnswer(asyncio.Transport):
 
     def close(self) -> None:
         if self._cycle.more_body and not self._cycle.disconnected:
-            self._protocol.linger()
+            self._protocol.close_lingering()
         else:
             self._protocol.transport.close()
 
@@ -378,7 +378,7 @@ class ChunkWriter:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def _cut_off(cycle: RequestResponseCycle) -> None:
+def _disconnect(cycle: RequestResponseCycle) -> None:
     """Its handler is told and reads no further, and its output is discarded."""
     cycle.disconnected = True
     cycle.message_event.set()

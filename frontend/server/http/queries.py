@@ -16,7 +16,7 @@ from starlette.requests import Request
 
 from .errors import invalid
 
-Reader = Callable[[str, list[str]], Any]  # (name, values) -> value; raises ApiError
+QueryReader = Callable[[str, list[str]], Any]  # (name, values) -> value; raises ApiError
 INTEGER = re.compile(r"-?[0-9]{1,19}")
 SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,3})?")
 
@@ -42,14 +42,14 @@ def seconds(name: str, values: list[str]) -> float:
     return float(values[-1])
 
 
-def one_of(*choices: str) -> Reader:
+def one_of(*choices: str) -> QueryReader:
     def read(name: str, values: list[str]) -> str:
         return some_of(*choices)(name, values)[-1]
 
     return read
 
 
-def some_of(*choices: str) -> Reader:
+def some_of(*choices: str) -> QueryReader:
     def read(name: str, values: list[str]) -> list[str]:
         for value in values:
             if value not in choices:
@@ -59,7 +59,7 @@ def some_of(*choices: str) -> Reader:
     return read
 
 
-def read_query(request: Request, readers: dict[str, Reader]) -> dict[str, Any]:
+def read_query(request: Request, readers: dict[str, QueryReader]) -> dict[str, Any]:
     """The values of the query parameters that were sent.
 
     Raises ApiError 400 for an invalid value and for a name that is not in `readers`.

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from .call import Call
+from .call import HttpCall
 from .errors import ENDS
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 encode = msgspec.json.Encoder().encode
 
 
-class Json(Response):
+class JsonAnswer(Response):
     """A response with any value that msgspec can encode."""
 
     media_type = "application/json"
@@ -37,14 +37,14 @@ class Json(Response):
         return content if isinstance(content, bytes) else encode(content)
 
 
-async def json_of(make: Callable[[], Any], num_entries: int) -> Json:
+async def json_of(make: Callable[[], Any], num_entries: int) -> JsonAnswer:
     """The response that `make` returns.
 
     A large one is made in a thread, so that streams are not delayed.
     """
     if num_entries < LARGE_ANSWER:
-        return Json(make())
-    return await asyncio.to_thread(lambda: Json(make()))
+        return JsonAnswer(make())
+    return await asyncio.to_thread(lambda: JsonAnswer(make()))
 
 
 def event(value: Any) -> bytes:
@@ -87,7 +87,7 @@ class EventStream:
     # Whole events, of which several may be joined. Closed with `aclose` however the stream ends,
     # which aborts the requests that feed it.
     events: AsyncGenerator[bytes, None]
-    call: Call
+    call: HttpCall
     # Converts an exception to the last event. An exception before the first event is raised
     # instead, so that it sets the status.
     on_error: Callable[[BaseException], bytes]

@@ -18,12 +18,12 @@ from ....ipc.errors import EnginePausedError, EngineUsageError
 from ...async_llm import AsyncLLM
 from ..http.errors import ApiError
 from ..http.openapi import ApiRoute
-from ..http.queries import Reader, flag, one_of, read_query, seconds, some_of
-from ..http.sse import Json
+from ..http.queries import QueryReader, flag, one_of, read_query, seconds, some_of
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 
-Action = Callable[..., Awaitable[Any]]  # (engine, **query parameters): what the answer encodes
+AdminAction = Callable[..., Awaitable[Any]]  # (engine, **query parameters): what the answer encodes
 
 
 class LoadLora(msgspec.Struct):
@@ -105,7 +105,7 @@ async def reset_prefix_cache(
 
 
 # path -> (method, action, readers of its query parameters)
-ACTIONS: dict[str, tuple[str, Action, dict[str, Reader]]] = {
+ACTIONS: dict[str, tuple[str, AdminAction, dict[str, QueryReader]]] = {
     "/pause": (
         "POST",
         pause,
@@ -138,13 +138,13 @@ def check_admin(state: ServerState) -> None:
 
 def routes(state: ServerState) -> list[ApiRoute]:
     def endpoint(
-        action: Action, readers: dict[str, Reader]
+        action: AdminAction, readers: dict[str, QueryReader]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def run(request: Request) -> Response:
             check_admin(state)
             parameters = read_query(request, readers)
             try:
-                return Json(await action(state.ready_engine(), **parameters))
+                return JsonAnswer(await action(state.ready_engine(), **parameters))
             except EnginePausedError as error:
                 raise ApiError(409, f"{error}.", code="engine_paused") from None
             except EngineUsageError as error:

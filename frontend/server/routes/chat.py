@@ -13,9 +13,9 @@ from starlette.requests import Request
 from ....ipc.checks import INT64_MAX
 from ...text.chat_template import template_variables
 from ..apis.chat_answer import ChatAnswer, ChatCompletion
-from ..apis.openai_messages import Message, plain_messages
+from ..apis.openai_messages import OpenAIMessage, plain_messages
 from ..apis.openai_tools import SentTool, ToolChoice, checked_tools
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import invalid
 from ..http.openapi import EVENTS, ApiRoute
 from ..request_body import read_body
@@ -50,7 +50,7 @@ MaxTokens = Annotated[int, Meta(ge=1, le=INT64_MAX)]
 class ChatBody(SamplingBody, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[OpenAIMessage], Meta(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -95,7 +95,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
     ]
 
 
-def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
+def chat_turn(state: ServerState, call: HttpCall, body: ChatBody) -> ChatTurn:
     """Checks the body and converts it to a turn."""
     check_fields(body, call)
     if body.top_logprobs is not None and not body.logprobs:
@@ -152,7 +152,7 @@ def chat_turn(state: ServerState, call: Call, body: ChatBody) -> ChatTurn:
     )
 
 
-def _template_variables(state: ServerState, call: Call, body: ChatBody) -> dict[str, Any]:
+def _template_variables(state: ServerState, call: HttpCall, body: ChatBody) -> dict[str, Any]:
     """Variables that only a template can use.
 
     A name that does not occur in the template has no effect and is reported as ignored.

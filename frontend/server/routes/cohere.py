@@ -68,11 +68,11 @@ def routes(state: ServerState) -> list[ApiRoute]:
         pooling, call = pooling_of(state, ("embed",), body.model), call_of(request)
         texts, kinds = _checked(body)
         check_number("texts", texts, state.server_config.max_prompts_per_request)
-        cut = -1 if body.max_tokens is None else min(body.max_tokens, state.max_model_len)
+        num_kept = -1 if body.max_tokens is None else min(body.max_tokens, state.max_model_len)
         params = PoolingParams(
             task="embed",
             dimensions=body.output_dimension,
-            truncate_prompt_tokens=cut,
+            truncate_prompt_tokens=num_kept,
             must_fit=body.truncate == "NONE",
         )
         names = {"prompt": "texts", "dimensions": "output_dimension"}

@@ -14,13 +14,13 @@ from ....ipc.checks import INT64_MAX
 from ....ipc.params import ALL_LOGPROBS, RequestOutputKind
 from ...answer_format import detect
 from ..apis.completion_answer import Completion, CompletionAnswer
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import invalid, unsupported
 from ..http.openapi import EVENTS, ApiRoute
 from ..request_body import read_body
 from ..state import ServerState
 from ..turns.answer_run import AnswerRun
-from ..turns.generation import Job, check_context, check_room
+from ..turns.generation import GenerationJob, check_context, check_room
 from ..turns.response_format import json_options, structured_outputs_of
 from ..turns.sampling import (
     MAX_LOGPROBS,
@@ -58,7 +58,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
     ]
 
 
-async def prepare(state: ServerState, call: Call, body: CompletionBody) -> CompletionAnswer:
+async def prepare(state: ServerState, call: HttpCall, body: CompletionBody) -> CompletionAnswer:
     """Checks the whole body before the engine is called."""
     state.ready_engine()
     model = state.select_model(body.model, call)
@@ -105,7 +105,9 @@ async def prepare(state: ServerState, call: Call, body: CompletionBody) -> Compl
         prompt = prompts[index]
         text = prompt if isinstance(prompt, str) else None
         request_id, priority = f"cmpl-{call.suffix}-{index}", body.priority or 0
-        jobs.append(Job(request_id, token_ids, params, text, priority, body.cache_salt, names))
+        jobs.append(
+            GenerationJob(request_id, token_ids, params, text, priority, body.cache_salt, names)
+        )
     run = AnswerRun(state, call, jobs, detect(None).parser)
     return CompletionAnswer(state, call, body, model, run, gives_tokens=max_tokens > 0)
 
@@ -138,7 +140,7 @@ def _num_completions(body: CompletionBody, most: int) -> int:
 
 async def _tokenized(
     state: ServerState,
-    call: Call,
+    call: HttpCall,
     prompts: list[str | list[int]],
     adds_special_tokens: bool,
     must_fit: bool,

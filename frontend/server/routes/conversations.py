@@ -22,7 +22,7 @@ from ..http.call import call_of
 from ..http.errors import ApiError, invalid, not_found, unsupported
 from ..http.openapi import ApiRoute
 from ..http.queries import integer
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..response_store import ResponseStore, Stored
 from ..state import ServerState
@@ -159,12 +159,12 @@ class ConversationsApi:
             "metadata": body.metadata or {},
         }
         self._store.put(call_of(request).tenant, Stored(conversation, _new_items(body.items), []))
-        return Json(conversation)
+        return JsonAnswer(conversation)
 
     async def show(self, request: Request) -> Response:
         """A conversation"""
         _, _, found = self._found(request)
-        return Json(found.response)
+        return JsonAnswer(found.response)
 
     async def update(self, request: Request) -> Response:
         """A conversation with other metadata"""
@@ -172,18 +172,20 @@ class ConversationsApi:
         tenant, conversation_id, found = self._found(request)
         changed = found.response | {"metadata": body.metadata}
         self._store.put(tenant, Stored(changed, found.input_items, []))
-        return Json(changed)
+        return JsonAnswer(changed)
 
     async def delete(self, request: Request) -> Response:
         """The deletion of a conversation"""
         tenant, conversation_id, _ = self._found(request)
         self._store.pop(tenant, conversation_id)
-        return Json({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+        return JsonAnswer(
+            {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+        )
 
     async def list_items(self, request: Request) -> Response:
         """The items of a conversation"""
         _, _, found = self._found(request)
-        return Json(page_of(request, found.input_items))
+        return JsonAnswer(page_of(request, found.input_items))
 
     async def add_items(self, request: Request) -> Response:
         """New items of a conversation"""
@@ -194,7 +196,7 @@ class ConversationsApi:
             raise too_long("items")
         add_to_conversation(self._store, tenant, conversation_id, items)
         ends = {"first_id": items[0].id, "last_id": items[-1].id}
-        return Json({"object": "list", "data": items, **ends, "has_more": False})
+        return JsonAnswer({"object": "list", "data": items, **ends, "has_more": False})
 
     def _item(self, request: Request, found: Stored) -> Item:
         item_id = request.path_params["item_id"]
@@ -206,11 +208,11 @@ class ConversationsApi:
     async def item(self, request: Request) -> Response:
         """An item of a conversation"""
         _, _, found = self._found(request)
-        return Json(self._item(request, found))
+        return JsonAnswer(self._item(request, found))
 
     async def delete_item(self, request: Request) -> Response:
         """A conversation without one of its items"""
         tenant, conversation_id, found = self._found(request)
         gone = self._item(request, found)
         rest = [item for item in found.input_items if item is not gone]
-        return Json(put_items(self._store, tenant, conversation_id, rest))
+        return JsonAnswer(put_items(self._store, tenant, conversation_id, rest))

@@ -15,7 +15,7 @@ from ...async_llm import AsyncLLM
 from ..http.errors import ApiError
 from ..http.openapi import ApiRoute
 from ..http.queries import integer
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_log import MAX_REQUESTS, FinishedRequest
 from ..state import ServerState
 from ..time_line import chrome_trace, summary_of, time_line
@@ -62,24 +62,24 @@ class EngineView:
         except ApiError as error:
             # a page that polls: browsers log each status above 399
             if request.query_params.get("errors") == "body" and error.code in WAITING:
-                return Json(error.in_format())
+                return JsonAnswer(error.in_format())
             raise
         observed = await engine.observe(since, MAX_CELLS)
-        return Json(observed | about(self._state, engine))
+        return JsonAnswer(observed | about(self._state, engine))
 
     async def experts(self, request: Request) -> Response:
-        return Json(await self._state.ready_engine().expert_load())
+        return JsonAnswer(await self._state.ready_engine().expert_load())
 
     async def recent(self, request: Request) -> Response:
         limit = integer(request, "limit", default=100, least=0, most=MAX_REQUESTS)
         found = self._state.request_log.recent(limit)
-        return Json({"object": "list", "data": [summary_of(one) for one in found]})
+        return JsonAnswer({"object": "list", "data": [summary_of(one) for one in found]})
 
     async def one(self, request: Request) -> Response:
-        return Json(time_line(self._found(request)))
+        return JsonAnswer(time_line(self._found(request)))
 
     async def trace(self, request: Request) -> Response:
-        return Json(chrome_trace(self._found(request)))
+        return JsonAnswer(chrome_trace(self._found(request)))
 
     def _found(self, request: Request) -> FinishedRequest:
         request_id = request.path_params["request_id"]

@@ -16,7 +16,7 @@ from .... import __version__
 from ...async_llm import AsyncLLM
 from ..http.errors import ApiError
 from ..http.openapi import ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..state import ServerState
 
 # How long a response waits for the engine's answer; probes expect a response within one second.
@@ -107,19 +107,19 @@ def health_routes(
         Fails only if the engine has failed permanently, not while it loads.
         """
         check()
-        return Json({"status": "ok"})
+        return JsonAnswer({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         """Readiness: the engine is loaded and answers and completes steps."""
-        return Json(await readiness())
+        return JsonAnswer(await readiness())
 
     async def load(request: Request) -> Response:
         """The number of running and waiting requests, in vLLM's format."""
-        return Json({"server_load": num_requests()})
+        return JsonAnswer({"server_load": num_requests()})
 
     async def version(request: Request) -> Response:
         """The version of this server"""
-        return Json({"version": __version__})
+        return JsonAnswer({"version": __version__})
 
     return [
         ApiRoute("/health", alive),

@@ -15,7 +15,7 @@ from ..apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from ..http.call import call_of
 from ..http.errors import renaming
 from ..http.openapi import EVENTS, ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 from ..turns.chat_turn import prepare_chat, render_turn
@@ -38,7 +38,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
             _, token_ids = await render_turn(
                 state, call, turn_of(state, call, body, f"msg_{call.suffix}")
             )
-        return Json({"input_tokens": len(token_ids)})
+        return JsonAnswer({"input_tokens": len(token_ids)})
 
     return [
         ApiRoute("/v1/messages", create, body=MessagesBody, answer=dict[str, Any], streams=EVENTS),

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..http.openapi import ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..state import ServerState
 
 
@@ -115,11 +115,11 @@ def card_routes(
 
     async def list_models(request: Request) -> Response:
         """The models of this server, and its adapters"""
-        return Json(listed(request, cards()))
+        return JsonAnswer(listed(request, cards()))
 
     async def retrieve_model(request: Request) -> Response:
         """One model or adapter of this server"""
-        return Json(find(request.path_params["model"]))
+        return JsonAnswer(find(request.path_params["model"]))
 
     return [
         ApiRoute("/v1/models", list_models, answer=ModelList),

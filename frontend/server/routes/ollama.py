@@ -23,7 +23,7 @@ from ..apis.ollama_turn import (
 from ..http.call import call_of
 from ..http.errors import renaming, unsupported
 from ..http.openapi import LINES, ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 
@@ -65,11 +65,13 @@ def routes(state: ServerState) -> list[ApiRoute]:
     ]
 
 
-def _loaded(state: ServerState, body: OllamaBody, model: str, empty: dict[str, Any]) -> Json:
+def _loaded(state: ServerState, body: OllamaBody, model: str, empty: dict[str, Any]) -> JsonAnswer:
     """The response to an empty request, with which clients load or unload a model."""
     if body.keep_alive in (0, "0", "0s") and not state.is_on_demand:
         raise unsupported(
             "keep_alive",
             "'keep_alive' cannot be 0: the model stays loaded while the server runs.",
         )
-    return Json({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
+    return JsonAnswer(
+        {"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"}
+    )

@@ -18,10 +18,10 @@ from ....ipc.params import PoolingParams
 from ...pooling_outputs import PoolingRequestOutput
 from ..apis.ollama_turn import plain_name
 from ..apis.pooling_answer import json_rows, usage_of
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import missing
 from ..http.openapi import ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
@@ -62,10 +62,12 @@ class OllamaEmbedding(msgspec.Struct, kw_only=True):
 
 def routes(state: ServerState) -> list[ApiRoute]:
     async def run(
-        call: Call, body: Any, texts: list[str], field: str, **more: Any
+        call: HttpCall, body: Any, texts: list[str], field: str, **more: Any
     ) -> list[PoolingRequestOutput]:
-        cuts = getattr(body, "truncate", None) is not False
-        params = PoolingParams(task="embed", truncate_prompt_tokens=-1, must_fit=not cuts, **more)
+        truncates = getattr(body, "truncate", None) is not False
+        params = PoolingParams(
+            task="embed", truncate_prompt_tokens=-1, must_fit=not truncates, **more
+        )
         check_number(field, texts, state.server_config.max_prompts_per_request)
         names = {"prompt": field, "prompt_token_ids": field}
         return await run_pooling(
@@ -89,7 +91,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
         outputs: list[PoolingRequestOutput] = []
         if not texts:  # clients load a model with it
-            return Json(answer([]))
+            return JsonAnswer(answer([]))
         outputs = await run(call, body, texts, "input", dimensions=body.dimensions)
         return await json_rows(outputs, answer)
 
@@ -99,7 +101,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         call = call_of(request)
         check(state, call, body)
         if not body.prompt:
-            return Json(OllamaEmbedding(embedding=[]))
+            return JsonAnswer(OllamaEmbedding(embedding=[]))
         outputs = await run(call, body, [body.prompt], "prompt")
         return await json_rows(outputs, lambda rows: OllamaEmbedding(embedding=rows[0]))
 
@@ -109,7 +111,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
     ]
 
 
-def check(state: ServerState, call: Call, body: Any) -> str:
+def check(state: ServerState, call: HttpCall, body: Any) -> str:
     """Checks the common fields and returns the model's name as requested. Raises ApiError."""
     state.ready_engine()
     if not body.model:

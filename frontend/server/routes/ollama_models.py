@@ -26,7 +26,7 @@ from ..apis.ollama_turn import plain_name
 from ..http.call import call_of
 from ..http.errors import ApiError, missing
 from ..http.openapi import LINES, ApiRoute
-from ..http.sse import Json, encode
+from ..http.sse import JsonAnswer, encode
 from ..pulls import changes_disabled, not_allowed_to_pull
 from ..request_body import read_body
 from ..state import ServerState
@@ -126,16 +126,16 @@ def catalog_routes(state: ServerState, catalog: OllamaCatalog) -> list[ApiRoute]
 
     async def tags(request: Request) -> Response:
         """The available models, as Ollama lists them"""
-        return Json({"models": catalog.listed()})
+        return JsonAnswer({"models": catalog.listed()})
 
     async def ps(request: Request) -> Response:
         """The loaded models, as Ollama lists them"""
-        return Json({"models": catalog.running()})
+        return JsonAnswer({"models": catalog.running()})
 
     async def show(request: Request) -> Response:
         """Details of a model; the first time, a model that is not in memory is loaded"""
         body = await read_body(request, state.server_config, ShowBody)
-        return Json(await catalog.details(body))
+        return JsonAnswer(await catalog.details(body))
 
     async def pull(request: Request) -> Any:
         """Downloads a model, or confirms one that this server has"""
@@ -145,14 +145,14 @@ def catalog_routes(state: ServerState, catalog: OllamaCatalog) -> list[ApiRoute]
         if body.stream is False:
             async with aclosing(lines):
                 last = [line async for line in lines][-1]
-            return Json(last)
+            return JsonAnswer(last)
         return state.event_stream(
             _encoded(lines), call, error_event=error_line, comment=b" ", media_type=NDJSON
         )
 
     async def version(request: Request) -> Response:
         """The version of Ollama's API"""
-        return Json({"version": API_VERSION, "quire": __version__})
+        return JsonAnswer({"version": API_VERSION, "quire": __version__})
 
     async def refuse(request: Request) -> Response:
         """Not supported; returns an error"""

@@ -23,10 +23,10 @@ from ..apis.responses_answer import (
 from ..apis.responses_items import MAX_CONVERSATION, Item, items_of, num_parts, too_long
 from ..apis.responses_tools import CheckedTools, checked_tools
 from ..apis.responses_turn import NAMES, ResponsesBody, check_body, params_of, turn_of
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import ApiError, invalid, not_found, renaming, unsupported
 from ..http.openapi import EVENTS, ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..response_store import Stored
 from ..state import ServerState
@@ -106,7 +106,7 @@ class ResponsesApi:
         answer = ResponsesAnswer(state, call, body, model, chat, tools, keep)
         return await answer.respond(streams=body.stream)
 
-    def _without_generation(self, call: Call, body: ResponsesBody, model: str) -> Any:
+    def _without_generation(self, call: HttpCall, body: ResponsesBody, model: str) -> Any:
         """The response to a body that asks nothing, with which clients try out a server."""
         with renaming(NAMES):
             params = params_of(self._state, body)
@@ -114,7 +114,7 @@ class ResponsesApi:
         head = head_of(body, model, new_response_id(), params)
         if body.stream:
             return self._state.event_stream(without_generation(head), call)
-        return Json(whole_without_generation(head))
+        return JsonAnswer(whole_without_generation(head))
 
     async def compact(self, request: Request) -> Response:
         """A conversation in short: what the user said, and the model's summary of the rest"""
@@ -132,7 +132,7 @@ class ResponsesApi:
         if not (summary := message.answer().content):
             logger.warning("the model wrote no summary (%s)", call.request_id)
             raise ApiError(500, "The model wrote no summary.", code="no_summary")
-        return Json(compacted(turn.request_id, items, summary, run.usage))
+        return JsonAnswer(compacted(turn.request_id, items, summary, run.usage))
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a response's prompt has"""
@@ -147,9 +147,9 @@ class ResponsesApi:
         with renaming(NAMES):
             turn = turn_of(self._state, call, body, new_response_id(), tools, items, num_earlier)
             _, token_ids = await render_turn(self._state, call, turn)
-        return Json({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        return JsonAnswer({"object": "response.input_tokens", "input_tokens": len(token_ids)})
 
-    def _conversation(self, call: Call, body: ResponsesBody) -> tuple[list[Item], int]:
+    def _conversation(self, call: HttpCall, body: ResponsesBody) -> tuple[list[Item], int]:
         """All items of the conversation, those of earlier turns first, and the number of those."""
         self._state.check_generates()
         items = self._resolved(call, items_of(body.input))
@@ -173,7 +173,7 @@ class ResponsesApi:
             raise too_long(param)
         return [*earlier, *items], len(earlier)
 
-    def _resolved(self, call: Call, items: list[Item]) -> list[Item]:
+    def _resolved(self, call: HttpCall, items: list[Item]) -> list[Item]:
         """`items` with the stored items in place of the references to them."""
         num_left = MAX_CONVERSATION - sum(map(num_parts, items))
         places: dict[str | None, str] = {}  # of the references, by id
@@ -199,7 +199,7 @@ class ResponsesApi:
             resolved.append(item)
         return resolved
 
-    def _found(self, call: Call, item_id: str | None, where: str) -> Item:
+    def _found(self, call: HttpCall, item_id: str | None, where: str) -> Item:
         found = self._store.find_item(call.tenant, item_id)
         if found is None:
             raise invalid(
@@ -211,7 +211,7 @@ class ResponsesApi:
 
     # ------------------------------------------------------------ stored responses
 
-    def _response(self, call: Call, response_id: str) -> Stored | None:
+    def _response(self, call: HttpCall, response_id: str) -> Stored | None:
         """A conversation in the store is no response."""
         is_one = not response_id.startswith(CONVERSATION)
         return self._store.get(call.tenant, response_id) if is_one else None
@@ -229,13 +229,13 @@ class ResponsesApi:
         if request.method == "DELETE":
             response_id = self._stored(request).response["id"]
             self._store.pop(call_of(request).tenant, response_id)
-            return Json({"id": response_id, "object": "response", "deleted": True})
+            return JsonAnswer({"id": response_id, "object": "response", "deleted": True})
         if request.query_params.get("stream") == "true":
             raise unsupported(
                 "stream",
                 "Only background responses can be streamed again, and there are none here.",
             )
-        return Json(self._stored(request).response)
+        return JsonAnswer(self._stored(request).response)
 
     async def cancel(self, request: Request) -> Response:
         """Not supported: responses are not generated in the background"""
@@ -249,10 +249,10 @@ class ResponsesApi:
 
     async def input_items(self, request: Request) -> Response:
         """The conversation before a response"""
-        return Json(page_of(request, self._stored(request).input_items))
+        return JsonAnswer(page_of(request, self._stored(request).input_items))
 
 
-async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:
+async def prepare_truncated(state: ServerState, call: HttpCall, turn: ChatTurn) -> AnswerRun:
     """Like prepare_chat, after leaving out as few of the oldest messages as necessary to make the
     rest fit; system messages stay. Cuts only before a user message, so no answer or tool result is
     kept without its question.
@@ -267,17 +267,17 @@ async def prepare_truncated(state: ServerState, call: Call, turn: ChatTurn) -> A
     num_system = next(
         (i for i, message in enumerate(messages) if message["role"] != "system"), len(messages)
     )
-    cuts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
-    while cuts:  # the smallest cut that suffices
-        middle = len(cuts) // 2
-        turn.messages = messages[:num_system] + messages[cuts[middle] :]
+    starts = [i for i in range(num_system + 1, len(messages)) if messages[i]["role"] == "user"]
+    while starts:  # the smallest cut that suffices
+        middle = len(starts) // 2
+        turn.messages = messages[:num_system] + messages[starts[middle] :]
         try:
             best = await prepare_chat(state, call, turn)
-            cuts = cuts[:middle]
+            starts = starts[:middle]
         except ApiError as error:
             if error.code != "context_length_exceeded":
                 raise
-            cuts = cuts[middle + 1 :]
+            starts = starts[middle + 1 :]
     if best is None:
         raise refusal
     return best

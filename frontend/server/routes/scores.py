@@ -30,11 +30,11 @@ from ..apis.pooling_answer import (
     ranked,
     usage_of,
 )
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import invalid, missing, refused, unsupported
 from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
@@ -81,7 +81,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
             state, call, body, "score", first, second, (first_name, second_name)
         )
         data = [Score(index=i, score=o.outputs.score) for i, o in enumerate(outputs)]
-        return Json(listed(ScoreList, f"score-{call.suffix}", state, data, usage))
+        return JsonAnswer(listed(ScoreList, f"score-{call.suffix}", state, data, usage))
 
     async def rank(request: Request, with_documents: bool) -> Response:
         body = await read_body(request, state.server_config, RerankBody)
@@ -95,7 +95,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
         if body.return_documents is not None:
             with_documents = body.return_documents
         scores = [output.outputs.score for output in outputs]
-        return Json(
+        return JsonAnswer(
             RankedList(
                 id=f"rerank-{call.suffix}",
                 model=state.model_name,
@@ -125,7 +125,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
 
 async def run_scores(
     state: ServerState,
-    call: Call,
+    call: HttpCall,
     body: Any,
     kind: str,
     first: list[str],

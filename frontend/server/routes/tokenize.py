@@ -17,12 +17,12 @@ from starlette.responses import Response
 from ....ipc.params import SamplingParams
 from ...text.tokenizer import SPECIAL_TOKEN_KEYS, Tokenizer
 from ..admission import in_turn
-from ..apis.openai_messages import Message, plain_messages
+from ..apis.openai_messages import OpenAIMessage, plain_messages
 from ..apis.openai_tools import SentTool, checked_tools
-from ..http.call import Call, call_of
+from ..http.call import HttpCall, call_of
 from ..http.errors import ApiError, invalid, missing
 from ..http.openapi import ApiRoute
-from ..http.sse import Json
+from ..http.sse import JsonAnswer
 from ..request_body import read_body
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, render_turn
@@ -37,7 +37,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[OpenAIMessage], Meta(min_length=1)] | None = None
     tools: list[SentTool] | None = None
     # default: true for a text, false for a conversation, whose template writes the special tokens
     add_special_tokens: bool | None = None
@@ -93,7 +93,7 @@ def routes(state: ServerState) -> list[ApiRoute]:
             texts = await beside_loop(
                 state, call_of(request), len(token_ids), partial(_token_texts, tokenizer, token_ids)
             )
-        return Json(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
+        return JsonAnswer(Tokenized(len(token_ids), state.max_model_len, token_ids, texts))
 
     async def to_text(request: Request) -> Response:
         """The text of token ids"""
@@ -108,13 +108,13 @@ def routes(state: ServerState) -> list[ApiRoute]:
             )
         decode = partial(tokenizer.decode_batch, [body.tokens])
         [text] = await beside_loop(state, call_of(request), len(body.tokens), decode)
-        return Json(Detokenized(text))
+        return JsonAnswer(Detokenized(text))
 
     async def info(request: Request) -> Response:
         """The tokenizer's special tokens and chat template"""
         tokenizer = tokenizer_of(state)
         special = {key: tokenizer.special_tokens_map.get(key) for key in SPECIAL_TOKEN_KEYS}
-        return Json(
+        return JsonAnswer(
             TokenizerInfo(
                 # the class that reads such files in transformers
                 tokenizer_class="PreTrainedTokenizerFast",
@@ -146,13 +146,13 @@ def _token_texts(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
 
 
 async def beside_loop(
-    state: ServerState, call: Call, num_tokens: int, work: Callable[[], Any]
+    state: ServerState, call: HttpCall, num_tokens: int, work: Callable[[], Any]
 ) -> Any:
     """The result of `work`, which runs in a thread if it takes long."""
     return work() if num_tokens < LONG_TOKENS else await in_turn(state.work_turns, call, work)
 
 
-async def _token_ids(state: ServerState, call: Call, body: TokenizeBody) -> list[int]:
+async def _token_ids(state: ServerState, call: HttpCall, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise (
             missing("prompt")

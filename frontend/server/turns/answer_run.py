@@ -18,11 +18,11 @@ from functools import partial
 from ....ipc.params import SamplingParams
 from ...answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ...outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.sse import encode
 from ..state import ServerState
-from .generation import Job, merged, run
-from .usage import Usage
+from .generation import GenerationJob, merged, run
+from .usage import TokenUsage
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class ChoiceDelta:
 
 
 @dataclass(slots=True)
-class Message(ChoiceDelta):
+class FinishedChoice(ChoiceDelta):
     """A whole choice, assembled from its deltas."""
 
     index: int = 0
@@ -62,7 +62,7 @@ class Message(ChoiceDelta):
 
 
 @dataclass(slots=True)
-class Choice:
+class ChoiceState:
     """What has been read of one choice. `has_begun`: content or a call has followed reasoning."""
 
     parser: AnswerParser
@@ -81,18 +81,18 @@ class AnswerRun:
     def __init__(
         self,
         state: ServerState,
-        call: Call,
-        jobs: list[Job],
+        call: HttpCall,
+        jobs: list[GenerationJob],
         make_parser: Callable[[], AnswerParser],
     ):
         self._state = state
         self._call = call
         self.jobs = jobs
         self._n = jobs[0].params.n
-        self._choices = [Choice(make_parser()) for _ in range(len(jobs) * self._n)]
+        self._choices = [ChoiceState(make_parser()) for _ in range(len(jobs) * self._n)]
         # Kept here, since active requests are completed even while the server shuts down.
         self.tokenizer = state.ready_engine().tokenizer
-        self.usage = Usage()
+        self.usage = TokenUsage()
         self.outputs: dict[int, RequestOutput] = {}  # the first output of each prompt
 
     @property
@@ -120,9 +120,9 @@ class AnswerRun:
                 for completion in output.outputs:
                     yield self._read(prompt_index * self._n + completion.index, completion)
 
-    async def messages(self) -> list[Message]:
+    async def messages(self) -> list[FinishedChoice]:
         """The whole choices."""
-        found = [Message(index) for index in range(len(self._choices))]
+        found = [FinishedChoice(index) for index in range(len(self._choices))]
         async with aclosing(self.deltas()) as deltas:
             async for delta in deltas:
                 found[delta.index].add(delta)
@@ -202,7 +202,7 @@ class AnswerRun:
             index, parts, completion.token_ids, completion.logprobs, reason, completion.stop_reason
         )
 
-    def _count_reasoning(self, choice: Choice) -> None:
+    def _count_reasoning(self, choice: ChoiceState) -> None:
         """Counts the tokens of the reasoning text as the tokenizer encodes it, so that the count is
         the same for whole and streamed responses.
         """

@@ -1,4 +1,4 @@
-"""Blocks: the parts of a response as a sequence of blocks (text, reasoning or a call), as in
+"""AnswerBlocks: the parts of a response as a sequence of blocks (text, reasoning or a call), as in
 Anthropic's API and OpenAI's Responses.
 
 Must not know: an API's names for blocks, or how it encodes them.
@@ -17,11 +17,11 @@ from ...answer_format import Content, Part, Reasoning, ToolCallStart
 TEXT, REASONING, CALL = "text", "reasoning", "call"
 KINDS = {Content: TEXT, Reasoning: REASONING}  # of other parts: CALL
 START, DELTA, STOP = "start", "delta", "stop"
-BlockEvent = tuple[str, "Block", str]  # event, block, new text of the block
+BlockEvent = tuple[str, "AnswerBlock", str]  # event, block, new text of the block
 
 
 @dataclass(slots=True)
-class Block:
+class AnswerBlock:
     """`text`: the text, the reasoning, or the JSON of a call's arguments."""
 
     kind: str
@@ -39,15 +39,15 @@ class Block:
         return msgspec.json.decode(self.text, type=dict[str, Any])
 
 
-class Blocks:
+class AnswerBlocks:
     """Converts parts to events: blocks that begin, grow and end.
 
     At most one block is open: the last.
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self.blocks: list[AnswerBlock] = []
+        self._open: AnswerBlock | None = None
 
     def feed(self, parts: Iterable[Part]) -> list[BlockEvent]:
         events: list[BlockEvent] = []
@@ -69,7 +69,7 @@ class Blocks:
     def begin(self, kind: str, name: str = "", call_id: str = "") -> list[BlockEvent]:
         """Opens a block, after closing the open one."""
         events = self.close()
-        self._open = Block(kind, len(self.blocks), name, call_id)
+        self._open = AnswerBlock(kind, len(self.blocks), name, call_id)
         self.blocks.append(self._open)
         return [*events, (START, self._open, "")]
 

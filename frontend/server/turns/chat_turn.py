@@ -20,11 +20,11 @@ from ...answer_format import AnswerFormat
 from ...text.chat_messages import normalize_messages
 from ...text.chat_template import ChatTemplateTimeError, template_variables
 from ..admission import in_turn
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid
 from ..state import ServerState
 from .answer_run import AnswerRun
-from .generation import Job, check_context, check_room
+from .generation import GenerationJob, check_context, check_room
 from .response_format import JsonOptions
 from .tokenizing import LONG_TEXT, check_num_characters, tokenize_all
 
@@ -84,7 +84,11 @@ class ChatTurn:
 
 
 def thinking_variables(
-    state: ServerState, call: Call, enabled: bool | None, effort: str | None, names: tuple[str, str]
+    state: ServerState,
+    call: HttpCall,
+    enabled: bool | None,
+    effort: str | None,
+    names: tuple[str, str],
 ) -> dict[str, Any]:
     """The template variables for a model's optional reasoning and its effort; None: the template's
     default.
@@ -106,7 +110,7 @@ def thinking_variables(
     return variables
 
 
-def _known_effort(state: ServerState, call: Call, effort: str, name: str) -> str:
+def _known_effort(state: ServerState, call: HttpCall, effort: str, name: str) -> str:
     """The model's nearest level to `effort`. The field `name` is noted if it is another one."""
     marks = state.answer_format.reasoning_marks
     efforts = marks.efforts if marks is not None else ()
@@ -117,7 +121,7 @@ def _known_effort(state: ServerState, call: Call, effort: str, name: str) -> str
     return efforts[0] if effort in ("none", "minimal") else efforts[-1]
 
 
-async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> AnswerRun:
+async def prepare_chat(state: ServerState, call: HttpCall, turn: ChatTurn) -> AnswerRun:
     """Renders, tokenizes and checks a turn.
 
     Raises ApiError or InvalidParameterError before the engine is called.
@@ -132,7 +136,9 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> Answer
     tools = turn.tools if turn.wants_tools else None
     before = format.prompt_before(text, turn.continued_text)
     params, names = shape_answer(format, turn, params, before, call)
-    job = Job(turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names)
+    job = GenerationJob(
+        turn.request_id, token_ids, params, text, turn.priority, turn.cache_salt, names
+    )
     make_parser = partial(
         format.parser,
         tools,
@@ -145,7 +151,7 @@ async def prepare_chat(state: ServerState, call: Call, turn: ChatTurn) -> Answer
 
 
 def shape_answer(
-    format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: Call
+    format: AnswerFormat, turn: ChatTurn, params: SamplingParams, text: str, call: HttpCall
 ) -> tuple[SamplingParams, dict[str, str]]:
     """The parameters with the grammar that the turn requires, and the names of fields for errors of
     that grammar.
@@ -188,7 +194,7 @@ def _constrained(turn: ChatTurn) -> list[dict[str, Any]]:
 
 
 async def render_turn(
-    state: ServerState, call: Call, turn: ChatTurn, *, must_fit: bool = False
+    state: ServerState, call: HttpCall, turn: ChatTurn, *, must_fit: bool = False
 ) -> tuple[str, list[int]]:
     """The prompt of a turn as text and as token ids.
 

@@ -21,7 +21,7 @@ from ....ipc.params import PoolingParams, SamplingParams
 from ...clients.client import QUARANTINED
 from ...outputs import RequestMetrics, RequestOutput
 from ...pooling_outputs import AnyOutput
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import (
     ENDS,
     ENGINE_CRASH,
@@ -37,7 +37,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 @dataclass(slots=True)
-class Job:
+class GenerationJob:
     """One prompt.
 
     `names`: the engine's parameters -> the body's fields, for errors; `prompt` also names the field
@@ -96,8 +96,8 @@ def running_id(state: ServerState, wanted: str) -> Iterator[str]:
 
 async def run(
     state: ServerState,
-    call: Call,
-    job: Job,
+    call: HttpCall,
+    job: GenerationJob,
     take_at_once: Callable[[RequestOutput], bool] | None = None,
 ) -> AsyncGenerator[RequestOutput, None]:
     """The engine's outputs for one prompt.
@@ -147,7 +147,7 @@ async def run(
                 state.meters.request_ended(job.params, metrics[0], reason, slot.queued_s)
 
 
-def summary_of(state: ServerState, call: Call, reason: str) -> dict[str, Any]:
+def summary_of(state: ServerState, call: HttpCall, reason: str) -> dict[str, Any]:
     """What the log of requests says of one, besides its times."""
     return {
         "x_request_id": call.request_id,

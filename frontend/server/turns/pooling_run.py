@@ -19,7 +19,7 @@ from ...pooling_outputs import PoolingRequestOutput
 from ...requests.input_processor import ProcessedRequest
 from ...requests.prompts import Prompt
 from ..admission import in_turn
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import ApiError, invalid, refused, unsupported
 from ..state import ServerState
 from .generation import failure, running_id, summary_of, until
@@ -67,7 +67,7 @@ def pooling_of(state: ServerState, tasks: Sequence[str], model: str | None) -> P
 
 
 async def run_pooling(
-    state: ServerState, call: Call, job: PoolingJob
+    state: ServerState, call: HttpCall, job: PoolingJob
 ) -> list[PoolingRequestOutput]:
     """The outputs of the texts, in their order; each has a result.
 
@@ -107,7 +107,7 @@ async def run_pooling(
 
 
 async def _processed(
-    state: ServerState, call: Call, job: PoolingJob, request_id: str
+    state: ServerState, call: HttpCall, job: PoolingJob, request_id: str
 ) -> list[ProcessedRequest]:
     """The requests of all texts, checked and tokenized."""
     engine, prompts = state.ready_engine(), job.prompts

@@ -14,7 +14,7 @@ from msgspec import Meta
 from ....ipc.checks import INT64_MAX
 from ....ipc.errors import InvalidParameterError
 from ....ipc.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from ..http.call import Call
+from ..http.call import HttpCall
 from ..http.errors import invalid, refused, unsupported
 from ..state import ServerState
 from .response_format import (
@@ -162,7 +162,7 @@ SAME = (set(SamplingBody.__struct_fields__) & set(SamplingParams.__struct_fields
 }
 
 
-def check_fields(body: SamplingBody, call: Call) -> None:
+def check_fields(body: SamplingBody, call: HttpCall) -> None:
     """Rejects fields for unsupported features, and notes fields that are ignored."""
     for name, (harmless, sentence) in UNSUPPORTED.items():
         value = getattr(body, name, None)

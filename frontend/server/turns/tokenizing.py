@@ -17,7 +17,7 @@ from typing import Any
 from ...text.token_bounds import composes
 from ...text.tokenizer import Tokenizer
 from ..admission import in_turn
-from ..http.call import Call, release_memory
+from ..http.call import HttpCall, release_memory
 from ..http.errors import invalid, too_long
 from ..state import ServerState
 
@@ -57,7 +57,7 @@ def check_number(name: str, texts: Sequence[Any], most: int, kind: str = "texts"
 
 async def tokenize_all(
     state: ServerState,
-    call: Call,
+    call: HttpCall,
     texts: list[str],
     *,
     param: str,

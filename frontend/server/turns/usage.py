@@ -1,4 +1,4 @@
-"""Usage: the number of tokens of a call, in the format of each API.
+"""TokenUsage: the number of tokens of a call, in the format of each API.
 
 Must not know: text, routes.
 """
@@ -31,7 +31,7 @@ class UsageCounts(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Usage:
+class TokenUsage:
     """Counts over the outputs of one call; prompts are identified by their index."""
 
     completion_tokens: int = 0

@@ -142,11 +142,11 @@ SETTINGS = dict(
 )
 
 
-def assert_calls(answer_format: AnswerFormat, text: str, several: bool = True) -> None:
+def assert_calls(answer_format: AnswerFormat, text: str, parallel: bool = True) -> None:
     """The whole text consists of valid calls."""
     answer = parse(answer_format, text, TOOLS)
     assert answer.content == "" and (
-        len(answer.tool_calls) == 1 or (several and answer.tool_calls)
+        len(answer.tool_calls) == 1 or (parallel and answer.tool_calls)
     ), text
     schemas = dict(functions_of(TOOLS))
     for call in answer.tool_calls:
@@ -239,39 +239,39 @@ def outputs() -> list:
     format.
     """
     asked = [
-        (detect("", name), several, seed)
+        (detect("", name), parallel, seed)
         for name in NAMES
-        for several, seed in ((False, 1), (False, 2), (True, 3))
+        for parallel, seed in ((False, 1), (False, 2), (True, 3))
     ]
     params = [
         SamplingParams(
             max_tokens=160,
             temperature=(0.0, 0.8, 1.5)[seed % 3],
             seed=seed,
-            structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=several),
+            structured_outputs=f.forced(*REQUIRED, parallel_tool_calls=parallel),
         )
-        for f, several, seed in asked
+        for f, parallel, seed in asked
     ]
     with LLM(**SETTINGS) as llm:
         answers = llm.generate(["Answer: "] * len(asked), params, use_tqdm=False)
     return [
-        (f, several, answer.outputs[0])
-        for (f, several, _), answer in zip(asked, answers, strict=True)
+        (f, parallel, answer.outputs[0])
+        for (f, parallel, _), answer in zip(asked, answers, strict=True)
     ]
 
 
 def test_calls_of_the_bundled_model_parse(outputs) -> None:
     finished = [
-        (f, several, completion)
-        for f, several, completion in outputs
+        (f, parallel, completion)
+        for f, parallel, completion in outputs
         if completion.finish_reason == "stop"
     ]
     assert len(finished) > 0.6 * len(outputs), [
         completion.finish_reason for _, _, completion in outputs
     ]
     assert {f.tool_name for f, _, _ in finished} == set(NAMES)
-    for answer_format, several, completion in finished:
-        assert_calls(answer_format, completion.text, several)
+    for answer_format, parallel, completion in finished:
+        assert_calls(answer_format, completion.text, parallel)
 
 
 def test_truncated_calls_begin_as_calls(outputs) -> None:

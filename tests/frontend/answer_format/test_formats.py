@@ -90,7 +90,7 @@ def test_template_output_is_parsed_back(name, content, calls) -> None:
     answer = parse(answer_format, whole[len(prompt) :].removesuffix("<|im_end|>\n"), TOOLS)
     if name == "harmony":  # its template writes content before calls as reasoning
         answer.content, answer.reasoning = answer.reasoning, ""
-    calls = calls if answer_format.several_calls else calls[:1]
+    calls = calls if answer_format.parallel_calls else calls[:1]
     assert (answer.content, [call.name for call in answer.tool_calls]) == (
         content or "",
         [call.name for call in calls],

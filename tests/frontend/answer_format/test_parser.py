@@ -159,7 +159,7 @@ def test_an_answer_may_break_off_anywhere(name) -> None:
             for found in answer.tool_calls:
                 assert (found.name, json.loads(found.arguments)) == ("f", values), text[:end]
             most = max(most, len(answer.tool_calls))
-    assert most == (2 if answer_format.several_calls else 1)
+    assert most == (2 if answer_format.parallel_calls else 1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from quire.frontend.engine_args import EngineArgs
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.app import App, make_app
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.state import ServerState
 from quire.frontend.session import default_sampling_params
 from quire.ipc.params import RequestOutputKind, SamplingParams
@@ -129,9 +129,9 @@ class ScriptedEngine:
                 )
 
 
-def a_call() -> Call:
+def a_call() -> HttpCall:
     """For what is no handler."""
-    return Call("req-1", 0.0, None)
+    return HttpCall("req-1", 0.0, None)
 
 
 def scripted_app(engine: ScriptedEngine, template: str = TOOL_TEMPLATE, **config: Any) -> App:

@@ -17,8 +17,8 @@ import httpx2 as httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quire.frontend.server import request_body
 from quire.frontend.server.admission import MAX_RETRY_AFTER_S, Admission
-from quire.frontend.server.http import call
 from quire.frontend.server.http.content_encoding import Gunzip
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.tokenize import LONG_TOKENS
@@ -435,15 +435,15 @@ def slowly(function):
 
 
 def large_body(monkeypatch, engine) -> dict[str, Any]:
-    monkeypatch.setattr(call, "decode_body", slowly(call.decode_body))
-    body = json.dumps({"prompt": "Hi."}) + " " * call.LARGE_BODY
+    monkeypatch.setattr(request_body, "decode_body", slowly(request_body.decode_body))
+    body = json.dumps({"prompt": "Hi."}) + " " * request_body.LARGE_BODY
     return {"url": "/v1/completions", "content": body}
 
 
 def compressed_body(monkeypatch, engine) -> dict[str, Any]:
     unpack = Gunzip.feed
     monkeypatch.setattr(Gunzip, "feed", slowly(unpack))
-    user = random.Random(0).randbytes(2 * call.SMALL_CHUNK).hex()
+    user = random.Random(0).randbytes(2 * request_body.SMALL_CHUNK).hex()
     body = gzip.compress(json.dumps({"prompt": "Hi.", "user": user}).encode())
     headers = {"content-encoding": "gzip"}
     return {"url": "/v1/completions", "content": body, "headers": headers}

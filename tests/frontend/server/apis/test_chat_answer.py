@@ -16,10 +16,10 @@ from quire.frontend.answer_format import (
     detect,
 )
 from quire.frontend.server.apis.chat_answer import ChatAnswer
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.routes.chat import ChatBody
 from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta
-from quire.frontend.server.turns.generation import Job
+from quire.frontend.server.turns.generation import GenerationJob
 from quire.ipc.params import SamplingParams
 
 STEPS = [
@@ -36,8 +36,10 @@ STEPS = [
 class ScriptedRun(AnswerRun):
     """Says STEPS."""
 
-    def __init__(self, state: Any, call: Call, steps: list[list[Any]]):
-        super().__init__(state, call, [Job("r", [1, 2], SamplingParams())], detect(None).parser)
+    def __init__(self, state: Any, call: HttpCall, steps: list[list[Any]]):
+        super().__init__(
+            state, call, [GenerationJob("r", [1, 2], SamplingParams())], detect(None).parser
+        )
         self._steps = steps
 
     async def deltas(self) -> AsyncIterator[ChoiceDelta]:
@@ -57,7 +59,7 @@ def answer_to(steps: list[list[Any]] = STEPS, **fields: Any) -> tuple[dict, list
     """Return (the whole answer, the chunks of the stream)."""
 
     async def run() -> tuple[dict, list[dict]]:
-        call = Call("req-abc", 0.0, asyncio.current_task())
+        call = HttpCall("req-abc", 0.0, asyncio.current_task())
         state = SimpleNamespace(
             ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
         )

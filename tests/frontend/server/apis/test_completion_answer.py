@@ -7,20 +7,20 @@ from typing import Any
 from quire.frontend.answer_format import Content, detect
 from quire.frontend.outputs import Logprob, RequestOutput
 from quire.frontend.server.apis.completion_answer import CompletionAnswer
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.routes.completions import CompletionBody
-from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, Message
-from quire.frontend.server.turns.generation import Job
+from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
+from quire.frontend.server.turns.generation import GenerationJob
 from quire.ipc.params import SamplingParams
 
 
 def answer(num_runs: int = 1, gives_tokens: bool = True, **fields: Any) -> CompletionAnswer:
     async def run() -> CompletionAnswer:
-        call = Call("req-abc", 0.0, asyncio.current_task())
+        call = HttpCall("req-abc", 0.0, asyncio.current_task())
         state = SimpleNamespace(
             ready_engine=lambda: SimpleNamespace(tokenizer=None), system_fingerprint="fp_1"
         )
-        jobs = [Job("r", [1, 2], SamplingParams(n=num_runs), "ab")]
+        jobs = [GenerationJob("r", [1, 2], SamplingParams(n=num_runs), "ab")]
         body = CompletionBody(prompt="x", **fields)
         made = AnswerRun(state, call, jobs, detect(None).parser)
         return CompletionAnswer(state, call, body, "m", made, gives_tokens=gives_tokens)
@@ -28,9 +28,9 @@ def answer(num_runs: int = 1, gives_tokens: bool = True, **fields: Any) -> Compl
     return asyncio.run(run())
 
 
-def message(index: int, text: str, *logprobs: float) -> Message:
+def message(index: int, text: str, *logprobs: float) -> FinishedChoice:
     positions = [{7: Logprob(logprob, 1, "c")} for logprob in logprobs]
-    return Message(index, [Content(text)], [7] * len(logprobs), positions, "stop")
+    return FinishedChoice(index, [Content(text)], [7] * len(logprobs), positions, "stop")
 
 
 def test_the_best_by_mean_log_probability_not_by_their_sum() -> None:

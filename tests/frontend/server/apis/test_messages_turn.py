@@ -9,7 +9,7 @@ import pytest
 from quire.frontend.server.apis.messages_turn import NAMES, MessagesBody, PromptBody, turn_of
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.chat_turn import ChatTurn
@@ -27,7 +27,7 @@ CALL = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1}}
 
 
 def turn(
-    *messages: Any, state: ServerState = STATE, call: Call | None = None, **fields: Any
+    *messages: Any, state: ServerState = STATE, call: HttpCall | None = None, **fields: Any
 ) -> ChatTurn:
     given = [{"role": "user", "content": "hi"}] if not messages else list(messages)
     body = decode(

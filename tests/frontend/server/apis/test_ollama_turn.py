@@ -19,7 +19,7 @@ from quire.frontend.server.apis.ollama_turn import (
 )
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.answer_run import AnswerRun
@@ -32,7 +32,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def prepared(
-    body: dict[str, Any], state: ServerState = STATE, call: Call | None = None
+    body: dict[str, Any], state: ServerState = STATE, call: HttpCall | None = None
 ) -> AnswerRun:
     is_chat = "messages" in body
 

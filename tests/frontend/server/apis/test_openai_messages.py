@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.frontend.server.apis.openai_messages import Message, plain_messages
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.apis.openai_messages import OpenAIMessage, plain_messages
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 
 CALL = {
@@ -17,10 +17,10 @@ CALL = {
 }
 
 
-def plain(*messages: dict[str, Any]) -> tuple[list[dict[str, Any]], Call]:
-    async def run() -> tuple[list[dict[str, Any]], Call]:
-        call = Call("req-1", 0.0, asyncio.current_task())
-        return plain_messages(msgspec.convert(list(messages), list[Message]), call), call
+def plain(*messages: dict[str, Any]) -> tuple[list[dict[str, Any]], HttpCall]:
+    async def run() -> tuple[list[dict[str, Any]], HttpCall]:
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
+        return plain_messages(msgspec.convert(list(messages), list[OpenAIMessage]), call), call
 
     return asyncio.run(run())
 

@@ -17,7 +17,7 @@ from quire.frontend.server.apis.responses_turn import (
 )
 from quire.frontend.server.config import ServerConfig
 from quire.frontend.server.http.bodies import decode
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError, renaming
 from quire.frontend.server.state import ServerState
 from quire.frontend.server.turns.chat_turn import ChatTurn
@@ -57,7 +57,7 @@ THOUGHT = {
 
 
 def turn(
-    input: Any = "hi", state: ServerState = STATE, call: Call | None = None, **fields: Any
+    input: Any = "hi", state: ServerState = STATE, call: HttpCall | None = None, **fields: Any
 ) -> ChatTurn:
     body, _ = decode(msgspec.json.encode({"input": input, **fields}), ResponsesBody)
     check_body(body)

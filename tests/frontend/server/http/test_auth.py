@@ -6,7 +6,7 @@ import httpx2 as httpx
 import pytest
 from quire.frontend.server.app import all_routes, make_app
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.auth import Keys
+from quire.frontend.server.http.auth import ApiKeys
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.state import ServerState
 from quire.ipc.errors import InvalidParameterError
@@ -23,11 +23,11 @@ def scope(path: str = "/v1/models", **headers: str) -> dict:
 
 
 def test_without_keys_all_requests_have_one_tenant() -> None:
-    assert Keys(ServerConfig()).check(scope()) == ""
+    assert ApiKeys(ServerConfig()).check(scope()) == ""
 
 
 def test_each_key_is_a_tenant_in_either_header() -> None:
-    keys = Keys(ServerConfig(api_key=["one", "two"]))
+    keys = ApiKeys(ServerConfig(api_key=["one", "two"]))
     tenants = {keys.check(scope(authorization="Bearer one")), keys.check(scope(x_api_key="two"))}
     assert len(tenants) == 2 and not any("one" in tenant or "two" in tenant for tenant in tenants)
     assert keys.check(scope(authorization="bearer one")) in tenants
@@ -45,42 +45,42 @@ def test_each_key_is_a_tenant_in_either_header() -> None:
 )
 def test_other_headers_are_refused(headers: dict) -> None:
     with pytest.raises(ApiError) as caught:
-        Keys(ServerConfig(api_key=["one"])).check(scope(**headers))
+        ApiKeys(ServerConfig(api_key=["one"])).check(scope(**headers))
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
 
 
 def test_health_needs_no_key() -> None:
-    keys = Keys(ServerConfig(api_key=["one"]))
+    keys = ApiKeys(ServerConfig(api_key=["one"]))
     assert keys.check(scope("/health")) == keys.check(scope("/health/ready")) == ""
 
 
 def test_keys_from_a_file(tmp_path) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\none\n\n two  # the second\n")
-    keys = Keys(ServerConfig(api_key_file=str(path)))
+    keys = ApiKeys(ServerConfig(api_key_file=str(path)))
     assert keys.check(scope(x_api_key="two"))
     for content in ("", "# nothing\n"):
         path.write_text(content)
         with pytest.raises(InvalidParameterError, match="api_key_file"):
-            Keys(ServerConfig(api_key_file=str(path)))
+            ApiKeys(ServerConfig(api_key_file=str(path)))
     with pytest.raises(InvalidParameterError, match="cannot be read"):
-        Keys(ServerConfig(api_key_file=str(tmp_path / "none")))
+        ApiKeys(ServerConfig(api_key_file=str(tmp_path / "none")))
 
 
 def test_weights_from_a_file(tmp_path) -> None:
     path = tmp_path / "keys"
     path.write_text("one weight=3  # ours\ntwo\n")
-    keys = Keys(ServerConfig(api_key_file=str(path), api_key=["three"]))
+    keys = ApiKeys(ServerConfig(api_key_file=str(path), api_key=["three"]))
     weights = [keys.weight(keys.check(scope(x_api_key=key))) for key in ("one", "two", "three")]
     assert weights == [3.0, 1.0, 1.0] and keys.weight("") == 1.0
     for options in ("weight=0", "weight=much", "weight=nan", "wait=1", "weight=1 weight=2"):
         path.write_text(f"zero\none {options}\n")
         with pytest.raises(InvalidParameterError, match="api_key_file, line 2"):
-            Keys(ServerConfig(api_key_file=str(path)))
+            ApiKeys(ServerConfig(api_key_file=str(path)))
 
 
 def test_a_key_in_the_url_is_ignored_and_the_error_says_why() -> None:
-    keys = Keys(ServerConfig(api_key=["one"]))
+    keys = ApiKeys(ServerConfig(api_key=["one"]))
     for query in (b"api_key=one", b"a=b&key=one", b"API-KEY=one", b"access_token=one"):
         with pytest.raises(ApiError, match="URL"):
             keys.check(scope() | {"query_string": query})

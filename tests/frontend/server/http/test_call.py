@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from quire.frontend.server.app import make_app
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.call import Call, new_request_id
+from quire.frontend.server.http.call import HttpCall, new_request_id
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.request_body import MAX_LARGE_BODIES, decode_body
 from quire.frontend.server.state import ServerState
@@ -22,9 +22,9 @@ class Body(msgspec.Struct, kw_only=True):
     inner: Inner | None = None
 
 
-def decode(raw: bytes, **config: str) -> tuple[Body, Call]:
-    async def run() -> tuple[Body, Call]:
-        call = Call("req-1", 0.0, asyncio.current_task())
+def decode(raw: bytes, **config: str) -> tuple[Body, HttpCall]:
+    async def run() -> tuple[Body, HttpCall]:
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         return decode_body(raw, Body, ServerConfig(**config), call), call
 
     return asyncio.run(run())
@@ -156,7 +156,7 @@ def test_a_chunk_is_written_directly_only_if_the_transport_is_ready() -> None:
             seen.append(item)
             return b"" if item == 0 else b"%d" % item
 
-        call = Call("req-1", 0.0, asyncio.current_task())
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         assert not call.push(write_down, 1)  # not one of the server's connections
         call.chunk_writer = Writer(ready=False)
         assert not call.push(write_down, 2) and seen == []  # nothing has been written

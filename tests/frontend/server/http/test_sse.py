@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.sse import (
     COMMENT,
     LARGE_ANSWER,
@@ -42,8 +42,8 @@ class Wire:
 
 def stream(
     events: AsyncIterator[bytes], wire: Wire, keep_alive_s: float = 60, write_timeout_s: float = 60
-) -> tuple[asyncio.Task, Call]:
-    call = Call("req-1", 0.0, None)
+) -> tuple[asyncio.Task, HttpCall]:
+    call = HttpCall("req-1", 0.0, None)
     answer = EventStream(
         events,
         call,

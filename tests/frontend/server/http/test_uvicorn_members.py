@@ -52,7 +52,7 @@ USED = {
 CYCLES = {"cycle", "active", "_cycle", "_active"}  # names of a RequestResponseCycle
 SUBCLASSES = {
     HttpToolsProtocol: ((protocol, "Protocol"),),
-    uvicorn.Server: ((acceptor, "AcceptingServer"), (serving, "Server")),
+    uvicorn.Server: ((acceptor, "AcceptingServer"), (serving, "EngineServer")),
 }
 
 

@@ -8,14 +8,14 @@ import pytest
 from quire.frontend.answer_format import ToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.admission import Admission
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.meters import Meters
 from quire.frontend.server.request_log import RequestLog
 from quire.frontend.server.turns import answer_run
-from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, Message
+from quire.frontend.server.turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
 from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat
-from quire.frontend.server.turns.generation import Job
+from quire.frontend.server.turns.generation import GenerationJob
 from quire.ipc.params import SamplingParams
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -65,9 +65,11 @@ def state_over(engine: ScriptedEngine, template: str = "<tool_call></think>") ->
     )
 
 
-def run_turn(engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: object) -> Message:
-    async def run() -> Message:
-        call = Call("req-1", 0.0, asyncio.current_task())
+def run_turn(
+    engine: ScriptedEngine, num_reasoning_tokens: int = 0, **turn: object
+) -> FinishedChoice:
+    async def run() -> FinishedChoice:
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         fields = {
             "request_id": "r",
             "messages": [{"role": "user", "content": "hi"}],
@@ -127,12 +129,12 @@ def test_a_running_turn_is_finished_while_the_server_drains() -> None:
     def refuse() -> None:
         raise ApiError(503, "The server is shutting down.")
 
-    async def run() -> Message:
+    async def run() -> FinishedChoice:
         turn = ChatTurn(
             request_id="r", messages=[{"role": "user", "content": "hi"}], params=SamplingParams()
         )
-        chat = await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
-        message = Message()
+        chat = await prepare_chat(state, HttpCall("req-1", 0.0, asyncio.current_task()), turn)
+        message = FinishedChoice()
         async for delta in chat.deltas():
             state.ready_engine = refuse  # from the first token on
             message.add(delta)
@@ -178,7 +180,7 @@ def test_the_fast_path_of_plain_text_counts_like_the_others(
         pieces: list[bytes] = []
         call = SimpleNamespace(push=lambda write, output: pieces.append(write(output)) or True)
         state = state_over(ScriptedEngine([]))
-        jobs = [Job("r", [1, 2], SamplingParams())]
+        jobs = [GenerationJob("r", [1, 2], SamplingParams())]
         answer = AnswerRun(state, call, jobs, lambda: state.answer_format.parser(None))
         around_text: dict[int, tuple[bytes, bytes]] = {}
 
@@ -204,8 +206,8 @@ def test_choices_of_several_prompts_have_indices_of_their_own() -> None:
     engine = ScriptedEngine(["a", "b"])
 
     async def run() -> list[tuple[int, str, str | None]]:
-        jobs = [Job(f"r-{i}", [1] * i, SamplingParams()) for i in (1, 2)]
-        call = Call("req-1", 0.0, asyncio.current_task())
+        jobs = [GenerationJob(f"r-{i}", [1] * i, SamplingParams()) for i in (1, 2)]
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         answer = AnswerRun(state_over(engine), call, jobs, detect(None).parser)
         messages = await answer.messages()
         assert answer.usage.prompt_tokens == 3 and answer.usage.completion_tokens == 4

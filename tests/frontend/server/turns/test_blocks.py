@@ -1,7 +1,7 @@
 """Blocks: their start, growth and end as parts arrive. How the parts are split does not matter."""
 
 from quire.frontend.answer_format import Content, Reasoning, ToolCallArguments, ToolCallStart
-from quire.frontend.server.turns.blocks import Blocks
+from quire.frontend.server.turns.blocks import AnswerBlocks
 
 PARTS = [
     Reasoning("th"),
@@ -16,7 +16,7 @@ PARTS += [ToolCallStart(1, "g"), Content("b")]
 
 
 def test_each_block_starts_grows_and_ends() -> None:
-    blocks = Blocks()
+    blocks = AnswerBlocks()
     events = [
         (what, block.kind, block.index, text)
         for what, block, text in [*blocks.feed(PARTS), *blocks.close()]
@@ -47,7 +47,7 @@ def test_each_block_starts_grows_and_ends() -> None:
 
 
 def test_one_by_one_or_at_once() -> None:
-    one_by_one, at_once = Blocks(), Blocks()
+    one_by_one, at_once = AnswerBlocks(), AnswerBlocks()
     events = [event for part in PARTS for event in one_by_one.feed([part])]
     assert [(what, block.index, text) for what, block, text in events] == [
         (what, block.index, text) for what, block, text in at_once.feed(PARTS)
@@ -55,6 +55,6 @@ def test_one_by_one_or_at_once() -> None:
 
 
 def test_arguments_of_a_call() -> None:
-    blocks = Blocks()
+    blocks = AnswerBlocks()
     blocks.feed([ToolCallStart(0, "f"), ToolCallArguments(0, '{"x": 1}')])
     assert blocks.blocks[0].arguments() == {"x": 1}

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from quire.frontend.answer_format import detect
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.turns.chat_turn import ChatTurn, prepare_chat, shape_answer
 from quire.ipc.errors import InvalidParameterError
@@ -29,7 +29,7 @@ def test_tools_of_a_model_without_them_are_refused() -> None:
     async def run() -> None:
         state = state_over(ScriptedEngine([""]), "a template without tools")
         turn = ChatTurn("r", [{"role": "user", "content": "hi"}], SamplingParams(), tools=TOOLS)
-        await prepare_chat(state, Call("req-1", 0.0, asyncio.current_task()), turn)
+        await prepare_chat(state, HttpCall("req-1", 0.0, asyncio.current_task()), turn)
 
     with pytest.raises(InvalidParameterError) as caught:
         asyncio.run(run())
@@ -81,7 +81,7 @@ def test_the_shape_of_an_answer(
     turn: dict, asked: StructuredOutputsParams | None, holds: bool, ignored: list
 ) -> None:
     async def run() -> None:
-        call = Call("req-1", 0.0, asyncio.current_task())
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         params = SamplingParams(structured_outputs=asked)
         shaped, _ = shape_answer(
             detect("<tool_call>"), ChatTurn("r", [], params, **turn), params, "", call
@@ -95,7 +95,7 @@ def test_the_shape_of_an_answer(
 
 def test_unsupported_strict_tools_are_reported() -> None:
     async def run() -> None:
-        call, params = Call("req-1", 0.0, asyncio.current_task()), SamplingParams()
+        call, params = HttpCall("req-1", 0.0, asyncio.current_task()), SamplingParams()
         turn = ChatTurn("r", [], params, tools=STRICT)
         assert shape_answer(detect("", "llama3_json"), turn, params, "", call)[0] is params
         assert call.ignored_params == ["tools.strict"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.routes.chat import ChatBody
 from quire.frontend.server.turns.response_format import json_options, structured_outputs_of
@@ -107,9 +107,9 @@ def test_errors_use_the_names_of_the_body() -> None:
     assert caught.value.param == "max_completion_tokens"
 
 
-def checked(**fields: Any) -> Call:
-    async def run() -> Call:
-        call = Call("req-1", 0.0, asyncio.current_task())
+def checked(**fields: Any) -> HttpCall:
+    async def run() -> HttpCall:
+        call = HttpCall("req-1", 0.0, asyncio.current_task())
         check_fields(ChatBody(messages=[], **fields), call)
         return call
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from quire.frontend.server.admission import NUM_THREADS, Admission, in_turn
-from quire.frontend.server.http.call import Call
+from quire.frontend.server.http.call import HttpCall
 from quire.frontend.server.http.errors import ApiError
 from quire.frontend.server.turns.tokenizing import (
     HUGE_TEXT,
@@ -33,8 +33,8 @@ def state(max_model_len: int = 10**9, tokenizer=None) -> SimpleNamespace:
     )
 
 
-def call_of(key: str = "") -> Call:
-    return Call("req-1", 0.0, None, tenant=key)
+def call_of(key: str = "") -> HttpCall:
+    return HttpCall("req-1", 0.0, None, tenant=key)
 
 
 async def tokenized(where: SimpleNamespace, texts: list[str], must_fit: bool = False) -> list:

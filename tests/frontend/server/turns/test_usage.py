@@ -1,7 +1,7 @@
 """Usage: what counts once per prompt, and what is not known yet."""
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.server.turns.usage import Usage
+from quire.frontend.server.turns.usage import TokenUsage
 
 
 def output(token_ids: list[int], index: int = 0, cached: int | None = None) -> RequestOutput:
@@ -16,7 +16,7 @@ def output(token_ids: list[int], index: int = 0, cached: int | None = None) -> R
 
 
 def test_a_prompt_counts_once_however_often_it_is_added() -> None:
-    usage = Usage()
+    usage = TokenUsage()
     for prompt_index in (0, 0, 1):
         usage.add_prompt(prompt_index, output([5], cached=2))
     usage.completion_tokens += 4
@@ -26,6 +26,6 @@ def test_a_prompt_counts_once_however_often_it_is_added() -> None:
 
 
 def test_cached_tokens_that_are_not_known_yet_do_not_count() -> None:
-    usage = Usage()
+    usage = TokenUsage()
     usage.add_prompt(0, output([5]))
     assert (usage.prompt_tokens, usage.cached_tokens, usage.num_cached_tokens) == (3, 0, {})

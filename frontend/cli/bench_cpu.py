@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from ...ipc.checks import require
 from ...ipc.config import resolved
 from ..bench.workloads import require_at_least
-from .bench_flags import BenchParser, add_json, write_report
+from .bench_flags import add_json, write_report
 from .flags import engine_flags, given
+from .parser import Parser
 from .table import print_table
 
 if TYPE_CHECKING:
@@ -38,9 +39,9 @@ COLUMNS: dict[str, Callable[[Phase], str]] = {
 BATCHES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64), (128, 512, 2048, 8192, 16384)
 
 
-def cpu_parser(argv: list[str]) -> BenchParser:
-    parser = BenchParser(
-        "cpu",
+def cpu_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "bench cpu",
         "[--model NAME] [--sweep] [engine flags]",
         "Measures the memory and arithmetic limits of this CPU, and each phase of a model as a "
         "fraction of that.",

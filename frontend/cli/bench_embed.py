@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import WorkloadOptions, make_requests, require_at_least
-from .bench_flags import BenchParser, add_json, write_report
+from .bench_flags import add_json, write_report
 from .bench_offline import open_llm
 from .flags import ENGINE, engine_flags
+from .parser import Parser
 from .session import COMMON_ENGINE
 
 
-def embed_parser(argv: list[str]) -> BenchParser:
-    parser = BenchParser(
-        "embed",
+def embed_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "bench embed",
         "[--model NAME] [--batch-size N] [--input-len N] [engine flags]",
         "Embeds batches of texts one after the other, each text once, and reports texts and tokens "
         "per second.",

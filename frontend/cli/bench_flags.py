@@ -1,4 +1,4 @@
-"""What the modes of `quire bench` share: their parser and its flags, and the file of the results.
+"""What the modes of `quire bench` share: flags, and the file of the results.
 
 Must not know: how anything is measured.
 """
@@ -10,57 +10,13 @@ import dataclasses
 from typing import Any, TypeVar
 
 from ..bench.workloads import DATASETS
-from .parser import Parser
+from .parser import Adder, Parser
 
 T = TypeVar("T")
-TYPES = {"N": int, "X": float, "S": float}  # placeholder of a value -> its type; else text
 NOT_SETTINGS = ("api_key", "settings", "config", "print_config")
 
 
-class BenchParser(Parser):
-    """The parser of one mode, with argparse's errors for values of a wrong type."""
-
-    def __init__(self, mode: str, arguments: str, description: str, argv: list[str]):
-        prog = f"quire bench {mode}"
-        super().__init__(prog, f"{prog} {arguments}", description, show_all="--help-all" in argv)
-
-    def group(self, title: str) -> Adder:
-        return Adder(self.add_argument_group(title), self.show_all)
-
-
-@dataclasses.dataclass(frozen=True)
-class Adder:
-    """Adds flags to a group. Rare ones are shown by --help-all only."""
-
-    group: Any
-    show_all: bool
-
-    def __call__(
-        self,
-        option: str,
-        placeholder: str | None,
-        help: str,
-        default: Any = None,
-        *,
-        rare: bool = False,
-        **arguments: Any,
-    ) -> None:
-        if "action" not in arguments:
-            help += f" [{default}]" if default not in (None, []) else ""
-            arguments |= {"type": TYPES.get(placeholder or "", str), "metavar": placeholder}
-        self.group.add_argument(
-            option,
-            default=default,
-            help=argparse.SUPPRESS if rare and not self.show_all else help.replace("%", "%%"),
-            **arguments,
-        )
-
-    def switch(self, option: str, help: str, *, rare: bool = False) -> None:
-        """A flag without a value."""
-        self(option, None, help, False, rare=rare, action="store_true")
-
-
-def add_workload(parser: BenchParser, *, tokenizer: bool) -> None:
+def add_workload(parser: Parser, *, tokenizer: bool) -> None:
     """The flags of WorkloadOptions. `tokenizer`: one may be chosen for the prompts."""
     add = parser.group("workload")
     names = ", ".join(DATASETS)
@@ -98,13 +54,8 @@ def add_workload(parser: BenchParser, *, tokenizer: bool) -> None:
 
 def add_ignore_eos(add: Adder, default: bool) -> None:
     shown = "on" if default else "off"
-    add(
-        "--ignore-eos",
-        None,
-        f"ignore end-of-sequence: answers have --output-len tokens [{shown}]",
-        default,
-        action=argparse.BooleanOptionalAction,
-    )
+    what = f"ignore end-of-sequence: answers have --output-len tokens [{shown}]"
+    add.on_off("--ignore-eos", what, default)
 
 
 def add_json(add: Adder) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, WorkloadOptions, make_requests, require_at_least
 from .bench_flags import (
-    BenchParser,
     add_ignore_eos,
     add_json,
     add_workload,
@@ -23,6 +22,7 @@ from .bench_flags import (
     write_report,
 )
 from .flags import ENGINE, engine_flags, given
+from .parser import Parser
 from .session import COMMON_ENGINE
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 
-def throughput_parser(argv: list[str]) -> BenchParser:
-    parser = BenchParser(
-        "throughput",
+def throughput_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "bench throughput",
         "[--model NAME] [workload flags] [engine flags]",
         "Submits all requests to the offline engine at once and reports tokens per second.",
         argv,
@@ -43,9 +43,9 @@ def throughput_parser(argv: list[str]) -> BenchParser:
     return parser
 
 
-def latency_parser(argv: list[str]) -> BenchParser:
-    parser = BenchParser(
-        "latency",
+def latency_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "bench latency",
         "[--batch-size N] [--input-len N] [--output-len N] [engine flags]",
         "Runs one batch repeatedly and reports its time and what the machine's memory would allow.",
         argv,
@@ -60,7 +60,7 @@ def latency_parser(argv: list[str]) -> BenchParser:
     return parser
 
 
-def _add_run(parser: BenchParser) -> None:
+def _add_run(parser: Parser) -> None:
     add = parser.group("run")
     add_ignore_eos(add, True)
     add_json(add)

@@ -15,13 +15,13 @@ from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
 from ..bench.workloads import Request, WorkloadOptions, make_requests
 from .bench_flags import (
-    BenchParser,
     add_ignore_eos,
     add_json,
     add_workload,
     options_of,
     write_report,
 )
+from .parser import Parser
 
 if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 WARMUP_SEED = 1_000_003
 
 
-def serve_parser(argv: list[str]) -> BenchParser:
-    parser = BenchParser(
-        "serve",
+def serve_parser(argv: list[str]) -> Parser:
+    parser = Parser(
+        "bench serve",
         "--base-url URL [--model NAME] [workload flags]",
         "Sends requests to a server of the OpenAI API and reports throughput and latencies. Ctrl-C "
         "reports the results so far.",

@@ -32,7 +32,7 @@ from .session import (
 )
 from .sources import naming_sources
 
-USAGE = "quire chat [MODEL] [--system TEXT] [sampling flags] [engine flags]"
+USAGE = "[MODEL] [--system TEXT] [sampling flags] [engine flags]"
 DESCRIPTION = (
     "Chats with the model. /help lists the commands, /exit or Ctrl-D exits, Ctrl-C stops the "
     "answer. From a pipe: one turn per line, and the commands /clear and /exit."
@@ -43,7 +43,7 @@ DEFAULTS = {"max_tokens": None}  # None: an answer may fill the context
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire chat", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("chat", USAGE, DESCRIPTION, argv)
     parser.add_model()
     parser.add_flags("conversation", [SYSTEM], ("system",))
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)

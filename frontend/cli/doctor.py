@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..engine_args import EngineArgs
     from ..model_info.machine_diagnosis import Finding
 
-USAGE = "quire doctor [MODEL] [--json] [server flags] [engine flags]"
+USAGE = "[MODEL] [--json] [server flags] [engine flags]"
 DESCRIPTION = (
     "Checks this machine, the installed plugins and MODEL for problems with `quire serve` and the "
     "same flags. No weights are loaded."
@@ -28,9 +28,9 @@ COLOURS = {"pass": "32", "warn": "33", "fail": "31"}
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire doctor", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("doctor", USAGE, DESCRIPTION, argv)
     parser.add_model()
-    parser.add_argument("--json", action="store_true", help="the findings as one JSON object")
+    parser.add.switch("--json", "the findings as one JSON object")
     parser.add_flags("server", server_flags(), ("host", "port"))
     parser.add_flags(
         "engine",

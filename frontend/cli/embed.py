@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..pooling_outputs import PoolingRequestOutput
     from .embed_writers import Writer
 
-USAGE = "quire embed [FILE] [--output FILE] [--task TASK] [engine flags]"
+USAGE = "[FILE] [--output FILE] [--task TASK] [engine flags]"
 DESCRIPTION = (
     "Embeds each text of FILE, which has one text per line, or with the name *.jsonl one object "
     '{"text": ...} per line, whose other fields are copied to the output; `-` is standard input.'
@@ -44,14 +44,9 @@ Record = dict[str, Any]
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire embed", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument(
-        "file",
-        nargs="?",
-        default="-",
-        metavar="FILE",
-        help="texts, one per line; - is standard input [-]",
-    )
+    parser = Parser("embed", USAGE, DESCRIPTION, argv)
+    add = parser.add
+    add("file", "FILE", "texts, one per line; - is standard input", "-", nargs="?")
     parser.add_argument(
         "--output",
         "-o",
@@ -59,32 +54,16 @@ def make_parser(argv: list[str]) -> Parser:
         metavar="FILE",
         help="*.npy, *.parquet (needs pyarrow) or *.jsonl; - is JSON lines on standard output [-]",
     )
-    parser.add_argument(
-        "--task", choices=POOLING_TASKS, help="what is computed [the model's first task]"
-    )
-    parser.add_argument(
-        "--prompt-name", metavar="NAME", help="the model's prompt to put in front of each text"
-    )
-    parser.add_argument(
-        "--dimensions", type=int, metavar="N", help="length of the embeddings (Matryoshka models)"
-    )
-    parser.add_argument(
+    add("--task", None, "what is computed [the model's first task]", choices=POOLING_TASKS)
+    add("--prompt-name", "NAME", "the model's prompt to put in front of each text")
+    add("--dimensions", "N", "length of the embeddings (Matryoshka models)")
+    add(
         "--truncate-prompt-tokens",
-        type=int,
-        metavar="N",
-        help="cut texts after N tokens; -1: after as many as the model reads",
+        "N",
+        "cut texts after N tokens; -1: after as many as the model reads",
     )
-    parser.add_argument(
-        "--resume",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="continue an interrupted run of the same FILE, model and options",
-    )
-    parser.add_argument(
-        "--progress",
-        action=argparse.BooleanOptionalAction,
-        help="show a progress bar [on a terminal]",
-    )
+    add.on_off("--resume", "continue an interrupted run of the same FILE, model and options", True)
+    add.on_off("--progress", "show a progress bar [on a terminal]")
     add_session_flags(parser)
     return parser
 

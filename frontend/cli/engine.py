@@ -17,7 +17,7 @@ from .parser import Parser
 from .plan import render
 from .sources import naming_sources
 
-USAGE = "quire engine --listen ipc://PATH [MODEL] [engine flags]"
+USAGE = "--listen ipc://PATH [MODEL] [engine flags]"
 DESCRIPTION = (
     "Loads MODEL and serves programs that attach with LLM(engine=...) or --engine at this "
     "address, until SIGTERM or Ctrl-C."
@@ -34,7 +34,7 @@ COMMON = (
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire engine", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("engine", USAGE, DESCRIPTION, argv)
     parser.add_model()
     parser.add_flags("daemon", [LISTEN, REPLACE], ("listen", "replace"))
     # The programs that attach choose the seed. The model is an argument here, without --model.

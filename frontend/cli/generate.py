@@ -33,7 +33,7 @@ from .values import convert_plain
 if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
 
-USAGE = "quire generate [PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
+USAGE = "[PROMPT ...] [--file FILE] [--json] [sampling flags] [engine flags]"
 DESCRIPTION = (
     "Completes each PROMPT; `-`, or no prompt at all, reads one from standard input. Several "
     "prompts run together."
@@ -47,24 +47,19 @@ Prompt = tuple[Any, dict[str, Any]]
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire generate", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
-    parser.add_argument(
+    parser = Parser("generate", USAGE, DESCRIPTION, argv)
+    add = parser.add
+    add("prompts", "PROMPT", "text to continue", nargs="*")
+    add(
         "--file",
-        metavar="FILE",
-        help='one prompt per line; with the name *.jsonl, objects {"prompt": ..., any sampling '
-        "flag}; - is standard input",
+        "FILE",
+        'one prompt per line; with the name *.jsonl, objects {"prompt": ..., any sampling flag}; '
+        "- is standard input",
     )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="one JSON object per completion and line: text, token_ids, finish_reason, usage",
+    add.switch(
+        "--json", "one JSON object per completion and line: text, token_ids, finish_reason, usage"
     )
-    parser.add_argument(
-        "--echo",
-        action=argparse.BooleanOptionalAction,
-        help="print the prompt before its completion [on a terminal]",
-    )
+    add.on_off("--echo", "print the prompt before its completion [on a terminal]")
     parser.add_flags("sampling", request_flags(**DEFAULTS), COMMON_SAMPLING)
     add_session_flags(parser)
     return parser

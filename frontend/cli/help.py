@@ -1,4 +1,4 @@
-"""`quire help --man` and `quire help --completion SHELL`: the manual page and the completion of a
+"""`--man` and `quire help --completion SHELL`: the manual page and the completion of a
 shell, made from the parsers that also make --help.
 
 Must not know: what a flag does.
@@ -16,17 +16,16 @@ from ...__main__ import COMMANDS
 from ...ipc.errors import InvalidParameterError
 from .parser import Parser
 
-USAGE = "quire help [COMMAND ...] | --man | --completion SHELL"
+USAGE = "[COMMAND ...] | --man | --completion SHELL"
 DESCRIPTION = "Shows the help of a command, the manual page, or the completion of a shell."
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire help", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("--man", action="store_true", help="print the manual page, for man -l")
-    parser.add_argument(
-        "--completion", choices=SHELLS, help="print what completes commands and flags in a shell"
-    )
+    parser = Parser("help", USAGE, DESCRIPTION, argv)
+    parser.add.switch("--man", "print the manual page, for man -l")
+    completion_of = "print what completes commands and flags in a shell"
+    parser.add("--completion", None, completion_of, choices=SHELLS)
     return parser
 
 

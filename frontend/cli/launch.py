@@ -20,7 +20,7 @@ from .parser import Parser
 from .table import print_table
 from .top import Server
 
-USAGE = "quire launch [NAME [--url URL] [--model NAME] [--print]] [-- ARGUMENTS]"
+USAGE = "[NAME [--url URL] [--model NAME] [--print]] [-- ARGUMENTS]"
 DESCRIPTION = (
     "Starts an agent with the settings that make it use a running Quire server; ARGUMENTS are the "
     "agent's own. Without NAME: lists the agents."
@@ -172,19 +172,13 @@ class LaunchParser(Parser):
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = LaunchParser("quire launch", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument("name", nargs="?", metavar="NAME", help=", ".join(AGENTS))
-    parser.add_argument(
-        "--url",
-        metavar="URL",
-        default="http://127.0.0.1:8000",
-        help="the server, with or without /v1 [http://127.0.0.1:8000]",
-    )
-    parser.add_argument("--model", metavar="NAME", help="one of the server's [its first]")
-    parser.add_argument("--api-key", metavar="KEY", help=f"of the server [${KEY}]")
-    parser.add_argument(
-        "--print", action="store_true", help="print the command with its variables; start nothing"
-    )
+    parser = LaunchParser("launch", USAGE, DESCRIPTION, argv)
+    add = parser.add
+    add("name", "NAME", ", ".join(AGENTS), nargs="?")
+    add("--url", "URL", "the server, with or without /v1", "http://127.0.0.1:8000")
+    add("--model", "NAME", "one of the server's [its first]")
+    add("--api-key", "KEY", f"of the server [${KEY}]")
+    add.switch("--print", "print the command with its variables; start nothing")
     return parser
 
 

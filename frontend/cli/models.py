@@ -18,7 +18,7 @@ from .values import format_bytes, format_count
 if TYPE_CHECKING:
     from ..model_info.model_cache import CachedModel
 
-USAGE = "quire models [--json] | show NAME [--json] | remove NAME [--yes]"
+USAGE = "[--json] | show NAME [--json] | remove NAME [--yes]"
 DESCRIPTION = (
     "Lists the models on this machine: the bundled one and those in the hub cache (HF_HOME), and "
     "whether they fit the memory that is free. show: one model and its memory plan. remove: "
@@ -28,11 +28,11 @@ DESCRIPTION = (
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire models", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("models", USAGE, DESCRIPTION, argv)
     parser.add_argument("action", nargs="?", choices=("list", "show", "remove"), default="list")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a model, as listed")
-    parser.add_argument("--json", action="store_true", help="one JSON object per model and line")
-    parser.add_argument("--yes", action="store_true", help="remove without asking")
+    parser.add("name", "NAME", "a model, as listed", nargs="?")
+    parser.add.switch("--json", "one JSON object per model and line")
+    parser.add.switch("--yes", "remove without asking")
     return parser
 
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     parser = make_parser(argv)
     args = parser.parse(argv)
     if (args.action == "list") != (args.name is None):
-        parser.error(f"usage: {USAGE}")
+        parser.error(f"usage: {parser.usage}")
     if args.action == "show":
         return show(args.name, as_json=args.json)
     if args.action == "remove":

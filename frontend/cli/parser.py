@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, get_args
 
 from ...ipc.checks import closest
@@ -23,17 +23,65 @@ NAMES = "served_model_name"  # takes several words where several models may be g
 SEVERAL_WORDS = frozenset({"lora_modules"})  # flags that take several words at once, as in vLLM
 
 
+TYPES = {"N": int, "X": float, "S": float}  # placeholder of a value -> its type; else text
+
+
+@dataclass(frozen=True)
+class Adder:
+    """Adds arguments that are no settings: the environment and files do not have them. Rare ones
+    are shown by --help-all only.
+    """
+
+    group: Any  # of argparse: a parser, or a group of its arguments
+    show_all: bool
+
+    def __call__(
+        self,
+        option: str,
+        placeholder: str | None,
+        help: str,
+        default: Any = None,
+        *,
+        rare: bool = False,
+        **arguments: Any,
+    ) -> None:
+        if "action" not in arguments:
+            help += f" [{default}]" if default not in (None, []) else ""
+            kind = TYPES.get(placeholder or "", str)
+            arguments = {"type": kind, "metavar": placeholder} | arguments
+        self.group.add_argument(
+            option,
+            default=default,
+            help=argparse.SUPPRESS if rare and not self.show_all else help.replace("%", "%%"),
+            **arguments,
+        )
+
+    def switch(self, option: str, help: str, *, rare: bool = False) -> None:
+        """A flag without a value."""
+        self(option, None, help, False, rare=rare, action="store_true")
+
+    def on_off(self, option: str, help: str, default: bool | None = None) -> None:
+        """A flag that --no-... turns off; `help` says its default."""
+        self(option, None, help, default, action=argparse.BooleanOptionalAction)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with one-sentence errors (exit code 2), a suggestion for an unknown flag, and a
     short and a full help. The settings of its flags may also come from the environment or a file
     (sources.py).
     """
 
-    def __init__(self, prog: str, usage: str, description: str, *, show_all: bool = False):
+    def __init__(self, command: str, arguments: str, description: str, argv: list[str]):
+        prog = f"quire {command}"
         super().__init__(
-            prog=prog, usage=usage, description=description, add_help=False, allow_abbrev=False
+            prog=prog,
+            usage=f"{prog} {arguments}",
+            description=description,
+            add_help=False,
+            allow_abbrev=False,
         )
-        self.show_all = show_all
+        self.show_all = "--help-all" in argv
+        self.add = Adder(self, self.show_all)
         self.several_models = False
         self.groups: list[tuple[str, list[Flag]]] = []
         self.hidden: list[Flag] = []  # vLLM's flags without an equivalent in Quire
@@ -41,6 +89,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--help-all", action="help", help="show all flags, and their environment variables"
         )
+
+    def group(self, title: str) -> Adder:
+        return Adder(self.add_argument_group(title), self.show_all)
 
     def add_flags(self, title: str, flags: Iterable[Flag], common: tuple[str, ...]) -> None:
         """Adds a group of flags. Those not named in `common` appear under --help-all only, which

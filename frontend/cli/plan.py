@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..engine_args import EngineArgs
     from ..model_info.plan import Plan
 
-USAGE = "quire plan [MODEL] [--memory SIZE] [--json] [engine flags]"
+USAGE = "[MODEL] [--memory SIZE] [--json] [engine flags]"
 DESCRIPTION = (
     "Reads MODEL's config.json and prints the size of its weights, the longest context and the "
     "number of concurrent requests. Nothing is loaded."
@@ -41,18 +41,16 @@ COMMON = (
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire plan", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("plan", USAGE, DESCRIPTION, argv)
     parser.add_model()
-    parser.add_argument(
+    parser.add(
         "--memory",
-        metavar="SIZE",
+        "SIZE",
+        "plan for this much memory, e.g. 24GiB; with --device cuda: the memory of the GPU [that of "
+        "this machine]",
         type=_size,
-        help="plan for this much memory, e.g. 24GiB; with --device cuda: the memory of the GPU "
-        "[that of this machine]",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="the figures as one JSON object, in bytes and tokens"
-    )
+    parser.add.switch("--json", "the figures as one JSON object, in bytes and tokens")
     parser.add_flags("engine", engine_flags(without=("model",)), COMMON)
     parser.add_flags(
         "server (no effect here; accepted so that its settings can be passed unchanged)",

@@ -16,7 +16,7 @@ from .values import format_bytes
 if TYPE_CHECKING:
     from ..model_info.model_pull import HubBlob
 
-USAGE = "quire pull NAME[:QUANT] [--revision NAME] [--download-dir DIR] [--verify] [--json]"
+USAGE = "NAME[:QUANT] [--revision NAME] [--download-dir DIR] [--verify] [--json]"
 DESCRIPTION = (
     "Downloads a model from the Hugging Face hub into its cache: the files that Quire reads, or "
     "the one GGUF model of QUANT (Q4_K_M). After an interruption the same command continues. Each "
@@ -25,21 +25,13 @@ DESCRIPTION = (
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire pull", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="NAME[:QUANT]",
-        help="such as org/name, org/name:Q4_K_M or org/name/F.gguf",
-    )
-    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit [main]")
-    parser.add_argument("--download-dir", metavar="DIR", help="in place of the hub cache (HF_HOME)")
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare the files in the cache too; damaged ones are downloaded again",
-    )
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser = Parser("pull", USAGE, DESCRIPTION, argv)
+    add, such = parser.add, "such as org/name, org/name:Q4_K_M or org/name/F.gguf"
+    add("model", "NAME[:QUANT]", such, nargs="?")
+    add("--revision", "NAME", "branch, tag or commit [main]")
+    add("--download-dir", "DIR", "in place of the hub cache (HF_HOME)")
+    add.switch("--verify", "compare the files in the cache too; damaged ones are downloaded again")
+    add.switch("--json", "the result as one JSON object")
     return parser
 
 

@@ -21,7 +21,7 @@ from .sources import naming_sources, read_sections
 if TYPE_CHECKING:
     from ..server.served_models import ServedModel
 
-USAGE = "quire serve [MODEL | NAME=MODEL] ... [server flags] [engine flags]"
+USAGE = "[MODEL | NAME=MODEL] ... [server flags] [engine flags]"
 DESCRIPTION = (
     "Serves MODEL with OpenAI's API until Ctrl-C or SIGTERM. Default MODEL: the small model "
     "bundled with Quire. Several models are loaded when requests name them, as memory allows; "
@@ -43,7 +43,7 @@ OF_SEVERAL = ("default_model", "model_options", "memory_limit", "keep_alive", "s
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire serve", USAGE, DESCRIPTION, show_all="--help-all" in argv)
+    parser = Parser("serve", USAGE, DESCRIPTION, argv)
     parser.add_model(several=True)
     parser.add_flags("server", server_flags(), COMMON)
     parser.add_flags("engine", [*engine_flags(without=("model",)), ENGINE], COMMON_ENGINE)

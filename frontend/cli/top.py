@@ -21,7 +21,7 @@ from .parser import Parser
 if TYPE_CHECKING:
     import urllib.error
 
-USAGE = "quire top [URL] [--json]"
+USAGE = "[URL] [--json]"
 DESCRIPTION = (
     "Shows the engine of a running server; q or Ctrl-C exits. Without a terminal: prints one "
     "observation as text."
@@ -41,21 +41,12 @@ class ServerError(QuireError):
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire top", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument(
-        "url",
-        nargs="?",
-        metavar="URL",
-        default="http://127.0.0.1:8000",
-        help="the server, with or without /v1 [http://127.0.0.1:8000]",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="API key [$OPENAI_API_KEY]")
-    parser.add_argument(
-        "--interval", metavar="S", type=float, default=0.5, help="seconds between updates [0.5]"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print one observation as the server's JSON"
-    )
+    parser = Parser("top", USAGE, DESCRIPTION, argv)
+    add = parser.add
+    add("url", "URL", "the server, with or without /v1", "http://127.0.0.1:8000", nargs="?")
+    add("--api-key", "KEY", "API key [$OPENAI_API_KEY]")
+    add("--interval", "S", "seconds between updates", 0.5)
+    add.switch("--json", "print one observation as the server's JSON")
     return parser
 
 

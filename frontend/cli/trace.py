@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..llm_engine import LLMEngine
     from ..trace.trace import Trace
 
-USAGE = "quire trace [MODEL | URL] [--prompt TEXT] [--steps N] [--json] [--html FILE] [flags]"
+USAGE = "[MODEL | URL] [--prompt TEXT] [--steps N] [--json] [--html FILE] [flags]"
 DESCRIPTION = (
     "Completes a prompt and shows what each step did: which requests it took and why, which lines "
     "of code ran, and every kernel with its shape, its time and its share of what this machine "
@@ -44,34 +44,24 @@ COMMON_SAMPLING = ("temperature",)
 
 
 def make_parser(argv: list[str]) -> Parser:
-    parser = Parser("quire trace", USAGE, DESCRIPTION, show_all="--help-all" in argv)
-    parser.add_argument(
-        "where",
-        nargs="?",
-        metavar="MODEL|URL",
-        help="the model, or the address of a server that runs with --admin [bundled]",
-    )
-    parser.add_argument("--api-key", metavar="KEY", help="of the server [$OPENAI_API_KEY]")
-    parser.add_argument("--prompt", metavar="TEXT", default=PROMPT, help=f'["{PROMPT}"]')
-    parser.add_argument(
+    parser = Parser("trace", USAGE, DESCRIPTION, argv)
+    add = parser.add
+    where = "the model, or the address of a server that runs with --admin [bundled]"
+    add("where", "MODEL|URL", where, nargs="?")
+    add("--api-key", "KEY", "of the server [$OPENAI_API_KEY]")
+    add("--prompt", "TEXT", f'["{PROMPT}"]')
+    add(
         "--steps",
-        metavar="N",
-        type=int,
-        default=DEFAULT_STEPS,
-        help=f"steps to record, 1 to {MAX_STEPS} [{DEFAULT_STEPS}: the prompt's, and a decode]",
+        "N",
+        f"steps to record, 1 to {MAX_STEPS} [{DEFAULT_STEPS}: the prompt's, and a decode]",
     )
-    parser.add_argument("--json", action="store_true", help="print everything as one JSON object")
-    parser.add_argument("--out", metavar="FILE", help="write that object to a file, for --diff")
-    parser.add_argument("--html", metavar="FILE", help="write a page")
-    parser.add_argument(
-        "--perfetto", metavar="FILE", help="write a file for ui.perfetto.dev, a track per thread"
-    )
-    parser.add_argument(
-        "--diff",
-        nargs=2,
-        metavar=("A", "B"),
-        help="compare two files written by --out; nothing is run",
-    )
+    add.switch("--json", "print everything as one JSON object")
+    add("--out", "FILE", "write that object to a file, for --diff")
+    add("--html", "FILE", "write a page")
+    add("--perfetto", "FILE", "write a file for ui.perfetto.dev, a track per thread")
+    what = "compare two files written by --out; nothing is run"
+    add("--diff", None, what, nargs=2, metavar=("A", "B"))
+    parser.set_defaults(prompt=PROMPT, steps=DEFAULT_STEPS)
     parser.add_flags("sampling", request_flags(), COMMON_SAMPLING)
     add_session_flags(parser)
     return parser

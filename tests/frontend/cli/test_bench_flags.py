@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from quire.frontend.bench.workloads import WorkloadOptions
 from quire.frontend.cli.bench_flags import (
-    BenchParser,
     add_ignore_eos,
     add_json,
     add_workload,
@@ -15,10 +14,11 @@ from quire.frontend.cli.bench_flags import (
     settings_of,
     write_report,
 )
+from quire.frontend.cli.parser import Parser
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = BenchParser("x", "[flags]", "what", [])
+    parser = Parser("bench x", "[flags]", "what", [])
     add_workload(parser, tokenizer=False)
     add = parser.group("run")
     add_ignore_eos(add, True)

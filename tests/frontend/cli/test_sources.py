@@ -28,7 +28,7 @@ GROUPS = {
 
 def parser() -> Parser:
     """Return the parser of `quire serve`."""
-    made = Parser("quire serve", "quire serve [MODEL]", "Serves.")
+    made = Parser("serve", "[MODEL]", "Serves.", [])
     made.add_model()
     for title, flags in GROUPS.items():
         made.add_flags(title, flags, ())

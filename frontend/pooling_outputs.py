@@ -18,8 +18,6 @@ from .outputs import RequestMetrics, RequestOutput
 if TYPE_CHECKING:
     import numpy as np
 
-    from .requests.request_state import RequestState
-
 
 @dataclass(slots=True, eq=False)
 class PoolingOutput:
@@ -151,31 +149,6 @@ KINDS: dict[str, tuple[type[PoolingRequestOutput], type[PoolingOutput]]] = {
     "score": (ScoringRequestOutput, ScoringOutput),
 }
 BY_TOKEN = (PoolingRequestOutput, PoolingOutput)
-
-
-def pooling_output(state: RequestState) -> PoolingRequestOutput:
-    """The output of a finished request."""
-    output_type, result_type = KINDS.get(state.task or "", BY_TOKEN)
-    pooled, reason = state.pooled, state.completions[0].finish_reason
-    result = None
-    if pooled is not None:
-        import numpy as np  # takes 50 ms: only frontends of models that pool
-
-        data = np.frombuffer(pooled.data, "<f4").reshape(pooled.shape)
-        data.flags.writeable = False
-        result = result_type(data)
-    return output_type(
-        state.request_id,
-        state.prompt,
-        state.core_request.prompt_token_ids,
-        result,
-        True,
-        str(reason),
-        state.metrics,
-        state.num_cached_tokens,
-        state.error,
-        state.error_parameter,
-    )
 
 
 def converted(output: PoolingRequestOutput, task: str, data: np.ndarray | None) -> Any:

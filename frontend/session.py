@@ -66,7 +66,7 @@ class RequestSession:
         own_eos_id = self.tokenizer.eos_token_id if self.tokenizer is not None else None
         eos_ids = find_eos_ids(model_config, own_eos_id)
         self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
-        self.telemetry = Telemetry(config, client)
+        self.telemetry = Telemetry(config, client.is_shared)
         self.output_processor = OutputProcessor(
             self.tokenizer, client.ready.epoch, self.telemetry.finish
         )

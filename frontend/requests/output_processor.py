@@ -23,7 +23,7 @@ from ...ipc.messages import (
 )
 from ...ipc.params import PoolingParams, RequestOutputKind, SamplingParams, child_seed
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput
-from ..pooling_outputs import AnyOutput, pooling_output
+from ..pooling_outputs import BY_TOKEN, KINDS, AnyOutput, PoolingRequestOutput
 from ..text.detokenizer import NO_TEXT, make_detokenizer
 from ..text.tokenizer import Tokenizer
 from .input_processor import ProcessedRequest
@@ -433,3 +433,28 @@ def _note_token_ts(
     for i in range(first, first + min(num_tokens, MAX_TOKEN_TS - len(metrics.token_ts))):
         step = outputs.token_steps[i] if outputs.token_steps else None
         metrics.token_ts.append(outputs.timestamp if step is None else outputs.step_times[step])
+
+
+def pooling_output(state: RequestState) -> PoolingRequestOutput:
+    """The output of a finished request that pools."""
+    output_type, result_type = KINDS.get(state.task or "", BY_TOKEN)
+    pooled, reason = state.pooled, state.completions[0].finish_reason
+    result = None
+    if pooled is not None:
+        import numpy as np  # takes 50 ms: only frontends of models that pool
+
+        data = np.frombuffer(pooled.data, "<f4").reshape(pooled.shape)
+        data.flags.writeable = False
+        result = result_type(data)
+    return output_type(
+        state.request_id,
+        state.prompt,
+        state.core_request.prompt_token_ids,
+        result,
+        True,
+        str(reason),
+        state.metrics,
+        state.num_cached_tokens,
+        state.error,
+        state.error_parameter,
+    )

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from ...ipc.config import EngineConfig
 from ...ipc.counters import SchedulerStats
 from ...ipc.messages import EngineCoreOutputs
-from ..clients.client import EngineClient
 from ..requests.input_processor import ProcessedRequest
 
 if TYPE_CHECKING:
@@ -113,7 +112,8 @@ class Telemetry:
     the log line, counters, tracing.
     """
 
-    def __init__(self, config: EngineConfig, client: EngineClient):
+    def __init__(self, config: EngineConfig, shares_engine: bool):
+        """`shares_engine`: other clients may use the engine, too."""
         # of the engine after its last step, or the sum of several engines'
         self.stats: SchedulerStats | None = None
         self._stats: dict[int, SchedulerStats] = {}  # by engine_index
@@ -122,7 +122,7 @@ class Telemetry:
         self._log = (
             None
             if service.disable_log_stats
-            else StatsLogger(service.log_stats_interval_s, client.is_shared)
+            else StatsLogger(service.log_stats_interval_s, shares_engine)
         )
         self._tracer: RequestTracer | None = None
         self._server_metrics: ServerMetrics | None = None

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from quire import ClassificationRequestOutput, EmbeddingRequestOutput, PoolingRequestOutput
 from quire.frontend.outputs import RequestMetrics
-from quire.frontend.pooling_outputs import Rows, ScoringRequestOutput, converted, pooling_output
+from quire.frontend.pooling_outputs import Rows, ScoringRequestOutput, converted
+from quire.frontend.requests.output_processor import pooling_output
 from quire.frontend.requests.request_state import CompletionState, RequestState
 from quire.frontend.text.detokenizer import NO_TEXT
 from quire.ipc.errors import QuireError

@@ -16,18 +16,25 @@ from typing import Any
 from ... import __version__
 
 
+def processor_text() -> str:
+    """What the system says of its processors; "" where it does not."""
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def processor_name() -> str:
+    name = re.search(r"^model name\s*:\s*(.+)$", processor_text(), re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
+
+
 def describe_machine() -> dict[str, Any]:
     """For result files: plain values, without names of people, hosts or paths."""
     import psutil
 
-    try:
-        names = re.findall(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-    except OSError:
-        names = []
     return {
-        "processor": names[0] if names else platform.processor() or platform.machine(),
+        "processor": processor_name(),
         "num_cores": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
         else os.cpu_count(),

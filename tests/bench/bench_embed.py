@@ -27,14 +27,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from quire.tests.bench.bench_gguf import free_port
 from quire.tests.bench.embed_engines import pools_cls
 from quire.tests.bench.report import hardware, write_result
+from quire.tests.bench.servers import START_TIMEOUT_S, free_port
 from tokenizers import Tokenizer
 
 HERE = Path(__file__).resolve().parent
 VENVS = os.path.expanduser(os.environ.get("PEERS_VENVS", "~/venv-peer-"))
-START_TIMEOUT_S, PAUSE_S = 300, 0.3  # the pause lets the threads of the one before fall asleep
+PAUSE_S = 0.3  # the pause lets the threads of the one before fall asleep
 COSINE, COSINE_INT8, LENGTH_ERROR = 0.99, 0.9, 0.02
 REFERENCE = "sentence-transformers torch float32"
 

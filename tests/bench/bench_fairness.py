@@ -23,7 +23,7 @@ import psutil
 import uvloop
 from quire.frontend.bench.http_client import HttpClient
 from quire.frontend.bench.openai_client import Outcome, RequestOptions, stream_request
-from quire.tests.bench.bench_serve import free_port, wait_until_ready
+from quire.tests.bench.servers import free_port, wait_until_ready
 
 OPTIONS = RequestOptions(endpoint="completions", ignore_eos=True, temperature=0.0)
 

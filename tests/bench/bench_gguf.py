@@ -14,10 +14,8 @@ a start, and after all work.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,12 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import psutil
 from quire.ipc.models.gguf import read_gguf
 from quire.tests.bench.report import hardware, write_result
+from quire.tests.bench.servers import free_port, post_together, wait_until_ready
 
-START_TIMEOUT_S, REQUEST_TIMEOUT_S = 300, 900
 FIRST_ORDINARY_TOKEN = 300  # lower ids may be control tokens
 
 
@@ -67,18 +64,6 @@ class Server:
         with log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.log = log
-
-    def wait_until_ready(self, client: httpx.Client, url: str) -> None:
-        while time.perf_counter() - self.started < START_TIMEOUT_S:
-            if self.process.poll() is not None:
-                sys.exit(f"{self.name} ended while it started; its log is {self.log}")
-            try:
-                if client.get(url + self.ready_path).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            time.sleep(0.01)
-        sys.exit(f"{self.name} is not ready after {START_TIMEOUT_S} s; its log is {self.log}")
 
     def body(self, prompt: list[int], out: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -132,46 +117,26 @@ class LlamaServer(Server):
         }
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def start(kind: type, args: argparse.Namespace, slots: int) -> tuple[Server, str, float]:
-    """A running server, its URL, and the seconds from its start to its first token."""
+def start(kind: type, args: argparse.Namespace, slots: int) -> tuple[Server, int, float]:
+    """A running server, its port, and the seconds from its start to its first token."""
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
     server = kind(args, slots, port, Path(args.logs) / f"{kind.name}.log")
-    with httpx.Client(timeout=REQUEST_TIMEOUT_S) as client:
-        server.wait_until_ready(client, url)
-        prompt = list(range(FIRST_ORDINARY_TOKEN, FIRST_ORDINARY_TOKEN + 16))
-        client.post(url + server.path, json=server.body(prompt, 1)).raise_for_status()
-    return server, url, time.perf_counter() - server.started
+    wait_until_ready(port, server.process, server.ready_path)
+    prompt = list(range(FIRST_ORDINARY_TOKEN, FIRST_ORDINARY_TOKEN + 16))
+    post_together(port, server.path, [server.body(prompt, 1)])
+    return server, port, time.perf_counter() - server.started
 
 
-def run(server: Server, url: str, cell: Cell, prompts: list[list[int]]) -> float:
+def run(server: Server, port: int, cell: Cell, prompts: list[list[int]]) -> float:
     """Sends the prompts together; returns tokens per second until the last answer."""
-
-    async def all_at_once() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.post(url + server.path, json=server.body(prompt, cell.out))
-                    for prompt in prompts
-                )
-            )
-        for answer in answers:
-            answer.raise_for_status()
-            told = answer.json()
-            count = told.get("tokens_predicted") or told["usage"]["completion_tokens"]
-            if count != cell.out:
-                sys.exit(f"{server.name} answered {count} tokens instead of {cell.out}")
-
     begin = time.perf_counter()
-    asyncio.run(all_at_once())
+    bodies = [server.body(prompt, cell.out) for prompt in prompts]
+    answers = post_together(port, server.path, bodies)
     seconds = time.perf_counter() - begin
+    for answer in answers:
+        count = answer.get("tokens_predicted") or answer["usage"]["completion_tokens"]
+        if count != cell.out:
+            sys.exit(f"{server.name} answered {count} tokens instead of {cell.out}")
     tokens = sum(map(len, prompts)) if cell.counts_prompt else cell.requests * cell.out
     return tokens / seconds
 
@@ -211,8 +176,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for name, cell in cells.items():
             for i in range(args.rounds + 1):  # the first one is a warm-up
                 prompts = make_prompts(cell, vocab_size, f"{name} {i} {time.time()}")
-                for server, url in servers if i % 2 else servers[::-1]:
-                    rate = run(server, url, cell, prompts)
+                for server, port in servers if i % 2 else servers[::-1]:
+                    rate = run(server, port, cell, prompts)
                     if i:
                         rates[name][server.name].append(rate)
         peaks = {server.name: round(server.peak_mib()) for server, _ in servers}

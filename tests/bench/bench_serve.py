@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from quire.frontend.bench.http_client import HttpClient
 from quire.frontend.bench.openai_client import RequestOptions, stream_request
 from quire.frontend.bench.workloads import WORDS
 from quire.tests.bench.report import hardware, write_result
+from quire.tests.bench.servers import free_port, wait_until_ready
 
 NUM_WORDS = 16
 
@@ -56,22 +56,13 @@ def offline(args: argparse.Namespace) -> None:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:
             params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens, ignore_eos=True)
-            prompts, run = (
-                make_prompts(int(line), args),
-                llm.chat if args.endpoint == "chat" else llm.generate,
-            )
+            prompts = make_prompts(int(line), args)
+            run = llm.chat if args.endpoint == "chat" else llm.generate
             start = time.perf_counter()
             outputs = run(prompts, params, use_tqdm=False)
             seconds = time.perf_counter() - start
-            print(
-                json.dumps(
-                    {
-                        "seconds": seconds,
-                        "tokens": sum(len(output.outputs[0].token_ids) for output in outputs),
-                    }
-                ),
-                flush=True,
-            )
+            num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+            print(json.dumps({"seconds": seconds, "tokens": num_tokens}), flush=True)
 
 
 def measure_http(
@@ -109,54 +100,12 @@ def measure_http(
     return uvloop.run(main())
 
 
-def wait_until_ready(port: int, server: subprocess.Popen) -> None:
-    async def main() -> None:
-        client = HttpClient(f"http://127.0.0.1:{port}", {}, 10)
-        while (await client.exchange("GET", "/health/ready")).status != 200:
-            await asyncio.sleep(0.2)
-        client.close()
-
-    while server.poll() is None:
-        try:
-            return asyncio.run(main())
-        except Exception:  # not yet listening
-            time.sleep(0.2)
-    sys.exit("the server did not start")
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def run_rounds(args: argparse.Namespace) -> tuple[list[dict], list[dict]]:
-    port, flags = (
-        free_port(),
-        [
-            str(value)
-            for value in (
-                "--model",
-                args.model,
-                "--streams",
-                args.streams,
-                "--max-tokens",
-                args.max_tokens,
-                "--endpoint",
-                args.endpoint,
-            )
-        ],
-    )
-    serve = [
-        sys.executable,
-        "-m",
-        "quire",
-        "serve",
-        args.model,
-        "--port",
-        str(port),
-        "--no-access-log",
-    ]
+    port = free_port()
+    flags = ["--model", args.model, "--streams", str(args.streams)]
+    flags += ["--max-tokens", str(args.max_tokens), "--endpoint", args.endpoint]
+    serve = [sys.executable, "-m", "quire", "serve", args.model]
+    serve += ["--port", str(port), "--no-access-log"]
     worker = subprocess.Popen(
         [sys.executable, __file__, "--offline", *flags],
         stdin=subprocess.PIPE,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
+from quire.frontend.bench.machine import processor_name, processor_text
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -23,17 +24,9 @@ def hardware() -> str:
     may use, e.g. "intel-r-xeon-r-platinum-8488c-amx-2-cores". Machines with the same processor name
     can differ by a factor of two.
     """
-    try:
-        told = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        told = ""
-    names = re.findall(r"^model name\s*:\s*(.+)$", told, re.MULTILINE)
-    name = re.sub(
-        r"[^a-z0-9]+",
-        "-",
-        (names[0] if names else platform.processor() or platform.machine()).lower(),
-    ).strip("-")
-    isa = "-amx" if "amx_bf16" in told else "-avx512" if "avx512_bf16" in told else ""
+    name = re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-")
+    text = processor_text()
+    isa = "-amx" if "amx_bf16" in text else "-avx512" if "avx512_bf16" in text else ""
     return f"{name}{isa}-{len(os.sched_getaffinity(0))}-cores"
 
 

@@ -14,8 +14,7 @@ from ..ipc.config import LoRAConfig
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
 from .model import Model
-from .models.adapted_layers import Modules
-from .models.adapters import EmbeddingAdapters, LinearAdapters
+from .models.adapters import EmbeddingAdapters, LinearAdapters, Modules
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module
@@ -64,7 +63,7 @@ class Loras:
     def use_model(self, model: Model) -> None:
         """Call it before requests enter slots, whenever the model has been replaced."""
         self._modules = model.adapted_modules
-        self._layers = list({id(of): of for of, _ in self._modules.values()}.values())
+        self._layers = list(dict.fromkeys(of for of, _ in self._modules.values()))
         self._shapes = {name: of.adapted(i) for name, (of, i) in self._modules.items()}
         self._heads = model.config.num_attention_heads, model.config.num_key_value_heads
         self._places = dict.fromkeys(range(self._config.max_loras))

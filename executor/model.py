@@ -17,8 +17,7 @@ from ..kernels.ops import AttentionMetadata
 from .pooling.heads import PoolingHead
 
 if TYPE_CHECKING:
-    from .models.adapted_layers import Modules
-    from .models.adapters import AdapterRows
+    from .models.adapters import AdapterRows, Modules
     from .models.experts import RoutedTokens
     from .models.fallback.names import Conversion
 
@@ -68,7 +67,7 @@ class Model(Protocol):
     # head that drafts, the residual stream of a stage after the first; of others without rows
     state: torch.Tensor = torch.empty(0)
     taps: Taps | None = None
-    # of LoRA, None and empty until models.adapted_layers.adapt_layers
+    # of LoRA, None and empty where the engine has none
     adapter_rows: AdapterRows | None = None
     adapted_modules: Modules = {}
 
@@ -82,7 +81,7 @@ class Model(Protocol):
         ...
 
     def use_adapters(self, rows: AdapterRows, modules: Modules) -> None:
-        """Its layers have got adapters: see models.adapted_layers.adapt_layers."""
+        """Its layers have got adapters: see models.adapters."""
         self.adapter_rows, self.adapted_modules = rows, modules
 
     def use_taps(self, taps: Taps | None) -> None:

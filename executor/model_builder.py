@@ -36,7 +36,7 @@ from .kernel_choice import (
 )
 from .model import Model
 from .models import ModelKind, find_model
-from .models.adapted_layers import adapt_layers, explore_layers
+from .models.adapters import adapted_modules, explored_modules
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers
@@ -151,28 +151,29 @@ class ModelBuilder:
             model_config.quantization,
             self.group,
             self.expert_group,
+            self.config.lora_config,
         )
+        if self.config.lora_config.enable_lora and not self.shape.has_lm_head:
+            problem = "takes no LoRA adapters: it does not generate text"
+            raise InvalidParameterError("enable_lora", f"{self.kind.name} {problem}")
         model = self.kind.build(
             self.kind.parse_config(model_config.hf_config), make, model_config.max_model_len
         )
         _warn_of_unused_layers(make, self.kind.name)
-        if self.config.lora_config.enable_lora:
-            if not model.has_head:
-                problem = "takes no LoRA adapters: it does not generate text"
-                raise InvalidParameterError("enable_lora", f"{self.kind.name} {problem}")
-            adapt_layers(model, make, self.config.lora_config)
+        if make.adapter_rows is not None:
+            model.use_adapters(make.adapter_rows, adapted_modules(model))
         quantization = None if directory is None else self._quantization_of(directory)
         self._check_size(model, make, directory, quantization)
         if directory is None:
-            fill_with_random_weights(model, model_config.seed, report, make.fill, make.stored_shape)
+            fill_with_random_weights(model, model_config.seed, report, make.fill)
         else:
-            packed = PackedLayers(model, make, PackedCache.of(self.config, directory))
+            packed = PackedLayers(model, PackedCache.of(self.config, directory))
             if not packed.restored():
-                load_weights(model, directory, report, make.fill, quantization, make.stored_shape)
+                load_weights(model, directory, report, make.fill, quantization)
                 packed.keep()
         self.weights_bytes = make.weights_bytes
-        if model.adapter_rows is not None and model.IS_FALLBACK:
-            explore_layers(model)
+        if make.adapter_rows is not None and model.IS_FALLBACK:
+            model.use_adapters(make.adapter_rows, explored_modules(model))
         return model
 
     def _check_size(

@@ -2,15 +2,18 @@
 
 Must not know: architectures, files, requests, which adapter is in which place.
 
-Addresses never change, so that a recorded program may hold them. Pages in which few adapters have
-something, as those of embeddings and heads, are allocated when an adapter is first put there.
+Models do not know of them. Addresses never change, so that a recorded program may hold them. Pages
+in which few adapters have something, as those of embeddings and heads, are allocated when an
+adapter is first put there.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +21,10 @@ import torch
 from ...kernels.cpu.native.weights import HugePages
 from ...kernels.lora import LORA_BLOCK, first_blocks
 from ..weights.lora_files import Adapted, AdapterWeights
+from ..weights.table import layer_of
+
+if TYPE_CHECKING:
+    from ..model import Model
 
 # Up to this rank the memory is in huge pages, which a step with few rows reads faster, and is
 # allocated at once. Higher ranks may be far above those of the adapters.
@@ -32,8 +39,8 @@ class AdapterRows:
         self.adapters: torch.Tensor | None = None  # [T] i32: see add_lora; None: no row has one
         # [R] i64: the rows of the step whose logits are computed; None: all of them
         self.indices: torch.Tensor | None = None
-        # while a model is explored: the rows of each call, by id of the layer's adapters
-        self.seen: dict[int, list[int]] | None = None
+        # while a model is explored: the rows of each call of a layer, by its adapters
+        self.seen: dict[LinearAdapters | EmbeddingAdapters, list[int]] | None = None
         self._huge_pages = HugePages()
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -43,6 +50,15 @@ class AdapterRows:
         memory = self._huge_pages.empty(*shape, dtype=dtype)
         memory.view(-1)[:: mmap.PAGESIZE // dtype.itemsize] = 0.0
         return memory
+
+    @contextmanager
+    def watched(self) -> Iterator[dict[LinearAdapters | EmbeddingAdapters, list[int]]]:
+        """`seen` of the passes within, which add nothing."""
+        self.seen = {}
+        try:
+            yield self.seen
+        finally:
+            self.seen = None
 
     def begin(self, adapters: torch.Tensor | None, logits_indices: torch.Tensor) -> None:
         """Call it before each step; adapters [T], logits_indices [R]."""
@@ -88,7 +104,7 @@ class LinearAdapters:
         """In place: y [T, sum of slices] += the adapters' part; x [T, in_features]."""
         rows = self.rows
         if rows.seen is not None:
-            rows.seen.setdefault(id(self), []).append(len(x))
+            rows.seen.setdefault(self, []).append(len(x))
         elif rows.adapters is not None:
             indices = rows.indices if is_logits else None
             self.add_lora(
@@ -166,7 +182,7 @@ class EmbeddingAdapters:
         """In place: y [T, hidden_size] += the adapters' part; token_ids [T]."""
         rows, adapters = self.rows, self.rows.adapters
         if rows.seen is not None:
-            rows.seen.setdefault(id(self), []).append(len(token_ids))
+            rows.seen.setdefault(self, []).append(len(token_ids))
         elif adapters is not None:
             self.add_lora_embedding(y, token_ids, self.a, self.b, self.scales, self.ranks, adapters)
 
@@ -181,3 +197,47 @@ class EmbeddingAdapters:
 
     def clear(self, place: int) -> None:
         self.ranks[place] = 0
+
+
+# name of a module -> the adapters of its layer, and its index among the merged projections
+Modules = dict[str, tuple[LinearAdapters | EmbeddingAdapters, int]]
+
+
+def adapted_modules(model: Model) -> Modules:
+    """Of a model that is not yet filled, whose LayerFactory has given layers adapters. Experts and
+    routers have none.
+    """
+    modules: Modules = {}
+    heads: Modules = {}
+    for name, tensor in model.weights():
+        layer, module = layer_of(tensor), name.removesuffix(".weight")
+        if tensor.dim() != 2 or layer is None or layer.adapters is None:
+            continue
+        if layer.tied_to is not None:
+            ((head, _),) = layer.shards.items()
+            heads[head] = layer.adapters, 0
+            layer = layer.tied_to
+        index = 0
+        if isinstance(layer.adapters, LinearAdapters):
+            # of a model in transformers' code the shards have their full names
+            shards = list(layer.shards)
+            index = shards.index(module if module in shards else module.rpartition(".")[2])
+        modules[module] = layer.adapters, index
+    return modules | heads
+
+
+def explored_modules(model: Model) -> Modules:
+    """Those that see one row for each token of a step: nobody but transformers knows what the
+    modules of its models are called with.
+
+    Call it for a model in transformers' code whose weights are there.
+    """
+    rows = model.adapter_rows
+    assert rows is not None
+    with rows.watched() as seen:
+        num_tokens = model.explore()
+    return {
+        name: (adapters, index)
+        for name, (adapters, index) in model.adapted_modules.items()
+        if name == model.head_name or {*seen.get(adapters, ())} == {num_tokens}
+    }

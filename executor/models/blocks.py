@@ -59,9 +59,10 @@ class Attention:
         self.scale = config.attention_scale
         self.sliding_window = config.sliding_windows[layer]
         self.ops = make.ops
-        # [num_blocks, block_size, num_kv_heads, head_dim], set when the cache is allocated
-        self.key_cache = self.value_cache = None
-        self.kv_cache_group = 0  # of its block table, set with the cache
+        # [num_blocks, block_size, num_kv_heads, head_dim], of bind_cache
+        self.key_cache: torch.Tensor | None = None
+        self.value_cache: torch.Tensor | None = None
+        self.kv_cache_group = 0  # of its block table
         self._heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         # Only if one implementer provides the fused operation and its parts: a user's kernel for
         # one part must not be bypassed.
@@ -74,6 +75,12 @@ class Attention:
             else (None, None, 0.0)
         )
         self._q_rows = self.num_heads * self.head_dim
+
+    def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
+        """Makes these its part of the KV cache, with the block table of this group of layers; None:
+        it has none now.
+        """
+        self.key_cache, self.value_cache, self.kv_cache_group = key, value, group
 
     def __call__(
         self, x: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata

@@ -18,10 +18,11 @@ from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
 from ..model import Model
 from ..pooling.heads import PoolingHead, TokenScore, make_head
+from ..weights.table import Weight
 from .blocks import Attention, GatedMLP, attention_for
 from .experts import MixtureOfExperts, RoutedTokens
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
-from .parallel_layers import GatheredHead
+from .linear import GatheredHead
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -88,8 +89,9 @@ class Decoder(Model):
         is_tied = config.has_lm_head and config.tie_word_embeddings
         self.embed_tokens: Embedding | None = None
         if self.stages.is_first or (self.stages.is_last and is_tied):
+            head = "lm_head" if self.stages.is_last and is_tied else None
             self.embed_tokens = make.embedding(
-                "embed_tokens", config.vocab_size, config.hidden_size
+                "embed_tokens", config.vocab_size, config.hidden_size, head
             )
         # of each layer of experts
         self.other_experts: set[int] = set()
@@ -117,7 +119,7 @@ class Decoder(Model):
             pass  # it pools, or the last stage has it
         elif config.tie_word_embeddings:
             assert self.embed_tokens is not None
-            self.lm_head = make.tied_head("lm_head", self.embed_tokens)
+            self.lm_head = make.tied_head(self.embed_tokens)
         else:
             self.lm_head = make.head("lm_head", config.hidden_size, config.vocab_size)
 
@@ -229,6 +231,12 @@ class Decoder(Model):
         """The weight-name table: every name that the checkpoint must have, with the tensor it
         fills.
         """
+        offset = self.config.norm_offset
+        for name, tensor in self._weights():
+            is_norm = offset != 0.0 and name.endswith("norm.weight")
+            yield name, Weight(tensor, offset=offset) if is_norm else tensor
+
+    def _weights(self) -> Weights:
         prefix = self.config.name_prefix
         if self.embed_tokens is not None:
             yield from self.embed_tokens.weights(f"{prefix}model.")

@@ -17,6 +17,7 @@ from ...ipc.models.encoders import EncoderArchitecture
 from ...kernels.ops import AttentionMetadata
 from ..model import TextEncoder
 from ..pooling.heads import make_head
+from ..weights.table import Weight
 from .layers import LayerFactory, Rope, Weights
 
 MAX_DISTANCE = 128  # of two tokens: all beyond have the last bucket's bias
@@ -60,7 +61,6 @@ class RelativeBias:
         self.by_distance = torch.empty(
             config.num_attention_heads, 2 * MAX_DISTANCE + 1, device=make.device
         )
-        make.wait(self.table, self)
 
     def fill(self, tensor: torch.Tensor, values: Any) -> None:
         self.table.copy_(values)
@@ -69,7 +69,7 @@ class RelativeBias:
         self.by_distance.copy_(self.table[buckets].T)
 
     def weights(self, prefix: str) -> Weights:
-        yield f"{prefix}{self.name}.weight", self.table
+        yield f"{prefix}{self.name}.weight", Weight(self.table, self)
 
 
 def relative_buckets(distances: torch.Tensor, count: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.experts_config import ExpertsConfig
 from ...kernels.moe import ClampedSwiGLU, Experts
 from ..model import Model
+from ..ranks.expert_group import ExpertGroup
 from .blocks import GatedMLP
 from .layers import LayerFactory, Weights
 
@@ -69,6 +71,37 @@ def padded(model: Model, slots: torch.Tensor) -> Iterator[None]:
             routed.slots = None
 
 
+class DividedExperts:
+    """Called as `fused_moe`, with the experts that this engine has: rows go where their experts
+    are, and back.
+
+    The result has the bits of `fused_moe` with all experts: an expert returns the same numbers for
+    a row in any company, and the row's engine adds them in the order of the row's ids.
+    """
+
+    def __init__(self, ops: Any, group: ExpertGroup, share: int):
+        """share: how many experts each engine has; the first engine has the first ones."""
+        self.ops, self._group, self._share = ops, group, share
+
+    def __call__(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: Experts
+    ) -> torch.Tensor:
+        """x [T, H], ids [T, K] i32 of all experts, weights [T, K] fp32 -> [T, H]"""
+        group = self._group
+        all_x, all_ids, num_rows = group.gather(x, ids)
+        is_mine = all_ids // self._share == group.rank
+        rows, slots = is_mine.nonzero(as_tuple=True)  # in the order of engines, rows and slots
+        own_ids = all_ids[rows, slots] - group.rank * self._share
+        returned = self.ops.expert_outputs(all_x[rows], own_ids[:, None], experts)[:, 0]
+        sent = [int(of_engine.sum()) for of_engine in is_mine.split(num_rows)]
+        engine_of = (ids.flatten() // self._share).long()
+        received = torch.bincount(engine_of, minlength=group.size).tolist()
+        places = engine_of.argsort(stable=True)
+        by_slot = torch.empty(len(places), x.shape[1])
+        by_slot[places] = group.scatter(returned, sent, received)
+        return self.ops.weighted_sum(by_slot.view(*ids.shape, -1), weights, x.dtype)
+
+
 class MixtureOfExperts:
     """The weighted sum of the experts that a router chooses for each token; plus, where there is
     one, the expert that all tokens share, times the sigmoid of its gate.
@@ -88,11 +121,17 @@ class MixtureOfExperts:
         self.routed = RoutedTokens(counts)
         self.router = make.router(names.router, hidden_size, self.config.count, bias)
         self.own = make.own_experts(self.config.count)
+        shards = {names.gate: size, names.up: size}
         self.gate_up = [
-            make.linear(hidden_size, {names.gate: size, names.up: size}, bias) for _ in self.own
+            make.linear(hidden_size, shards, bias, takes_adapters=False) for _ in self.own
         ]
-        self.down = [make.row_linear(names.down, size, hidden_size, bias) for _ in self.own]
-        self.divided = make.divided_experts(self.config.count)
+        self.down = [
+            make.row_linear(names.down, size, hidden_size, bias, takes_adapters=False)
+            for _ in self.own
+        ]
+        self.divided = None
+        if make.expert_group.size > 1:
+            self.divided = DividedExperts(make.ops, make.expert_group, len(self.own))
         self.shared: GatedMLP | None = None
         if shared_size := self.config.shared_size:
             self.shared = GatedMLP(make, config, layer, bias=False, size=shared_size)

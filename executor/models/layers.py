@@ -7,12 +7,12 @@ the factory, never to branches in a model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from ...ipc.config import LoRAConfig
 from ...ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
@@ -24,13 +24,19 @@ from ..device import free_bytes
 from ..ranks.expert_group import ALL_EXPERTS, ExpertGroup
 from ..ranks.tensor_group import ALONE, TensorGroup
 from ..weights.packed_rows import PackedRows, copy_weights
-from .divided_experts import DividedExperts
+from ..weights.table import Slice, Weight, stored_shape
+from .adapters import AdapterRows, EmbeddingAdapters, LinearAdapters
 from .layer_registry import Layer, choose_layer
 from .linear import Embedding as Embedding
+from .linear import (
+    GatheredHead,
+    Packer,
+    PartEmbedding,
+    RowLinear,
+    TiedHead,
+)
 from .linear import Linear as Linear
-from .linear import Multiply, Packer, TiedHead
 from .linear import Weights as Weights
-from .parallel_layers import GatheredHead, PartEmbedding, RowLinear, Slice
 from .rope import make_cos_sin_cache, query_scales
 
 logger = logging.getLogger(__name__)
@@ -77,22 +83,21 @@ class LayerFactory:
         quantization: str | None = None,
         group: TensorGroup = ALONE,
         expert_group: ExpertGroup = ALL_EXPERTS,
+        loras: LoRAConfig | None = None,
     ):
         """quantization: "int8" or "int4" for the weights of linear layers; the head is int8 in both
         cases. group: the ranks that have the other parts of layers. expert_group: the engines that
-        have the other experts.
+        have the other experts. loras: of which linear layers and embeddings have room, if at all.
         """
         self.group, self.expert_group = group, expert_group
-        self._slices: dict[int, Slice] = {}  # by the addresses of tensors that are parts of stored
+        self._loras = loras if loras is not None and loras.enable_lora else None
+        self.adapter_rows = None if self._loras is None else AdapterRows(device)
         self.ops = ops  # the kernels' table, selected once
         self.dtype = dtype
         self.device = device
         self.weights_bytes = 0  # of all layers made so far, packed
         self._bits = QUANTIZATION_BITS[quantization] if quantization else None
         self._logged_types: set[str] = set()  # of blocks that memory does not hold, and of layers
-        # by the addresses of the tensors that they wait for
-        self._unpacked: dict[int, Linear | Embedding] = {}
-        self._offsets: dict[int, float] = {}  # of norms, by the addresses of their weights
         # what stands in the model so far for layers that a plugin can replace, by the built-in name
         self.chosen_layers: dict[str, set[Layer]] = {}
 
@@ -106,21 +111,22 @@ class LayerFactory:
         linear layer is packed, directly from the mapping where possible, and its source is
         released, so that at most one layer is in memory twice.
         """
-        if (part := self._slices.pop(tensor.data_ptr(), None)) is not None:
+        if not isinstance(tensor, Weight):
+            copy_weights(tensor, values)
+            return
+        if tensor.part is not None:
             assert isinstance(values, torch.Tensor)
-            values = part.of(values)
-        layer = self._unpacked.pop(tensor.data_ptr(), None)
-        if layer is None:
-            offset = self._offsets.get(tensor.data_ptr())
-            if offset is not None:
-                assert isinstance(values, torch.Tensor)
-                values = values.double() + offset
+            values = tensor.part.of(values)
+        if tensor.offset:
+            assert isinstance(values, torch.Tensor)
+            values = values.double() + tensor.offset
+        if tensor.layer is None:
             copy_weights(tensor, values)
             return
         if isinstance(values, PackedRows):
             values = self._in_memory(values, tensor.dtype)
-        layer.fill(tensor, values)
-        self.weights_bytes -= layer.saved_bytes
+        tensor.layer.fill(tensor, values)
+        self.weights_bytes -= tensor.layer.saved_bytes
 
     def _in_memory(self, blocks: PackedRows, dtype: torch.dtype) -> torch.Tensor | PackedRows:
         """Blocks of the type that memory holds, or numbers; logs each change of a type once."""
@@ -143,22 +149,9 @@ class LayerFactory:
         """
         return self.multiplies_blocks and (type in MEMORY_TYPES or type in BLOCKS)
 
-    def stored_shape(self, tensor: torch.Tensor) -> list[int]:
-        """Of what fills a tensor of the weight-name table, of which this rank may keep a part."""
-        part = self._slices.get(tensor.data_ptr())
-        return list(tensor.shape) if part is None else part.stored_shape(tensor)
-
     def share(self, count: int, name: str) -> int:
         """How many of `count` heads this rank has; `name` says what they are. See TensorGroup."""
         return self.group.share(count, name)
-
-    def waiting(self, tensor: torch.Tensor) -> Linear | Embedding | None:
-        """The layer that waits for this tensor of the weight-name table."""
-        return self._unpacked.get(tensor.data_ptr())
-
-    def wait(self, tensor: torch.Tensor, layer: Any) -> None:
-        """Makes `fill` call layer.fill for this tensor."""
-        self._unpacked[tensor.data_ptr()] = layer
 
     @property
     def multiplies_blocks(self) -> bool:
@@ -182,47 +175,60 @@ class LayerFactory:
         return parameter
 
     def linear(
-        self, in_features: int, shards: dict[str, int], bias: bool = False, unit: int = 1
+        self,
+        in_features: int,
+        shards: dict[str, int],
+        bias: bool = False,
+        unit: int = 1,
+        *,
+        takes_adapters: bool = True,
     ) -> Linear:
         """Projections of one input, merged into one multiplication.
 
         Under tensor parallelism a rank keeps a part of the rows of every shard, in whole units (of
         rows of a head); ranks that are more than a shard has units have some in common.
+        takes_adapters: of LoRA, where the model's layers have any.
         """
         ranges = {name: self.group.range_of(rows, unit) for name, rows in shards.items()}
         own = {name: end - begin for name, (begin, end) in ranges.items()}
-        rows = sum(own.values())
-        linear = self._linear(
+        rows, parts = sum(own.values()), []
+        if self.group.size > 1:
+            parts = [Slice(0, *ranges[name], shards[name]) for name in shards]
+        weight = self.parameter(rows, in_features)
+        return Linear(
             own,
-            self.parameter(rows, in_features),
+            weight,
             self.parameter(rows) if bias else None,
-            self._bits,
+            self._packer(weight, self._bits),
+            self._adapters(in_features, list(own.values())) if takes_adapters else None,
+            parts,
         )
-        for name, tensor in linear.weights("") if self.group.size > 1 else ():
-            shard = name.rpartition(".")[0]
-            self._slices[tensor.data_ptr()] = Slice(0, *ranges[shard], shards[shard])
-        return linear
 
     def row_linear(
-        self, name: str, in_features: int, out_features: int, bias: bool = False
+        self,
+        name: str,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        takes_adapters: bool = True,
     ) -> Linear:
         """A projection back to the residual stream.
 
         Under tensor parallelism a rank keeps a part of the columns, and the results are added.
         """
         if self.group.size == 1:
-            return self.linear(in_features, {name: out_features}, bias)
+            shards = {name: out_features}
+            return self.linear(in_features, shards, bias, takes_adapters=takes_adapters)
         begin, end = self.group.range_of(in_features)
         weight = self.parameter(out_features, end - begin)
-        self._slices[weight.data_ptr()] = Slice(1, begin, end, in_features)
-        return self._register(
-            RowLinear(
-                {name: out_features},
-                weight,
-                self.parameter(out_features) if bias else None,
-                self._packer(weight, self._bits),
-                self.group,
-            )
+        return RowLinear(
+            {name: out_features},
+            weight,
+            self.parameter(out_features) if bias else None,
+            self._packer(weight, self._bits),
+            Slice(1, begin, end, in_features),
+            self.group,
         )
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -233,50 +239,72 @@ class LayerFactory:
         """Which of a layer's experts this engine has."""
         return experts_of(self.expert_group.rank, self.expert_group.size, count)
 
-    def divided_experts(self, count: int) -> DividedExperts | None:
-        """`fused_moe` with the `own_experts` of a layer; None where all are here."""
-        if self.expert_group.size == 1:
-            return None
-        return DividedExperts(self.ops, self.expert_group, len(self.own_experts(count)))
-
     def router(self, name: str, in_features: int, out_features: int, bias: bool = False) -> Linear:
-        """The choice of experts, by `logits`: its weight keeps the dtype in every quantization."""
-        router = self._linear(
-            {name: out_features},
-            self.parameter(out_features, in_features),
-            self.parameter(out_features) if bias else None,
-            None,
-        )
-        router.takes_adapters = False
-        return router
+        """The choice of experts, by `logits`: its weight keeps the dtype in every quantization, and
+        it takes no adapters.
+        """
+        weight = self.parameter(out_features, in_features)
+        bias_of_all = self.parameter(out_features) if bias else None
+        return Linear({name: out_features}, weight, bias_of_all, self._packer(weight, None))
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        if self.group.size == 1:
-            embedding = Embedding(name, self.parameter(vocab_size, hidden_size), self.ops)
-        else:
+    def embedding(
+        self, name: str, vocab_size: int, hidden_size: int, head: str | None = None
+    ) -> Embedding:
+        """head: the name of an output head with the same weight (`tied_head`)."""
+        tie = None if head is None else partial(self._tie, head)
+        if self.group.size > 1:
             begin, end = self.group.even_range(vocab_size)
-            weight = self.parameter(end - begin, hidden_size)
-            self._slices[weight.data_ptr()] = Slice(0, begin, end, vocab_size)
-            embedding = PartEmbedding(name, weight, self.ops, begin, self.group)
-        self._unpacked[embedding.weight.data_ptr()] = embedding  # until a tied head waits for it
-        return embedding
+            weight, part = (
+                self.parameter(end - begin, hidden_size),
+                Slice(0, begin, end, vocab_size),
+            )
+            return PartEmbedding(name, weight, self.ops, tie, part, self.group)
+        adapters = None
+        if self._loras is not None and self.adapter_rows is not None:
+            sizes = self._loras.max_loras, self._loras.max_lora_rank
+            shape = vocab_size, hidden_size
+            adapters = EmbeddingAdapters(self.ops, self.adapter_rows, *sizes, shape, self.dtype)
+        weight = self.parameter(vocab_size, hidden_size)
+        return Embedding(name, weight, self.ops, tie, adapters)
+
+    def _tie(self, name: str, embedding: Embedding) -> TiedHead:
+        weight = embedding.weight
+        adapters = self._adapters(weight.shape[1], [len(weight)], is_common=False)
+        return TiedHead(name, embedding, self._packer(weight, self._head_bits), adapters)
+
+    def tied_head(self, embedding: Embedding) -> Linear | GatheredHead:
+        """The output head with the weight of the embedding, which was made with it."""
+        head = embedding.tied_head
+        assert head is not None
+        if not isinstance(embedding, PartEmbedding):
+            return head
+        ((_, weight),) = embedding.weights("")
+        return GatheredHead(head, stored_shape(weight)[0], self.group)
 
     def head(self, name: str, in_features: int, out_features: int) -> Linear | GatheredHead:
         """An untied output head. Under tensor parallelism a rank has some tokens' rows."""
         begin, end = self.group.even_range(out_features)
-        weight, bits = self.parameter(end - begin, in_features), self._bits and HEAD_BITS
-        if self.group.size == 1:
-            return self._linear({name: out_features}, weight, None, bits)
-        self._slices[weight.data_ptr()] = Slice(0, begin, end, out_features)
-        head = Linear({name: end - begin}, weight, None, self._packer(weight, bits))
-        return GatheredHead(self._register(head), out_features, self.group)
+        weight = self.parameter(end - begin, in_features)
+        packer = self._packer(weight, self._head_bits)
+        if self.group.size > 1:
+            part = Slice(0, begin, end, out_features)
+            own = Linear({name: end - begin}, weight, None, packer, parts=[part])
+            return GatheredHead(own, out_features, self.group)
+        adapters = self._adapters(in_features, [out_features], is_common=False)
+        return Linear({name: out_features}, weight, None, packer, adapters)
 
-    def tied_head(self, name: str, embedding: Embedding) -> Linear | GatheredHead:
-        bits = self._bits and HEAD_BITS
-        head = self._register(TiedHead(name, embedding, self._packer(embedding.weight, bits)))
-        if not isinstance(embedding, PartEmbedding):
-            return head
-        return GatheredHead(head, self.stored_shape(embedding.weight)[0], self.group)
+    @property
+    def _head_bits(self) -> int | None:
+        return self._bits and HEAD_BITS
+
+    def _adapters(
+        self, in_features: int, slices: list[int], is_common: bool = True
+    ) -> LinearAdapters | None:
+        """Of a linear layer; None where the model takes none. See LinearAdapters."""
+        if self._loras is None or self.adapter_rows is None:
+            return None
+        sizes = self._loras.max_loras, self._loras.max_lora_rank, in_features, slices
+        return LinearAdapters(self.ops, self.adapter_rows, *sizes, self.dtype, is_common)
 
     def block(
         self, built_in: type, config: DecoderConfig, layer: int, *args: Any, **kw: Any
@@ -310,10 +338,8 @@ class LayerFactory:
             )
 
     def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
-        """A norm of the model's kind. Its offset is added to the weight when it is filled."""
+        """A norm of the model's kind."""
         weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
-        if config.norm_offset:
-            self._offsets[weight.data_ptr()] = config.norm_offset
         chosen = self._choose(RMSNorm, config, None)
         return chosen(name, weight, config.rms_norm_eps, self.ops)
 
@@ -350,27 +376,16 @@ class LayerFactory:
         key = table.to(self.device)
         return Rope(key if scales is None else (table * scales[:, None]).to(self.device), key)
 
-    def _linear(
-        self,
-        shards: dict[str, int],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        bits: int | None,
-    ) -> Linear:
-        return self._register(Linear(shards, weight, bias, self._packer(weight, bits)))
-
     def _packer(self, weight: torch.Tensor, bits: int | None) -> Packer:
-        pack: Callable[..., Multiply] = self.ops.pack_linear
+        pack: Any = self.ops.pack_linear
         options: dict[str, int] = {}
         if bits is not None:
             self.weights_bytes += (
                 quantized_bytes(weight.shape[0], weight.shape[1], bits) - weight.nbytes
             )
             pack, options = self.ops.pack_quantized_linear, {"bits": bits}
-        forms = pack, getattr(pack, "from_parts", None), getattr(pack, "from_arrays", None)
-        return tuple(form and partial(form, **options) for form in forms)  # type: ignore[return-value]
-
-    def _register(self, linear: Linear) -> Linear:
-        linear.pack_blocks = self.ops.pack_gguf_linear
-        self._unpacked |= {tensor.data_ptr(): linear for _, tensor in linear.weights("")}
-        return linear
+        from_parts, from_arrays = (
+            form and partial(form, **options)
+            for form in (getattr(pack, name, None) for name in ("from_parts", "from_arrays"))
+        )
+        return Packer(partial(pack, **options), from_parts, from_arrays, self.ops.pack_gguf_linear)

@@ -1,29 +1,43 @@
-"""Linear layers, embeddings and the output head that is one of them.
+"""Linear layers, embeddings and output heads, whole or divided among ranks.
 
-Must not know: architectures, files, requests, how weights are quantized.
+Must not know: architectures, files, requests, how weights are quantized, how ranks reach each
+other.
+
+    Linear         rows: each rank has some of the outputs; nothing is joined
+    RowLinear      columns: each rank has some of the inputs; the results are added
+    PartEmbedding  rows of some tokens; others are zero, and the results are added
+    GatheredHead   rows of some tokens; the logits are put side by side
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from ...kernels.cpu.native.program import is_recording, part_ids
 from ..device import copy_mapped, release_mapped
+from ..ranks.tensor_group import TensorGroup
 from ..weights.packed_rows import PackedRows, pack_blocks
+from ..weights.table import Slice, Weight
 from .adapters import EmbeddingAdapters, LinearAdapters
 
 # (name in the checkpoint, the tensor it fills: a whole parameter, or a view of a merged one's rows)
 Weights = Iterator[tuple[str, torch.Tensor]]
 Multiply = Callable[[torch.Tensor], torch.Tensor]
-# ops.pack_linear or ops.pack_quantized_linear with its bits, and its `from_parts` and `from_arrays`
-# if the implementation has them (see the contract of pack_linear)
-Packer = tuple[
-    Callable[..., Multiply],
-    Callable[..., Multiply] | None,
-    Callable[..., Multiply] | None,
-]
+
+
+class Packer(NamedTuple):
+    """ops.pack_linear or ops.pack_quantized_linear with its bits, its `from_parts` and
+    `from_arrays` if the implementation has them (see the contract of pack_linear), and
+    ops.pack_gguf_linear.
+    """
+
+    pack: Callable[..., Multiply]
+    from_parts: Callable[..., Multiply] | None
+    from_arrays: Callable[..., Multiply] | None
+    blocks: Callable[..., Multiply]
 
 
 def _not_packed(x: torch.Tensor) -> torch.Tensor:
@@ -35,27 +49,30 @@ class Linear:
     up).
     """
 
+    tied_to: Embedding | None = None
+
     def __init__(
         self,
         shards: dict[str, int],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         packer: Packer,
+        adapters: LinearAdapters | None = None,
+        parts: Sequence[Slice] = (),
     ):
+        """adapters: of LoRA. parts: what this rank keeps of each shard, if not all."""
         self.shards = shards  # name in the checkpoint -> rows, in order
         self._weight: torch.Tensor | None = weight  # None once packed
         self.bias = bias
         self._num_unfilled = len(shards) * (1 if bias is None else 2)
-        self._pack, self._pack_parts, self._from_arrays = packer
-        # shards kept unpacked until all are there, by the address of their rows in `weight`
+        self._packer = packer
+        # shards kept unpacked until all are there, by their index
         self._stored: dict[int, torch.Tensor] = {}
         self._blocks: dict[int, PackedRows] = {}  # the same for blocks of a GGUF file
-        # ops.pack_gguf_linear, if blocks of these types are to be multiplied as they are
-        self.pack_blocks: Callable[..., Multiply] | None = None
         self.saved_bytes = 0  # by blocks that are kept
         self._multiply: Multiply = _not_packed
-        self.takes_adapters = True  # of LoRA
-        self.adapters: LinearAdapters | None = None
+        self.adapters = adapters
+        self._parts = parts
 
     @property
     def weight(self) -> torch.Tensor:
@@ -89,20 +106,20 @@ class Linear:
             self.adapters.add(y, x, is_logits=True)
         return y
 
-    def fill(self, tensor: torch.Tensor, values: torch.Tensor | PackedRows) -> None:
+    def fill(self, tensor: Weight, values: torch.Tensor | PackedRows) -> None:
         """Fills one tensor of `weights`; call it once for each. See LayerFactory.fill.
 
         The last call packs the weight.
         """
         is_shard = tensor.dim() == 2
         if isinstance(values, PackedRows):
-            self._blocks[tensor.data_ptr()] = values
+            self._blocks[tensor.shard] = values
         elif (
             is_shard
-            and self._pack_parts is not None
+            and self._packer.from_parts is not None
             and (values.dtype, values.device) == (tensor.dtype, tensor.device)
         ):
-            self._stored[tensor.data_ptr()] = values
+            self._stored[tensor.shard] = values
         else:
             copy_mapped(tensor, values)
         self._num_unfilled -= 1
@@ -113,23 +130,19 @@ class Linear:
         """Packs the weight into the layout that the device multiplies best. Call it once, when all
         values are there.
         """
-        shards = [rows for _, rows in self.weights("") if rows.dim() == 2]
-        if self.pack_blocks is not None and len(self._blocks) == len(shards):
-            parts = [self._blocks[rows.data_ptr()] for rows in shards]
+        shards, packer = self._rows(self.weight), self._packer
+        if len(self._blocks) == len(shards):
+            parts = [self._blocks[i] for i in range(len(shards))]
             self.saved_bytes = self.weight.nbytes - sum(part.rows.nbytes for part in parts)
-            self.use(pack_blocks(self.pack_blocks, parts, self.bias, self.weight.dtype))
+            self.use(pack_blocks(packer.blocks, parts, self.bias, self.weight.dtype))
             return
-        for rows in shards:  # the other shards are no blocks
-            if (blocks := self._blocks.pop(rows.data_ptr(), None)) is not None:
-                rows.copy_(blocks.dequantized(rows.dtype))
-        if self._stored and self._pack_parts is not None:
-            multiply = self._pack_parts(
-                [self._stored.get(rows.data_ptr(), rows) for rows in shards],
-                self.bias,
-                release=self._release,
-            )
+        for i, blocks in self._blocks.items():  # the other shards are no blocks
+            shards[i].copy_(blocks.dequantized(shards[i].dtype))
+        if self._stored and packer.from_parts is not None:
+            parts = [self._stored.get(i, rows) for i, rows in enumerate(shards)]
+            multiply = packer.from_parts(parts, self.bias, release=self._release)
         else:
-            multiply = self._pack(self.weight, self.bias)
+            multiply = packer.pack(self.weight, self.bias)
         for values in self._stored.values():
             release_mapped(values)  # again, for pieces that do not end at a page
         self.use(multiply)
@@ -146,7 +159,7 @@ class Linear:
 
     @property
     def can_restore(self) -> bool:
-        return self._from_arrays is not None
+        return self._packer.from_arrays is not None
 
     @property
     def arrays(self) -> dict[str, torch.Tensor]:
@@ -158,9 +171,11 @@ class Linear:
 
         Raises ValueError or KeyError for others. Requires `can_restore`.
         """
-        if self._from_arrays is None:
+        if self._packer.from_arrays is None:
             raise ValueError("these kernels cannot be made from arrays")
-        return self._from_arrays(arrays, tuple(self.weight.shape), self.weight.dtype, self.bias)
+        return self._packer.from_arrays(
+            arrays, tuple(self.weight.shape), self.weight.dtype, self.bias
+        )
 
     def _release(self, rows: torch.Tensor) -> None:
         """Releases the pages of a packed shard that lies in a mapped file."""
@@ -170,13 +185,46 @@ class Linear:
         ):
             release_mapped(rows)
 
+    def _rows(self, of: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The rows of each shard."""
+        return of.split(list(self.shards.values()))
+
     def weights(self, prefix: str) -> Weights:
-        start = 0
-        for name, rows in self.shards.items():
-            yield f"{prefix}{name}.weight", self.weight[start : start + rows]
-            if self.bias is not None:
-                yield f"{prefix}{name}.bias", self.bias[start : start + rows]
-            start += rows
+        biases = None if self.bias is None else self._rows(self.bias)
+        for i, (name, rows) in enumerate(zip(self.shards, self._rows(self.weight))):
+            part = self._parts[i] if self._parts else None
+            yield f"{prefix}{name}.weight", Weight(rows, self, i, part)
+            if biases is not None:
+                has_part = part is not None and part.dim == 0
+                yield f"{prefix}{name}.bias", Weight(biases[i], self, i, part if has_part else None)
+
+
+class RowLinear(Linear):
+    """A linear layer whose inputs are spread over the ranks. Products of the parts are added in
+    fp32 before they are rounded, where the kernel returns fp32.
+    """
+
+    def __init__(
+        self,
+        shards: dict[str, int],
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        packer: Packer,
+        part: Slice,
+        group: TensorGroup,
+    ):
+        super().__init__(shards, weight, bias, packer, parts=[part])
+        self._group = group
+
+    def pack(self) -> None:
+        """See Linear. Only the first rank adds the bias."""
+        if self._group.rank and self.bias is not None:
+            self.bias.zero_()
+        super().pack()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, this rank's in_features] -> [T, out_features], the same on all ranks"""
+        return self._group.all_reduce(super().logits(x), x.dtype)
 
 
 class TiedHead(Linear):
@@ -185,8 +233,14 @@ class TiedHead(Linear):
     One memory serves both if the packed weight can return rows.
     """
 
-    def __init__(self, name: str, embedding: Embedding, packer: Packer):
-        super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer)
+    def __init__(
+        self,
+        name: str,
+        embedding: Embedding,
+        packer: Packer,
+        adapters: LinearAdapters | None = None,
+    ):
+        super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer, adapters)
         self.tied_to = embedding
 
     def use(self, multiply: Multiply) -> None:
@@ -197,14 +251,29 @@ class TiedHead(Linear):
 
 
 class Embedding:
-    def __init__(self, name: str, weight: torch.Tensor, ops: Any):
+    """The table of an embedding, and the output head that has the same weight, if there is one."""
+
+    tied_to = None
+
+    def __init__(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        ops: Any,
+        tie: Callable[[Embedding], TiedHead] | None = None,
+        adapters: EmbeddingAdapters | None = None,
+        part: Slice | None = None,
+    ):
+        """tie: makes the head. adapters: of LoRA. part: what this rank keeps, if not all."""
         self.name = name
         self._weight: torch.Tensor | None = weight  # None where rows are read from a packed weight
         self._embedding = ops.embedding
         self._pack_blocks = ops.pack_gguf_linear
         self._look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
         self.saved_bytes = 0  # by blocks that are kept
-        self.adapters: EmbeddingAdapters | None = None  # of LoRA
+        self.adapters = adapters
+        self._part = part
+        self.tied_head = None if tie is None else tie(self)
 
     @property
     def weight(self) -> torch.Tensor:
@@ -243,4 +312,48 @@ class Embedding:
         self._weight = None
 
     def weights(self, prefix: str) -> Weights:
-        yield f"{prefix}{self.name}.weight", self.weight
+        weight = Weight(self.weight, self.tied_head or self, part=self._part)
+        yield f"{prefix}{self.name}.weight", weight
+
+
+class PartEmbedding(Embedding):
+    """The rows of a part of the table."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        ops: Any,
+        tie: Callable[[Embedding], TiedHead] | None,
+        part: Slice,
+        group: TensorGroup,
+    ):
+        super().__init__(name, weight, ops, tie, part=part)
+        self._begin, self._count, self._group = part.begin, len(weight), group
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size], the same on all ranks"""
+        if is_recording():
+            part = super().__call__(part_ids(token_ids, self._begin))
+        else:
+            rows = token_ids - self._begin
+            is_elsewhere = (rows < 0) | (rows >= self._count)
+            found = super().__call__(rows.masked_fill(is_elsewhere, 0))
+            part = found.masked_fill(is_elsewhere[:, None], 0)
+        return self._group.all_reduce(part, part.dtype)
+
+
+class GatheredHead:
+    """An output head whose tokens are spread over the ranks."""
+
+    def __init__(self, part: Linear, num_tokens: int, group: TensorGroup):
+        self.part, self._group = part, group
+        ranges = [group.even_range(num_tokens, rank) for rank in range(group.size)]
+        self._widths = [end - begin for begin, end in ranges]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, in_features] -> [R, vocab_size] f32, the same on all ranks"""
+        return self._group.all_gather(self.part.logits(x), self._widths)
+
+    def weights(self, prefix: str) -> Weights:
+        yield from self.part.weights(prefix)

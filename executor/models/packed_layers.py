@@ -14,8 +14,9 @@ import torch
 
 from ..weights.load_times import LoadTimes
 from ..weights.packed_cache import PackedCache, StoredArray
+from ..weights.table import layer_of
 from .encoder import RelativeBias
-from .layers import Embedding, LayerFactory, Linear
+from .layers import Embedding, Linear
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +29,14 @@ class PackedLayers:
     Without a cache it does nothing.
     """
 
-    def __init__(self, model: Any, make: LayerFactory, cache: PackedCache | None):
+    def __init__(self, model: Any, cache: PackedCache | None):
         self._cache = cache
         self._linears: dict[str, Linear] = {}
         self._embeddings: dict[str, Embedding] = {}
         self._others: dict[str, torch.Tensor] = {}  # norms and biases
         self._derived: dict[str, RelativeBias] = {}  # those of them that compute from their values
         for name, tensor in model.weights() if cache is not None else ():
-            layer = make.waiting(tensor)
+            layer = layer_of(tensor)
             if isinstance(layer, Embedding):
                 self._embeddings[name] = layer
             elif isinstance(layer, Linear) and tensor.dim() == 2:

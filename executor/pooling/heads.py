@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from ...ipc.errors import ModelLoadError
 from ...ipc.models.forms import Head, HeadLayer
 from ...kernels import registry
+from ..weights.table import Weight
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor] | None] = {
     "identity": None,
@@ -98,8 +99,6 @@ class TokenScore(PoolingHead):
             if table is None
             else None
         )
-        if self._whole is not None:
-            make.wait(self._whole, self)
 
     def fill(self, tensor: torch.Tensor, values: Any) -> None:
         """values: [vocab_size, hidden_size], or blocks of such a tensor"""
@@ -120,7 +119,7 @@ class TokenScore(PoolingHead):
 
     def weights(self, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         if self._whole is not None:
-            yield f"{prefix}lm_head.weight", self._whole
+            yield f"{prefix}lm_head.weight", Weight(self._whole, self)
 
 
 def make_head(make: Any, head: Head) -> PoolingHead:

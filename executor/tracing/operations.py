@@ -21,10 +21,7 @@ from .instruments import Site, address_of, tensors_of
 
 MODELS = ("/executor/models/", "/transformers/models/")
 # they call operations for the lines that are looked for
-LAYERS = tuple(
-    f"/executor/models/{name}.py"
-    for name in ("layers", "linear", "adapted_layers", "packed_layers")
-)
+LAYERS = tuple(f"/executor/models/{name}.py" for name in ("layers", "linear", "packed_layers"))
 WRAPPERS = ("/kernels/cpu/native/program.py", "/kernels/cpu/native/recorder.py")
 LOOKED_THROUGH = 12  # frames
 

@@ -32,18 +32,13 @@ from .gguf import load_gguf_weights
 from .load_times import LoadTimes
 from .packed_rows import PackedRows, copy_weights
 from .quantized import QuantizedWeights, pack_mxfp4
+from .table import stored_shape
 
 _STAGE = "load weights"
 
 Report = Callable[[str, float], None]
 # a tensor of the weight-name table, and its values
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
-# of a tensor of the weight-name table, which may be a part of the stored one
-StoredShape = Callable[[torch.Tensor], list[int]]
-
-
-def _own_shape(tensor: torch.Tensor) -> list[int]:
-    return list(tensor.shape)
 
 
 def load_weights(
@@ -52,7 +47,6 @@ def load_weights(
     report: Report,
     fill: Fill = copy_weights,
     quantization: CheckpointQuantization | None = None,
-    stored_shape: StoredShape = _own_shape,
 ) -> None:
     """Fills every tensor of model.weights() from `directory`, or the GGUF file of this path, cast
     to the parameter's dtype.
@@ -74,7 +68,7 @@ def load_weights(
     if model.IS_FALLBACK:
         load_converted_weights(model, directory, report, fill, quantization)
         return
-    _load_safetensors(model, directory, report, fill, quantization, stored_shape, times)
+    _load_safetensors(model, directory, report, fill, quantization, times)
     times.log()
 
 
@@ -84,7 +78,6 @@ def _load_safetensors(
     report: Report,
     fill: Fill,
     quantization: CheckpointQuantization | None,
-    stored_shape: StoredShape,
     times: LoadTimes,
 ) -> None:
     missing, tied = dict(model.weights()), model.tied_weights()
@@ -215,7 +208,6 @@ def fill_with_random_weights(
     seed: int,
     report: Report,
     fill: Fill = torch.Tensor.copy_,  # type: ignore[assignment]
-    stored_shape: StoredShape = _own_shape,
 ) -> None:
     """load_format="dummy": normal with standard deviation 0.02 (norms around 1), the same on every
     machine.

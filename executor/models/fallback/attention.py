@@ -3,7 +3,7 @@
 Must not know: architectures, files, requests.
 
 transformers passes no metadata through its layers. The model sets it for the length of a forward
-pass (`StepContext`).
+pass (`during`).
 """
 
 from __future__ import annotations
@@ -40,48 +40,54 @@ class PagedAttention:
     value_cache: Any = None
     kv_cache_group: int = 0  # of its block table, set with the cache
 
+    def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
+        """Makes these its part of the KV cache; None: it has none now."""
+        self.key_cache, self.value_cache, self.kv_cache_group = key, value, group
 
-class _Step(local):
+
+class _Pass(local):
+    """The forward pass that runs in this thread."""
+
     metadata: AttentionMetadata | None = None
     # modules in the order of their calls, while a model is explored
     explored: list[tuple[torch.nn.Module, PagedAttention]] | None = None
     ops: Any = None
     is_encoder = False
 
+    @contextmanager
+    def exploring(self, ops: Any) -> Iterator[list[tuple[torch.nn.Module, PagedAttention]]]:
+        """Lists the attention of every module that a forward pass calls, without a cache."""
+        self.explored, self.ops = [], ops
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _describe_mask)
+        try:
+            yield self.explored
+        finally:
+            self.explored = None
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
 
-_step = _Step()
+    @contextmanager
+    def during(self, metadata: AttentionMetadata) -> Iterator[None]:
+        """Makes `metadata` that of the forward pass within."""
+        self.metadata = metadata
+        try:
+            yield
+        finally:
+            self.metadata = None
+
+    @contextmanager
+    def encoding(self, metadata: AttentionMetadata, ops: Any) -> Iterator[None]:
+        """Makes the forward pass within one of a text encoder: in both directions, without a
+        cache.
+        """
+        self.metadata, self.ops, self.is_encoder = metadata, ops, True
+        try:
+            yield
+        finally:
+            self.metadata, self.is_encoder = None, False
 
 
-@contextmanager
-def exploring(ops: Any) -> Iterator[list[tuple[torch.nn.Module, PagedAttention]]]:
-    """Lists the attention of every module that a forward pass calls, without a cache."""
-    _step.explored, _step.ops = [], ops
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _describe_mask)
-    try:
-        yield _step.explored
-    finally:
-        _step.explored = None
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(NAME, None)
-
-
-@contextmanager
-def during(metadata: AttentionMetadata) -> Iterator[None]:
-    """Makes `metadata` that of the forward pass within."""
-    _step.metadata = metadata
-    try:
-        yield
-    finally:
-        _step.metadata = None
-
-
-@contextmanager
-def encoding(metadata: AttentionMetadata, ops: Any) -> Iterator[None]:
-    """Makes the forward pass within one of a text encoder: in both directions, without a cache."""
-    _step.metadata, _step.ops, _step.is_encoder = metadata, ops, True
-    try:
-        yield
-    finally:
-        _step.metadata, _step.is_encoder = None, False
+_pass = _Pass()
+exploring, during, encoding = _pass.exploring, _pass.during, _pass.encoding
 
 
 def _describe_mask(*_: Any, local_size: int | None = None, **__: Any) -> torch.Tensor:
@@ -108,14 +114,14 @@ def attend(
     query [1, NQ, T, D], key and value [1, NKV, T, D] -> [1, T, NQ, D]. The other arguments are
     those of the exploring pass: they do not change between steps.
     """
-    if _step.explored is not None:
+    if _pass.explored is not None:
         # some modules do not pass their window: it is only in the mask
         window = sliding_window or getattr(attention_mask, "quire_window", None)
         return _explore(module, query, key, value, scaling, window, softcap, s_aux), None
-    if _step.is_encoder:
+    if _pass.is_encoder:
         return _encode(query, key, value, scaling, sliding_window, softcap), None
     layer: Any = module.quire_attention
-    metadata: Any = _step.metadata
+    metadata: Any = _pass.metadata
     if metadata.groups:
         metadata = metadata.groups[layer.kv_cache_group]
     ops = layer.ops
@@ -145,7 +151,7 @@ def _encode(
         raise ValueError("an encoder with sliding windows or capped logits is not supported")
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    attended = _step.ops.encoder_attention(query, key, value, _step.metadata, scale)
+    attended = _pass.ops.encoder_attention(query, key, value, _pass.metadata, scale)
     return attended.unsqueeze(0)
 
 
@@ -169,14 +175,14 @@ def _explore(
         raise ModelLoadError(
             f"{kind} has {query.shape[2]} queries for {key.shape[2]} keys, which is not supported"
         )
-    explored = _step.explored
+    explored = _pass.explored
     assert explored is not None
     if any(other is module for other, _ in explored):
         raise ModelLoadError(f"{kind} attends twice in one layer, which is not supported")
     head_dim = query.shape[-1]
     scale = head_dim**-0.5 if scaling is None else float(scaling)
     layer = PagedAttention(
-        _step.ops,
+        _pass.ops,
         query.shape[1],
         key.shape[1],
         head_dim,

@@ -62,6 +62,10 @@ class _Given(nn.Module):
 
     hidden: torch.Tensor
 
+    def give(self, hidden: torch.Tensor) -> None:
+        """hidden [1, T, hidden_size]"""
+        self.hidden = hidden
+
     def __call__(self, *_: Any, **__: Any) -> _Hidden:
         return _Hidden(self.hidden)
 
@@ -133,7 +137,7 @@ class TransformersModel(Model):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden_size] -> [R, vocab_size] f32"""
-        self._given.hidden = hidden[None]
+        self._given.give(hidden[None])
         # token ids, of which only the shape could be read
         token_ids = torch.zeros(1, len(hidden), dtype=torch.int64)
         return self._head(input_ids=token_ids, use_cache=False).logits[0].float()

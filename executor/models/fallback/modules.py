@@ -135,7 +135,10 @@ def replace_modules(
             table.update(linear.weights(""))
             put(model, name, QuireLinear(linear, module.weight))
         elif isinstance(module, nn.Embedding):
-            embeddings[f"{name}.weight"] = _replace_embedding(model, name, module, make, table)
+            is_tied = f"{name}.weight" in tied.values()
+            embeddings[f"{name}.weight"] = _replace_embedding(
+                model, name, module, make, table, head if is_tied else None
+            )
     if head is not None and (module := _submodule(model, head)) is not None:
         _replace_head(model, head, module, make, tied, embeddings, table)
     for name, module in model.named_modules():
@@ -192,9 +195,11 @@ def _replace_embedding(
     module: nn.Embedding,
     make: LayerFactory,
     table: dict[str, torch.Tensor],
+    head: str | None,
 ) -> Embedding:
-    embedding = make.embedding(name, module.num_embeddings, module.embedding_dim)
-    table[f"{name}.weight"] = embedding.weight
+    """head: the name of the output head that has the same weight."""
+    embedding = make.embedding(name, module.num_embeddings, module.embedding_dim, head)
+    table.update(embedding.weights(""))
     kind: Any = type(module)
     module.__class__ = (
         QuireEmbedding if kind is nn.Embedding else type(kind.__name__, (kind, QuireEmbedding), {})
@@ -216,7 +221,7 @@ def _replace_head(
 ) -> None:
     original = tied.get(f"{name}.weight")
     if original is not None:
-        linear: Any = make.tied_head(name, embeddings[original])
+        linear: Any = make.tied_head(embeddings[original])
     else:
         linear = make.head(name, module.in_features, module.out_features)
         table.update(linear.weights(""))

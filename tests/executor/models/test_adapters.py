@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from quire.executor.models import find_model
-from quire.executor.models.adapted_layers import adapt_layers
-from quire.executor.models.adapters import AdapterRows, LinearAdapters
+from quire.executor.models.adapters import AdapterRows, LinearAdapters, adapted_modules
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.lora_files import AdapterWeights
 from quire.ipc.config import LoRAConfig
@@ -23,9 +22,9 @@ def adapted(directory: Path, dtype: torch.dtype = torch.float32):
     hf_config = json.loads((directory / "config.json").read_text())
     found = find_model(hf_config)
     ops = registry.select("cpu", dtype, head_dim=16)
-    make = LayerFactory(ops, dtype, torch.device("cpu"))
+    make = LayerFactory(ops, dtype, torch.device("cpu"), loras=CONFIG)
     model = found.build(found.parse_config(hf_config), make, 64)
-    adapt_layers(model, make, CONFIG)
+    model.use_adapters(make.adapter_rows, adapted_modules(model))
     return model
 
 

@@ -101,8 +101,8 @@ def test_row_linear_and_bias():
 
 def test_a_tied_head_is_the_embedding():
     make = make_factory(torch.bfloat16)
-    embedding = make.embedding("embed_tokens", 48, 32)
-    head = make.tied_head("lm_head", embedding)
+    embedding = make.embedding("embed_tokens", 48, 32, head="lm_head")
+    head = make.tied_head(embedding)
     weight = fill(make, embedding)["p.embed_tokens.weight"]
     hidden = torch.randn(2, 32).bfloat16()
     torch.testing.assert_close(head(hidden), F.linear(hidden, weight))
@@ -120,8 +120,7 @@ def test_a_tied_table_is_stored_once_if_the_packed_head_provides_its_rows():
             torch.bfloat16,
             torch.device("cpu"),
         )
-        embedding = make.embedding("embed_tokens", 50, 31)
-        make.tied_head("lm_head", embedding)
+        embedding = make.embedding("embed_tokens", 50, 31, head="lm_head")
         table = fill(make, embedding)["p.embed_tokens.weight"]
         assert torch.equal(
             embedding(torch.tensor([49, 0, 17], dtype=torch.int32)), table[[49, 0, 17]]

@@ -150,6 +150,6 @@ def test_kernels_without_arrays_have_no_entries(tiny, tmp_path, caplog):
 
 
 def test_without_a_cache_nothing_is_kept(tiny):
-    packed = PackedLayers(None, None, None)  # type: ignore[arg-type]
+    packed = PackedLayers(None, None)  # type: ignore[arg-type]
     assert packed.restored() is False and packed.arrays() == {}
     packed.keep()

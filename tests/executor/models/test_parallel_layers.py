@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from quire.executor.models.parallel_layers import Slice
+from quire.executor.weights.table import Slice
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import Row, generate, start_executor
 from quire.tests.executor.rank_threads import RankThreads

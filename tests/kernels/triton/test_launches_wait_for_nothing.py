@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from quire.executor.loras import Loras
-from quire.executor.models.adapted_layers import adapt_layers
+from quire.executor.models.adapters import adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.runner import device_inputs
@@ -57,11 +57,11 @@ AROUND = {
 
 def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> ModelRunner:
     ops = registry.select("cuda", torch.float32, head_dim=16)
-    make = LayerFactory(ops, torch.float32, CPU)
+    make = LayerFactory(ops, torch.float32, CPU, loras=config)
     row = ARCHITECTURES["Qwen3ForCausalLM"]
     model = Decoder.of_row(row, row.parse(SHAPE), make, MAX_LEN)
     if config.enable_lora:
-        adapt_layers(model, make, config)
+        model.use_adapters(make.adapter_rows, adapted_modules(model))
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.empty(2, 17, BLOCK_SIZE, 2, 16)

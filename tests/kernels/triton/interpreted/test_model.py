@@ -4,7 +4,7 @@ decode, decode; the logits are the reference's.
 
 import pytest
 import torch
-from quire.executor.models.adapted_layers import adapt_layers
+from quire.executor.models.adapters import adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.experts import MixtureOfExperts
 from quire.executor.models.layers import LayerFactory
@@ -44,10 +44,10 @@ def build(name: str, device: str, loras: LoRAConfig | None = None):
         {} if device == "cuda" else dict.fromkeys(registry.CONTRACTS, "reference"),
         head_dim=16,
     )
-    make = LayerFactory(ops, torch.float32, torch.device("cpu"))
+    make = LayerFactory(ops, torch.float32, torch.device("cpu"), loras=loras)
     model = Decoder.of_row(row, config, make, 128)
     if loras is not None:
-        adapt_layers(model, make, loras)
+        model.use_adapters(make.adapter_rows, adapted_modules(model))
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.full((2, 9, BLOCK_SIZE, 2, 16), torch.nan)

@@ -1,0 +1,66 @@
+"""The tensors of a model's weight-name table, and what becomes of the values that fill them.
+
+Must not know: files, names, what a layer computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Slice(NamedTuple):
+    """What a rank keeps of a stored tensor."""
+
+    dim: int
+    begin: int
+    end: int
+    size: int  # of the stored tensor in `dim`
+
+    def of(self, stored: torch.Tensor) -> torch.Tensor:
+        """The part, contiguous; a view of the stored tensor where it is."""
+        return stored.narrow(self.dim, self.begin, self.end - self.begin).contiguous()
+
+    def stored_shape(self, part: torch.Tensor) -> list[int]:
+        shape = list(part.shape)
+        shape[self.dim] = self.size
+        return shape
+
+
+class Weight(torch.Tensor):
+    """A tensor of the weight-name table that LayerFactory.fill does not just copy values into:
+    `layer` takes them (its method fill), a rank keeps a `part` of them, or an `offset` is added.
+
+    shard: of a merged linear layer, the index of the projection.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    def __new__(cls, tensor: torch.Tensor, *_: Any, **__: Any) -> Weight:
+        return torch.Tensor._make_subclass(cls, tensor)
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        layer: Any = None,
+        shard: int = 0,
+        part: Slice | None = None,
+        offset: float = 0.0,
+    ):
+        self.layer, self.shard, self.part, self.offset = layer, shard, part, offset
+
+    @property
+    def stored_shape(self) -> list[int]:
+        """Of what fills it."""
+        return list(self.shape) if self.part is None else self.part.stored_shape(self)
+
+
+def layer_of(tensor: torch.Tensor) -> Any:
+    """The layer that takes the values of a tensor of the weight-name table; None: no layer does."""
+    return tensor.layer if isinstance(tensor, Weight) else None
+
+
+def stored_shape(tensor: torch.Tensor) -> list[int]:
+    """Of what fills a tensor of the weight-name table, of which this rank may keep a part."""
+    return tensor.stored_shape if isinstance(tensor, Weight) else list(tensor.shape)

@@ -298,7 +298,7 @@ class AnswerFormat:
         )
 
     def prompt_before(self, prompt_text: str, continued: str) -> str:
-        """What `parser` and the grammars are to be told of a prompt that ends with the text of the
+        """What `parser` and the grammars receive for a prompt that ends with the text of the
         message to be continued: that reasoning is open, if the message leaves it open.
         """
         marks = self.reasoning_marks

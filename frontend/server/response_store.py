@@ -15,7 +15,8 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 StoredItem = Any  # one of apis/responses_items.py, of which the store reads only the id
-# Of all stored responses, as JSON. A conversation counts in full for each of its responses.
+# The limit of all stored responses, as JSON. A conversation counts in full for each of its
+# responses.
 MAX_BYTES = 256 * 2**20
 ITEM_BYTES = 512  # what an item takes besides its JSON
 

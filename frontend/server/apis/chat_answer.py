@@ -18,9 +18,8 @@ from msgspec import UNSET, UnsetType
 from ...answer_format import Content, Part, Reasoning, ToolCallStart
 from ..http.call import HttpCall
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice, UsageCounts
 from ..turns.token_logprobs import ChatLogprobs, prompt_logprobs
-from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
 

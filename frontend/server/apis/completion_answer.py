@@ -13,9 +13,8 @@ from msgspec import UNSET, UnsetType
 from ...answer_format import collect
 from ..http.call import HttpCall
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice, UsageCounts
 from ..turns.token_logprobs import CompletionLogprobs, joined, prompt_logprobs
-from ..turns.usage import UsageCounts
 from .openai_answer import OpenAIAnswer
 
 CompletionFinishReason = Literal["stop", "length", "content_filter", "timeout"]

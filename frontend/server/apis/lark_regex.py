@@ -98,7 +98,7 @@ def _tokens(grammar: str) -> list[Token]:
 
 
 def _rules(grammar: str) -> dict[str, list[Token]]:
-    """The tokens of every rule, by its name. A line that begins with | goes on with the rule."""
+    """The tokens of every rule, by its name. A line that begins with | continues the rule."""
     rules: dict[str, list[Token]] = {}
     tokens, rule = _tokens(grammar), None
     for i, (kind, text) in enumerate(tokens):

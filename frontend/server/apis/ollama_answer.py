@@ -36,7 +36,7 @@ class OllamaAnswer(BlockAnswer):
         super().__init__(state, call, run)
         self._model = model
         self._is_chat = is_chat
-        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not been sent yet
+        self._unsent: list[PositionLogprobs] = []  # of tokens whose text has not been sent yet
 
     def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         blocks = self._blocks.blocks
@@ -48,7 +48,7 @@ class OllamaAnswer(BlockAnswer):
         return self._object(**said) | self._logprobs() | self._end(last.finish_reason)
 
     def _take(self, delta: ChoiceDelta) -> list[BlockEvent]:
-        self._unsaid += delta.logprobs or []
+        self._unsent += delta.logprobs or []
         return super()._take(delta)
 
     def _write(self, delta: ChoiceDelta) -> bytes:
@@ -75,8 +75,10 @@ class OllamaAnswer(BlockAnswer):
         return {"model": self._model, "created_at": now(), **said, "done": False}
 
     def _logprobs(self) -> dict[str, Any]:
-        """Of the unsaid tokens, in the format of OpenAI's chat API, which Ollama uses too."""
-        positions, self._unsaid = self._unsaid, []
+        """The log-probabilities of the unsent tokens, in the format of OpenAI's chat API, which
+        Ollama uses too.
+        """
+        positions, self._unsent = self._unsent, []
         num_top = self._run.params.logprobs or 0
         return {"logprobs": self._writer.chat(positions, num_top)} if positions else {}
 

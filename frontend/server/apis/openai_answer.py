@@ -16,9 +16,8 @@ from starlette.responses import Response
 from ..http.call import HttpCall
 from ..http.sse import DONE, EventStream, around, event, json_of
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice
+from ..turns.answer_run import AnswerRun, ChoiceDelta, FinishedChoice, UsageCounts
 from ..turns.token_logprobs import TokenWriter
-from ..turns.usage import UsageCounts
 
 
 class OpenAIAnswer:

@@ -18,10 +18,9 @@ from ..http.call import HttpCall
 from ..http.errors import ApiError
 from ..http.sse import named_event
 from ..state import ServerState
-from ..turns.answer_run import AnswerRun, ChoiceDelta
+from ..turns.answer_run import AnswerRun, ChoiceDelta, TokenUsage
 from ..turns.blocks import CALL, DELTA, REASONING, START, STOP, TEXT, AnswerBlock, BlockEvent
 from ..turns.token_logprobs import TokenLogprob
-from ..turns.usage import TokenUsage
 from .block_answer import BlockAnswer
 from .responses_items import SUMMARY_MARK, Item
 from .responses_tools import CheckedTools, ToolOrigin, custom_input, shown_tool
@@ -59,7 +58,7 @@ class ResponsesAnswer(BlockAnswer):
         self._keep = keep
         self._statuses: list[str] = []  # of the blocks that have ended
         self._num_events = 0
-        self._unsaid: list[PositionLogprobs] = []  # of tokens whose text has not arrived yet
+        self._unsent: list[PositionLogprobs] = []  # of tokens whose text has not arrived yet
         self._new_logprobs: list[TokenLogprob] = []  # of the next text delta
         self._logprobs: dict[int, list[TokenLogprob]] = {}  # of each text block
         self._head = head_of(body, model, run.jobs[0].request_id, run.params)
@@ -87,23 +86,23 @@ class ResponsesAnswer(BlockAnswer):
 
         Tokens without text, such as an end of sequence, are added to the text before them.
         """
-        self._unsaid += delta.logprobs or []
+        self._unsent += delta.logprobs or []
         block = next(
             (block for what, block, _ in events if what == DELTA and block.kind == TEXT), None
         )
         if (
             block is None
             and delta.finish_reason is not None
-            and self._unsaid
+            and self._unsent
             and self._blocks.blocks[-1].kind == TEXT
         ):
             block = self._blocks.blocks[-1]
             events.insert(-1, (DELTA, block, ""))
         if block is not None:
-            self._new_logprobs = self._writer.chat(self._unsaid, self._run.params.logprobs or 0)
+            self._new_logprobs = self._writer.chat(self._unsent, self._run.params.logprobs or 0)
             self._logprobs.setdefault(block.index, []).extend(self._new_logprobs)
         if events:
-            self._unsaid = []
+            self._unsent = []
 
     def _whole(self, last: ChoiceDelta) -> dict[str, Any]:
         """The final response object."""

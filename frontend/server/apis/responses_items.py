@@ -23,8 +23,8 @@ ID_PREFIXES = {
     "reasoning": "rs",
     "compaction": "cmp",
 }
-# The limit of `input` (limits.py) for a conversation with its stored items, by `num_parts`: to read
-# them takes time on the event loop.
+# The limit of `input` (http/bodies.py) for a conversation with its stored items, by `num_parts`: to
+# read them takes time on the event loop.
 MAX_CONVERSATION = 50_000
 
 

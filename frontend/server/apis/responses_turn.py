@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from ....ipc.checks import INT64_MAX
 from ....ipc.params import SamplingParams, StructuredOutputsParams
+from ..http.bodies import FieldLimit
 from ..http.call import HttpCall
 from ..http.errors import invalid, missing, unsupported
-from ..http.limits import FieldLimit
 from ..state import ServerState
 from ..turns.chat_turn import ChatTurn, thinking_variables
 from ..turns.response_format import json_options

@@ -125,7 +125,7 @@ class Protocol(HttpToolsProtocol):
     def _read_on(self) -> None:
         """No other protocol is supported, and the request that asks for one is like any other;
         Java's client asks with every request. But the parser has ended at its head: a new one,
-        which is told the head again without the wish, reads its body and what follows.
+        which receives the head again without that wish, reads its body and what follows.
         """
         framing = [b"%b: %b\r\n" % header for header in self.headers if header[0] in FRAMING]
         self.parser = httptools.HttpRequestParser(self)
@@ -379,7 +379,9 @@ class ChunkWriter:
 
 
 def _disconnect(cycle: RequestResponseCycle) -> None:
-    """Its handler is told and reads no further, and its output is discarded."""
+    """Tells the handler of a request that its client is gone. It reads no further, and its output
+    is discarded.
+    """
     cycle.disconnected = True
     cycle.message_event.set()
     assert "state" in cycle.scope  # set by on_headers_complete

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 
-# Of one transport. Beyond this the data are written at once, so that the transport can apply flow
-# control.
+# The most that one transport defers. Data beyond this are written at once, so that the transport
+# can apply flow control.
 MAX_GATHERED_BYTES = 64 * 1024
 
 

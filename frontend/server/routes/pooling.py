@@ -32,9 +32,9 @@ from ..apis.pooling_answer import (
     listed,
     usage_of,
 )
+from ..http.bodies import FieldLimit
 from ..http.call import call_of
 from ..http.errors import refused
-from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
 from ..request_body import read_body
 from ..state import ServerState

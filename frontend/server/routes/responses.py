@@ -107,7 +107,7 @@ class ResponsesApi:
         return await answer.respond(streams=body.stream)
 
     def _without_generation(self, call: HttpCall, body: ResponsesBody, model: str) -> Any:
-        """The response to a body that asks nothing, with which clients try out a server."""
+        """The response to a body that asks for nothing, with which clients try out a server."""
         with renaming(NAMES):
             params = params_of(self._state, body)
         body.store = False
@@ -136,10 +136,8 @@ class ResponsesApi:
 
     async def count_tokens(self, request: Request) -> Response:
         """How many tokens a response's prompt has"""
-        body, call = (
-            await read_body(request, self._state.server_config, ResponsesBody),
-            call_of(request),
-        )
+        body = await read_body(request, self._state.server_config, ResponsesBody)
+        call = call_of(request)
         self._state.check_model(body.model)
         check_body(body)
         items, num_earlier = self._conversation(call, body)

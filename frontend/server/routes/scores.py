@@ -30,9 +30,9 @@ from ..apis.pooling_answer import (
     ranked,
     usage_of,
 )
+from ..http.bodies import FieldLimit
 from ..http.call import HttpCall, call_of
 from ..http.errors import invalid, missing, refused, unsupported
-from ..http.limits import FieldLimit
 from ..http.openapi import ApiRoute
 from ..http.sse import JsonAnswer
 from ..request_body import read_body

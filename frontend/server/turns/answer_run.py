@@ -3,9 +3,10 @@ every API, streamed or whole.
 
 Must not know: the API of the request. Its answer only encodes these events.
 
-    [Job, ...] ──▶ AnswerRun ──deltas()──▶ ChoiceDelta, ...   each choice's new output
-                             ──written()──▶ bytes, ...        the same, encoded by the API
-                             ──messages()──▶ [Message, ...]   the same, put together
+    [GenerationJob, ...] ──▶ AnswerRun
+        ──deltas()──▶ ChoiceDelta, ...          each choice's new output
+        ──written()──▶ bytes, ...               the same, encoded by the API
+        ──messages()──▶ [FinishedChoice, ...]   the same, put together
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
+
 from ....ipc.params import SamplingParams
 from ...answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
 from ...outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
@@ -22,7 +25,60 @@ from ..http.call import HttpCall
 from ..http.sse import encode
 from ..state import ServerState
 from .generation import GenerationJob, merged, run
-from .usage import TokenUsage
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class UsageCounts(msgspec.Struct):
+    """OpenAI's usage object."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """Counts over the outputs of one call; prompts are identified by their index."""
+
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    num_cached_tokens: dict[int, int] = field(default_factory=dict)  # where it is known
+    _num_prompt_tokens: dict[int, int] = field(default_factory=dict)
+
+    def add_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        self._num_prompt_tokens[prompt_index] = len(output.prompt_token_ids)
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens[prompt_index] = output.num_cached_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._num_prompt_tokens.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self.num_cached_tokens.values())
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def counts(self) -> UsageCounts:
+        return UsageCounts(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.total_tokens,
+            PromptTokensDetails(self.cached_tokens),
+            CompletionTokensDetails(self.reasoning_tokens),
+        )
 
 
 @dataclass(slots=True)

@@ -65,6 +65,12 @@ class ScriptedEngine:
         self.params: list[SamplingParams] = []
         self.num_running = 0
 
+    def set_record_token_times(self, is_wanted: bool) -> None:
+        """Its requests have no times."""
+
+    def set_max_outputs_per_s(self, number: int) -> None:
+        """Each piece is one output."""
+
     async def generate(
         self, prompt: dict[str, Any], params: SamplingParams, request_id: str, **_: object
     ) -> AsyncIterator[RequestOutput]:

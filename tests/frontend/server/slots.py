@@ -48,6 +48,10 @@ class NotingEngine:
     def errored(self) -> bool:
         return self.dead_error is not None
 
+    def set_record_token_times(self, is_wanted: bool) -> None: ...
+
+    def set_max_outputs_per_s(self, number: int) -> None: ...
+
     def die(self) -> None:
         self.dead_error = EngineDeadError(f"{self.name} was killed")
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.server import request_body
 from quire.frontend.server.admission import MAX_RETRY_AFTER_S, Admission
-from quire.frontend.server.http.content_encoding import Gunzip
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.request_body import Gunzip
 from quire.frontend.server.routes.tokenize import LONG_TOKENS
 from quire.frontend.server.turns import chat_turn
 from quire.frontend.server.turns.tokenizing import LONG_TEXT

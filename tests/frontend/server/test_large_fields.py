@@ -23,7 +23,7 @@ from msgspec import inspect
 from quire.frontend.server.apis.responses_items import MAX_CONVERSATION, Item, ItemPart
 from quire.frontend.server.app import App, all_routes, make_app
 from quire.frontend.server.config import ServerConfig
-from quire.frontend.server.http.limits import LIMITS, FieldLimit
+from quire.frontend.server.http.bodies import LIMITS, FieldLimit
 from quire.frontend.server.response_store import Stored
 from quire.frontend.server.routes import cohere, ollama_embed, scores
 from quire.frontend.server.routes import pooling as pooling_routes

@@ -3,7 +3,7 @@
 from typing import Any
 
 import msgspec
-from quire.frontend.server.apis.anthropic_messages import (
+from quire.frontend.server.apis.messages_turn import (
     AnthropicMessage,
     SystemBlock,
     plain_messages,

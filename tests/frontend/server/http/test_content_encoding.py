@@ -7,8 +7,8 @@ import json
 
 import httpx2 as httpx
 import pytest
-from quire.frontend.server.http.content_encoding import Gunzip, decoder
 from quire.frontend.server.http.errors import ApiError
+from quire.frontend.server.request_body import Gunzip, decoder
 
 TEXT = json.dumps({"prompt": "Once upon a time " * 50}).encode()
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from quire.frontend.server.http.bodies import decode
-from quire.frontend.server.http.errors import ApiError
-from quire.frontend.server.http.limits import (
+from quire.frontend.server.http.bodies import (
     MAX_OTHER_VALUES,
     SMALL_BODY,
     FieldLimit,
+    decode,
     exceeds,
 )
+from quire.frontend.server.http.errors import ApiError
 
 MOST = FieldLimit().max_values  # of stop_token_ids
 

@@ -1,7 +1,7 @@
 """Usage: what counts once per prompt, and what is not known yet."""
 
 from quire.frontend.outputs import CompletionOutput, RequestOutput
-from quire.frontend.server.turns.usage import TokenUsage
+from quire.frontend.server.turns.answer_run import TokenUsage
 
 
 def output(token_ids: list[int], index: int = 0, cached: int | None = None) -> RequestOutput:

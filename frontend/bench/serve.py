@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ...ipc.checks import require
 from ...ipc.errors import QuireError
 from ...ipc.process import ignores_interrupts
 from .http_client import CONNECTION_FAILED, CONNECTION_REFUSED, Failure, HttpClient
 from .load import LoadReport, LoadRunner, arrival_times
 from .openai_client import Outcome, RequestOptions, first_model, stream_request
-from .workloads import Request, Tokenizer, require_at_least
+from .options import ServeOptions
+from .workloads import Request, Tokenizer
 
 POLL_INTERVAL_S = 1.0
 # for single-model servers without /v1/models, which ignore the name
@@ -27,32 +27,6 @@ NO_MODEL_NAME = "default"
 
 class BenchmarkError(QuireError):
     """The server could not be measured at all."""
-
-
-@dataclass(frozen=True)
-class ServeOptions:
-    base_url: str = "http://127.0.0.1:8000"
-    api_key: str | None = None
-    request_rate: float = float("inf")  # per second
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 1
-    ready_timeout_s: float = 0.0  # how long the server may take until it answers a warm-up
-    timeout_s: float = 3600.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for option, value in (
-            ("--request-rate", self.request_rate),
-            ("--burstiness", self.burstiness),
-            ("--timeout", self.timeout_s),
-        ):
-            require(value > 0, option, f"must be greater than 0, got {value}")
-        require(self.burstiness < float("inf"), "--burstiness", "must be finite, got inf")
-        if self.max_concurrency is not None:
-            require_at_least(1, max_concurrency=self.max_concurrency)
-        require(self.num_warmups >= 0, "--num-warmups", "must be at least 0")
-        require(self.ready_timeout_s >= 0, "--ready-timeout", "must be at least 0")
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
+from .options import WorkloadOptions
 
-DATASETS = ("random", "sharegpt", "prefix", "multi-turn")
 MAX_TRIES = 8  # for a text with the wanted number of tokens
 
 # Short and frequent words, which most tokenizers encode as one token.
@@ -51,50 +50,6 @@ class Request:
     num_prompt_tokens: int | None  # None without a tokenizer
     max_tokens: int
     follow_ups: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class WorkloadOptions:
-    dataset_name: str = "random"
-    dataset_path: str | None = None
-    num_prompts: int = 200
-    input_len: int = 512
-    output_len: int | None = None  # None: 128, or for sharegpt the length of the file's answers
-    range_ratio: float = 0.0  # lengths vary between (1 - this) and (1 + this) times the above
-    prefix_len: int = 256  # the first tokens of the prompt that requests share
-    num_prefixes: int = 1
-    num_turns: int = 3
-    token_ids: bool = False  # prompts as ids instead of text
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        require_at_least(1, num_prompts=self.num_prompts, input_len=self.input_len)
-        require_at_least(0, prefix_len=self.prefix_len)
-        require_at_least(1, num_prefixes=self.num_prefixes, num_turns=self.num_turns)
-        if self.output_len is not None:
-            require_at_least(1, output_len=self.output_len)
-        require(
-            0 <= self.range_ratio < 1,
-            "--range-ratio",
-            f"must be at least 0 and less than 1, got {self.range_ratio}",
-        )
-        require(
-            (self.dataset_name == "sharegpt") == (self.dataset_path is not None),
-            "--dataset-path",
-            "goes with --dataset-name sharegpt, which needs it",
-        )
-        require(
-            not self.token_ids or self.dataset_name != "multi-turn",
-            "--token-ids",
-            "goes with other datasets than multi-turn: what was answered comes back as text",
-        )
-
-
-def require_at_least(least: int, **values: int) -> None:
-    """`values`: by the names of their flags."""
-    for name, value in values.items():
-        option = "--" + name.replace("_", "-")
-        require(value >= least, option, f"must be at least {least}, got {value}")
 
 
 def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) -> list[Request]:

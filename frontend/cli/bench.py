@@ -1,7 +1,7 @@
 """`quire bench serve|throughput|latency|embed|cpu`: selects the mode.
 
-Must not know: how anything is measured. bench_serve.py, bench_offline.py, bench_embed.py and
-bench_cpu.py are imported only when selected.
+Must not know: how anything is measured. bench_serve.py, bench_offline.py and bench_cpu.py are
+imported only when selected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HELP = "\n".join(
     ]
 )
 # of the other modes: bench_offline
-MODULES = {"serve": "bench_serve", "embed": "bench_embed", "cpu": "bench_cpu"}
+MODULES = {"serve": "bench_serve", "cpu": "bench_cpu"}
 
 
 def main(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.checks import require
 from ...ipc.config import resolved
-from ..bench.workloads import require_at_least
+from ..bench.options import require_at_least
 from .bench_flags import add_json, write_report
 from .flags import engine_flags, given
 from .parser import Parser

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 from typing import Any, TypeVar
 
-from ..bench.workloads import DATASETS
+from ..bench.options import WorkloadOptions
 from .parser import Adder, Parser
 
 T = TypeVar("T")
@@ -19,29 +19,7 @@ NOT_SETTINGS = ("api_key", "settings", "config", "print_config")
 def add_workload(parser: Parser, *, tokenizer: bool) -> None:
     """The flags of WorkloadOptions. `tokenizer`: one may be chosen for the prompts."""
     add = parser.group("workload")
-    names = ", ".join(DATASETS)
-    add("--dataset-name", "NAME", f"the workload: {names}", "random", choices=DATASETS)
-    add(
-        "--dataset-path",
-        "FILE",
-        "file for sharegpt: ShareGPT's JSON, or JSON lines with a prompt each",
-    )
-    add("--num-prompts", "N", "number of requests; for multi-turn: of conversations", 200)
-    add(
-        "--input-len",
-        "N",
-        "tokens of a prompt (words without --tokenizer); for multi-turn: per turn",
-        512,
-    )
-    add(
-        "--output-len",
-        "N",
-        "maximum tokens of an answer [128; for sharegpt: as many as the file's answer]",
-    )
-    add("--range-ratio", "X", "lengths are uniform between (1 - X) and (1 + X) times these", 0.0)
-    add("--prefix-len", "N", "for prefix: number of shared tokens in a prompt", 256, rare=True)
-    add("--num-prefixes", "N", "for prefix: number of different shared prefixes", 1, rare=True)
-    add("--num-turns", "N", "for multi-turn: turns per conversation", 3, rare=True)
+    add.fields(WorkloadOptions)
     if tokenizer:
         add(
             "--tokenizer",

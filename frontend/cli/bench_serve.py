@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
-from ..bench.workloads import Request, WorkloadOptions, make_requests
+from ..bench.options import ServeOptions, WorkloadOptions
+from ..bench.workloads import Request, make_requests
 from .bench_flags import (
     add_ignore_eos,
     add_json,
@@ -25,7 +26,7 @@ from .parser import Parser
 
 if TYPE_CHECKING:
     from ..bench.openai_client import Outcome, RequestOptions
-    from ..bench.serve import ServeOptions, ServeRun
+    from ..bench.serve import ServeRun
 
 # Added to the seed for warm-up requests: they resemble the workload, but share no prefix with it.
 WARMUP_SEED = 1_000_003
@@ -40,9 +41,9 @@ def serve_parser(argv: list[str]) -> Parser:
         argv,
     )
     add = parser.group("server")
-    add("--base-url", "URL", "the server, with or without /v1", "http://127.0.0.1:8000")
+    add.fields(ServeOptions, "base_url")
     add("--model", "NAME", "name of the model [the first of /v1/models]")
-    add("--api-key", "KEY", "API key [$OPENAI_API_KEY]")
+    add.fields(ServeOptions, "api_key")
     add(
         "--endpoint",
         None,
@@ -50,21 +51,10 @@ def serve_parser(argv: list[str]) -> Parser:
         "completions",
         choices=("completions", "chat"),
     )
-    add("--ready-timeout", "S", "seconds to wait for a server that is starting", 0.0, rare=True)
-    add("--timeout", "S", "timeout of a request in seconds", 3600.0, rare=True)
+    add.fields(ServeOptions, "ready_timeout_s", "timeout_s")
     add_workload(parser, tokenizer=True)
     add = parser.group("load")
-    add("--request-rate", "X", "requests per second; inf: all at once", float("inf"))
-    add(
-        "--burstiness",
-        "X",
-        "1: Poisson arrivals; below 1: bursts; above 1: more regular (gamma distribution)",
-        1.0,
-        rare=True,
-    )
-    add("--max-concurrency", "N", "maximum number of concurrent requests [no limit]")
-    add("--num-warmups", "N", "requests before the measurement", 1, rare=True)
-    add("--seed", "N", "equal seeds produce equal prompts and arrival times", 0, rare=True)
+    add.fields(ServeOptions, "request_rate", "burstiness", "max_concurrency", "num_warmups", "seed")
     add("--temperature", "X", "sent if given", rare=True)
     add(
         "--extra-body",
@@ -92,7 +82,6 @@ def serve(argv: list[str]) -> int:
 
     from ..bench.openai_client import RequestOptions
     from ..bench.report import format_results, results_as_json
-    from ..bench.serve import ServeOptions
     from ..bench.statistics import parse_goodput, summarize_run
 
     require(

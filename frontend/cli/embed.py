@@ -150,13 +150,16 @@ def embed(
                 f"command continues after them"
             )
         engine.abort_all_requests()
-    seconds = max(time.monotonic() - began, 1e-9)
+    report(ordered, max(time.monotonic() - began, 1e-9))
+    return 0
+
+
+def report(ordered: InOrder, seconds: float) -> None:
     print(
         f"{ordered.num_written} texts, {ordered.num_tokens} tokens in {seconds:.1f} s "
         f"({ordered.num_written / seconds:.0f} texts/s)",
         file=sys.stderr,
     )
-    return 0
 
 
 def tell(sentence: str) -> None:

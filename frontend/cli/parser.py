@@ -7,11 +7,12 @@ Must not know: the effect of any flag.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, get_args
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from ...ipc.checks import closest
 from ..arguments.vllm_arguments import spelled
@@ -55,6 +56,21 @@ class Adder:
             help=argparse.SUPPRESS if rare and not self.show_all else help.replace("%", "%%"),
             **arguments,
         )
+
+    def fields(self, options: type, *names: str) -> None:
+        """Adds flags of these fields of a dataclass, whose annotations hold a placeholder, the
+        help, and "rare" for a rare one. Without names it adds all that have a help.
+        """
+        hints = get_type_hints(options, include_extras=True)
+        defaults = {field.name: field.default for field in dataclasses.fields(options)}
+        for name in names or [name for name in hints if get_origin(hints[name]) is Annotated]:
+            kind, placeholder, text, *marks = get_args(hints[name])
+            option, rare = "--" + name.removesuffix("_s").replace("_", "-"), "rare" in marks
+            choices = {"choices": get_args(kind)} if get_origin(kind) is Literal else {}
+            if kind is bool:
+                self.switch(option, text, rare=rare)
+            else:
+                self(option, placeholder, text, defaults[name], rare=rare, **choices)
 
     def switch(self, option: str, help: str, *, rare: bool = False) -> None:
         """A flag without a value."""

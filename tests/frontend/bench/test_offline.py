@@ -15,7 +15,8 @@ from quire.frontend.bench.offline import (
     sampling_params,
     summarize_steps,
 )
-from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
+from quire.frontend.bench.options import WorkloadOptions
+from quire.frontend.bench.workloads import Request, make_requests
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.model_sizes import DTYPE_BYTES
 from quire.frontend.outputs import RequestMetrics

@@ -10,8 +10,9 @@ import pytest
 from quire import InvalidParameterError
 from quire.frontend.bench import openai_client, serve
 from quire.frontend.bench.openai_client import RequestOptions
-from quire.frontend.bench.serve import BenchmarkError, ServeOptions, ServeRun, run_serve, with_v1
-from quire.frontend.bench.workloads import WorkloadOptions, make_requests
+from quire.frontend.bench.options import ServeOptions, WorkloadOptions
+from quire.frontend.bench.serve import BenchmarkError, ServeRun, run_serve, with_v1
+from quire.frontend.bench.workloads import make_requests
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.scripted_server import (

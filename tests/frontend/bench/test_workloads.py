@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from quire import InvalidParameterError
-from quire.frontend.bench.workloads import Request, WorkloadOptions, make_requests
+from quire.frontend.bench.options import WorkloadOptions
+from quire.frontend.bench.workloads import Request, make_requests
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.tokenizer import Tokenizer
 

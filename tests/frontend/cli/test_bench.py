@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from quire.frontend.bench.workloads import WorkloadOptions
+from quire.frontend.bench.options import WorkloadOptions
 from quire.frontend.cli.bench import MODES
 from quire.frontend.cli.bench_flags import options_of, settings_of
 from quire.frontend.cli.bench_serve import serve_parser

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from quire.frontend.bench.workloads import WorkloadOptions
+from quire.frontend.bench.options import WorkloadOptions
 from quire.frontend.cli.bench_flags import (
     add_ignore_eos,
     add_json,

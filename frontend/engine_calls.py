@@ -26,25 +26,25 @@ from .text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from .trace.trace import Trace
 
-Parameters = ParamSpec("Parameters")
+Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result", covariant=True)
 
 
-class EngineCall(Protocol[Parameters, Result]):
+class EngineCall(Protocol[Arguments, Result]):
     """The type of a call: it returns a Result, or with AsyncCalls a coroutine of one."""
 
     @overload
     def __get__(
         self, calls: AsyncCalls, owner: Any
-    ) -> Callable[Parameters, Coroutine[Any, Any, Result]]: ...
+    ) -> Callable[Arguments, Coroutine[Any, Any, Result]]: ...
 
     @overload
-    def __get__(self, calls: BlockingCalls, owner: Any) -> Callable[Parameters, Result]: ...
+    def __get__(self, calls: BlockingCalls, owner: Any) -> Callable[Arguments, Result]: ...
 
 
 def engine_call(
-    method: Callable[Concatenate[Any, Parameters], Result],
-) -> EngineCall[Parameters, Result]:
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> EngineCall[Arguments, Result]:
     """Gives a method that ends with `self._call` its two types. It changes nothing else."""
     return cast(Any, method)
 

@@ -25,7 +25,7 @@ from .pooling_outputs import (
     Rows,
     ScoringRequestOutput,
 )
-from .progress import Progress
+from .progress import ProgressBar
 from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams, first_params
 from .requests.input_processor import ProcessedRequest
 from .requests.lora_requests import to_reload
@@ -36,7 +36,7 @@ from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
 if TYPE_CHECKING:
     import numpy as np
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 Loras = LoRARequest | Sequence[LoRARequest | None] | None
 
 
@@ -157,8 +157,9 @@ class LLM(BlockingCalls):
             return self._run([], use_tqdm, sent=sent)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
-        """Calls function(model) in the engine and returns the result of each rank. It is for
-        looking: kernels keep packed copies of weights, which a change does not reach.
+        """Calls function(model) in the engine and returns the result of each rank. Use it to
+        inspect the model only: kernels keep packed copies of weights, and a change does not reach
+        them.
 
         Raises EngineUsageError unless the engine is "inproc" with one rank.
         """
@@ -174,7 +175,7 @@ class LLM(BlockingCalls):
         trace_headers: dict[str, str] | None = None,
         lora_request: LoRARequest | None = None,
     ) -> Iterator[RequestOutput]:
-        """Returns an iterator over what is new of one prompt's outputs, as soon as it is there:
+        """Returns an iterator over one prompt's new output, as soon as it arrives:
 
             for output in llm.stream("Once upon a time"):
                 print(output.outputs[0].text, end="", flush=True)
@@ -292,7 +293,7 @@ class LLM(BlockingCalls):
         searches = [
             BeamSearch(request, params, self.llm_engine.config.model_config) for request in requests
         ]
-        progress = Progress(len(searches), use_tqdm)
+        progress = ProgressBar(len(searches), use_tqdm)
         try:
             while running := [search for search in searches if not search.is_done]:
                 prompts_of_step = [prompt for search in running for prompt in search.step_prompts]
@@ -313,7 +314,7 @@ class LLM(BlockingCalls):
 
     def chat(
         self,
-        messages: str | Sequence[Message] | Sequence[str | Sequence[Message]],
+        messages: str | Sequence[ChatMessage] | Sequence[str | Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | Callable[..., Any] = True,
         *,
@@ -491,7 +492,7 @@ class LLM(BlockingCalls):
     ) -> None:
         """Calls `take` with each prompt's index and output."""
         several = with_task(one_each("pooling_params", params, len(prompts)), task)
-        progress = Progress(len(prompts), use_tqdm)
+        progress = ProgressBar(len(prompts), use_tqdm)
 
         def taken(index: int, output: PoolingRequestOutput) -> None:
             take(index, output)
@@ -531,7 +532,7 @@ class LLM(BlockingCalls):
         sent: Sequence[ProcessedRequest] = (),
     ) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        progress = Progress(len(sent) + len(requests), use_tqdm) if use_tqdm else None
+        progress = ProgressBar(len(sent) + len(requests), use_tqdm) if use_tqdm else None
         try:
             for request in requests:
                 self.session.submit(request, trace_headers)
@@ -551,15 +552,15 @@ class LLM(BlockingCalls):
         return [finished[request.request_id] for request in (*sent, *requests)]
 
 
-def _conversations(messages: Any) -> list[list[Message]]:
-    """Of the argument `messages` of LLM.chat."""
+def _conversations(messages: Any) -> list[list[ChatMessage]]:
+    """The conversations in the argument `messages` of LLM.chat."""
     is_one = isinstance(messages, str | dict) or (
         isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], dict)
     )
     several = [messages] if is_one else messages
     kind = "a text, a list of messages, or a list of these"
     require_kind(isinstance(several, Sequence), "messages", kind, messages)
-    conversations: list[list[Message]] = []
+    conversations: list[list[ChatMessage]] = []
     for one in several:
         require_kind(isinstance(one, Sequence), "messages", kind, one)
         conversations.append(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Progress:
+class ProgressBar:
     """A tqdm progress bar over finished requests with tokens per second. Does nothing if use_tqdm
     is false.
     """

@@ -20,19 +20,8 @@ from .messages import Array, ClientMessage
 # 256 KiB are 3.7 times and 1 MiB is 8 times cheaper as a frame.
 INLINE_BYTES = 64 * 1024
 
-ITEM_BYTES = {
-    "i1": 1,
-    "u1": 1,
-    "i2": 2,
-    "u2": 2,
-    "f2": 2,
-    "i4": 4,
-    "u4": 4,
-    "f4": 4,
-    "i8": 8,
-    "u8": 8,
-    "f8": 8,
-}
+DTYPES = ("i1", "u1", "i2", "u2", "f2", "i4", "u4", "f4", "i8", "u8", "f8")
+ITEM_BYTES = {dtype: int(dtype[1]) for dtype in DTYPES}
 
 
 class BadFrameError(ValueError):
@@ -156,7 +145,7 @@ class Decoder:
 _FIELDS = {cls.__struct_config__.tag: cls.__struct_fields__ for cls in get_args(ClientMessage)}
 
 
-def in_words(error: BadFrameError, frames: Sequence[Any]) -> str:
+def readable_error(error: BadFrameError, frames: Sequence[Any]) -> str:
     """Makes msgspec's error for a bad client message readable: "at `$[5][0]`" becomes "at
     `eos_token_ids[0]`" (index 0 is the tag).
     """
@@ -172,10 +161,9 @@ def in_words(error: BadFrameError, frames: Sequence[Any]) -> str:
         return str(error)
 
 
-def whose(frames: Sequence[Any]) -> str | int | None:
-    """The request id (str) or utility call id (int) of a bad frame, if it can be read.
-
-    The sender waits for an answer.
+def sender_id(frames: Sequence[Any]) -> str | int | None:
+    """Returns the request id (str) or utility call id (int) of a bad frame, if it can be read: the
+    sender waits for an answer.
     """
     try:
         tag, identity, *_ = msgspec.msgpack.decode(frames[0])

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from .codec import BadFrameError, Decoder, Encoder, in_words, whose
+from .codec import BadFrameError, Decoder, Encoder, readable_error, sender_id
 from .door import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, peer_of, read_attach
 from .errors import EngineDeadError
 from .machine import descriptor_limit, num_open_descriptors
@@ -300,8 +300,8 @@ class EngineInput:
                 self._on_message(client_index, self.decoder.decode(frames))
             except BadFrameError as error:
                 self.num_bad_frames += 1
-                if (identity := whose(frames)) is not None:
-                    self.events.put(Refused(client_index, identity, in_words(error, frames)))
+                if (identity := sender_id(frames)) is not None:
+                    self.events.put(Refused(client_index, identity, readable_error(error, frames)))
 
     def _on_message(self, client_index: int, message: Any) -> None:
         if isinstance(message, AbortRequests):

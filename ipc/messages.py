@@ -99,12 +99,12 @@ class EngineCoreRequest(Message, tag="add", frozen=True):
 
     @property
     def num_completions(self) -> int:
-        """n of SamplingParams; a request that pools has one result."""
+        """`n` of SamplingParams, or 1: a request that pools has one result."""
         return self.params.n if isinstance(self.params, SamplingParams) else 1
 
     @property
     def structured_outputs(self) -> StructuredOutputsParams | None:
-        """Of SamplingParams; None for a request that pools."""
+        """Those of SamplingParams; None for a request that pools."""
         params = self.params
         return params.structured_outputs if isinstance(params, SamplingParams) else None
 
@@ -177,7 +177,7 @@ ClientMessage = (
 )
 
 
-# ---------------------------------------------------------------- at a daemon's door
+# ---------------------------------------------------------------- attaching to a daemon
 
 
 class Attach(Message, tag="attach", frozen=True):

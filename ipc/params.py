@@ -37,7 +37,7 @@ MAX_STOPS = 64
 MAX_BAD_WORDS = 1024
 
 
-class Parameters(
+class CheckedParams(
     msgspec.Struct,
     metaclass=NamedArguments,
     array_like=True,
@@ -45,8 +45,8 @@ class Parameters(
     frozen=True,
     gc=False,
 ):
-    """What users write: CHECKS has a row for each field that can be wrong. Raises
-    InvalidParameterError, naming the parameter and its range, on construction and on decoding.
+    """Parameters that users write. CHECKS has a row for each field that can be wrong. Construction
+    and decoding raise InvalidParameterError, which names the parameter and its range.
     """
 
     def __post_init__(self) -> None:
@@ -148,7 +148,7 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 STRUCTURED_TEXTS = ("json", "regex", "choice", "grammar", "whitespace_pattern")
 
 
-class SamplingParams(Parameters, tag="sampling", frozen=True, kw_only=True):
+class SamplingParams(CheckedParams, tag="sampling", frozen=True, kw_only=True):
     """How the tokens of one request are sampled, and when it ends.
 
     Immutable; `msgspec.structs.replace` makes a changed copy. As in vLLM, tuples stand for lists,
@@ -206,7 +206,7 @@ class SamplingParams(Parameters, tag="sampling", frozen=True, kw_only=True):
         return self.temperature == 0.0
 
 
-class PoolingParams(Parameters, tag="pooling", frozen=True, kw_only=True):
+class PoolingParams(CheckedParams, tag="pooling", frozen=True, kw_only=True):
     """What a pooling request asks for, under vLLM's names. The engine checks what depends on the
     model.
     """
@@ -222,9 +222,9 @@ class PoolingParams(Parameters, tag="pooling", frozen=True, kw_only=True):
     # they do not say, longer prompts are refused
     truncate_prompt_tokens: int | None = None
     timeout_s: float | None = None  # from submission; then it ends with finish_reason "timeout"
-    # compute all tokens of the prompt; resolved by the frontend where pooling reads them all
+    # compute all tokens of the prompt; the frontend sets it where pooling reads them all
     skip_reading_prefix_cache: bool | None = None
-    # of a pair of texts: the index of the first token of the second; 0: there is one text
+    # for a pair of texts, the index of the second text's first token; 0: there is one text
     second_text_start: int = 0
     # tokens in front of the text that belong to an instruction ("query: "), with what precedes it.
     # A model with include_prompt: false leaves them out of pooling
@@ -405,7 +405,7 @@ def _refuse_normalize(params: PoolingParams, name: str, value: Any) -> None:
     raise InvalidParameterError(name, "was removed; use use_activation")
 
 
-def _rows(type_: type[Parameters], checks: dict[str, Check]) -> list[tuple[str, Any, Check]]:
+def _rows(type_: type[CheckedParams], checks: dict[str, Check]) -> list[tuple[str, Any, Check]]:
     defaults = {field.name: field.default for field in msgspec.structs.fields(type_)}
     flags = {name: FLAG for name, default in defaults.items() if isinstance(default, bool)}
     return [(name, defaults[name], check) for name, check in (checks | flags).items()]

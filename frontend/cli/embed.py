@@ -101,7 +101,7 @@ def embed(
     SIGTERM; a second run then continues.
     """
     from ..llm_engine import run_in_windows
-    from ..progress import Progress
+    from ..progress import ProgressBar
     from .embed_writers import make_writer
 
     # the model's own first task, to know the shape of the rows
@@ -113,7 +113,7 @@ def embed(
         tell(f"continues after the first {writer.num_done} texts")
     ordered = InOrder(writer)
     shows = sys.stderr.isatty() if args.progress is None else args.progress
-    progress = Progress(None if num_lines is None else num_lines - writer.num_done, shows)
+    progress = ProgressBar(None if num_lines is None else num_lines - writer.num_done, shows)
     began = time.monotonic()
 
     def take(index: int, output: PoolingRequestOutput) -> None:

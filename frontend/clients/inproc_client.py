@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from ...ipc import messages as m
-from ...ipc.codec import BadFrameError, Decoder, Encoder, in_words
+from ...ipc.codec import BadFrameError, Decoder, Encoder, readable_error
 from ...ipc.config import EngineConfig
 from ...ipc.counters import TransportStats
 from ...ipc.errors import EngineDeadError, EnginePausedError
@@ -309,7 +309,7 @@ class InprocClient(EngineClient):
             return self._to_engine.decode(frames)
         except BadFrameError as error:
             self._engine.num_bad_frames += 1
-            finished = [m.Finished(0, m.FinishReason.ERROR, error=in_words(error, frames))]
+            finished = [m.Finished(0, m.FinishReason.ERROR, error=readable_error(error, frames))]
             refusal = m.EngineCoreOutputs(
                 self.ready.epoch,
                 [request.request_id],

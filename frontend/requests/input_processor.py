@@ -57,7 +57,7 @@ class ProcessedRequest:
 
 
 @dataclass(slots=True, frozen=True)
-class RequestOptions:
+class SubmitOptions:
     """What a request carries beside its prompt and parameters; see LLMEngine.add_request."""
 
     arrival_time: float | None = None  # seconds since 1970; None: now
@@ -114,7 +114,7 @@ class InputProcessor:
 
         `prompt_name`: see process_batch. `lora_request`: the caller has reloaded what has
         load_inplace. `output_kind`: replaces the one of SamplingParams. `options`: of
-        RequestOptions. Raises InvalidParameterError without changing any state.
+        SubmitOptions. Raises InvalidParameterError without changing any state.
         """
         if isinstance(params, PoolingParams):
             problem = "must be None for a request that pools; adapters change generated text only"
@@ -125,7 +125,7 @@ class InputProcessor:
             return request
         began = time.monotonic()
         require_text("request_id", request_id)
-        carried = RequestOptions(**options)
+        carried = SubmitOptions(**options)
         self._check_params(params)
         require(prompt_name is None, "prompt_name", "must not be given with SamplingParams")
         text, token_ids, cache_salt, pair = read_prompt(prompt)
@@ -164,10 +164,10 @@ class InputProcessor:
 
         `prompt_name`: the model's prompt to put in front of each text; None: its default, if any.
         `part`: the index of the first prompt, and the number of prompts, of which these are a part
-        (None: unknown). `options`: of RequestOptions.
+        (None: unknown). `options`: of SubmitOptions.
         Raises InvalidParameterError, with the index of the request if there are several.
         """
-        began, carried = time.monotonic(), RequestOptions(**options)
+        began, carried = time.monotonic(), SubmitOptions(**options)
         inputs = self._pooling_inputs
         params = inputs.complete(params)
         first, num_prompts = part or (0, len(prompts))
@@ -377,7 +377,7 @@ def _made_request(
     text: str | None,
     token_ids: list[int],
     params: SamplingParams | PoolingParams,
-    options: RequestOptions,
+    options: SubmitOptions,
     began: float,
     **fields: Any,
 ) -> ProcessedRequest:

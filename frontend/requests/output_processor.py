@@ -388,8 +388,8 @@ def _completion_output(completion: CompletionState, is_delta: bool) -> Completio
 
 
 def _gap(state: RequestState, completion: CompletionState, num_known: int) -> str:
-    """What is missing where `num_known` is negative, or the prompt's log-probabilities are not
-    complete.
+    """Says what is missing: tokens if `num_known` is negative, otherwise log-probabilities of the
+    prompt.
     """
     if num_known < 0:
         num_tokens = len(completion.token_ids)
@@ -403,7 +403,7 @@ def _gap(state: RequestState, completion: CompletionState, num_known: int) -> st
 def _read_logprobs(
     completion: CompletionState, columns: TokenLogprobs, first: int, num_tokens: int
 ) -> None:
-    """Of these tokens of the row, from `first` on."""
+    """Adds the log-probabilities of `num_tokens` tokens of the row, from `first` on."""
     if completion.logprobs_reader is None:
         return
     positions = completion.logprobs_reader.read(columns, first, first + num_tokens)

@@ -27,7 +27,7 @@ class PoolingPrompt(NamedTuple):
     text: str | None
     token_ids: list[int]
     cache_salt: str | None
-    params: dict[str, int] = {}  # that are this prompt's own
+    params: dict[str, int] = {}  # parameters of this prompt alone
 
 
 class PoolingInputs:

@@ -15,7 +15,7 @@ from ..outputs import RequestOutput
 from ..pooling_outputs import AnyOutput, PoolingRequestOutput
 
 
-class _Stream:
+class _ReaderStream:
     """The reader's side of a stream; it supports one reader."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class _Stream:
         raise EngineDeadError(*self._error.args) from self._error
 
 
-class RequestStream(_Stream):
+class RequestStream(_ReaderStream):
     """The outputs that the reader has not read yet, merged into one, so that a slow reader needs no
     more memory than its text.
 
@@ -92,7 +92,7 @@ class RequestStream(_Stream):
         return output
 
 
-class BatchStream(_Stream):
+class BatchStream(_ReaderStream):
     """The outputs of requests that pool, one of each, by the user's id."""
 
     def __init__(self) -> None:

@@ -107,10 +107,6 @@ def render_chat(
     them) or `chat_template`, with the template's own message if it raises one. Raises
     ChatTemplateTimeError after TIME_LIMIT_S, or after the remainder of the caller's time_limit.
     """
-    import jinja2
-
-    from .template_sandbox import TemplateTimeError, render, time_limit
-
     if add_generation_prompt and continue_final_message:
         raise InvalidParameterError(
             "continue_final_message", "cannot be combined with add_generation_prompt"
@@ -125,18 +121,27 @@ def render_chat(
         messages, tools = _adapted(template, messages, tools)
     if continue_final_message:
         messages[-1]["content"] = (messages[-1].get("content") or "") + CONTINUE_MARK
+    text = _render(
+        template,
+        dict(
+            messages=messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            **(variables or {}),
+        ),
+    )
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def _render(template: str, variables: dict[str, Any]) -> str:
+    import jinja2
+
+    from .template_sandbox import TemplateTimeError, render, time_limit
+
     try:
         with time_limit(TIME_LIMIT_S):
-            text = render(
-                template,
-                dict(
-                    messages=messages,
-                    tools=tools,
-                    documents=documents,
-                    add_generation_prompt=add_generation_prompt,
-                    **(variables or {}),
-                ),
-            )
+            return render(template, variables)
     except TemplateTimeError as error:
         raise ChatTemplateTimeError("messages", f"the chat template {error} for them") from error
     except jinja2.TemplateSyntaxError as error:
@@ -149,7 +154,6 @@ def render_chat(
         raise InvalidParameterError(
             "messages", f"the chat template refuses them: {error!s:.1000}"
         ) from error
-    return _cut_at_mark(text) if continue_final_message else text
 
 
 def _adapted(

@@ -14,7 +14,7 @@ from ...ipc.params import SamplingParams
 from .tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
-# of byte-fallback vocabularies, "<0x0A>", in upper case
+# The byte tokens of byte-fallback vocabularies, such as "<0x0A>", in upper case.
 BYTE_TOKENS = {f"<0X{byte:02X}>": bytes([byte]) for byte in range(256)}
 MAX_CHARACTER_TOKENS = 4  # a character has at most four bytes, and a token at least one
 

@@ -497,7 +497,7 @@ def _check_format(text: str, values: Iterable[Any]) -> None:
 
 
 def _check_width(digits: str) -> None:
-    """Also of a precision: digits, which may begin with zeros, or "*"."""
+    """Checks a width or a precision: digits, which may begin with zeros, or "*"."""
     if digits == "*" or len(digits) > MAX_DIGITS or int(digits) > MAX_WIDTH:
         raise _too_long()
 
@@ -544,7 +544,8 @@ def _call_text_method(
     """Calls one of TEXT_METHODS, but for `format`."""
     name, growth = method.__name__, 1 if type(text) is str else _ESCAPED
     _spend(len(text))
-    # those from the right and the sets of characters compare each character with all of these
+    # methods that search from the right, or for a set of characters, compare each character of
+    # the text with all of these
     if name in _COMPARING_EACH:
         texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         _check_length(len(text) * max(map(len, texts), default=0) >> 7)
@@ -591,7 +592,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escapes of jinja2's own filter."""
+    """Writes JSON without the HTML escapes of jinja2's own filter."""
     if (len(indent) if isinstance(indent, str) else indent or 0) > 64:
         raise TemplateLimitError("indents by more than 64 characters")
     if separators is not None and any(len(separator) > 64 for separator in separators):
@@ -688,7 +689,9 @@ def _sum_filter(
 
 
 def _eager(filter: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]:
-    """jinja2's own is a generator: nested in others it would run outside of the checks."""
+    """A filter that returns all of its results at once. jinja2's own is a generator: nested in
+    others it would run outside of the checks.
+    """
 
     @pass_context
     def apply(context: Any, value: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -700,7 +703,7 @@ def _eager(filter: Callable[..., Iterable[Any]]) -> Callable[..., Iterator[Any]]
 
 
 def _few(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a list with at most MAX_SORTED elements."""
+    """A filter for a list with at most MAX_SORTED elements."""
 
     @pass_environment
     def apply(environment: _Environment, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -729,7 +732,7 @@ def _unique(environment: _Environment, value: Any, *args: Any, **kwargs: Any) ->
 
 
 def _title(value: Any) -> str:
-    """jinja2 splits the text at its words."""
+    """Checks the length first, because jinja2 splits the text at its words."""
     text = soft_str(value)
     _check_length(ELEMENT * len(text))
     return _made(filters.do_title(text))
@@ -740,7 +743,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _counted(filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Of one value, whose result is not much longer."""
+    """A filter for one value whose result is not much longer."""
 
     def apply(value: Any, *args: Any) -> Any:
         _spend(len(value) if isinstance(value, str) else ELEMENT)

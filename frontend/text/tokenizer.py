@@ -21,8 +21,8 @@ from ...ipc.models.gguf_tokenizer import Vocabulary, gguf_tokenizer, gguf_tokeni
 from . import token_bounds, tokenizer_trial
 from .chat_template import choose_template, read_chat_templates, render_chat
 
-# of a tokenizer's normalizers: published ones have at most 20 steps and grow a text fourfold, or
-# with sentencepiece's table, whose longest text has 18 characters, by 36
+# Limits on a tokenizer's normalizers. Published ones have at most 20 steps and make a text at most
+# four times as long, or 36 times with sentencepiece's table, whose longest text has 18 characters.
 MAX_NORMALIZERS = 256
 MAX_GROWTH = 64  # characters that one character becomes
 MAX_NORMALIZED = 2**26  # characters of all added tokens, normalized
@@ -198,7 +198,7 @@ def _token_text(token: Any) -> str | None:
 
 
 class _Normalizer(msgspec.Struct):
-    """Of tokenizer.json. Only these keys decide how much longer a text becomes."""
+    """A normalizer of tokenizer.json. Only these keys decide how much longer a text becomes."""
 
     type: str
     normalizers: list[_Normalizer] = []

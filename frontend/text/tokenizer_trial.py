@@ -35,7 +35,7 @@ TEXTS = (
 
 
 def regular_expressions(component: Any) -> set[str]:
-    """Of a normalizer, pre-tokenizer or decoder as tokenizer.json has it, with its parts."""
+    """Those of a normalizer, pre-tokenizer or decoder of tokenizer.json, and of its parts."""
     if isinstance(component, list):
         return set().union(*map(regular_expressions, component))
     if not isinstance(component, dict):
@@ -46,7 +46,8 @@ def regular_expressions(component: Any) -> set[str]:
     )
 
 
-# Published ones: of normalizers, which a load applies to all added tokens, and of the other parts.
+# Published expressions of normalizers, which a load applies to all added tokens, and of the other
+# parts.
 KNOWN_IN_NORMALIZERS = {" {2,}", r"\s+"}  # take time in proportion to the text
 KNOWN = regular_expressions([step for each in PRE_TOKENIZERS.values() for step in each.steps]) | {
     r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s*[\r\n]+|\s+(?!\S)|\s+",  # the bundled model's

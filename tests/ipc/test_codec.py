@@ -15,7 +15,7 @@ from quire.ipc.codec import (
     Decoder,
     Encoder,
     MessageTooLargeError,
-    whose,
+    sender_id,
 )
 from quire.ipc.messages import (
     AbortRequests,
@@ -223,10 +223,10 @@ def test_values_that_cannot_be_encoded_are_named():
 
 def test_the_sender_of_a_bad_frame():
     assert (
-        whose(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams())))
+        sender_id(Encoder(LIMIT).encode(EngineCoreRequest("mine", [1, "two"], SamplingParams())))
         == "mine"
     )
-    assert whose([msgspec.msgpack.encode(["call", 17, {}])]) == 17
+    assert sender_id([msgspec.msgpack.encode(["call", 17, {}])]) == 17
     for frames in (
         [],
         [b""],
@@ -235,7 +235,7 @@ def test_the_sender_of_a_bad_frame():
         [msgspec.msgpack.encode(["add", 5])],
         Encoder(LIMIT).encode(AbortRequests(["x"])),
     ):
-        assert whose(frames) is None
+        assert sender_id(frames) is None
 
 
 @NUM_FRAMES
@@ -251,7 +251,7 @@ def test_fuzz_raises_nothing_else(type_, corpus, num_frames):
             assert decoder.decode(frames) is not None
         except BadFrameError:
             num_bad += 1
-            whose(frames)
+            sender_id(frames)
     assert num_bad > num_frames // 2  # otherwise the frames were hardly damaged
     call = UtilityCall(1, "ping", [None])
     assert Decoder(ClientMessage, LIMIT).decode(Encoder(LIMIT).encode(call)) == call

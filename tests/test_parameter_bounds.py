@@ -10,7 +10,7 @@ import re
 import msgspec
 import pytest
 from quire import InvalidParameterError, RequestOutputKind, SamplingParams
-from quire.core.request_checks import check_request
+from quire.core.arrivals import check_request
 from quire.frontend.requests.input_processor import InputProcessor
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import MAX_BAD_WORDS, MAX_N, MAX_STOPS, StructuredOutputsParams

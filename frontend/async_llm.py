@@ -20,7 +20,8 @@ from ..ipc.lora import LoRARequest
 from ..ipc.params import PoolingParams, SamplingParams
 from ..ipc.threads import in_thread
 from .clients.client import EngineClient
-from .clients.connect import TokenizerLoad, connect, connect_async
+from .clients.connect import TokenizerLoad, connect_async
+from .clients.own_loop import run_once
 from .engine_args import AsyncLLMArguments, EngineArgs, takes
 from .engine_calls import AsyncCalls
 from .outputs import RequestMetrics, RequestOutput
@@ -43,7 +44,7 @@ class AsyncLLM(AsyncCalls):
     One task, started with the first request, reads the engine's outputs and passes them to the
     readers.
 
-    config: resolved. client: made with asyncio_mode=True; AsyncLLM owns it. tokenizer_load: see
+    config: resolved. client: for asyncio; AsyncLLM owns it. tokenizer_load: see
     clients/connect.py.
     """
 
@@ -84,7 +85,7 @@ class AsyncLLM(AsyncCalls):
             engine_args = EngineArgs(model, **arguments)
         elif arguments or model != "bundled":
             raise TypeError("from_engine_args takes EngineArgs or its arguments, not both")
-        config, client, tokenizer_load = connect(engine_args, engine, asyncio_mode=True)
+        config, client, tokenizer_load = run_once(connect_async(engine_args, engine))
         try:
             return cls(config, client, tokenizer_load)
         except BaseException:

@@ -68,10 +68,8 @@ class RequestSession:
         self.input_processor = InputProcessor(config, self.tokenizer, eos_ids)
         self.telemetry = Telemetry(config, client.is_shared)
         self.output_processor = OutputProcessor(
-            self.tokenizer, client.ready.epoch, self.telemetry.finish
+            self.tokenizer, client.ready.epoch, self.telemetry.finish, client.journal.requests
         )
-        client.journal = self.output_processor.unfinished
-        client.has_requests = self.output_processor.has_unfinished_requests
         self.num_inputs_refused = 0
         self._trace: Trace | None = None  # that is being recorded
         self._profile: tuple[Trace, str | None] | None = None  # of start_profile

@@ -5,12 +5,13 @@ Must not know: requests and outputs, or who waits for them (frontend/clients/mp_
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
@@ -29,10 +30,6 @@ from .sockets import (
     make_router,
     make_wire,
 )
-
-if TYPE_CHECKING:  # 6 MB and 30 ms, which blocking programs do not need
-    import asyncio
-
 
 # Of this process for an engine: sockets, what ZMQ makes for them, and the child's pipes. Without
 # one of its own, ZMQ ends the process.
@@ -59,8 +56,6 @@ class Connection:
         self.pull = make_pull(self.context, secret_key, max_message_bytes)
         self._rejected = [RejectedPeers(self.context, end) for end in (self.router, self.pull)]
         self._rejected_lock = threading.Lock()
-        # readable after wake(); ends a poll that waits for the engine
-        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.encoder = Encoder(max_message_bytes)
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
@@ -69,7 +64,6 @@ class Connection:
         # readable when the engine is gone: of a child a pidfd, of a daemon the door
         self.pidfd = -1
         self.engine_pid = 0
-        self.shutdown_timeout_s = 10.0
         self.loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
 
@@ -109,11 +103,6 @@ class Connection:
     def send(self, message: ClientMessage) -> None:
         """Sends without blocking. Raises zmq.ZMQError if the engine is gone."""
         self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
-
-    def wake(self) -> None:
-        """Makes wake_fd readable from now on. Thread-safe."""
-        if not self.is_closed:
-            os.eventfd_write(self.wake_fd, 1)
 
     def decode(self, frames: list) -> Any:
         """The engine's message in these frames, or None for a bad frame, which is counted."""
@@ -161,8 +150,8 @@ class Connection:
             self.loop.remove_reader(self.pidfd)
         self.loop = None
 
-    def close(self) -> None:
-        """Shuts a child down, or detaches from a daemon.
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Shuts a child down, which has `timeout_s` to exit by itself, or detaches from a daemon.
 
         Called by shutdown, by the garbage collector or at exit; may be called twice.
         """
@@ -176,14 +165,13 @@ class Connection:
                 self.send(Shutdown())
             except (zmq.ZMQError, OSError):
                 pass  # the engine never started, or is gone
-            self.process.close(self.shutdown_timeout_s)
+            self.process.close(timeout_s)
         if self._door is not None:
             try:
                 self._door.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it open
             except OSError:
                 pass  # the daemon is gone
             self._door.close()
-        os.close(self.wake_fd)
         with self._rejected_lock:
             for rejected in self._rejected:
                 rejected.close()

@@ -40,8 +40,7 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         if (connection := take()) is not None:
-            connection.shutdown_timeout_s = 0.0  # it has nothing to save
-            connection.close()
+            connection.close()  # it has nothing to save
 
 
 def take() -> Connection | None:

@@ -1,16 +1,15 @@
 """Starts an engine or attaches to one: HELLO → CONFIG → PROGRESS … → READY or FAILED.
 
 Must not know: requests, or what an engine does while it loads.
-
-`_converse` holds the conversation and yields what it waits for. `open_connection` waits by
-blocking, `open_connection_async` in an event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import zmq
 
@@ -30,15 +29,7 @@ HELLO_TIMEOUT_S = 10.0  # for a daemon, whose input thread answers at once
 Report = Callable[[str, float], None]
 
 
-class Awaited(NamedTuple):
-    """What the conversation waits for."""
-
-    source: zmq.Socket
-    deadline: float  # by time.monotonic()
-    where: str  # the current stage, for errors
-
-
-def open_connection(
+async def open_connection(
     config: EngineConfig,
     engine: str,
     on_progress: Report,
@@ -48,113 +39,51 @@ def open_connection(
     command: Sequence[str] | None = None,
 ) -> tuple[Connection, Ready]:
     """Starts an engine ("process": `command`, or Quire's own) or attaches to the daemon at the
-    address
-    `engine`. Returns when it is ready.
+    address `engine`. Returns when it is ready.
 
     Raises the engine's own exception if it cannot start, or EngineStartError if it dies or exceeds
-    startup_timeout_s.
+    startup_timeout_s. On cancellation it ends a child before it raises.
     """
-    deadline = time.monotonic() + config.service_config.startup_timeout_s
-    connection = _make_connection(config, engine, command)
+    service = config.service_config
+    deadline = time.monotonic() + service.startup_timeout_s
+    if engine != "process":
+        ipc_path(engine)
+    early = take_early_engine() if engine == "process" and command is None else None
+    connection = early or Connection(service.max_message_bytes)
     try:
-        if engine == "process":
-            _ensure_process(connection, config, command)
-        else:
-            connection.attach(engine, config.service_config.token_file)
-        conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
-        awaited = next(conversation)
-        while True:
-            awaited = conversation.send(_receive(connection, awaited))
-    except StopIteration as end:
-        return connection, end.value
+        if engine != "process":
+            await in_thread(partial(connection.attach, engine, service.token_file))
+        elif connection.process is None:
+            connection.spawn(command or engine_command(), service.max_message_bytes)
+        first = Config(config, epoch, engine_index)
+        ready = await _converse(connection, first, deadline, on_progress)
+        return connection, ready
     except BaseException:
-        connection.shutdown_timeout_s = 0.0  # it has nothing to save
-        connection.close()
-        raise
-
-
-async def open_connection_async(
-    config: EngineConfig,
-    engine: str,
-    on_progress: Report,
-    *,
-    epoch: int = 0,
-    engine_index: int = 0,
-    command: Sequence[str] | None = None,
-) -> tuple[Connection, Ready]:
-    """As open_connection, without blocking the running loop.
-
-    On cancellation it ends a child before it raises.
-    """
-    deadline = time.monotonic() + config.service_config.startup_timeout_s
-    connection = _make_connection(config, engine, command)
-    try:
-        if engine == "process":
-            _ensure_process(connection, config, command)
-        else:
-            token_file = config.service_config.token_file
-            await in_thread(lambda: connection.attach(engine, token_file))
-        conversation = _converse(connection, config, epoch, engine_index, deadline, on_progress)
-        awaited = next(conversation)
-        while True:
-            message = await _receive_async(connection, awaited)
-            try:
-                awaited = conversation.send(message)
-            except StopIteration as end:  # StopIteration must not leave a coroutine
-                return connection, end.value
-    except BaseException:
-        connection.shutdown_timeout_s = 0.0
         await in_thread(connection.close)
         raise
 
 
-def _make_connection(
-    config: EngineConfig, engine: str, command: Sequence[str] | None
-) -> Connection:
-    if engine != "process":
-        ipc_path(engine)
-    early = take_early_engine() if engine == "process" and command is None else None
-    connection = early or Connection(config.service_config.max_message_bytes)
-    connection.shutdown_timeout_s = config.service_config.shutdown_timeout_s
-    return connection
-
-
-def _ensure_process(
-    connection: Connection, config: EngineConfig, command: Sequence[str] | None
-) -> None:
-    if connection.process is None:
-        connection.spawn(command or engine_command(), config.service_config.max_message_bytes)
-
-
-def _converse(
-    connection: Connection,
-    config: EngineConfig,
-    epoch: int,
-    engine_index: int,
-    deadline: float,
-    report: Report,
-) -> Generator[Awaited, Any, Ready]:
-    """Receives each message; returns the engine's Ready."""
+async def _converse(
+    connection: Connection, config: Config, deadline: float, report: Report
+) -> Ready:
     is_child = connection.process is not None
     report("start", 0.0)
-    hello = None
+    hello, until = None, deadline
+    if not is_child:
+        until = min(deadline, time.monotonic() + HELLO_TIMEOUT_S)
     while not isinstance(hello, Hello):
-        hello = yield Awaited(
-            connection.router,
-            deadline if is_child else min(deadline, time.monotonic() + HELLO_TIMEOUT_S),
-            "it sent no HELLO",
-        )
+        hello = await _receive(connection, connection.router, until, "it sent no HELLO")
     if hello.protocol != PROTOCOL:
         raise EngineStartError(
             f"the engine speaks protocol {hello.protocol}, this program {PROTOCOL}: their versions "
             f"of quire differ"
         )
     if is_child:
-        connection.send(Config(config, epoch, engine_index))
+        connection.send(config)
     report("start", 1.0)
     stage = "start"
     while True:
-        message = yield Awaited(connection.pull, deadline, f"last stage: {stage}")
+        message = await _receive(connection, connection.pull, deadline, f"last stage: {stage}")
         if isinstance(message, Ready):
             return message
         if isinstance(message, Failed):
@@ -164,48 +93,33 @@ def _converse(
             report(message.stage, message.fraction)
 
 
-# ---------------------------------------------------------------- two ways of waiting
-
-
-def _receive(connection: Connection, awaited: Awaited) -> Any:
-    """The next message. Raises EngineStartError at the deadline, or when the engine dies."""
-    source, poller = awaited.source, zmq.Poller()
-    poller.register(source, zmq.POLLIN)
-    poller.register(connection.pidfd, zmq.POLLIN)
-    while (message := _take(connection, source)) is None:
-        ready = dict(poller.poll(max(0, int((awaited.deadline - time.monotonic()) * 1000))))
-        if not ready:
-            raise _too_late(awaited)
-        # the engine is dead; read its messages first
-        if source not in ready and not source.poll(int(LAST_WORDS_S * 1000)):
-            raise _died(connection, awaited)
-    return message
-
-
-async def _receive_async(connection: Connection, awaited: Awaited) -> Any:
-    """As _receive, in an event loop."""
-    import asyncio
-
-    loop, news, is_dead, deadline = (
-        asyncio.get_running_loop(),
-        asyncio.Event(),
-        False,
-        awaited.deadline,
-    )
-    watched = (awaited.source.FD, connection.pidfd)
+async def _receive(connection: Connection, source: zmq.Socket, deadline: float, where: str) -> Any:
+    """The next message. Raises EngineStartError at the deadline (by time.monotonic()), or when the
+    engine dies; the error names `where`, the current stage.
+    """
+    loop = asyncio.get_running_loop()
+    news = asyncio.Event()
+    is_dead = False
+    watched = (source.FD, connection.pidfd)
     for fd in watched:
         loop.add_reader(fd, news.set)
     try:
         # ZMQ's descriptor is edge-triggered: check before each wait
-        while (message := _take(connection, awaited.source)) is None:
+        while (message := _take(connection, source)) is None:
             if not is_dead and readable(connection.pidfd, timeout_s=0):
-                is_dead, deadline = True, time.monotonic() + LAST_WORDS_S
+                is_dead = True
+                deadline = time.monotonic() + LAST_WORDS_S
                 loop.remove_reader(connection.pidfd)
             try:
                 async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                     await news.wait()
             except TimeoutError:
-                raise (_died(connection, awaited) if is_dead else _too_late(awaited)) from None
+                if is_dead:
+                    raise EngineStartError(f"{where}: {connection.describe_death()}") from None
+                raise EngineStartError(
+                    f"the engine did not answer in time ({where}); startup_timeout_s gives it "
+                    f"longer"
+                ) from None
             news.clear()
         return message
     finally:
@@ -222,16 +136,6 @@ def _take(connection: Connection, source: zmq.Socket) -> Any:
         if message is not None:
             return message
     return None
-
-
-def _too_late(awaited: Awaited) -> EngineStartError:
-    return EngineStartError(
-        f"the engine did not answer in time ({awaited.where}); startup_timeout_s gives it longer"
-    )
-
-
-def _died(connection: Connection, awaited: Awaited) -> EngineStartError:
-    return EngineStartError(f"{awaited.where}: {connection.describe_death()}")
 
 
 def report_nothing(stage: str, fraction: float) -> None:

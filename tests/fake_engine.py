@@ -163,6 +163,19 @@ def raise_once(executor: TroubledExecutor, owner: type, name: str) -> None:
     setattr(owner, name, raising)
 
 
+def open_blocking(starting):
+    """The client that a coroutine makes, for blocking code."""
+    from quire.frontend.clients.blocking_client import BlockingClient
+    from quire.frontend.clients.own_loop import OwnLoop
+
+    loop = OwnLoop()
+    try:
+        return BlockingClient(loop.run(starting), loop)
+    except BaseException:
+        loop.close()
+        raise
+
+
 @contextmanager
 def daemon(directory: Path, config: EngineConfig):
     """Run a daemon with the fake executor that listens in `directory`; yield (address, Popen)."""

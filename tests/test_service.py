@@ -25,7 +25,7 @@ from quire import (
 )
 from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.messages import EngineCoreRequest
-from quire.tests.fake_engine import COMMAND, daemon
+from quire.tests.fake_engine import COMMAND, daemon, open_blocking
 from quire.tests.fakes import expected_output, make_config
 from quire.tests.tiny_models import save_tiny_model
 
@@ -49,7 +49,7 @@ def clients(tmp_path):
     config = make_config(hf_overrides={"delay_s": 0.005}, startup_timeout_s=30.0)
     opened = []
     with daemon(tmp_path, config) as (address, _):
-        yield lambda: opened.append(MPClient(config, address)) or opened[-1]
+        yield lambda: opened.append(open_blocking(MPClient.start(config, address))) or opened[-1]
         for client in opened:
             client.shutdown()
 
@@ -118,7 +118,7 @@ def test_pause_with_wait_covers_all_clients(clients):
 
 @pytest.mark.parametrize("how", ["pause", "sleep"])
 def test_a_paused_engine_can_drain(how):
-    client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
+    client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), command=COMMAND))
     client.add_request(request("r"))
     client.call_utility(*(["pause", "keep"] if how == "pause" else ["sleep"]))
     thread_error: list[Exception] = []
@@ -145,7 +145,7 @@ def test_a_paused_engine_can_drain(how):
     ids=lambda stop: stop[0] + str(stop[1]),
 )
 def test_a_stopped_engine_with_waiting_requests_does_not_spin(stop):
-    client = MPClient(make_config(startup_timeout_s=30.0), command=COMMAND)
+    client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), command=COMMAND))
     if stop[1] != "wait":
         client.add_request(request("r", 200))
         client.get_output()

@@ -5,25 +5,35 @@ Must not know: text, tokenizers, torch, scheduling, computation.
 
 from __future__ import annotations
 
+import signal
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineUsageError
 from ...ipc.failures import unpack_exception
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest, Ready, UtilityResult
 from ...ipc.threads import in_thread
+from .journal import Journal
 
 CLOSED = "this client was shut down"
 QUARANTINED = "the engine died each time it computed this request; see the engine's log"
 OF_A_LOOP = "this client belongs to an asyncio loop: await get_output_async() instead"
+BLOCKS = "this client is for blocking code: call get_output() instead"
 RESTARTED = "the engine is started again"
 NOT_REPLACED = (
     "restart_engines needs an engine in a child process that is replaced when it dies "
     "(on_engine_death='restart')"
 )
+
+
+def replaces_engines(config: EngineConfig) -> bool:
+    """Whether an engine that dies is started again."""
+    service = config.service_config
+    return service.on_engine_death == "restart" and service.engine_restarts > 0
 
 
 def result_of(message: UtilityResult) -> Any:
@@ -50,11 +60,12 @@ class EngineClient(ABC):
 
     Every implementation produces the same outputs, order, errors and utilities.
 
-    Use a client either from blocking code (get_output, call_utility) or from one asyncio loop (the
-    `_async` methods), and from one thread at a time. The other methods never block and work in both
-    modes. When the engine is gone, every method and every waiting call raises EngineDeadError with
-    the cause. A call from a second thread, or from a fork of the process, raises EngineUsageError.
-    `shutdown` never raises and may be called twice and by any thread; other calls then end with
+    A client is for blocking code (get_output, call_utility) or for one asyncio loop (the `_async`
+    methods), and for one thread at a time; the in-process client is for either, until it is used
+    in one way. The other methods never block and work in both modes. When the engine is gone, every
+    method and every waiting call raises EngineDeadError with the cause. A call from a second
+    thread of blocking code, or from a fork of the process, raises EngineUsageError. `shutdown`
+    never raises and may be called twice and by any thread; other calls then end with
     EngineDeadError. In a fork it does nothing.
     """
 
@@ -63,16 +74,15 @@ class EngineClient(ABC):
     num_rejected_peers = 0  # connections to this client's sockets that were not the engine's
     ready: Ready  # sent by the engine: resolved configuration, number of KV-cache blocks
     is_replacing = False  # the engine has died, and the next one is not ready
-    is_draining = False  # see begin_drain
     restarts = Restarts()  # of a client that replaces dead engines; others never change it
-    # The unfinished requests with their output tokens so far, from which a client that replaces a
-    # dead engine resubmits them. The session sets it.
-    journal: Callable[[], list[tuple[EngineCoreRequest, list[int]]]] = list
-    has_requests: Callable[[], bool] = bool  # whether one is unfinished; the session sets it
+    journal: Journal  # of the session, which adds its requests
+    engine_pid = 0  # of the engine's process, if it is another one; of the first of several
+    was_hung = False  # it was ended because it did not finish a step
+    was_released = False  # a daemon has made room for another client
+    exit_signal: signal.Signals | None = None  # that has ended the engine's process
 
-    def begin_drain(self) -> None:
+    def begin_drain(self) -> None:  # noqa: B027
         """The program ends soon: an engine that dies is replaced only for requests."""
-        self.is_draining = True
 
     @property
     def standby_is_ready(self) -> bool | None:
@@ -94,7 +104,6 @@ class EngineClient(ABC):
     def pace_outputs(self, rows_per_s: int) -> None:
         """Lets the engine send the rows of several steps together; see PaceOutputs."""
 
-    @abstractmethod
     def get_output(self) -> EngineCoreOutputs:
         """Blocks until the next outputs arrive.
 
@@ -103,21 +112,22 @@ class EngineClient(ABC):
         Raises EnginePausedError if none can arrive because this client paused the engine or put it
         to sleep. If another client of a daemon did so, it waits for that client.
         """
+        raise RuntimeError(OF_A_LOOP)
 
-    @abstractmethod
     async def get_output_async(self) -> EngineCoreOutputs:
         """As get_output, but waits even if no request is unfinished, so that one task can call it
         in a loop.
         """
+        raise RuntimeError(BLOCKS)
 
-    @abstractmethod
     def call_utility(self, method: str, *args: Any) -> Any:
         """Calls one of the utilities (core/utilities.py) between two steps. Returns its result or
         raises its exception.
         """
+        raise RuntimeError(OF_A_LOOP)
 
-    @abstractmethod
-    async def call_utility_async(self, method: str, *args: Any) -> Any: ...
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        raise RuntimeError(BLOCKS)
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         """Calls function(model) of each rank between two steps; the results in rank order. Raises

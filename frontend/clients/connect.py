@@ -8,21 +8,16 @@ from __future__ import annotations
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
-from ...ipc.models.expert_parallel import shares_experts
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
 from ..model_info.model_files import read_ahead
 from ..telemetry.export import check_endpoint
 from ..text.tokenizer import Tokenizer
-from .client import EngineClient
-
-if TYPE_CHECKING:
-    from .mp_client import MPClient
+from .client import EngineClient, replaces_engines
 
 
 def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
@@ -64,63 +59,42 @@ class TokenizerLoad:
         )
 
 
-def make_client(
-    config: EngineConfig,
-    engine: str = "process",
-    *,
-    asyncio_mode: bool = False,
-    on_progress: Report = report_nothing,
+async def start_client(
+    config: EngineConfig, engine: str = "process", on_progress: Report = report_nothing
 ) -> EngineClient:
     """Makes the client of an engine: "inproc" (this process), "process" (a child), or the address
     of a daemon, "ipc://...".
 
     `config` is resolved. With an address it is not used; `client.ready.config` is the daemon's
     configuration. The client of another process replaces an engine that dies (SupervisedClient),
-    unless the configuration says otherwise. `on_progress` is called while an engine in another
-    process starts. With data_parallel_size there are several children (replicas/client.py).
+    unless the configuration says otherwise. `on_progress` is called while the engine starts. With
+    data_parallel_size there are several children (replicas/client.py).
     """
     _check(config, engine)
     if engine == "inproc":
         from .inproc_client import InprocClient
 
-        return InprocClient(config)
-    if shares_experts(config):
-        from .replicas.group import open_group
-
-        return open_group(config, on_progress, asyncio_mode=asyncio_mode)
+        return await InprocClient.start(config, on_progress)
     if config.device_config.data_parallel_size > 1:
-        from .replicas.start import open_replicas
+        from .replicas.start import start_replicas
 
-        return open_replicas(config, on_progress, asyncio_mode=asyncio_mode)
+        return await start_replicas(config, on_progress)
     from .mp_client import MPClient
 
-    client = MPClient(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
-    try:
-        return _supervised(client, config, engine)
-    except BaseException:
-        client.shutdown()
-        raise
-
-
-def _supervised(client: MPClient, config: EngineConfig, engine: str) -> EngineClient:
-    """A client that replaces its engine process when it dies, if the configuration wants that.
-
-    Raises NotEnoughMemoryError if it wants a standby that does not fit.
-    """
-    if not _replaces_engines(config):
+    client = await MPClient.start(config, engine, on_progress)
+    if not replaces_engines(config):
         return client
-    from ..supervision.supervised_client import SupervisedClient
+    try:
+        from ..supervision.supervised_client import SupervisedClient
 
-    if config.service_config.standby:
-        from ..supervision.standby import check_memory
+        if config.service_config.standby:
+            from ..supervision.standby import check_memory
 
-        check_memory(client)
-    return SupervisedClient(client, config, engine)
-
-
-def _replaces_engines(config: EngineConfig) -> bool:
-    service = config.service_config
-    return service.on_engine_death == "restart" and service.engine_restarts > 0
+            check_memory(client)
+        return SupervisedClient(client, config, engine)
+    except BaseException:
+        await client.shutdown_async()
+        raise
 
 
 def _check(config: EngineConfig, engine: str) -> None:
@@ -141,33 +115,8 @@ def _check(config: EngineConfig, engine: str) -> None:
         raise InvalidParameterError("standby", "is for an engine in a child process")
     if config.device_config.device != "cpu":
         raise InvalidParameterError("standby", "is for an engine on a CPU")
-    if not _replaces_engines(config):
+    if not replaces_engines(config):
         raise InvalidParameterError("standby", "needs on_engine_death='restart' and restarts")
-
-
-async def _start_client(config: EngineConfig, engine: str, on_progress: Report) -> EngineClient:
-    """As make_client in asyncio_mode, without blocking the running loop."""
-    _check(config, engine)
-    if engine == "inproc":
-        from .inproc_client import InprocClient
-
-        return await InprocClient.start(config, on_progress)
-    if shares_experts(config):
-        from .replicas.group import start_group
-
-        return await start_group(config, on_progress)
-    if config.device_config.data_parallel_size > 1:
-        from .replicas.start import start_replicas
-
-        return await start_replicas(config, on_progress)
-    from .mp_client import MPClient
-
-    client = await MPClient.start(config, engine, on_progress)
-    try:
-        return _supervised(client, config, engine)
-    except BaseException:
-        await client.shutdown_async()
-        raise
 
 
 Connected = tuple[EngineConfig, EngineClient, TokenizerLoad | None]
@@ -178,32 +127,42 @@ def _check_endpoints(args: EngineArgs) -> None:
     check_endpoint("metrics", args.otlp_metrics_endpoint)
 
 
-def connect(args: EngineArgs, engine: str, *, asyncio_mode: bool = False) -> Connected:
+def connect(args: EngineArgs, engine: str) -> Connected:
     """Starts the engine that `args` describe, or attaches to the daemon at the address `engine`.
+    The client is for blocking code.
 
     Returns its configuration, its client, and the tokenizer being loaded, if any. When attaching,
     engine arguments that differ from their defaults must equal the daemon's (EngineArgs.attach_to).
     """
-    _check_endpoints(args)
-    if engine in ("inproc", "process"):
+    if engine == "inproc":
+        from .inproc_client import InprocClient
+
+        _check_endpoints(args)
         config = args.create_engine_config()
+        _check(config, engine)
         tokenizer_load = TokenizerLoad(config)
-        on_progress = tokenizer_load.on_progress
-        client = make_client(config, engine, asyncio_mode=asyncio_mode, on_progress=on_progress)
-        return config, client, tokenizer_load
-    client = make_client(args.tree(), engine, asyncio_mode=asyncio_mode)
+        return config, InprocClient(config), tokenizer_load
+    from .blocking_client import BlockingClient
+    from .own_loop import OwnLoop
+
+    loop = OwnLoop()
     try:
-        return args.attach_to(client.ready.config), client, None
+        config, client, tokenizer_load = loop.run(connect_async(args, engine))
     except BaseException:
-        client.shutdown()
+        loop.close()
         raise
+    return config, BlockingClient(client, loop), tokenizer_load
 
 
-async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> Connected:
-    """As connect in asyncio_mode, without blocking the running loop; see AsyncLLM.start."""
+async def connect_async(
+    args: EngineArgs, engine: str, on_progress: Report = report_nothing
+) -> Connected:
+    """As connect, with a client for the running loop, which this does not block; see
+    AsyncLLM.start.
+    """
     _check_endpoints(args)
     if engine not in ("inproc", "process"):
-        client = await _start_client(args.tree(), engine, on_progress)
+        client = await start_client(args.tree(), engine, on_progress)
         try:
             attach = partial(args.attach_to, client.ready.config)
             return await in_thread(attach, may_abandon=True), client, None
@@ -214,5 +173,5 @@ async def connect_async(args: EngineArgs, engine: str, on_progress: Report) -> C
     config = await in_thread(args.create_engine_config, may_abandon=True)  # may download
     on_progress("model files", 1.0)
     tokenizer_load = TokenizerLoad(config, on_progress)
-    client = await _start_client(config, engine, tokenizer_load.on_progress)
+    client = await start_client(config, engine, tokenizer_load.on_progress)
     return config, client, tokenizer_load

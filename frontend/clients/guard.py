@@ -1,4 +1,5 @@
-"""Guard: admits one thread at a time, of the process that made the client, until it is closed.
+"""Owner: the process that made a client. Guard: admits one of its threads at a time, until the
+client is closed.
 
 Must not know: the calls, how a client connects to its engine.
 """
@@ -23,21 +24,11 @@ def _count_fork() -> None:
 os.register_at_fork(after_in_child=_count_fork)
 
 
-class Guard:
-    """Use `with guard:` around every call. Calls of one thread may nest.
+class Owner:
+    """The process that makes this object. Sockets and threads do not survive a fork of it."""
 
-    waits: a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork of the
-    owning process every call raises EngineUsageError, because sockets and threads do not survive a
-    fork.
-    """
-
-    def __init__(self, *, waits: bool = False):
+    def __init__(self) -> None:
         self._owner_pid, self._num_forks = os.getpid(), _num_forks
-        self._waits = waits
-        self._lock = threading.RLock()
-        self._depth = 0  # nesting depth of the calls of the thread that holds the lock
-        self._closed: EngineDeadError | None = None
-        self._close_later: Callable[[], object] | None = None
 
     @property
     def is_in_fork(self) -> bool:
@@ -51,6 +42,22 @@ class Guard:
                 f"fork of it: create the LLM in the process that uses it, or let multiprocessing "
                 f'start processes with the method "spawn"'
             )
+
+
+class Guard(Owner):
+    """Use `with guard:` around every call. Calls of one thread may nest.
+
+    waits: a second thread waits for its turn; otherwise it gets EngineUsageError. In a fork of the
+    owning process every call raises EngineUsageError.
+    """
+
+    def __init__(self, *, waits: bool = False):
+        super().__init__()
+        self._waits = waits
+        self._lock = threading.RLock()
+        self._depth = 0  # nesting depth of the calls of the thread that holds the lock
+        self._closed: EngineDeadError | None = None
+        self._close_later: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
         if _num_forks != self._num_forks:  # written out: every call of a client comes here

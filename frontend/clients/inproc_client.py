@@ -34,6 +34,7 @@ from ...ipc.handshake import Report
 from ...ipc.threads import in_thread
 from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
 from .guard import Guard
+from .journal import Journal
 
 MAX_QUEUED_OUTPUTS = 256  # the thread runs at most this many outputs ahead of its reader
 CLIENT = 0  # this client's index in the core
@@ -236,6 +237,7 @@ class InprocClient(EngineClient):
         executor: Any = None,
         round_trip: bool = False,
         report: Report | None = None,
+        journal: Journal | None = None,
     ):
         """Makes the engine and waits until it is ready.
 
@@ -244,6 +246,7 @@ class InprocClient(EngineClient):
         fraction) during the start; an exception from it cancels the start.
         """
         self._engine = engine = LocalEngine(config, executor, report)
+        self.journal = Journal() if journal is None else journal
         self._guard = Guard()
         # also runs at exit, for scripts that do not call shutdown
         self._close = weakref.finalize(self, engine.close)

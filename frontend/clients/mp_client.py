@@ -1,14 +1,14 @@
-"""MPClient: an engine in a child process or a daemon shared with other clients, for blocking code
-and asyncio.
+"""MPClient: an engine in a child process, or a daemon shared with other clients.
 
 Must not know: text, torch, core, the purpose of a request.
 
-It has no thread: blocking calls poll the output socket and the engine's pidfd; in asyncio the loop
-watches both.
+The event loop watches the output socket and the engine's pidfd. Blocking code has it behind a
+BlockingClient.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
@@ -16,32 +16,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import zmq
 
 from ...ipc import messages as m
 from ...ipc.config import EngineConfig
 from ...ipc.connection import Connection
-from ...ipc.errors import EngineDeadError, EnginePausedError
-from ...ipc.handshake import (
-    LAST_WORDS_S,
-    Report,
-    open_connection,
-    open_connection_async,
-    report_nothing,
-)
+from ...ipc.errors import EngineDeadError
+from ...ipc.handshake import LAST_WORDS_S, Report, open_connection, report_nothing
+from ...ipc.hops import MessageTimer
 from ...ipc.process import STACKS_SIGNAL, readable
 from ...ipc.sockets import has_message, receive
 from ...ipc.threads import in_thread
-from ..supervision.watchdog import CHECK_INTERVAL_S, Step, Watchdog
-from .client import CLOSED, OF_A_LOOP, EngineClient, result_of
-from .guard import Guard
-
-if TYPE_CHECKING:  # importing asyncio costs 6 MB and 30 ms, which blocking programs avoid
-    import asyncio
-
-    from ...ipc.hops import MessageTimer
+from .client import CLOSED, EngineClient, result_of
+from .guard import Owner
+from .journal import Journal
+from .watchdog import CHECK_INTERVAL_S, Step, Watchdog
 
 # outputs read ahead of the caller; further ones stay in the socket, which limits the engine
 # (ipc/engine_output.py)
@@ -62,50 +53,30 @@ class MPClient(EngineClient):
     def __init__(
         self,
         config: EngineConfig,
-        engine: str = "process",
+        connection: Connection,
+        ready: m.Ready,
         *,
-        asyncio_mode: bool = False,
-        epoch: int = 0,
-        engine_index: int = 0,
-        command: Sequence[str] | None = None,
-        on_progress: Report = report_nothing,
-        connected: tuple[Connection, m.Ready] | None = None,
+        is_shared: bool = False,
+        journal: Journal | None = None,
+        on_wave: Callable[[m.WaveReport], None] = lambda report: None,
     ):
-        """Starts an engine or attaches to one. Returns when it is ready.
-
-        Raises the engine's own exception if it cannot start, and EngineStartError if it dies or
-        takes longer than startup_timeout_s.
-
-        asyncio_mode: get_output, which would block the loop, raises an error. engine_index: numbers
-        the engines that one frontend uses at the same time. epoch: numbers the engines that replace
-        each other. Every output of an engine started here carries both. command: starts another
-        program instead of the engine (see engine_proc.main). on_progress: called with (stage,
-        fraction) during the start. connected: an established connection (see `start`).
+        """connection, ready: of open_connection. is_shared: to a daemon. journal: of the session;
+        None: a new one. on_wave: called with what an engine that shares experts reports.
         """
-        self._connection, self.ready = connected or open_connection(
-            config,
-            engine,
-            on_progress,
-            epoch=epoch,
-            engine_index=engine_index,
-            command=command,
-        )
-        self._guard = Guard()
+        self._connection = connection
+        self.ready = ready
+        self.is_shared = is_shared
+        self.journal = Journal() if journal is None else journal
+        self._on_wave = on_wave
+        self._owner = Owner()
         # also runs at exit, for scripts that do not call shutdown
-        self._close = weakref.finalize(self, self._connection.close)
-        self.asyncio_mode = asyncio_mode
-        self.is_shared = engine != "process"
+        self._close = weakref.finalize(
+            self, connection.close, config.service_config.shutdown_timeout_s
+        )
         self._outputs: deque[m.EngineCoreOutputs] = deque()
-        self._results: dict[int, m.UtilityResult] = {}
-        # pending calls, with a Future for those of asyncio
-        self._calls: dict[int, asyncio.Future | None] = {}
+        self._calls: dict[int, asyncio.Future] = {}
         self._num_calls = 0
         self._num_outputs = 0  # received
-        self._num_rejected_peers = 0  # that the watchdog knows of
-        # Whether this client has paused the engine or put it to sleep. Blocking code that then
-        # waits for outputs would deadlock. If another client has done it, that client also
-        # resumes the engine, so waiting is correct.
-        self._may_be_stalled = False
         self._output_waiter: asyncio.Future | None = None
         self._death: str | None = None  # the reason why the engine is gone
         self._last_words: str | None = None  # the text of the engine's EngineDead message
@@ -113,17 +84,12 @@ class MPClient(EngineClient):
         # A daemon has made room for another client; nothing that this one has sent since is done.
         self.was_released = False
         self._message_timer: MessageTimer | None = None  # while steps are traced
+        self._watchdog: Watchdog | None = None  # of a child
+        if not is_shared:
+            self._watchdog = Watchdog(config.service_config.step_timeout_s)
+        self._num_rejected_peers = 0  # that the watchdog knows of
         self._slow_calls: set[int] = set()  # pending ones that may take longer than a step
         self._check_timer: asyncio.TimerHandle | None = None
-        # called with what an engine that shares experts reports
-        self.on_wave: Callable[[m.WaveReport], None] = lambda report: None
-        self._watchdog: Watchdog | None = None  # of a child
-        if not self.is_shared:
-            self._watchdog = Watchdog(config.service_config.step_timeout_s)
-        self._poller = zmq.Poller()
-        self._poller.register(self._connection.pull, zmq.POLLIN)
-        self._poller.register(self._connection.pidfd, zmq.POLLIN)
-        self._poller.register(self._connection.wake_fd, zmq.POLLIN)
 
     @classmethod
     async def start(
@@ -135,21 +101,22 @@ class MPClient(EngineClient):
         epoch: int = 0,
         engine_index: int = 0,
         command: Sequence[str] | None = None,
+        journal: Journal | None = None,
     ) -> MPClient:
-        """Returns a client in asyncio_mode without blocking the running loop. `on_progress(stage,
-        fraction)` is called during the start.
+        """Starts an engine or attaches to one. Returns when it is ready.
 
-        If cancelled, it ends a child before it raises.
+        Raises the engine's own exception if it cannot start, and EngineStartError if it dies or
+        takes longer than startup_timeout_s. If cancelled, it ends a child before it raises.
+
+        on_progress: called with (stage, fraction) during the start. engine_index: numbers the
+        engines that one frontend uses at the same time. epoch: numbers the engines that replace
+        each other. Every output of an engine started here carries both. command: starts another
+        program instead of the engine (see engine_proc.main).
         """
-        connected = await open_connection_async(
-            config,
-            engine,
-            on_progress,
-            epoch=epoch,
-            engine_index=engine_index,
-            command=command,
+        connection, ready = await open_connection(
+            config, engine, on_progress, epoch=epoch, engine_index=engine_index, command=command
         )
-        return cls(config, engine, asyncio_mode=True, connected=connected)
+        return cls(config, connection, ready, is_shared=engine != "process", journal=journal)
 
     @property
     def num_bad_frames(self) -> int:
@@ -178,7 +145,7 @@ class MPClient(EngineClient):
         is_dead = not self.is_shared and self._death is None and readable(self.pidfd, timeout_s=0)
         return self._connection.reap() if is_dead else self._connection.exit_signal
 
-    # ------------------------------------------------------------ what both modes use
+    # ------------------------------------------------------------ requests
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
         self._send(request)
@@ -196,29 +163,25 @@ class MPClient(EngineClient):
         self._send_now(m.StartWave(number))
 
     def shutdown(self) -> None:
-        if self._guard.is_in_fork:
-            return  # the engine belongs to the parent process
-        self._leave()
-        self._guard.close(self._close, CLOSED)
+        if not self._owner.is_in_fork:  # else the engine belongs to the parent process
+            self._end_waits()
+            self._close()
 
     async def shutdown_async(self) -> None:
-        if self._guard.is_in_fork:
-            return
-        self._leave()
-        await in_thread(lambda: self._guard.close(self._close, CLOSED))
+        if not self._owner.is_in_fork:
+            self._end_waits()
+            await in_thread(self._close)
 
-    def _leave(self) -> None:
-        """Ends every waiting call, also in another thread, and stops watching in the loop."""
+    def _end_waits(self) -> None:
         if self._death is None:
             self._fail_waiters(CLOSED)
-            self._connection.wake()
 
     def _send(self, message: m.ClientMessage) -> None:
+        self._owner.check_process()
         self._raise_if_dead()
-        with self._guard:
-            self._send_now(message)
-            if self._connection.loop is not None:
-                self._check_later(self._connection.loop)
+        self._send_now(message)
+        if self._connection.loop is not None:
+            self._check_later(self._connection.loop)
 
     def _send_now(self, message: m.ClientMessage) -> None:
         try:
@@ -261,7 +224,7 @@ class MPClient(EngineClient):
             elif isinstance(message, m.UtilityResult):
                 self._on_result(message)
             elif isinstance(message, m.WaveReport):
-                self.on_wave(message)
+                self._on_wave(message)
             elif isinstance(message, m.EngineDead):
                 self._last_words = message.cause
         waiter = self._output_waiter
@@ -277,10 +240,7 @@ class MPClient(EngineClient):
         self._slow_calls.discard(message.call_id)
         if message.call_id not in self._calls:
             return  # its caller was cancelled
-        waiter = self._calls.pop(message.call_id)
-        if waiter is None:
-            self._results[message.call_id] = message
-        elif not waiter.done():
+        if not (waiter := self._calls.pop(message.call_id)).done():
             waiter.set_result(message)
 
     def _on_death(self) -> None:
@@ -306,21 +266,23 @@ class MPClient(EngineClient):
         self._output_waiter = None
         self._calls.clear()
 
-    def _begin_call(self, method: str, args: tuple, waiter: asyncio.Future | None) -> int:
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
         self._num_calls += 1
-        self._may_be_stalled |= method in ("pause", "sleep")
+        call_id = self._num_calls
         if method == "start_trace":
             self._time_messages()
-        self._send(m.UtilityCall(self._num_calls, method, list(args)))
-        self._calls[self._num_calls] = waiter
+        self._send(m.UtilityCall(call_id, method, list(args)))
+        self._calls[call_id] = waiter = asyncio.get_running_loop().create_future()
         if method in SLOW_UTILITIES:
-            self._slow_calls.add(self._num_calls)
-        return self._num_calls
+            self._slow_calls.add(call_id)
+        self._watch()
+        try:
+            return self._result_of(method, await waiter)
+        finally:
+            self._calls.pop(call_id, None)
 
     def _time_messages(self) -> None:
         """Times messages until the answer to end_trace; an earlier trace goes on."""
-        from ...ipc.hops import MessageTimer
-
         if self._message_timer is None:
             self._message_timer = MessageTimer(self._connection, self._connection)
             self._message_timer.start()
@@ -343,7 +305,8 @@ class MPClient(EngineClient):
         """Asks the engine whether it still finishes steps; ends it if it has not for too long."""
         watchdog, process = self._watchdog, self._connection.process
         assert watchdog is not None and process is not None
-        if self._slow_calls:
+        # outputs that nobody has taken show that their reader is late, not the engine
+        if self._slow_calls or (self._outputs and not self._calls):
             return watchdog.heard()
         if (number := self.num_rejected_peers) != self._num_rejected_peers:
             # or a message of the engine was changed, and ZMQ reads no more of them
@@ -388,64 +351,18 @@ class MPClient(EngineClient):
     def _on_check_timer(self, loop: asyncio.AbstractEventLoop) -> None:
         """Checks while there is work; the next message that is sent begins it again."""
         self._check_timer = None
-        if self._death is None and (self._calls or self.has_requests()):
+        if self._death is None and (self._calls or self.journal):
             with contextlib.suppress(EngineDeadError):  # which the waiting calls raise
                 self._check_progress()
             self._check_later(loop)
 
-    # ------------------------------------------------------------ blocking
-
-    def _wait(self) -> None:
-        """Blocks until a message was read, the engine has died, or another thread has closed this
-        client.
-        """
-        is_watched = self._watchdog is not None
-        ready = dict(self._poller.poll(int(1000 * CHECK_INTERVAL_S) if is_watched else None))
-        if self._death is not None:
-            return  # the callers raise the error
-        if self._connection.pidfd in ready:
-            self._on_death()
-        elif ready:
-            self._read()
-        else:
-            self._check_progress()
-
-    def get_output(self) -> m.EngineCoreOutputs:
-        if self.asyncio_mode:
-            raise RuntimeError(OF_A_LOOP)
-        with self._guard:
-            if not self._outputs:
-                self._raise_if_dead()
-                self._read()
-            while not self._outputs:
-                self._raise_if_dead()
-                if not self._may_be_stalled:
-                    self._wait()
-                elif (stall := self.call_utility("stall_reason")) is None:
-                    self._may_be_stalled = False
-                elif not self._outputs:
-                    raise EnginePausedError(stall)
-            return self._outputs.popleft()
-
-    def call_utility(self, method: str, *args: Any) -> Any:
-        with self._guard:
-            call_id = self._begin_call(method, args, None)
-            try:
-                while call_id not in self._results:
-                    self._raise_if_dead()
-                    self._wait()
-                return self._result_of(method, self._results.pop(call_id))
-            finally:
-                self._calls.pop(call_id, None)
-
-    # ------------------------------------------------------------ asyncio
+    # ------------------------------------------------------------ outputs
 
     def _watch(self) -> asyncio.AbstractEventLoop:
         """Makes the running loop watch the output socket and the pidfd. Returns the loop."""
-        import asyncio
-
         loop = asyncio.get_running_loop()
         if self._connection.loop is not loop:
+            self._check_timer = None  # of another loop
             this = weakref.ref(self)  # the loop must not keep an unused client alive
             self._connection.watch(
                 loop,
@@ -458,7 +375,7 @@ class MPClient(EngineClient):
         return loop
 
     async def get_output_async(self) -> m.EngineCoreOutputs:
-        self._guard.check_process()
+        self._owner.check_process()
         while not self._outputs:
             self._raise_if_dead()
             loop = self._watch()
@@ -470,14 +387,3 @@ class MPClient(EngineClient):
             finally:
                 self._output_waiter = None
         return self._outputs.popleft()
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        import asyncio
-
-        waiter = asyncio.get_running_loop().create_future()
-        call_id = self._begin_call(method, args, waiter)
-        self._watch()
-        try:
-            return self._result_of(method, await waiter)
-        finally:
-            self._calls.pop(call_id, None)

@@ -9,19 +9,16 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import (
     EngineCoreOutputs,
-    EngineCoreRequest,
     Finished,
     FinishReason,
     PromptLogprobs,
     TokenLogprobs,
     child_request_id,
 )
-from ...ipc.params import PoolingParams, RequestOutputKind, SamplingParams, child_seed
+from ...ipc.params import PoolingParams, RequestOutputKind, SamplingParams
 from ..outputs import CompletionOutput, RequestMetrics, RequestOutput
 from ..pooling_outputs import BY_TOKEN, KINDS, AnyOutput, PoolingRequestOutput
 from ..text.detokenizer import NO_TEXT, make_detokenizer
@@ -52,14 +49,15 @@ class OutputProcessor:
         tokenizer: Tokenizer | None,
         epoch: int = 0,
         on_finished: Callable[[RequestState, float], None] = lambda state, offset: None,
+        requests: dict[str, RequestState] | None = None,
     ):
         """`on_finished` is called with each finished request and the offset from the engine's clock
-        to seconds since 1970.
+        to seconds since 1970. `requests`: where they are kept by user id, for others to see.
         """
         self._tokenizer = tokenizer
         self._first_epoch = epoch
         self._epochs: dict[int, int] = {}  # the latest epoch by engine_index
-        self._requests: dict[str, RequestState] = {}  # by user id
+        self._requests = {} if requests is None else requests
         # By engine id: the unfinished completions. With n > 1 the request's own engine id is also a
         # key, because the engine rejects the request under that id.
         self._by_engine_id: dict[str, tuple[RequestState, list[CompletionState]]] = {}
@@ -135,35 +133,6 @@ class OutputProcessor:
 
     def unfinished_request_ids(self) -> list[str]:
         return list(self._requests)
-
-    def journal(self, request_id: str) -> list[tuple[EngineCoreRequest, list[int]]]:
-        """For each unfinished completion: its engine request and its output tokens so far.
-
-        Another engine can continue the request from them. With n > 1 each completion becomes a
-        request of its own with its own seed.
-        """
-        state = self._requests[request_id]
-        request = state.core_request
-        if state.task is not None:
-            return [(request, [])]
-        params, entries = request.sampling_params, []
-        for completion in state.completions:
-            if completion.finish_reason is None:
-                own = request
-                if params.n > 1:
-                    assert params.seed is not None  # set by the InputProcessor
-                    child_params = msgspec.structs.replace(
-                        params, n=1, seed=child_seed(params.seed, completion.index)
-                    )
-                    own = msgspec.structs.replace(
-                        request, request_id=completion.engine_id, params=child_params
-                    )
-                entries.append((own, list(completion.token_ids)))
-        return entries
-
-    def unfinished(self) -> list[tuple[EngineCoreRequest, list[int]]]:
-        """The journals of all unfinished requests, in the order in which they were added."""
-        return [entry for request_id in self._requests for entry in self.journal(request_id)]
 
     def abort_requests(self, request_ids: Iterable[str]) -> ProcessedOutputs:
         """Ends requests by user id. Unknown ids are ignored.

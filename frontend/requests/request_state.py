@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ...ipc.messages import Array, EngineCoreRequest, FinishReason, RequestTiming
+from ...ipc.params import child_seed
 from ..outputs import PositionLogprobs, RequestMetrics
 from ..text.detokenizer import IncrementalDetokenizer, NoText
 from .logprobs import LogprobsReader
@@ -85,3 +88,27 @@ class RequestState:
         chunks = [chunk for timing in every for chunk in timing.prefill_chunks]
         metrics.prefill_chunks = sorted(chunks, key=lambda chunk: chunk[1])
         metrics.preemption_ts = sorted(ts for timing in every for ts in timing.preemption_times)
+
+    def entries(self) -> list[tuple[EngineCoreRequest, list[int]]]:
+        """For each unfinished completion: its engine request and its output tokens so far.
+
+        Another engine can continue the request from them. With n > 1 each completion becomes a
+        request of its own with its own seed.
+        """
+        request = self.core_request
+        if self.task is not None:
+            return [(request, [])]
+        params, entries = request.sampling_params, []
+        for completion in self.completions:
+            if completion.finish_reason is None:
+                own = request
+                if params.n > 1:
+                    assert params.seed is not None  # set by the InputProcessor
+                    child_params = msgspec.structs.replace(
+                        params, n=1, seed=child_seed(params.seed, completion.index)
+                    )
+                    own = msgspec.structs.replace(
+                        request, request_id=completion.engine_id, params=child_params
+                    )
+                entries.append((own, list(completion.token_ids)))
+        return entries

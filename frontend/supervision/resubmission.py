@@ -22,6 +22,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from ...ipc.messages import EngineCoreOutputs, EngineCoreRequest
+from ..clients.journal import Entry
 
 # A request that has received so many tokens since a death did not cause it: a step in one call, and
 # the rows that were on their way, hold fewer.
@@ -32,9 +33,6 @@ PROBATION_TOKENS = 32
 NUM_DEATHS, NUM_ALONE_IF_KILLED = 2, 3
 
 MAX_NEW_FIRST = 8  # requests without a token that are submitted before those with tokens
-
-# A request and its output tokens so far.
-Entry = tuple[EngineCoreRequest, list[int]]
 
 
 @dataclass

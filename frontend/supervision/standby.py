@@ -11,23 +11,22 @@ A thread starts engines and watches the one that is ready.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import select
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...ipc.config import EngineConfig
 from ...ipc.errors import NotEnoughMemoryError, QuireError
 from ...ipc.machine import free_memory_bytes, private_memory_bytes
 from ...ipc.process import readable
+from ...ipc.threads import in_thread
+from ..clients.journal import Journal
 from ..clients.mp_client import MPClient
 from .engine_state import NO_WEIGHTS, Weights
 from .restart_budget import RestartBudget
-
-if TYPE_CHECKING:
-    import asyncio
 
 logger = logging.getLogger("quire.supervision")
 
@@ -48,14 +47,13 @@ def check_memory(engine: MPClient) -> None:
 
 
 class Standby:
-    """asyncio_mode: of the clients that `take` returns. command: as in MPClient.
+    """command, journal: as in MPClient.
 
     A standby that dies is replaced as often, and with the same delays, as an engine in use.
     """
 
-    def __init__(self, config: EngineConfig, asyncio_mode: bool, command: Sequence[str] | None):
-        self._config, self._command = config, command
-        self._asyncio_mode = asyncio_mode
+    def __init__(self, config: EngineConfig, command: Sequence[str] | None, journal: Journal):
+        self._config, self._command, self._journal = config, command, journal
         self._budget = RestartBudget(config.service_config.engine_restarts)
         self._changed = threading.Condition()  # guards what follows
         self._epoch: int | None = None  # of the standby; None: none is wanted
@@ -93,10 +91,17 @@ class Standby:
             self._weights = weights
             self._wake()
 
-    def take(self) -> tuple[MPClient, Weights] | None:
+    async def take(self) -> tuple[MPClient, Weights] | None:
         """The client of the standby, and what it has loaded, once it is ready; None if there is
         none, or it fails.
         """
+        return await in_thread(
+            self._take,
+            on_cancel=self.begin_close,
+            discard=lambda taken: taken and taken[0].shutdown(),
+        )
+
+    def _take(self) -> tuple[MPClient, Weights] | None:
         with self._changed:
             self._changed.wait_for(
                 lambda: self._ready is not None or self._epoch is None or self._is_closed
@@ -175,7 +180,6 @@ class Standby:
 
     def _start(self, epoch: int) -> MPClient:
         """Raises QuireError if it does not start, or `close` is called meanwhile."""
-        import asyncio
 
         async def start() -> MPClient:
             task = asyncio.current_task()
@@ -185,21 +189,21 @@ class Standby:
                     raise QuireError("closed")
                 self._starting = asyncio.get_running_loop(), task
             try:
-                return await MPClient.start(self._config, epoch=epoch, command=self._command)
+                return await MPClient.start(
+                    self._config, epoch=epoch, command=self._command, journal=self._journal
+                )
             finally:
                 with self._changed:
                     self._starting = None
 
         try:
-            engine = asyncio.run(start())
+            return asyncio.run(start())
         except asyncio.CancelledError:
             raise QuireError("closed") from None
-        engine.asyncio_mode = self._asyncio_mode
-        return engine
 
     def _load(self, engine: MPClient, weights: Weights) -> None:
         if weights.path is not None:
-            engine.call_utility("load_weights", weights.path)
+            asyncio.run(engine.call_utility_async("load_weights", weights.path))
 
     def _offer(self, engine: MPClient, weights: Weights) -> None:
         with self._changed:

@@ -22,6 +22,7 @@ from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
 from quire.tests.bench.report import hardware
+from quire.tests.fake_engine import open_blocking
 
 # tokens per mean; steps left out at both ends of a round; tokens of each request
 MEAN, EDGE, NUM_TOKENS = 24, 12, 200
@@ -111,7 +112,10 @@ def main() -> None:
         ).create_engine_config()
         return LLMEngine(config, client(config))
 
-    clients = {"inproc": InprocClient, "process": MPClient}
+    clients = {
+        "inproc": InprocClient,
+        "process": lambda config: open_blocking(MPClient.start(config)),
+    }
     engines = {name: make(client) for name, client in clients.items()}
     engines |= {
         f"{name}, steps of one": make(client, num_scheduler_steps=1)

@@ -113,8 +113,9 @@ def make_engine(vocab_size: int, mode: str, num_steps: int, async_scheduling: bo
 
         return LLMEngine(config, InprocClient(config, executor=make_executor(config)))
     from quire.frontend.clients.mp_client import MPClient
+    from quire.tests.fake_engine import open_blocking
 
-    return LLMEngine(config, MPClient(config, command=COMMAND))
+    return LLMEngine(config, open_blocking(MPClient.start(config, command=COMMAND)))
 
 
 def run(engine: LLMEngine, batch: int, params: SamplingParams, prefix: str) -> list[float]:

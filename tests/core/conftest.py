@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from quire.frontend.clients.mp_client import MPClient
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, open_blocking
 from quire.tests.fakes import make_config
 
 
@@ -14,7 +14,11 @@ def open_client():
 
     def open_(engine: str = "process", **arguments) -> MPClient:
         clients.append(
-            MPClient(make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND)
+            open_blocking(
+                MPClient.start(
+                    make_config(startup_timeout_s=30.0, **arguments), engine, command=COMMAND
+                )
+            )
         )
         return clients[-1]
 

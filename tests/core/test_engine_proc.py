@@ -296,9 +296,10 @@ PROGRAM = """
 import sys
 from quire.frontend.clients.mp_client import MPClient
 from quire.tests.core.test_engine_proc import make_request, collect
+from quire.tests.fake_engine import open_blocking
 from quire.tests.fakes import make_config
 name, address = sys.argv[1:]
-client = MPClient(make_config(startup_timeout_s=30.0), address)
+client = open_blocking(MPClient.start(make_config(startup_timeout_s=30.0), address))
 for i in range(8):
     client.add_request(make_request(f"{name}-{i}", max_tokens=100, prompt=[i, 5]))
 mine = [f"{name}-{i}" for i in range(8)]

@@ -8,7 +8,7 @@ from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.codec import Encoder
 from quire.ipc.messages import EngineCoreOutputs, Finished, FinishReason
 from quire.tests.core.test_engine_proc import collect, expected, make_request
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, open_blocking
 from quire.tests.fakes import make_config
 
 FORGER = """
@@ -28,7 +28,7 @@ time.sleep(0.3)
 def test_forged_outputs_do_not_arrive(key):
     """The forger knows the name of the socket, which every user may read."""
     config = make_config(hf_overrides={"delay_s": 0.01})
-    client = MPClient(config, command=COMMAND)
+    client = open_blocking(MPClient.start(config, command=COMMAND))
     try:
         request = make_request("r", max_tokens=30)
         client.add_request(request)

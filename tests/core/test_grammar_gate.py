@@ -20,7 +20,7 @@ from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, open_blocking
 from quire.tests.fakes import FakeExecutor, make_config
 
 
@@ -271,7 +271,7 @@ def test_integrity_check_detects_a_lost_request():
 @pytest.mark.parametrize("leaves", [False, True], ids=["idle engine", "engine that drains"])
 def test_an_idle_process_wakes_up_for_a_check(leaves):
     config = make_config(startup_timeout_s=30.0, hf_overrides={"grammar_delay_s": 0.3})
-    client = MPClient(config, command=COMMAND)
+    client = open_blocking(MPClient.start(config, command=COMMAND))
     try:
         client.add_request(request("a", "slow"))
         assert client.call_utility("scheduler_state")["waiting_for_grammar"] == ["a"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from quire.frontend.clients.client import EngineClient
+from quire.frontend.clients.journal import Journal
 from quire.ipc.config import EngineConfig
 from quire.ipc.counters import SchedulerStats
 from quire.ipc.errors import EngineDeadError
@@ -47,6 +48,7 @@ class ScriptedClient(EngineClient):
         dies_after: int | None = None,
     ):
         self.ready = Ready(config, num_blocks=1, kv_cache_bytes=1)
+        self.journal = Journal()
         self.requests: list[EngineCoreRequest] = []
         self.aborted: list[str] = []
         self.rows_per_s: int | None = None  # the requested pace, which has no effect here

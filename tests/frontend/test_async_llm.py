@@ -294,15 +294,15 @@ def test_utilities_and_tokenizer() -> None:
 
 
 def test_from_engine_args_makes_an_asyncio_client(monkeypatch) -> None:
-    config, modes = text_config(), []
+    config, made = text_config(), []
 
-    def make_client(config_, engine, *, asyncio_mode=False, on_progress=None):
-        modes.append((engine, asyncio_mode))
-        return ScriptedClient(config, lambda request: TEXT)
+    async def start_client(config_, engine, on_progress):
+        made.append((engine, ScriptedClient(config, lambda request: TEXT)))
+        return made[0][1]
 
-    monkeypatch.setattr(connect, "make_client", make_client)
+    monkeypatch.setattr(connect, "start_client", start_client)
     llm = AsyncLLM.from_engine_args(EngineArgs(), engine="ipc://daemon")
-    assert modes == [("ipc://daemon", True)] and llm.config == config
+    assert made == [("ipc://daemon", llm.client)] and llm.config == config
 
 
 @pytest.mark.parametrize("round_trip", [False, True])

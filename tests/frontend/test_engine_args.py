@@ -255,11 +255,11 @@ def test_from_engine_args_takes_arguments_or_engine_args(monkeypatch) -> None:
 
     seen = []
 
-    def connect(engine_args, engine, *, asyncio_mode):
+    async def connect(engine_args, engine):
         seen.append((engine_args, engine))
         raise InterruptedError
 
-    monkeypatch.setattr(async_llm, "connect", connect)
+    monkeypatch.setattr(async_llm, "connect_async", connect)
     for call in (
         lambda: AsyncLLM.from_engine_args(model="m", max_num_seqs=3, engine="inproc"),
         lambda: AsyncLLM.from_engine_args(EngineArgs("m", max_num_seqs=3), "inproc"),

@@ -18,6 +18,7 @@ from quire import (
     SamplingParams,
 )
 from quire.frontend.clients import connect
+from quire.frontend.clients.blocking_client import BlockingClient
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.tests.fakes import FakeExecutor, expected_output
@@ -141,17 +142,18 @@ def model(tmp_path) -> str:
 def test_from_engine_args_makes_the_client(model, monkeypatch) -> None:
     made = []
 
-    def make_client(config, engine, *, asyncio_mode=False, on_progress):
-        made.append((config, engine, asyncio_mode))
-        return ScriptedClient(config, lambda request: TEXT)
+    async def start_client(config, engine, on_progress):
+        made.append((config, engine, ScriptedClient(config, lambda request: TEXT)))
+        return made[0][2]
 
-    monkeypatch.setattr(connect, "make_client", make_client)
-    engine = LLMEngine.from_engine_args(EngineArgs(model), engine="inproc")
-    [(config, name, asyncio_mode)] = made
-    assert (config.model_config.max_model_len, name, asyncio_mode) == (64, "inproc", False)
+    monkeypatch.setattr(connect, "start_client", start_client)
+    engine = LLMEngine.from_engine_args(EngineArgs(model), engine="process")
+    [(config, name, client)] = made
+    assert (config.model_config.max_model_len, name) == (64, "process")
+    assert isinstance(engine.client, BlockingClient) and engine.client.client is client
     engine.add_request("a", "prompt", SamplingParams())
     # the tokenizer's and config.json's
-    assert engine.client.requests[0].eos_token_ids == [302, 300]
+    assert client.requests[0].eos_token_ids == [302, 300]
     assert engine.tokenizer is engine.get_tokenizer()
 
 
@@ -163,7 +165,7 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
         read.append(threading.current_thread() is threading.main_thread())
         return Tokenizer(model_config.model)
 
-    def make_client(config, engine, *, asyncio_mode=False, on_progress):
+    async def start_client(config, engine, on_progress):
         for stage, fraction in (
             ("start", 0.0),
             ("start", 1.0),
@@ -176,19 +178,19 @@ def test_the_tokenizer_is_read_while_the_engine_loads(model, monkeypatch) -> Non
         return ScriptedClient(config, lambda request: TEXT)
 
     monkeypatch.setattr(connect, "load_tokenizer", load_tokenizer)
-    monkeypatch.setattr(connect, "make_client", make_client)
+    monkeypatch.setattr(connect, "start_client", start_client)
     engine = LLMEngine.from_engine_args(EngineArgs(model))
     assert read == [False] and when["start", 0.0] == 0
     assert engine.get_tokenizer().eos_token_id == 302
 
 
 def test_an_unreadable_tokenizer_is_the_callers_error(model, monkeypatch) -> None:
-    def make_client(config, engine, *, asyncio_mode=False, on_progress):
+    async def start_client(config, engine, on_progress):
         on_progress("import", 0.0)
         return ScriptedClient(config, lambda request: TEXT)
 
     (Path(model) / "tokenizer.json").write_text("{")
-    monkeypatch.setattr(connect, "make_client", make_client)
+    monkeypatch.setattr(connect, "start_client", start_client)
     with pytest.raises(ModelLoadError, match="tokenizer.json"):
         LLMEngine.from_engine_args(EngineArgs(model))
 
@@ -197,11 +199,11 @@ def test_attaching_uses_the_engines_configuration(model, monkeypatch) -> None:
     theirs = EngineArgs(model, max_model_len=32).create_engine_config()
     clients = []
 
-    def make_client(config, engine, *, asyncio_mode=False):
+    async def start_client(config, engine, on_progress):
         clients.append(ScriptedClient(theirs, lambda request: TEXT))
         return clients[-1]
 
-    monkeypatch.setattr(connect, "make_client", make_client)
+    monkeypatch.setattr(connect, "start_client", start_client)
     engine = LLMEngine.from_engine_args(EngineArgs(), engine="ipc://somewhere")
     assert engine.config == theirs and engine.tokenizer.encode("x") == tiny_tokenizer().encode("x")
     with pytest.raises(InvalidParameterError, match="max_model_len"):
@@ -215,11 +217,11 @@ def test_a_model_without_tokenizer_ends_the_engine(tmp_path, monkeypatch) -> Non
     )
     started = []
 
-    def make_client(config, engine, **_):
+    async def start_client(config, engine, on_progress):
         started.append(ScriptedClient(config, lambda request: TEXT))
         return started[-1]
 
-    monkeypatch.setattr(connect, "make_client", make_client)
+    monkeypatch.setattr(connect, "start_client", start_client)
     with pytest.raises(ModelLoadError, match="tokenizer.json"):
         LLMEngine.from_engine_args(EngineArgs(str(tmp_path)))
     assert [client.num_shutdowns for client in started] == [1]

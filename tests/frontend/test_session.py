@@ -81,7 +81,7 @@ def test_the_tokenizers_end_token_has_precedence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "name_of_client"), [("inproc", "InprocClient"), ("process", "SupervisedClient")]
+    ("form", "name_of_client"), [("inproc", "InprocClient"), ("process", "BlockingClient")]
 )
 def test_names_that_readers_of_vllm_type(
     form: str, name_of_client: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

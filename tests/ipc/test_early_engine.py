@@ -9,6 +9,7 @@ import pytest
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.early_engine import early_engine, take
+from quire.tests.fake_engine import open_blocking
 
 
 def children() -> list[psutil.Process]:
@@ -20,7 +21,8 @@ def test_the_next_start_takes_it():
     with early_engine("process", {"max_message_bytes": 2**24}):
         (process,) = [child for child in children() if child not in before]
         assert "--import-early" in process.cmdline()
-        client = MPClient(EngineArgs(max_message_bytes=2**24).create_engine_config())
+        config = EngineArgs(max_message_bytes=2**24).create_engine_config()
+        client = open_blocking(MPClient.start(config))
         assert [child for child in children() if child not in before] == [process]
         assert take() is None
     assert client.call_utility("scheduler_state")["running"] == []

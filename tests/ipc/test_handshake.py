@@ -11,19 +11,22 @@ import time
 
 import psutil
 import pytest
+from quire.frontend.clients.own_loop import run_once
 from quire.ipc.errors import EngineStartError, InvalidParameterError, RemoteTraceback
-from quire.ipc.handshake import open_connection, open_connection_async
+from quire.ipc.handshake import open_connection
 from quire.tests.fake_engine import COMMAND, daemon
 from quire.tests.fakes import make_config
 
 
 def opened_blocking(engine: str, command, reports, **arguments):
-    return open_connection(
-        make_config(**arguments),
-        engine,
-        lambda stage, fraction: reports.append((stage, fraction)),
-        epoch=3,
-        command=command,
+    return run_once(
+        open_connection(
+            make_config(**arguments),
+            engine,
+            lambda stage, fraction: reports.append((stage, fraction)),
+            epoch=3,
+            command=command,
+        )
     )
 
 
@@ -35,7 +38,7 @@ def opened_in_a_loop(engine: str, command, reports, **arguments):
     async def main():
         ticks: list[float] = []
         ticker = asyncio.create_task(tick(ticks))
-        made = await open_connection_async(
+        made = await open_connection(
             make_config(**arguments), engine, report, epoch=3, command=command
         )
         ticker.cancel()
@@ -135,5 +138,5 @@ def test_a_report_that_raises_cancels_the_start():
 
     before = psutil.Process().children()
     with pytest.raises(KeyError):
-        asyncio.run(open_connection_async(make_config(), "process", report, command=COMMAND))
+        asyncio.run(open_connection(make_config(), "process", report, command=COMMAND))
     assert psutil.Process().children() == before

@@ -15,17 +15,9 @@ from typing import Any
 
 from quire.core.engine_core import EngineCore, Host
 from quire.frontend.clients.client import CLOSED, EngineClient, result_of
+from quire.frontend.clients.journal import Journal
 from quire.frontend.supervision.engine_state import NO_WEIGHTS
-from quire.frontend.supervision.recovery import (
-    Action,
-    Call,
-    Close,
-    Sleep,
-    Start,
-    Started,
-    Successors,
-    Wait,
-)
+from quire.frontend.supervision.recovery import Started, Successors
 from quire.ipc import messages as m
 from quire.ipc.codec import Decoder, Encoder
 from quire.ipc.config import EngineConfig
@@ -220,11 +212,11 @@ class SimulatedEngine:
 class SimulatedClient(EngineClient):
     """What SupervisedClient needs of an MPClient."""
 
-    was_hung = False
-    was_released = False
-
-    def __init__(self, world: World, engine: SimulatedEngine, *, asyncio_mode: bool, shared: bool):
-        self.asyncio_mode, self.is_shared = asyncio_mode, shared
+    def __init__(
+        self, world: World, engine: SimulatedEngine, *, shared: bool, journal: Journal | None = None
+    ):
+        self.is_shared = shared
+        self.journal = Journal() if journal is None else journal
         self.ready = engine.ready
         self._world, self._engine = world, engine
         self._link = engine.connect(self)
@@ -235,11 +227,7 @@ class SimulatedClient(EngineClient):
         self._waiters: list[asyncio.Future] = []
 
     @property
-    def engine_pid(self) -> int:
-        return 0
-
-    @property
-    def exit_signal(self) -> signal.Signals | None:
+    def exit_signal(self) -> signal.Signals | None:  # type: ignore[override]
         return None if self.is_shared else self._engine.exit_signal
 
     def receive(self, message: Any, client_index: int) -> None:
@@ -280,12 +268,6 @@ class SimulatedClient(EngineClient):
     def pace_outputs(self, rows_per_s: int) -> None:
         self._send(m.PaceOutputs(rows_per_s))
 
-    def get_output(self) -> m.EngineCoreOutputs:
-        self._world.pump(lambda: bool(self._outputs) or self._death is not None)
-        if not self._outputs:
-            self._raise_if_dead()
-        return self._outputs.popleft()
-
     async def get_output_async(self) -> m.EngineCoreOutputs:
         while not self._outputs:
             self._raise_if_dead()
@@ -296,20 +278,10 @@ class SimulatedClient(EngineClient):
         self._waiters.append(waiter := self._world.loop.create_future())
         await waiter
 
-    def _call(self, method: str, args: tuple) -> int:
-        self._num_calls += 1
-        self._send(m.UtilityCall(self._num_calls, method, list(args)))
-        return self._num_calls
-
-    def call_utility(self, method: str, *args: Any) -> Any:
-        number = self._call(method, args)
-        self._world.pump(lambda: number in self._results or self._death is not None)
-        if number not in self._results:
-            self._raise_if_dead()
-        return result_of(self._results.pop(number))
-
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        number = self._call(method, args)
+        self._num_calls += 1
+        number = self._num_calls
+        self._send(m.UtilityCall(number, method, list(args)))
         while number not in self._results:
             self._raise_if_dead()
             await self._changed()
@@ -328,73 +300,37 @@ class SimulatedClient(EngineClient):
         self.shutdown()
 
 
-class SimulatedSuccessors:
-    """In the place of recovery.Successors. `daemon` is that of all clients, if there is one."""
+class SimulatedSuccessors(Successors):
+    """`daemon` is that of all clients, if there is one."""
 
-    address = "ipc://simulated"
-    check_same_model = Successors.check_same_model
+    def __init__(self, world: World, daemon: Daemon | None, *arguments: Any):
+        super().__init__(*arguments)
+        self._world, self._daemon = world, daemon
 
-    def __init__(self, world: World, config: EngineConfig, daemon: Daemon | None, *, blocks: bool):
-        self._world, self.config, self._daemon, self._blocks = world, config, daemon, blocks
-        self.is_shared = daemon is not None
-        self.is_closed = False
-        self.standby = None
-
-    def close(self) -> None:
-        self.is_closed = True
-
-    def end_standby(self) -> None:
-        pass
-
-    def raise_if_closed(self) -> None:
-        if self.is_closed:
-            raise EngineDeadError(CLOSED)
-
-    def perform(self, action: Action) -> Any:
-        match action:
-            case Call(engine, method, args):
-                return engine.call_utility(method, *args)
-            case Close(engine):
-                return engine.shutdown()
-        over = self._world.now + self._duration_s(action)
-        self._world.later(over - self._world.now, lambda: None)
-        self._world.pump(lambda: self._world.now >= over)
-        return self._started(action)
-
-    async def perform_async(self, action: Action) -> Any:
-        match action:
-            case Call(engine, method, args):
-                return await engine.call_utility_async(method, *args)
-            case Close(engine):
-                return await engine.shutdown_async()
-            case Wait(holds):
-                while not holds():
-                    await asyncio.sleep(0.1)
-                return None
-        await asyncio.sleep(self._duration_s(action))
+    async def next(self, epoch: int) -> Started:
+        world = self._world
+        await asyncio.sleep(world.rng.uniform(0.001, 0.01 if self.is_shared else 1.5))
         while self._daemon is not None and self._daemon.engine.is_over:
             await asyncio.sleep(0.1)
-        return self._started(action)
-
-    def _duration_s(self, action: Action) -> float:
-        if isinstance(action, Sleep):
-            return action.seconds
-        return self._world.rng.uniform(0.001, 0.01 if self.is_shared else 1.5)
-
-    def _started(self, action: Action) -> Started | None:
-        if not isinstance(action, Start):
-            return None
         if self._daemon is not None:
             engine = self._daemon.engine
-        elif self._world.kills_now():
+        elif world.kills_now():
             ended = EngineStartError("the engine ended while it started")
-            raise self._world.rng.choice([ended, OSError(24, "Too many open files")])
+            raise world.rng.choice([ended, OSError(24, "Too many open files")])
         else:
-            engine = SimulatedEngine(self._world, self.config, action.epoch)
-        client: Any = SimulatedClient(
-            self._world, engine, asyncio_mode=not self._blocks, shared=self.is_shared
-        )
+            engine = SimulatedEngine(world, self.config, epoch)
+        client = SimulatedClient(world, engine, shared=self.is_shared, journal=self.journal)
         return Started(client, NO_WEIGHTS)
+
+
+class SimulatedLoop:
+    """In the place of an OwnLoop: the loop of the world."""
+
+    def __init__(self, world: World):
+        self.run = world.run
+
+    def close(self, last: Any = None) -> None:
+        pass
 
 
 class Daemon:

@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
+from quire.frontend.clients.blocking_client import BlockingClient
 from quire.frontend.requests import input_processor
 from quire.frontend.supervision.resubmission import NUM_ALONE_IF_KILLED, NUM_DEATHS
 from quire.frontend.supervision.supervised_client import SupervisedClient
@@ -35,6 +37,7 @@ from quire.tests.simulation.engine import (
     Daemon,
     SimulatedClient,
     SimulatedEngine,
+    SimulatedLoop,
     SimulatedSuccessors,
 )
 from quire.tests.simulation.world import World
@@ -170,14 +173,13 @@ class Program:
             if self.rng.random() < 0.1:
                 self.jobs[0].lora = MISSING
         engine = SimulatedEngine(world, config, 0) if daemon is None else daemon.engine
-        is_shared, is_asyncio = daemon is not None, not self.is_blocking
-        first = SimulatedClient(world, engine, asyncio_mode=is_asyncio, shared=is_shared)
-        self.client: Any = SupervisedClient(first, config)  # type: ignore[arg-type]
-        successors = SimulatedSuccessors(
-            world, self.client._successors.config, daemon, blocks=self.is_blocking
+        first = SimulatedClient(world, engine, shared=daemon is not None)
+        self.client = SupervisedClient(
+            first,
+            config,
+            successors=partial(SimulatedSuccessors, world, daemon),
+            clock=world.monotonic,
         )
-        self.client._successors, self.client.is_shared = successors, is_shared
-        self.client._budget._clock = world.monotonic
         self._record_requests()
         self.results = {job.name: Result(job) for job in self.jobs}
 
@@ -248,7 +250,7 @@ class Program:
     # ------------------------------------------------------------ blocking
 
     def run_blocking(self) -> None:
-        llm = LLMEngine(self.config, self.client)
+        llm = LLMEngine(self.config, BlockingClient(self.client, SimulatedLoop(self.world)))
         self.session = llm.session
         waiting = sorted(self.jobs, key=lambda job: job.starts_s)
         while waiting or llm.has_unfinished_requests():

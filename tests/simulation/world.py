@@ -43,9 +43,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _process_events(self, events: list) -> None:
         pass
 
-    def run_once(self) -> None:
-        self._run_once()  # type: ignore[attr-defined]
-
 
 class World:
     def __init__(self, seed: int, *, is_printing: bool = False):
@@ -69,11 +66,6 @@ class World:
 
     def later(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.Handle:
         return self.loop.call_at(self.now + delay_s, function, *args)
-
-    def pump(self, is_over: Callable[[], bool]) -> None:
-        """Runs events until this holds, for code that blocks."""
-        while not is_over():
-            self.loop.run_once()
 
     def run(self, coroutine: Coroutine) -> Any:
         return self.loop.run_until_complete(coroutine)

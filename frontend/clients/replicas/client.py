@@ -8,42 +8,38 @@ Must not know: text, what a request asks for, how an engine is started.
 
 A request that was in flight at two deaths, without progress in between, does not move again: the
 supervision of its replica finds out which request ends engines (supervision/resubmission.py).
-
-Everything is written for asyncio. In blocking code, calls run an event loop of the client's own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import time
-import weakref
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ....ipc.config import EngineConfig
 from ....ipc.counters import SchedulerStats
-from ....ipc.errors import EngineDeadError, EnginePausedError, EngineUsageError
+from ....ipc.errors import EngineDeadError, EngineUsageError
 from ....ipc.messages import (
     EngineCoreOutputs,
     EngineCoreRequest,
     Finished,
     FinishReason,
+    Ready,
+    WaveReport,
 )
 from ....ipc.models.expert_parallel import shares_experts
-from ...supervision.resubmission import Entry
-from ...supervision.supervised_client import SupervisedClient
-from ..client import CLOSED, OF_A_LOOP, QUARANTINED, EngineClient, Restarts
-from ..guard import Guard
-from .own_loop import OwnLoop
+from ..client import CLOSED, QUARANTINED, EngineClient, Restarts, replaces_engines
+from ..guard import Owner
+from ..journal import Entry, Journal
 from .replica import Replica
-from .requests import PlacedRequests
+from .requests import JournalPart, PlacedRequests
 from .routing import LOST, REPLACED, Router
 from .utilities import Utilities
 from .waves import WaveCoordinator
@@ -53,59 +49,65 @@ logger = logging.getLogger("quire.replicas")
 WAIT_INTERVAL_S = 0.02  # between two looks whether a replica has finished its requests
 
 
-class ReplicasClient(EngineClient):
-    """Implements EngineClient over clients of running engines, which are used in asyncio. Engines
-    in other processes have the numbers 0, 1, … as engine_index.
+class Place(NamedTuple):
+    """What a replica's client is made with."""
 
-    config: of the session, resolved. loop: of blocking code, in which the clients were started;
-    None: asyncio. Engines that are not replaced (on_engine_death="fail") end the client when one
-    of them dies; others, when none can be started any more.
+    journal: Journal  # of the replica's requests
+    restarts: Restarts  # of all replicas
+    hand_over: Callable[[list[Entry]], list[Entry]]  # see SupervisedClient
+    on_wave: Callable[[WaveReport], None]  # see MPClient
+
+
+class ReplicasClient(EngineClient):
+    """Implements EngineClient over clients of running engines. Engines in other processes have the
+    numbers 0, 1, … as engine_index.
+
+    makers: make the replicas' clients. ready: of the first engine. config: of the session,
+    resolved. journal: of the session; None: a new one. Engines that are not replaced
+    (on_engine_death="fail") end the client when one of them dies; others, when none can be started
+    any more.
     """
 
     def __init__(
         self,
-        clients: Sequence[EngineClient],
+        makers: Sequence[Callable[[Place], EngineClient]],
+        ready: Ready,
         config: EngineConfig,
-        loop: OwnLoop | None = None,
+        journal: Journal | None = None,
     ):
-        first = clients[0].ready
-        self.asyncio_mode = loop is None
-        self.ready = msgspec.structs.replace(first, config=config)
+        self.ready = msgspec.structs.replace(ready, config=config)
+        self.journal = Journal() if journal is None else journal
         self.restarts = Restarts()
-        self._replicas = [Replica(index, client) for index, client in enumerate(clients)]
-        capacity = first.num_blocks * config.cache_config.block_size
-        router = Router(len(clients), capacity, config.scheduler_config.max_num_seqs)
+        capacity = ready.num_blocks * config.cache_config.block_size
+        router = Router(len(makers), capacity, config.scheduler_config.max_num_seqs)
         self._router, self._requests = router, PlacedRequests(router)
+        self._replicas = [self._make(index, make) for index, make in enumerate(makers)]
         self._arrived: deque[tuple[Replica, asyncio.Task]] = deque()  # readers that are done
         self._own_outputs: deque[EngineCoreOutputs] = deque()  # of requests that end here
         self._moved_at: dict[str, float] = {}  # requests that moved, until their next token
         self._absent: set[int] = set()  # replicas that were being replaced, or drain
         self._waiter: asyncio.Future | None = None
-        engines: Sequence[Any] = clients  # MPClients where experts are divided
-        self._waves = WaveCoordinator(engines) if shares_experts(config) else None
+        self._waves: WaveCoordinator | None = None
+        if shares_experts(config):
+            self._waves = WaveCoordinator([one.client for one in self._replicas])
         self._utilities = Utilities(
             self._replicas, router, self._lose, self._raise_if_over, self._waves
         )
-        self._may_be_stalled = False  # as in MPClient
-        service = config.service_config
-        self._replaces_engines = (
-            service.on_engine_death == "restart"
-            and service.engine_restarts > 0
-            and self._waves is None  # then all are replaced at once (group.py)
-        )
+        # those that share experts are replaced all at once (start.py)
+        self._replaces_engines = replaces_engines(config) and self._waves is None
         self._is_restarting = self._is_closed = False
         self._failure: EngineDeadError | None = None
-        self._guard = Guard()
-        self._loop = loop
-        for replica in self._replicas:
-            client = replica.client
-            client.journal = partial(self._journal_of, replica.index)
-            client.has_requests = partial(self._has_requests, replica.index)
-            if isinstance(client, SupervisedClient):
-                client.restarts = self.restarts
-                client.hand_over = partial(self._hand_over, replica)
-        end = weakref.finalize(self, _end_readers, self._replicas, loop, os.getpid())
-        self._end = end  # also runs at exit
+        self._owner = Owner()
+
+    def _make(self, index: int, make: Callable[[Place], EngineClient]) -> Replica:
+        journal = JournalPart(self.journal, self._requests, index)
+        hand_over = partial(self._hand_over, index)
+        client = make(Place(journal, self.restarts, hand_over, self._on_wave))
+        return Replica(index, client, journal)
+
+    def _on_wave(self, report: WaveReport) -> None:
+        assert self._waves is not None  # engines that do not share experts send no report
+        self._waves.on_report(report)
 
     @property
     def num_bad_frames(self) -> int:
@@ -115,23 +117,18 @@ class ReplicasClient(EngineClient):
     def num_rejected_peers(self) -> int:
         return sum(replica.client.num_rejected_peers for replica in self._replicas)
 
-    # of engines that end together, as of one (MPClient)
-
-    was_released = False
-
     @property
     def was_hung(self) -> bool:
-        return any(getattr(one.client, "was_hung", False) for one in self._replicas)
+        return any(one.client.was_hung for one in self._replicas)
 
     @property
     def exit_signal(self) -> signal.Signals | None:
         """The signal that ended the first of those that a signal ended."""
-        ends = [getattr(one.client, "exit_signal", None) for one in self._replicas]
-        return next(filter(None, ends), None)
+        return next(filter(None, (one.client.exit_signal for one in self._replicas)), None)
 
     @property
     def engine_pid(self) -> int:
-        return self._replicas[0].client.engine_pid  # type: ignore[attr-defined]
+        return self._replicas[0].client.engine_pid
 
     @property
     def is_replacing(self) -> bool:
@@ -145,20 +142,12 @@ class ReplicasClient(EngineClient):
     def engines_up(self) -> list[bool]:
         return [replica.is_up for replica in self._replicas]
 
-    def _journal_of(self, index: int) -> list[Entry]:
-        replica_of = self._requests.replica_of
-        return [entry for entry in self.journal() if replica_of(entry[0].request_id) == index]
-
-    def _has_requests(self, index: int) -> bool:
-        return self._router.num_requests(index) > 0
-
-    # ------------------------------------------------------------ what both modes use
+    # ------------------------------------------------------------ requests
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        with self._guard:
-            self._raise_if_over()
-            self._look_for_returned()
-            self._submit(request)
+        self._raise_if_over()
+        self._look_for_returned()
+        self._submit(request)
 
     def _submit(self, request: EngineCoreRequest, num_moved_tokens: int | None = None) -> None:
         index = self._requests.place(
@@ -186,28 +175,25 @@ class ReplicasClient(EngineClient):
                 self._router.set_state(index, 0.0)
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        with self._guard:
-            self._raise_if_over()
-            for index, ids in self._requests.abort(request_ids).items():
-                for request_id in ids:
-                    self._moved_at.pop(request_id, None)
-                try:
-                    self._replicas[index].client.abort_requests(ids)
-                except EngineDeadError as error:
-                    self._lose(self._replicas[index], error)
+        self._raise_if_over()
+        for index, ids in self._requests.abort(request_ids).items():
+            for request_id in ids:
+                self._moved_at.pop(request_id, None)
+            try:
+                self._replicas[index].client.abort_requests(ids)
+            except EngineDeadError as error:
+                self._lose(self._replicas[index], error)
 
     def pace_outputs(self, rows_per_s: int) -> None:
-        with self._guard:
-            self._raise_if_over()
-            share = -(-rows_per_s // len(self._replicas))
-            for replica in self._usable():
-                try:
-                    replica.client.pace_outputs(share)
-                except EngineDeadError as error:
-                    self._lose(replica, error)
+        self._raise_if_over()
+        share = -(-rows_per_s // len(self._replicas))
+        for replica in self._usable():
+            try:
+                replica.client.pace_outputs(share)
+            except EngineDeadError as error:
+                self._lose(replica, error)
 
     def begin_drain(self) -> None:
-        super().begin_drain()
         for replica in self._replicas:
             replica.client.begin_drain()
 
@@ -215,6 +201,7 @@ class ReplicasClient(EngineClient):
         return [replica for replica in self._replicas if replica.failure is None]
 
     def _raise_if_over(self) -> None:
+        self._owner.check_process()
         if self._is_closed:
             raise EngineDeadError(CLOSED)
         if self._failure is not None:
@@ -222,8 +209,9 @@ class ReplicasClient(EngineClient):
 
     # ------------------------------------------------------------ deaths
 
-    def _hand_over(self, replica: Replica, entries: list[Entry]) -> list[Entry]:
+    def _hand_over(self, index: int, entries: list[Entry]) -> list[Entry]:
         """The replica's engine is gone: its requests move. Returns those that stay."""
+        replica = self._replicas[index]
         replica.stop_reading()
         self._wake()  # to read the next engine's outputs
         for call in replica.reports:
@@ -271,7 +259,7 @@ class ReplicasClient(EngineClient):
             self._failure = self._failure or error
             return self._wake()
         logger.error("engine %d is not used any more: %s", replica.index, error)
-        for request, tokens in self._move(replica, self._journal_of(replica.index)):
+        for request, tokens in self._move(replica, replica.journal.entries()):
             self._requests.end(request.request_id)
             self._own_outputs.append(
                 EngineCoreOutputs(
@@ -336,7 +324,6 @@ class ReplicasClient(EngineClient):
         return outputs
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        self._guard.check_process()
         while True:
             self._raise_if_over()
             if self._own_outputs:
@@ -358,12 +345,9 @@ class ReplicasClient(EngineClient):
     # ------------------------------------------------------------ the engines as a whole
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        self._guard.check_process()
-        self._may_be_stalled |= method in ("pause", "sleep")
         return await self._utilities.call(method, args)
 
     async def call_each_async(self, method: str, *args: Any) -> dict[int, Any]:
-        self._guard.check_process()
         return await self._utilities.call_each(method, args)
 
     async def restart_engines_async(self, drain_timeout_s: float) -> None:
@@ -381,7 +365,7 @@ class ReplicasClient(EngineClient):
         replica.is_draining = True
         self._leave_out(replica)
         try:
-            while self._has_requests(replica.index) and time.monotonic() < deadline:
+            while replica.journal and time.monotonic() < deadline:
                 await asyncio.sleep(WAIT_INTERVAL_S)
             await replica.client.restart_engines_async(0.0)
         except EngineDeadError as error:
@@ -390,75 +374,25 @@ class ReplicasClient(EngineClient):
         finally:
             replica.is_draining = False
 
-    # ------------------------------------------------------------ blocking
-
-    def get_output(self) -> EngineCoreOutputs:
-        if self.asyncio_mode:
-            raise RuntimeError(OF_A_LOOP)
-        with self._guard:
-            return self._run(self._next_output())
-
-    async def _next_output(self) -> EngineCoreOutputs:
-        self._start_reading()
-        while self._may_be_stalled and not self._arrived:
-            stall = await self.call_utility_async("stall_reason")
-            for _ in range(3):  # readers of what came before the answer
-                await asyncio.sleep(0)
-            if stall is None:
-                self._may_be_stalled = False
-            elif not self._arrived:
-                raise EnginePausedError(stall)
-        return await self.get_output_async()
-
-    def call_utility(self, method: str, *args: Any) -> Any:
-        with self._guard:
-            return self._run(self.call_utility_async(method, *args))
-
-    def restart_engines(self) -> None:
-        with self._guard:
-            self._run(self.restart_engines_async(0.0))
-
-    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        if self._is_closed or self._loop is None:
-            coroutine.close()
-            self._raise_if_over()
-            raise EngineUsageError("this call blocks: in asyncio await its other form")
-        return self._loop.run(coroutine)
-
     # ------------------------------------------------------------ shutdown
 
     def shutdown(self) -> None:
-        if self._guard.is_in_fork:
-            return
-        self._is_closed = True
-        if self._loop is not None:
-            self._loop.cancel()
-        self._guard.close(self._close, CLOSED)
-
-    def _close(self) -> None:
-        self._cancel()
-        if self._loop is None:
+        if not self._owner.is_in_fork:
+            self._cancel()
             for replica in self._replicas:
                 replica.client.shutdown()
-        elif not self._loop.is_closed:
-            self._loop.run(self._shut_down_replicas())
-            self._end()
 
     async def shutdown_async(self) -> None:
-        if self._guard.is_in_fork:
-            return
-        self._is_closed = True
-        self._cancel()
-        await self._shut_down_replicas()
+        if not self._owner.is_in_fork:
+            self._cancel()
+            await asyncio.gather(*(one.client.shutdown_async() for one in self._replicas))
 
     def _cancel(self) -> None:
+        self._is_closed = True
         self._wake()
         self._utilities.cancel()
         for replica in self._replicas:
             replica.stop_reading()
-
-    async def _shut_down_replicas(self) -> None:
-        await asyncio.gather(*(replica.client.shutdown_async() for replica in self._replicas))
 
 
 def _empty(epoch: int, engine_index: int) -> EngineCoreOutputs:
@@ -473,11 +407,3 @@ def _empty(epoch: int, engine_index: int) -> EngineCoreOutputs:
         timestamp=time.monotonic(),
         engine_index=engine_index,
     )
-
-
-def _end_readers(replicas: Sequence[Replica], loop: OwnLoop | None, owner_pid: int) -> None:
-    """Leaves no pending task behind. Does nothing in a fork."""
-    if os.getpid() == owner_pid and loop is not None:
-        for replica in replicas:
-            replica.stop_reading()
-        loop.close()

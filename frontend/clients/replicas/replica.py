@@ -5,21 +5,20 @@ Must not know: other replicas, requests.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
 
 from ....ipc.errors import EngineDeadError
 from ....ipc.messages import EngineCoreOutputs
 from ..client import EngineClient
-
-if TYPE_CHECKING:
-    import asyncio
+from ..journal import Journal
 
 
 class Replica:
     """One engine after the other, and the task that awaits their outputs."""
 
-    def __init__(self, index: int, client: EngineClient):
+    def __init__(self, index: int, client: EngineClient, journal: Journal):
         self.index, self.client = index, client
+        self.journal = journal  # of its requests
         self.reader: asyncio.Task[EngineCoreOutputs] | None = None
         self.reports: set[asyncio.Task] = set()  # calls that others can answer
         self.is_draining = False

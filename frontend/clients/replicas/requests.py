@@ -1,4 +1,5 @@
-"""PlacedRequests: on which replica each unfinished request is, and what it adds to the load there.
+"""PlacedRequests: on which replica each unfinished request is, and what it adds to the load there;
+and the part of the session's journal that a replica has.
 
 Must not know: clients, how a request travels.
 """
@@ -9,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ....ipc.messages import EngineCoreRequest, child_request_id
-from ...supervision.resubmission import PROBATION_TOKENS, Entry
+from ...supervision.resubmission import PROBATION_TOKENS
+from ..journal import Entry, Journal
 from .routing import Load, Router, prefix_keys
 
 
@@ -125,3 +127,17 @@ class PlacedRequests:
                 self.router.end(placed.load, 1, is_last=not placed.left)
                 if not placed.left:
                     del self._placed[parent]
+
+
+class JournalPart(Journal):
+    """The requests of a journal that are on one replica."""
+
+    def __init__(self, whole: Journal, placed: PlacedRequests, replica: int):
+        self._whole, self._placed, self._replica = whole, placed, replica
+
+    def __bool__(self) -> bool:
+        return self._placed.router.num_requests(self._replica) > 0
+
+    def entries(self) -> list[Entry]:
+        replica_of = self._placed.replica_of
+        return [e for e in self._whole.entries() if replica_of(e[0].request_id) == self._replica]

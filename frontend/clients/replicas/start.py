@@ -8,20 +8,25 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from tempfile import TemporaryDirectory
 
 import msgspec
 
 from ....ipc.config import DeviceConfig, EngineConfig
+from ....ipc.connection import Connection
 from ....ipc.errors import InvalidParameterError
-from ....ipc.handshake import Report, report_nothing
+from ....ipc.handshake import Report, open_connection, report_nothing
 from ....ipc.machine import available_cores, divide_cores, numa_cores, read_cores
+from ....ipc.messages import Ready
 from ....ipc.models.expert_parallel import shares_experts
+from ....ipc.threads import in_thread
+from ...supervision.recovery import Successors
 from ...supervision.supervised_client import SupervisedClient
-from ..client import EngineClient
+from ..client import EngineClient, replaces_engines
+from ..journal import Journal
 from ..mp_client import MPClient
-from .client import ReplicasClient
-from .own_loop import OwnLoop
+from .client import Place, ReplicasClient
 
 
 def replica_configs(config: EngineConfig, directory: str = "") -> list[EngineConfig]:
@@ -99,19 +104,45 @@ async def start_replicas(
     on_progress: Report = report_nothing,
     *,
     command: Sequence[str] | None = None,
-    loop: OwnLoop | None = None,
-    epoch: int = 0,
-) -> ReplicasClient:
+) -> EngineClient:
     """Starts all engines at once. Returns when they are ready; `on_progress` is told of the first.
 
-    config: resolved, with data_parallel_size. command, epoch: as in MPClient. loop: as in
-    ReplicasClient. Raises what prevented an engine from starting, after the others were ended.
+    config: resolved, with data_parallel_size. command: as in MPClient.start. Raises what prevented
+    an engine from starting, after the others were ended.
+
+    Each engine that dies is replaced, if the configuration wants that. The death of one that shares
+    experts breaks the passes of all, so all of these are replaced together, and the requests of
+    all continue from the journal.
     """
     if not shares_experts(config):
-        return await _start(config, replica_configs(config), on_progress, command, loop, epoch)
+        return await _start(config, replica_configs(config), on_progress, command)
+    group = await start_group(config, on_progress, command=command)
+    if not replaces_engines(config):
+        return group
+    return SupervisedClient(group, config, command=command, successors=NextGroups)
+
+
+async def start_group(
+    config: EngineConfig,
+    on_progress: Report = report_nothing,
+    *,
+    command: Sequence[str] | None = None,
+    journal: Journal | None = None,
+    epoch: int = 0,
+) -> ReplicasClient:
+    """As start_replicas, of engines that share experts; they are not replaced."""
     with TemporaryDirectory(prefix="quire-") as directory:  # until they have found each other
         configs = replica_configs(config, directory)
-        return await _start(config, configs, on_progress, command, loop, epoch)
+        return await _start(config, configs, on_progress, command, journal, epoch)
+
+
+class NextGroups(Successors):
+    """Starts the groups that take the place of broken ones."""
+
+    async def start(self, epoch: int) -> EngineClient:
+        return await start_group(
+            self.config, command=self.given_command, journal=self.journal, epoch=epoch
+        )
 
 
 async def _start(
@@ -119,14 +150,15 @@ async def _start(
     configs: list[EngineConfig],
     on_progress: Report,
     command: Sequence[str] | None,
-    loop: OwnLoop | None,
-    epoch: int,
+    journal: Journal | None = None,
+    epoch: int = 0,
 ) -> ReplicasClient:
     starts = [
         asyncio.ensure_future(
-            MPClient.start(
+            open_connection(
                 own,
-                on_progress=report_nothing if rank else on_progress,
+                "process",
+                report_nothing if rank else on_progress,
                 epoch=epoch,
                 engine_index=rank,
                 command=command,
@@ -135,41 +167,31 @@ async def _start(
         for rank, own in enumerate(configs)
     ]
     try:
-        engines = await asyncio.gather(*starts)
+        opened = await asyncio.gather(*starts)
     except BaseException:
         for start in starts:
             start.cancel()
         for started in await asyncio.gather(*starts, return_exceptions=True):
-            if isinstance(started, MPClient):
-                await started.shutdown_async()
+            if not isinstance(started, BaseException):
+                await in_thread(started[0].close)
         raise
-    service, clients = config.service_config, list[EngineClient](engines)
-    is_replaced = service.on_engine_death == "restart" and service.engine_restarts > 0
-    if is_replaced and not shares_experts(config):  # those are replaced together (group.py)
-        clients = [
-            SupervisedClient(engine, own, command=command)
-            for engine, own in zip(engines, configs, strict=True)
-        ]
-    return ReplicasClient(clients, config, loop)
+    makers = [
+        partial(_make_client, own, *connected, command)
+        for own, connected in zip(configs, opened, strict=True)
+    ]
+    return ReplicasClient(makers, opened[0][1], config, journal)
 
 
-def open_replicas(
+def _make_client(
     config: EngineConfig,
-    on_progress: Report = report_nothing,
-    *,
-    asyncio_mode: bool = False,
-    command: Sequence[str] | None = None,
-    epoch: int = 0,
-) -> ReplicasClient:
-    """As start_replicas, but blocks, for blocking code unless asyncio_mode."""
-    loop = OwnLoop()
-    is_used = False
-    try:
-        own = None if asyncio_mode else loop
-        starting = start_replicas(config, on_progress, command=command, loop=own, epoch=epoch)
-        client = loop.run(starting)
-        is_used = not asyncio_mode
+    connection: Connection,
+    ready: Ready,
+    command: Sequence[str] | None,
+    place: Place,
+) -> EngineClient:
+    client = MPClient(config, connection, ready, journal=place.journal, on_wave=place.on_wave)
+    if not replaces_engines(config) or shares_experts(config):
         return client
-    finally:
-        if not is_used:
-            loop.close()
+    return SupervisedClient(
+        client, config, command=command, hand_over=place.hand_over, restarts=place.restarts
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from ....ipc.errors import EngineDeadError
@@ -17,8 +17,6 @@ from ....ipc.messages import WaveReport
 
 class Engine(Protocol):
     """What the coordinator needs of an engine's client."""
-
-    on_wave: Callable[[WaveReport], None]
 
     def start_wave(self, number: int) -> None: ...
 
@@ -35,8 +33,6 @@ class WaveCoordinator:
         self._num_ended = self._num_started = 0
         self._stopping = asyncio.Lock()
         self._is_held = False
-        for engine in engines:
-            engine.on_wave = self.on_report
 
     @property
     def is_running(self) -> bool:

@@ -11,7 +11,6 @@ from quire.frontend.clients.client import EngineClient
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
 from quire.frontend.clients.replicas.client import ReplicasClient
-from quire.frontend.clients.replicas.own_loop import OwnLoop
 from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.messages import (
     EngineCoreOutputs,
@@ -20,7 +19,7 @@ from quire.ipc.messages import (
     RequestTiming,
 )
 from quire.ipc.params import SamplingParams
-from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon
+from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, open_blocking
 from quire.tests.fakes import expected_output, make_config
 
 FORMS = [
@@ -54,25 +53,32 @@ class Driver:
                 self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form
             )
         elif form.startswith("replicas"):
-            # engines in this process start at once; tests of replicas/ have processes
-            engines = [
-                InprocClient(self.config, executor=TroubledExecutor(self.config))
-                for _ in range(NUM_REPLICAS)
-            ]
-            loop = None if self.runner is not None else OwnLoop()
-            self.client = ReplicasClient(engines, self.config, loop)
-        elif form.startswith(("process", "supervised")):
-            self.client = MPClient(
-                self.config, asyncio_mode=self.runner is not None, command=COMMAND
-            )
-            if form.startswith("supervised"):
-                self.client = SupervisedClient(self.client, self.config, command=COMMAND)
+            self.client = self._open(self._start_replicas())
+        elif form.startswith("process"):
+            self.client = self._open(MPClient.start(self.config, command=COMMAND))
+        elif form.startswith("supervised"):
+            self.client = self._open(self._start_supervised())
         else:
             self.daemon = daemon(directory, self.config)
             address, self.process = self.daemon.__enter__()
-            self.client = MPClient(
-                make_config(startup_timeout_s=30.0), address, asyncio_mode=self.runner is not None
-            )
+            config = make_config(startup_timeout_s=30.0)
+            self.client = self._open(MPClient.start(config, address))
+
+    def _open(self, starting) -> EngineClient:
+        return open_blocking(starting) if self.runner is None else self.runner.run(starting)
+
+    async def _start_supervised(self) -> EngineClient:
+        first = await MPClient.start(self.config, command=COMMAND)
+        return SupervisedClient(first, self.config, command=COMMAND)
+
+    async def _start_replicas(self) -> EngineClient:
+        # engines in this process start at once; tests of replicas/ have processes
+        engines = [
+            InprocClient(self.config, executor=TroubledExecutor(self.config))
+            for _ in range(NUM_REPLICAS)
+        ]
+        makers = [lambda place, engine=engine: engine for engine in engines]
+        return ReplicasClient(makers, engines[0].ready, self.config)
 
     def get_output(self) -> EngineCoreOutputs:
         if self.runner is None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from quire.frontend.clients import mp_client
 from quire.frontend.clients.mp_client import MAX_QUEUED_OUTPUTS, MPClient
+from quire.frontend.clients.own_loop import run_once
 from quire.ipc.errors import (
     EngineDeadError,
     EngineStartError,
@@ -25,7 +26,7 @@ from quire.ipc.errors import (
 )
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
-from quire.tests.fake_engine import COMMAND, daemon, is_gone, stop, wait_until
+from quire.tests.fake_engine import COMMAND, daemon, is_gone, open_blocking, stop, wait_until
 from quire.tests.fakes import make_config
 
 LONG = EngineCoreRequest("long", [1, 2], SamplingParams(temperature=0.0, seed=0, max_tokens=250))
@@ -36,16 +37,13 @@ CAUSE = "was killed by SIGKILL"
 def open_client(
     engine: str = "process", *, asyncio_mode: bool = False, command=COMMAND, **arguments
 ) -> MPClient:
-    return MPClient(
-        make_config(**{"startup_timeout_s": 30.0, **arguments}),
-        engine,
-        asyncio_mode=asyncio_mode,
-        command=command,
-    )
+    config = make_config(**{"startup_timeout_s": 30.0, **arguments})
+    starting = MPClient.start(config, engine, command=command)
+    return run_once(starting) if asyncio_mode else open_blocking(starting)
 
 
 def engine_pid(client: MPClient) -> int:
-    return client._connection.engine_pid
+    return client.engine_pid
 
 
 def kill_later(pid: int, delay_s: float = 0.2) -> list[float]:
@@ -327,10 +325,10 @@ def test_a_late_reader_gets_all_outputs():
     client.add_request(
         EngineCoreRequest("a", [1], SamplingParams(temperature=0.0, seed=0, max_tokens=1500))
     )
-    wait_until(lambda: client._connection.pull.poll(0))
+    wait_until(lambda: client.client._connection.pull.poll(0))
     time.sleep(0.5)
     first = client.get_output()
-    assert len(client._outputs) <= MAX_QUEUED_OUTPUTS
+    assert len(client.client._outputs) <= MAX_QUEUED_OUTPUTS
     tokens, finished = list(first.token_ids), False
     while not finished:
         outputs = client.get_output()
@@ -447,7 +445,7 @@ def test_an_idle_loop_uses_no_cpu():
 
 
 def test_engine_index_and_epoch_come_back():
-    client = MPClient(make_config(), epoch=7, engine_index=3, command=COMMAND)
+    client = open_blocking(MPClient.start(make_config(), epoch=7, engine_index=3, command=COMMAND))
     client.add_request(LONG)
     for message in (client.ready, client.get_output()):
         assert (message.engine_index, message.epoch) == (3, 7)

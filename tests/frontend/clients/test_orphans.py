@@ -23,9 +23,10 @@ FAKE = """
 from quire.frontend.clients.mp_client import MPClient
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.params import SamplingParams
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, open_blocking
 from quire.tests.fakes import make_config
-client = MPClient(make_config(hf_overrides={"delay_s": 0.01}), command=COMMAND)
+config = make_config(hf_overrides={"delay_s": 0.01})
+client = open_blocking(MPClient.start(config, command=COMMAND))
 client.add_request(EngineCoreRequest("a", [1], SamplingParams(seed=0, max_tokens=250)))
 while True:
     client.get_output()

@@ -269,7 +269,7 @@ def test_the_id_of_a_running_request_is_refused() -> None:
 def test_the_journal_is_sufficient_to_continue_on_another_engine() -> None:
     processor, [i] = started("r", temperature=0.5)
     run(processor, row(i, 0, HELLO[:2]))
-    [(request, token_ids)] = processor.journal("r")
+    [(request, token_ids)] = processor._requests["r"].entries()
     assert (
         request.request_id == i
         and request.sampling_params.seed is not None

@@ -183,7 +183,7 @@ def test_a_refusal_of_the_whole_request_ends_all() -> None:
 def test_the_journal_has_an_entry_for_each_running_completion() -> None:
     processor, [a, b, c] = started(temperature=0.5)
     run(processor, row(a, 0, HELLO), row(b, 0, HELLO, FinishReason.LENGTH))
-    (first, first_tokens), (third, third_tokens) = processor.journal("r")
+    (first, first_tokens), (third, third_tokens) = processor._requests["r"].entries()
     assert (first.request_id, first_tokens, third.request_id, third_tokens) == (a, HELLO, c, [])
     params = first.sampling_params, third.sampling_params
     # seed + index, within 63 bits

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import httpx2 as httpx
 import pytest
 from quire.frontend.clients.mp_client import MPClient
-from quire.tests.fake_engine import wait_until
+from quire.tests.fake_engine import open_blocking, wait_until
 from quire.tests.fakes import make_config
 from quire.tests.frontend.server.conftest import running_server, slow_engine
 
@@ -36,7 +36,7 @@ def slow() -> Iterator[tuple[httpx.Client, MPClient]]:
         "1",
     )
     with slow_engine(STEP_S) as (address, _), running_server("--engine", address, *flags) as client:
-        engine = MPClient(make_config(), address)
+        engine = open_blocking(MPClient.start(make_config(), address))
         yield client, engine
         engine.shutdown()
 

@@ -1,4 +1,4 @@
-"""A recovery runs alike in blocking code and in asyncio, and `close` ends what waits."""
+"""Where the next engine comes from: a daemon that has ended is looked for until `shutdown`."""
 
 from __future__ import annotations
 
@@ -7,61 +7,43 @@ import threading
 import time
 
 import pytest
-from quire.frontend.supervision.recovery import Recovery, Sleep, Start, Successors, run, run_async
-from quire.ipc.errors import EngineDeadError, EngineStartError
+from quire import AsyncLLM
+from quire.frontend.clients.mp_client import MPClient
+from quire.frontend.clients.own_loop import run_once
+from quire.frontend.supervision.supervised_client import SupervisedClient
+from quire.ipc.errors import EngineDeadError
+from quire.tests.fake_engine import daemon, open_blocking
 from quire.tests.fakes import make_config
 
 
-@pytest.fixture(params=["blocking", "asyncio"])
-def drive(request):
-    def drive_(recovery: Recovery, perform) -> None:
-        async def perform_async(action):
-            await asyncio.sleep(0)
-            return perform(action)
-
-        if request.param == "blocking":
-            run(recovery, perform)
-        else:
-            asyncio.run(run_async(recovery, perform_async))
-
-    return drive_
+async def attached(address: str) -> SupervisedClient:
+    config = make_config(startup_timeout_s=30.0)
+    return SupervisedClient(await MPClient.start(config, address), config, address)
 
 
-def test_answers_and_errors_reach_the_recovery(drive) -> None:
-    seen = []
+def test_a_shutdown_ends_the_search_for_a_daemon(tmp_path) -> None:
+    async def main() -> None:
+        with daemon(tmp_path, make_config()) as (address, process):
+            client = await attached(address)
+            llm = AsyncLLM(client.ready.config, client)
+            process.kill()
+            call = asyncio.create_task(llm.call_utility("ping"))
+            await asyncio.sleep(0.3)
+            begin = time.monotonic()
+            await llm.shutdown_async()
+            with pytest.raises(EngineDeadError, match="was shut down"):
+                await call
+            assert time.monotonic() - begin < 20
 
-    def recovery() -> Recovery:
-        seen.append((yield Sleep(1.0)))
-        try:
-            yield Start(7)
-        except EngineStartError as error:
-            seen.append(str(error))
-        seen.append((yield Start(8)))
-
-    def perform(action):
-        if action == Start(7):
-            raise EngineStartError("not yet")
-        return action
-
-    drive(recovery(), perform)
-    assert seen == [Sleep(1.0), "not yet", Start(8)]
+    run_once(main())
 
 
-def test_what_the_recovery_raises_is_raised(drive) -> None:
-    def recovery() -> Recovery:
-        yield Sleep(0.0)
-        raise EngineDeadError("over")
-
-    with pytest.raises(EngineDeadError, match="over"):
-        drive(recovery(), lambda action: None)
-
-
-def test_close_ends_a_wait(tmp_path) -> None:
-    """Of blocking code; in asyncio the task is cancelled."""
-    successors = Successors(make_config(), f"ipc://{tmp_path / 'none.sock'}", None)
-    threading.Timer(0.1, successors.close).start()
-    begin = time.monotonic()
-    with pytest.raises(EngineDeadError, match="was shut down"):
-        successors.perform(Start(0))
-    successors.perform(Sleep(60.0))
-    assert time.monotonic() - begin < 20
+def test_a_shutdown_by_another_thread_ends_the_search_of_blocking_code(tmp_path) -> None:
+    with daemon(tmp_path, make_config()) as (address, process):
+        client = open_blocking(attached(address))
+        process.kill()
+        threading.Timer(0.3, client.shutdown).start()
+        begin = time.monotonic()
+        with pytest.raises(EngineDeadError, match="was shut down"):
+            client.call_utility("ping")
+        assert time.monotonic() - begin < 20

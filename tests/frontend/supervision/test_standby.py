@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from quire.frontend.clients import connect
+from quire.frontend.clients.own_loop import run_once
 from quire.frontend.supervision import standby as module
 from quire.ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from quire.tests.fake_engine import COMMAND, wait_until
@@ -38,7 +39,7 @@ def open_engine(request):
 
 def standby_pid(engine) -> int:
     """When it is ready."""
-    standby = engine.client._successors.standby
+    standby = engine.inner._successors.standby
     wait_until(lambda: standby.is_ready, 30)
     return standby._ready.engine_pid
 
@@ -74,7 +75,7 @@ def test_it_has_the_weights_that_were_loaded(open_engine, when: str) -> None:
     if when == "after":
         standby_pid(engine)
     engine.call("load_weights", "other")
-    standby = engine.client._successors.standby
+    standby = engine.inner._successors.standby
     wait_until(lambda: standby.is_ready and standby._ready_weights.path == "other", 30)
     kill(engine.client)
     requests = some_requests(3)
@@ -131,7 +132,7 @@ def test_it_is_idle(open_engine) -> None:
 )
 def test_where_there_can_be_none(engine: str, settings: dict) -> None:
     with pytest.raises(InvalidParameterError, match="^standby"):
-        connect.make_client(make_config(standby=True, **settings), engine)
+        run_once(connect.start_client(make_config(standby=True, **settings), engine))
 
 
 def test_it_must_fit(monkeypatch) -> None:
@@ -139,4 +140,4 @@ def test_it_must_fit(monkeypatch) -> None:
     monkeypatch.setattr("quire.ipc.handshake.engine_command", lambda **_: COMMAND)
     config = make_config(standby=True, startup_timeout_s=30.0)
     with pytest.raises(NotEnoughMemoryError, match="standby.*1000 bytes are free"):
-        connect.make_client(config)
+        run_once(connect.start_client(config))

@@ -18,6 +18,7 @@ import msgspec
 import pytest
 from quire import AsyncLLM, LLMEngine, RequestOutput, SamplingParams
 from quire.frontend.clients.mp_client import MPClient
+from quire.frontend.clients.own_loop import run_once
 from quire.frontend.supervision.supervised_client import SupervisedClient
 from quire.ipc.errors import (
     EngineDeadError,
@@ -25,7 +26,7 @@ from quire.ipc.errors import (
     EngineStartError,
 )
 from quire.ipc.params import RequestOutputKind, child_seed
-from quire.tests.fake_engine import COMMAND, daemon, wait_until
+from quire.tests.fake_engine import COMMAND, daemon, open_blocking, wait_until
 from quire.tests.fakes import expected_output, make_config, weights_digest
 
 POISON = 96  # the token that ends the engine; other prompts do not have it
@@ -34,8 +35,12 @@ POISON = 96  # the token that ends the engine; other prompts do not have it
 def supervised(asyncio_mode: bool = False, engine: str = "process", **settings) -> SupervisedClient:
     config = make_config(**{"startup_timeout_s": 30.0, "engine_restarts": 1000, **settings})
     command = COMMAND if engine == "process" else None
-    first = MPClient(config, engine, asyncio_mode=asyncio_mode, command=command)
-    return SupervisedClient(first, config, engine, command=command)
+
+    async def start() -> SupervisedClient:
+        first = await MPClient.start(config, engine, command=command)
+        return SupervisedClient(first, config, engine, command=command)
+
+    return run_once(start()) if asyncio_mode else open_blocking(start())
 
 
 def some_requests(number: int, seed: int = 0, max_tokens: int = 60):
@@ -78,6 +83,7 @@ class Blocking:
 
     def __init__(self, engine: str = "process", **settings):
         self.client = supervised(engine=engine, **settings)
+        self.inner = self.client.client
         self.llm = LLMEngine(self.client.ready.config, self.client)
 
     def generate(self, requests, on_output: Callable[[], None] = lambda: None):
@@ -100,7 +106,7 @@ class Blocking:
 class Asyncio:
     def __init__(self, engine: str = "process", **settings):
         self.runner = asyncio.Runner()
-        self.client = supervised(True, engine, **settings)
+        self.client = self.inner = supervised(True, engine, **settings)
         self.llm = AsyncLLM(self.client.ready.config, self.client)
 
     def generate(self, requests, on_output: Callable[[], None] = lambda: None):
@@ -156,7 +162,7 @@ class Killer(threading.Thread):
     def num_unfinished(self) -> int:
         while True:
             try:
-                return len(self.client.journal())
+                return len(self.client.journal.entries())
             except RuntimeError:  # it has changed meanwhile
                 pass
 
@@ -174,7 +180,7 @@ class Killer(threading.Thread):
 def test_requests_continue_after_deaths_at_random_moments(open_engine, seed: int) -> None:
     engine = open_engine(hf_overrides={"delay_s": 0.005})
     requests = some_requests(24, seed, max_tokens=150)
-    killer = Killer(engine.client, 4, seed)
+    killer = Killer(engine.inner, 4, seed)
     killer.start()
     assert_expected(requests, engine.generate(requests), engine.client.ready.config)
     killer.times = 0
@@ -268,7 +274,7 @@ def test_starts_that_fail_slowly_are_not_repeated_for_ever(open_engine, monkeypa
     monkeypatch.setattr("quire.frontend.supervision.restart_budget.PERIOD_S", 0.0)
     engine = open_engine(engine_restarts=2, step_timeout_s=60.0)
     no_room = "import sys; sys.exit('no room')"
-    engine.client._successors.command = [sys.executable, "-c", no_room]
+    engine.inner._successors.command = [sys.executable, "-c", no_room]
     kill(engine.client)
     with pytest.raises(EngineDeadError, match=r"(?s)no room.*allows 2 in 10 minutes, or as many"):
         engine.generate(some_requests(2))
@@ -460,7 +466,7 @@ def test_a_client_that_a_daemon_has_released_attaches_when_it_is_needed(tmp_path
         def crowd() -> None:
             """Others take all descriptors until this client is released."""
             with contextlib.suppress(EngineStartError):
-                others.append(MPClient(config, address))
+                others.append(run_once(MPClient.start(config, address)))
 
         try:
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (128, 128))
@@ -472,13 +478,13 @@ def test_a_client_that_a_daemon_has_released_attaches_when_it_is_needed(tmp_path
             ):
                 use()
                 engine.call("resume")
-                first = engine.client._engine
+                first = engine.inner._engine
                 wait_until(lambda: crowd() or select.select([first.pidfd], [], [], 0.01)[0], 30)
                 if kind is Asyncio:  # the loop notices, and does not attach again by itself
                     engine.runner.run(asyncio.sleep(0.3))
-                    assert first.was_released and engine.client._engine is first
+                    assert first.was_released and engine.inner._engine is first
                 use()
-                assert engine.client._engine is not first
+                assert engine.inner._engine is not first
                 engine.call("resume")
             assert engine.client.restarts.by_cause == {}
         finally:

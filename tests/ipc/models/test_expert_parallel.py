@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from quire.frontend.clients.connect import make_client
+from quire.frontend.clients.connect import start_client
+from quire.frontend.clients.own_loop import run_once
 from quire.frontend.engine_args import EngineArgs
 from quire.ipc.errors import InvalidParameterError
 from quire.ipc.models.expert_parallel import check_expert_parallel, experts_of, shares_experts
@@ -47,7 +48,7 @@ def test_what_is_accepted(models) -> None:
     with pytest.raises(InvalidParameterError, match="cannot be used with device=cuda"):
         check_expert_parallel(msgspec.structs.replace(config, device_config=device))
     with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in child"):
-        make_client(config, "inproc")
+        run_once(start_client(config, "inproc"))
 
 
 def test_one_engine_has_all_experts(models) -> None:

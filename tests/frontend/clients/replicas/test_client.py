@@ -13,12 +13,15 @@ import time
 import msgspec
 import pytest
 from quire import AsyncLLM, LLMEngine, SamplingParams
+from quire.frontend.clients.blocking_client import BlockingClient
+from quire.frontend.clients.client import EngineClient
+from quire.frontend.clients.own_loop import run_once
 from quire.frontend.clients.replicas.client import ReplicasClient
-from quire.frontend.clients.replicas.start import open_replicas
+from quire.frontend.clients.replicas.start import start_replicas
 from quire.ipc.errors import EngineDeadError, ModelLoadError
 from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import EngineCoreRequest
-from quire.tests.fake_engine import COMMAND
+from quire.tests.fake_engine import COMMAND, open_blocking
 from quire.tests.fakes import expected_output, make_config, weights_digest
 from quire.tests.frontend.clients.driver import Driver, long_requests
 from quire.tests.frontend.supervision.test_supervised_client import (
@@ -28,18 +31,23 @@ from quire.tests.frontend.supervision.test_supervised_client import (
 )
 
 
-def replicas(number: int = 2, asyncio_mode: bool = True, **settings) -> ReplicasClient:
+def replicas(number: int = 2, asyncio_mode: bool = True, **settings) -> EngineClient:
     settings = {"startup_timeout_s": 30.0, "engine_restarts": 1000} | settings
     config = make_config(data_parallel_size=number, **settings)
-    return open_replicas(config, asyncio_mode=asyncio_mode, command=COMMAND)
+    starting = start_replicas(config, command=COMMAND)
+    return run_once(starting) if asyncio_mode else open_blocking(starting)
 
 
-def pids(client: ReplicasClient) -> list[int]:
-    return [replica.client.engine_pid for replica in client._replicas]
+def inner(client: EngineClient) -> ReplicasClient:
+    return client.client if isinstance(client, BlockingClient) else client
 
 
-def num_requests(client: ReplicasClient) -> list[int]:
-    return [client._router.num_requests(i) for i in range(client.num_engines)]
+def pids(client: EngineClient) -> list[int]:
+    return [replica.client.engine_pid for replica in inner(client)._replicas]
+
+
+def num_requests(client: EngineClient) -> list[int]:
+    return [inner(client)._router.num_requests(i) for i in range(client.num_engines)]
 
 
 async def generate(llm: AsyncLLM, requests) -> dict:
@@ -220,10 +228,10 @@ def test_a_replica_that_cannot_be_replaced_is_left_out() -> None:
                 outputs |= {output.request_id: output for output in llm.step()}
             assert_expected(requests, outputs, llm.config)
             wait = time.monotonic() + 20
-            while not client.engines_up()[1] and not client._replicas[1].failure:
+            while not client.engines_up()[1] and not inner(client)._replicas[1].failure:
                 assert time.monotonic() < wait
-                client._run(asyncio.sleep(0.01))
-        assert client._replicas[1].failure is not None
+                client._run(asyncio.sleep, 0.01)
+        assert inner(client)._replicas[1].failure is not None
         assert llm.call_utility("ping") == "pong" and llm.get_metrics()["num_engine_restarts"] == 1
         os.kill(pids(client)[0], signal.SIGKILL)
         assert llm.call_utility("ping") == "pong"  # it is restarted
@@ -244,7 +252,7 @@ def driver(tmp_path):
 
 
 def executors(driver: Driver) -> list:
-    return [replica.client._engine.core.executor for replica in driver.client._replicas]
+    return [replica.client._engine.core.executor for replica in inner(driver.client)._replicas]
 
 
 def test_weights_that_one_engine_cannot_load_end_its_use(driver, monkeypatch) -> None:
@@ -271,7 +279,7 @@ def test_weights_that_one_engine_cannot_load_end_its_use(driver, monkeypatch) ->
 def test_adapters_are_on_all_engines(driver) -> None:
     adapter = LoRARequest("one", 1, "/adapters/one")
     assert driver.call("add_lora", adapter) is True
-    assert len(driver.client._run(driver.client.call_each_async("list_loras"))) == 2
+    assert len(driver.client._run(inner(driver.client).call_each_async, "list_loras")) == 2
     for i, request in enumerate(long_requests(6)):
         driver.client.add_request(
             msgspec.structs.replace(request, lora_request=adapter if i % 2 else None)

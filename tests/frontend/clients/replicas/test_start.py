@@ -8,9 +8,10 @@ import msgspec
 import psutil
 import pytest
 from quire import EngineArgs
-from quire.frontend.clients.connect import make_client
+from quire.frontend.clients.connect import start_client
+from quire.frontend.clients.own_loop import run_once
 from quire.frontend.clients.replicas import start
-from quire.frontend.clients.replicas.start import open_replicas, replica_configs
+from quire.frontend.clients.replicas.start import replica_configs, start_replicas
 from quire.ipc.config import EngineConfig
 from quire.ipc.errors import EngineStartError, InvalidParameterError
 from quire.tests.fake_engine import COMMAND, is_gone, wait_until
@@ -89,14 +90,14 @@ def test_wrong_cores_are_refused(nodes, cores, words) -> None:
 @pytest.mark.parametrize("engine", ["inproc", "ipc:///tmp/quire-nowhere.sock"])
 def test_only_child_processes_can_be_replicas(engine) -> None:
     with pytest.raises(InvalidParameterError, match="data_parallel_size: is for engines in child"):
-        make_client(config(), engine)
+        run_once(start_client(config(), engine))
     with pytest.raises(InvalidParameterError, match="standby: is for one engine"):
-        make_client(config(standby=True))
+        run_once(start_client(config(standby=True)))
 
 
 def test_engines_have_numbers_and_cores() -> None:
     core = min(os.sched_getaffinity(0))
-    client = open_replicas(config(data_parallel_cores=[str(core)] * 2), command=COMMAND)
+    client = run_once(start_replicas(config(data_parallel_cores=[str(core)] * 2), command=COMMAND))
     try:
         pids = [replica.client.engine_pid for replica in client._replicas]
         assert [os.sched_getaffinity(pid) for pid in pids] == [{core}] * 2
@@ -113,7 +114,7 @@ def test_a_start_that_fails_ends_the_other_engines() -> None:
 
     before = children()
     with pytest.raises(EngineStartError, match="famous last words"):
-        open_replicas(config(hf_overrides={"at_load": "exit"}), command=COMMAND)
+        run_once(start_replicas(config(hf_overrides={"at_load": "exit"}), command=COMMAND))
     wait_until(lambda: children() <= before)
 
 

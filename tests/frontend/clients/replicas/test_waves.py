@@ -73,7 +73,6 @@ class SimulatedEngine:
         )
         self.inbox: deque[tuple[str, Any]] = deque()
         self.reports: deque[WaveReport] = deque()
-        self.on_wave: Callable[[WaveReport], None]
         self.contribution: bool | None = None  # while it waits for the others
 
     def start_wave(self, number: int) -> None:
@@ -118,7 +117,8 @@ class Simulation:
         found: list[Callable[[], None]] = []
         for engine in self.engines:
             if engine.reports:
-                found.append(lambda e=engine: e.on_wave(e.reports.popleft()))
+                on_report = self.coordinator.on_report
+                found.append(lambda e=engine: on_report(e.reports.popleft()))
             if engine.contribution is None:
                 if engine.inbox:
                     found.append(engine.take)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.frontend.supervision.watchdog import DOUBT_TIMEOUT_S, Step, Watchdog
+from quire.frontend.clients.watchdog import DOUBT_TIMEOUT_S, Step, Watchdog
 
 
 def test_silence_ends_the_engine_and_an_answer_does_not() -> None:

@@ -31,12 +31,12 @@ import zmq
 from ..ipc import engine_input as events
 from ..ipc.config import DeviceConfig, EngineConfig, ServiceConfig
 from ..ipc.counters import TransportStats
-from ..ipc.door import bind_door, listener_pid, read_token
 from ..ipc.engine_input import EngineInput
 from ..ipc.engine_output import MAX_BACKLOG_BYTES, EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
 from ..ipc.hops import MessageTimer
+from ..ipc.listener import bind_listener, listener_pid, read_token
 from ..ipc.log_format import FORMATS, configure_logging
 from ..ipc.machine import raise_descriptor_limit, use_cores, visible_gpus
 from ..ipc.messages import (
@@ -137,7 +137,7 @@ class EngineCoreProc:
         finally:
             self.input.close()
             self.output.close(0 if self.must_leave else FLUSH_TIMEOUT_S)
-            self.input.close_doors()
+            self.input.close_connections()
             if self.core is not None:
                 self.core.shutdown()
         return 0
@@ -449,8 +449,8 @@ def run_daemon(
         input_, output = make_threads(context, max_message_bytes, signals, drops_slow_clients=True)
 
         def listen() -> None:
-            door = bind_door(address, is_for_all_users=token is not None)
-            input_.serve_door(door, address, token)
+            listener = bind_listener(address, is_for_all_users=token is not None)
+            input_.serve_listener(listener, address, token)
 
         path = ipc_path(address, "listen")
         must_take_over = replaces and listener_pid(path) is not None

@@ -16,8 +16,15 @@ from typing import Any
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder
-from .door import TOKEN_VARIABLE, ask, connect_door, farewell, peer_of, read_token
 from .errors import EngineStartError
+from .listener import (
+    TOKEN_VARIABLE,
+    attach,
+    connect_to_daemon,
+    credentials_of,
+    read_token,
+    release_reason,
+)
 from .machine import descriptor_limit, num_free_descriptors, num_open_descriptors
 from .messages import ClientMessage, EngineMessage, Shutdown
 from .process import EngineProcess
@@ -37,7 +44,7 @@ NUM_DESCRIPTORS = 24
 
 
 class Connection:
-    """Owns the sockets and the engine's process, or the connection to a daemon's door.
+    """Owns the sockets and the engine's process, or the connection to a daemon's listener.
 
     Does not refer to the client, which can therefore be garbage-collected. Raises EngineStartError
     if this process may not open enough descriptors.
@@ -60,8 +67,8 @@ class Connection:
         self.decoder = Decoder(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
         self.process: EngineProcess | None = None  # a child
-        self._door: socket.socket | None = None  # of a daemon; open while it lives and serves
-        # readable when the engine is gone: of a child a pidfd, of a daemon the door
+        self._daemon: socket.socket | None = None  # open while it lives and serves
+        # readable when the engine is gone: of a child a pidfd, of a daemon the connection
         self.pidfd = -1
         self.engine_pid = 0
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -79,16 +86,16 @@ class Connection:
         """
         token_file = token_file or os.environ.get(TOKEN_VARIABLE)
         token = read_token(token_file) if token_file else b""
-        self._door = door = connect_door(address)
-        uid = peer_of(door).uid
+        self._daemon = daemon = connect_to_daemon(address)
+        uid = credentials_of(daemon).uid
         if uid not in (os.geteuid(), 0) and not token:
             raise EngineStartError(
                 f"the engine at {address} belongs to another user ({uid}); to use it, name its "
                 f"token with token_file or {TOKEN_VARIABLE}"
             )
         self._bind(uid)
-        self.engine_pid = ask(door, self.wire, token).pid
-        self.pidfd = door.fileno()
+        self.engine_pid = attach(daemon, self.wire, token).pid
+        self.pidfd = daemon.fileno()
 
     def _bind(self, peer_uid: int) -> None:
         bind(self.router, self.wire.input_address, peer_uid)
@@ -118,9 +125,9 @@ class Connection:
             return self.process.describe_death()
         return f"the engine (pid {self.engine_pid}) is gone"
 
-    def farewell(self) -> str | None:
+    def release_reason(self) -> str | None:
         """Why a daemon has released this client, which was idle; None: the engine has ended."""
-        return None if self._door is None else farewell(self._door)
+        return None if self._daemon is None else release_reason(self._daemon)
 
     def reap(self) -> signal.Signals | None:
         """The signal that ended a child which is dead; None: it exited, or is a daemon."""
@@ -166,12 +173,12 @@ class Connection:
             except (zmq.ZMQError, OSError):
                 pass  # the engine never started, or is gone
             self.process.close(timeout_s)
-        if self._door is not None:
+        if self._daemon is not None:
             try:
-                self._door.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it open
+                self._daemon.shutdown(socket.SHUT_RDWR)  # a fork of this process may have it open
             except OSError:
                 pass  # the daemon is gone
-            self._door.close()
+            self._daemon.close()
         with self._rejected_lock:
             for rejected in self._rejected:
                 rejected.close()

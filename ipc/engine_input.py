@@ -4,7 +4,7 @@ Must not know: the engine core, or what a request needs. It passes Events on; th
 decides.
 
     clients' ROUTER ──▶ DEALER ┐                           ┌─▶ aborts  applied before anything else
-    Attach ──▶ door            ├─▶ poll, decode, guard ────┤
+    Attach ──▶ listener        ├─▶ poll, decode, guard ────┤
     signals, pidfds ───────────┘                           └─▶ events  in order of arrival; the main
                                                                thread blocks here
 """
@@ -21,13 +21,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import zmq
 
 from .codec import BadFrameError, Decoder, Encoder, readable_error, sender_id
-from .door import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, peer_of, read_attach
 from .errors import EngineDeadError
+from .listener import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, credentials_of, read_attach
 from .machine import descriptor_limit, num_open_descriptors
 from .messages import (
     BEAT,
@@ -49,16 +50,15 @@ from .sockets import Wire, connect_dealer, has_message, ipc_path, receive
 
 # consecutive messages of one client before signals and other clients are handled
 MAX_READS = 256
-# of a client: a pidfd, the door, and of each of two sockets the connection and what wakes its
-# thread
+# of a client: a pidfd, its connection, and of each of two sockets the connection and what wakes
+# its thread
 DESCRIPTORS_PER_CLIENT = 6
 ENDED = "the input thread has ended"
 RELEASED = "the engine needed the descriptors of a client that was idle"
-# for what a daemon opens for a short time: programs at the door, files, processes
+# for what a daemon opens for a short time: pending connections, files, processes
 SPARE_DESCRIPTORS = 32
-MAX_VISITORS = (
-    16  # programs at the door that have not sent their Attach; another replaces the first
-)
+# connections whose program has not sent its Attach; another one replaces the first
+MAX_PENDING = 16
 
 
 class FromClient(NamedTuple):
@@ -95,7 +95,7 @@ class ClientOverflowed(NamedTuple):
 class Crowded(NamedTuple):
     """A program wants to be served, and there are no descriptors for another. `admit` answers."""
 
-    visitor: socket.socket
+    connection: socket.socket
     wire: Wire
 
 
@@ -126,18 +126,18 @@ Event = (
 
 
 @dataclass
-class Peer:
+class InputClient:
     """The input thread's record of a client. The parent of a child has a dealer only."""
 
     dealer: zmq.Socket
-    door: socket.socket | None = None  # ends when the client leaves or dies
-    # A fork of the client keeps its end of the door open.
+    connection: socket.socket | None = None  # ends when the client leaves or dies
+    # A fork of the client keeps its end of the connection open.
     pidfd: int | None = None
     heard_at: float = field(default_factory=time.monotonic)
 
 
 class EngineInput:
-    """Owns the DEALER sockets and the door.
+    """Owns the DEALER sockets, the listener and its connections.
 
     `events` is for the main thread; `aborts` holds (client, request ids) that overtake it.
     """
@@ -162,14 +162,14 @@ class EngineInput:
         self.decoder = Decoder(ClientMessage, max_message_bytes)
         self._encoder = Encoder(max_message_bytes)
         self._signals = signals
-        self._peers: dict[int, Peer] = {}
+        self._clients: dict[int, InputClient] = {}
         self._num_joined = 0
         self._num_own_descriptors = 0  # of a daemon without clients
         self._listener: socket.socket | None = None
         self._listener_file: SocketFile | None = None
         self._token: bytes | None = None
-        self._visitors: dict[socket.socket, float] = {}  # until when each may send its Attach
-        self._served_doors: list[socket.socket] = []  # of clients that the closed thread served
+        self._pending: dict[socket.socket, float] = {}  # until when each may send its Attach
+        self._served: list[socket.socket] = []  # of clients that the closed thread served
         self._has_parent = False
         self._num_leave_signals = 0
         self._poller = zmq.Poller()
@@ -185,17 +185,17 @@ class EngineInput:
     def serve_parent(self, wire: Wire) -> None:
         """Serves one client, number 0, that started this process and that it dies with."""
         self._has_parent = True
-        self.events.put(ClientJoined(self._add_peer(wire), wire))
+        self.events.put(ClientJoined(self._add_client(wire), wire))
 
-    def serve_door(self, door: socket.socket, address: str, token: bytes | None) -> None:
+    def serve_listener(self, listener: socket.socket, address: str, token: bytes | None) -> None:
         """Serves any number of clients, numbered as they attach.
 
-        door, token: as of ipc/door.py.
+        listener, token: as of ipc/listener.py.
         """
-        self._listener, self._token = door, token
+        self._listener, self._token = listener, token
         self._listener_file = SocketFile(ipc_path(address))
         self._num_own_descriptors = num_open_descriptors()
-        self._watch(door.fileno(), self._on_door)
+        self._watch(listener.fileno(), self._on_listener)
 
     def start(self) -> None:
         self._thread.start()
@@ -216,11 +216,11 @@ class EngineInput:
             self._signals.wake()
             self._thread.join()
 
-    def close_doors(self) -> None:
+    def close_connections(self) -> None:
         """Tells the clients that this engine is gone, after `close` and their last outputs."""
-        for door in self._served_doors:
-            door.close()
-        self._served_doors.clear()
+        for connection in self._served:
+            connection.close()
+        self._served.clear()
 
     # ------------------------------------------------------------ the thread
 
@@ -234,12 +234,12 @@ class EngineInput:
                     # file with its number
                     if self._handlers.get(ready) is handler:
                         handler()
-                self._drop_late_visitors()
+                self._drop_late_connections()
         except BaseException as error:
             self.events.put(Fatal(error))
         finally:
-            for client_index in list(self._peers):
-                self._remove_peer(client_index, closes_door=False)
+            for client_index in list(self._clients):
+                self._remove_client(client_index, closes=False)
             self._close_listener()
             while self._calls:
                 self._calls.popleft()[1].set_exception(EngineDeadError(ENDED))
@@ -252,37 +252,37 @@ class EngineInput:
         del self._handlers[source]
         self._poller.unregister(source)
 
-    def _add_peer(
-        self, wire: Wire, door: socket.socket | None = None, pidfd: int | None = None
+    def _add_client(
+        self, wire: Wire, connection: socket.socket | None = None, pidfd: int | None = None
     ) -> int:
         client_index = self._num_joined
         self._num_joined += 1
         dealer = connect_dealer(self._context, wire, self._max_message_bytes)
         dealer.send_multipart(self._encoder.encode(Hello(PROTOCOL, os.getpid())))
-        self._peers[client_index] = Peer(dealer, door, pidfd)
+        self._clients[client_index] = InputClient(dealer, connection, pidfd)
         self._watch(dealer, lambda: self._on_dealer(client_index, dealer))
-        for fd in (pidfd, None if door is None else door.fileno()):
+        for fd in (pidfd, None if connection is None else connection.fileno()):
             if fd is not None:
                 self._watch(fd, lambda: self._drop(client_index))
         return client_index
 
-    def _remove_peer(self, client_index: int, *, closes_door: bool = True) -> None:
-        peer = self._peers.pop(client_index)
-        self._unwatch(peer.dealer)
-        peer.dealer.close(linger=0)
-        if peer.pidfd is not None:
-            self._unwatch(peer.pidfd)
-            os.close(peer.pidfd)
-        if peer.door is not None:
-            self._unwatch(peer.door.fileno())
-            if closes_door:
-                peer.door.close()
+    def _remove_client(self, client_index: int, *, closes: bool = True) -> None:
+        client = self._clients.pop(client_index)
+        self._unwatch(client.dealer)
+        client.dealer.close(linger=0)
+        if client.pidfd is not None:
+            self._unwatch(client.pidfd)
+            os.close(client.pidfd)
+        if client.connection is not None:
+            self._unwatch(client.connection.fileno())
+            if closes:
+                client.connection.close()
             else:
-                self._served_doors.append(peer.door)
+                self._served.append(client.connection)
 
     def _drop(self, client_index: int) -> None:
-        if client_index in self._peers:
-            self._remove_peer(client_index)
+        if client_index in self._clients:
+            self._remove_client(client_index)
             self.events.put(ClientLeft(client_index))
 
     # ------------------------------------------------------------ frames
@@ -290,12 +290,12 @@ class EngineInput:
     def _on_dealer(self, client_index: int, dealer: zmq.Socket) -> None:
         for _ in range(MAX_READS):
             if (
-                client_index not in self._peers
+                client_index not in self._clients
                 or not has_message(dealer)
                 or (frames := receive(dealer)) is None
             ):
                 return
-            self._peers[client_index].heard_at = time.monotonic()
+            self._clients[client_index].heard_at = time.monotonic()
             try:
                 self._on_message(client_index, self.decoder.decode(frames))
             except BadFrameError as error:
@@ -314,44 +314,44 @@ class EngineInput:
             return self._send(client_index, UtilityResult(message.call_id, BEAT))
         self.events.put(FromClient(client_index, message))
 
-    # ------------------------------------------------------------ the door
+    # ------------------------------------------------------------ the listener
 
-    def _on_door(self) -> None:
+    def _on_listener(self) -> None:
         while self._listener is not None:
             try:
-                visitor, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:  # nobody is left, or has gone again
                 return
-            if len(self._visitors) == MAX_VISITORS:
-                self._dismiss(next(iter(self._visitors)))
-            visitor.setblocking(False)
-            self._visitors[visitor] = time.monotonic() + ATTACH_TIMEOUT_S
-            self._watch(visitor.fileno(), lambda visitor=visitor: self._on_visitor(visitor))
+            if len(self._pending) == MAX_PENDING:
+                self._drop_pending(next(iter(self._pending)))
+            connection.setblocking(False)
+            self._pending[connection] = time.monotonic() + ATTACH_TIMEOUT_S
+            self._watch(connection.fileno(), partial(self._on_pending, connection))
 
-    def _on_visitor(self, visitor: socket.socket) -> None:
+    def _on_pending(self, connection: socket.socket) -> None:
         """Serves the program or tells it why not. Nothing that it sends affects other clients."""
         is_served = False
-        self._unwatch(visitor.fileno())
-        del self._visitors[visitor]
+        self._unwatch(connection.fileno())
+        del self._pending[connection]
         try:
-            is_served = self._attach(visitor)
+            is_served = self._attach(connection)
         except Refusal as refusal:
-            answer(visitor, TurnedAway(str(refusal)))
+            answer(connection, TurnedAway(str(refusal)))
         except (BadAttachError, OSError, zmq.ZMQError):
             self.num_bad_frames += 1
         finally:
             if not is_served:
-                visitor.close()
+                connection.close()
 
-    def _attach(self, visitor: socket.socket) -> bool:
-        attach = read_attach(visitor, self._token)
+    def _attach(self, connection: socket.socket) -> bool:
+        attach = read_attach(connection, self._token)
         if attach is None:
             return False
         wire = Wire(attach.wire_name, attach.key)
         if self._has_descriptors():
-            self._serve(visitor, wire)
+            self._serve(connection, wire)
         else:
-            self.events.put(Crowded(visitor, wire))
+            self.events.put(Crowded(connection, wire))
         return True
 
     def idle_clients(self, idle_s: float) -> list[int]:
@@ -360,72 +360,72 @@ class EngineInput:
         For `call`, as `admit`.
         """
         until = time.monotonic() - idle_s
-        idle = [(peer.heard_at, index) for index, peer in self._peers.items()]
+        idle = [(client.heard_at, index) for index, client in self._clients.items()]
         return [index for heard_at, index in sorted(idle) if heard_at < until]
 
     def admit(self, crowded: Crowded, idle: int | None, idle_s: float) -> None:
-        """Releases the client `idle`, if it still is, and serves the visitor in its place."""
-        visitor, num_spare = crowded.visitor, SPARE_DESCRIPTORS
+        """Releases the client `idle`, if it still is, and serves the connection in its place."""
+        connection, num_spare = crowded.connection, SPARE_DESCRIPTORS
         try:
             if idle in self.idle_clients(idle_s):
-                peer = self._peers[idle]
-                if not has_message(peer.dealer) and peer.door is not None:
-                    answer(peer.door, TurnedAway(RELEASED))
+                client = self._clients[idle]
+                if not has_message(client.dealer) and client.connection is not None:
+                    answer(client.connection, TurnedAway(RELEASED))
                     self._drop(idle)
                     num_spare //= 2  # its sockets are not closed yet
             if not self._has_descriptors(num_spare):
                 raise Refusal(
-                    f"the engine has {len(self._peers)} clients, and no descriptors for another "
+                    f"the engine has {len(self._clients)} clients, and no descriptors for another "
                     f"(the limit of its process is {descriptor_limit()}; `ulimit -n`, or "
                     f"LimitNOFILE of a systemd unit, raises it), and none has been idle for "
                     f"{idle_s:g} s"
                 )
-            self._serve(visitor, crowded.wire)
+            self._serve(connection, crowded.wire)
         except Refusal as refusal:
-            answer(visitor, TurnedAway(str(refusal)))
-            visitor.close()
+            answer(connection, TurnedAway(str(refusal)))
+            connection.close()
         except (OSError, zmq.ZMQError):
-            visitor.close()
+            connection.close()
 
-    def _serve(self, visitor: socket.socket, wire: Wire) -> None:
-        pid = peer_of(visitor).pid
+    def _serve(self, connection: socket.socket, wire: Wire) -> None:
+        pid = credentials_of(connection).pid
         pidfd = os.pidfd_open(pid) if pid else None  # 0: of another container
         try:
-            answer(visitor, Served(os.getpid()))
-            client_index = self._add_peer(wire, visitor, pidfd)
+            answer(connection, Served(os.getpid()))
+            client_index = self._add_client(wire, connection, pidfd)
         except BaseException:
             if pidfd is not None:
                 os.close(pidfd)
             raise
         self.events.put(ClientJoined(client_index, wire))
 
-    def _dismiss(self, visitor: socket.socket) -> None:
-        del self._visitors[visitor]
-        self._unwatch(visitor.fileno())
-        visitor.close()
+    def _drop_pending(self, connection: socket.socket) -> None:
+        del self._pending[connection]
+        self._unwatch(connection.fileno())
+        connection.close()
 
     def _poll_timeout_ms(self) -> int | None:
-        if not self._visitors:
+        if not self._pending:
             return None
-        return max(0, int(1000 * (min(self._visitors.values()) - time.monotonic())) + 1)
+        return max(0, int(1000 * (min(self._pending.values()) - time.monotonic())) + 1)
 
-    def _drop_late_visitors(self) -> None:
+    def _drop_late_connections(self) -> None:
         now = time.monotonic()
-        for visitor in [visitor for visitor, until in self._visitors.items() if until < now]:
-            self._dismiss(visitor)
+        for connection in [one for one, until in self._pending.items() if until < now]:
+            self._drop_pending(connection)
 
     def _has_descriptors(self, num_spare: int = SPARE_DESCRIPTORS) -> bool:
         """Whether there are descriptors for one more client beside `num_spare`.
 
         Sockets of the last ones may not be connected yet, so that they are not open.
         """
-        expected = self._num_own_descriptors + DESCRIPTORS_PER_CLIENT * len(self._peers)
+        expected = self._num_own_descriptors + DESCRIPTORS_PER_CLIENT * len(self._clients)
         num_used = max(num_open_descriptors(), expected) + num_spare
         return num_used + DESCRIPTORS_PER_CLIENT <= descriptor_limit()
 
     def _close_listener(self) -> None:
-        for visitor in list(self._visitors):
-            self._dismiss(visitor)
+        for connection in list(self._pending):
+            self._drop_pending(connection)
         if self._listener is not None and self._listener_file is not None:
             self._unwatch(self._listener.fileno())
             self._listener_file.remove()

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .door import listener_pid
 from .errors import QuireError
+from .listener import listener_pid
 
 CLOSE_TIMEOUT_S = 10.0  # its input thread closes the listener at once
 

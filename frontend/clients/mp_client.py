@@ -245,7 +245,7 @@ class MPClient(EngineClient):
 
     def _on_death(self) -> None:
         """Called when the engine is gone: reads its last messages, then fails the waiting calls."""
-        if (cause := self._connection.farewell()) is not None:
+        if (cause := self._connection.release_reason()) is not None:
             self.was_released = True
             return self._fail_waiters(cause)
         is_silent = self._connection.reap() is not None  # a signal leaves no time for words

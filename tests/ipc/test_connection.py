@@ -11,8 +11,8 @@ import psutil
 import pytest
 import zmq
 from quire.ipc.connection import Connection
-from quire.ipc.door import TOKEN_VARIABLE, answer, bind_door, read_attach
 from quire.ipc.errors import EngineStartError, InvalidParameterError
+from quire.ipc.listener import TOKEN_VARIABLE, answer, bind_listener, read_attach
 from quire.ipc.messages import Served, TurnedAway
 from quire.ipc.sockets import Wire, connect_dealer
 from quire.tests.fake_engine import wait_until
@@ -28,28 +28,28 @@ def connection():
 
 
 @pytest.fixture
-def door(tmp_path):
-    """A daemon's door. Yields (its address, a function that admits the next program in a
+def listener(tmp_path):
+    """A daemon's listener. Yields (its address, a function that admits the next program in a
     thread).
     """
-    address = f"ipc://{tmp_path}/door"
-    listener = bind_door(address)
+    address = f"ipc://{tmp_path}/listener"
+    listener = bind_listener(address)
     listener.setblocking(True)
-    visitors = []
+    accepted = []
 
     def admit(message) -> None:
         def run() -> None:
-            visitor, _ = listener.accept()
-            visitors.append((visitor, read_attach(visitor, None)))
-            answer(visitor, message)
+            program, _ = listener.accept()
+            accepted.append((program, read_attach(program, None)))
+            answer(program, message)
 
         threading.Thread(target=run).start()
 
-    admit.visitors = visitors
+    admit.accepted = accepted
     yield address, admit
     listener.close()
-    for visitor, _ in visitors:
-        visitor.close()
+    for program, _ in accepted:
+        program.close()
 
 
 def is_readable(fd: int) -> bool:
@@ -63,11 +63,11 @@ def test_a_child_that_never_responds_is_ended(connection):
     assert not psutil.pid_exists(connection.engine_pid)
 
 
-def test_attach_and_leave(connection, door):
-    address, admit = door
+def test_attach_and_leave(connection, listener):
+    address, admit = listener
     admit(Served(7))
     connection.attach(address)
-    [(visitor, attach)] = admit.visitors
+    [(program, attach)] = admit.accepted
     assert connection.engine_pid == 7 and not is_readable(connection.pidfd)
     wire = Wire(attach.wire_name, attach.key)
     assert wire == connection.wire
@@ -75,34 +75,34 @@ def test_attach_and_leave(connection, door):
         dealer.send(b"hello")
         assert connection.router.poll(5000)
     connection.close()
-    assert visitor.recv(1) == b""
+    assert program.recv(1) == b""
 
 
-def test_the_end_of_a_daemon_is_readable(connection, door):
-    address, admit = door
+def test_the_end_of_a_daemon_is_readable(connection, listener):
+    address, admit = listener
     admit(Served(7))
     connection.attach(address)
-    admit.visitors[0][0].close()
+    admit.accepted[0][0].close()
     assert is_readable(connection.pidfd)
     assert "is gone" in connection.describe_death()
 
 
-def test_a_daemons_refusal(connection, door):
-    address, admit = door
+def test_a_daemons_refusal(connection, listener):
+    address, admit = listener
     admit(TurnedAway("no room for another"))
     with pytest.raises(EngineStartError, match="no room for another"):
         connection.attach(address)
 
 
-def test_a_daemon_that_does_not_answer(connection, door, monkeypatch):
-    monkeypatch.setattr("quire.ipc.door.ANSWER_TIMEOUT_S", 0.2)
+def test_a_daemon_that_does_not_answer(connection, listener, monkeypatch):
+    monkeypatch.setattr("quire.ipc.listener.ANSWER_TIMEOUT_S", 0.2)
     with pytest.raises(EngineStartError, match="did not answer within 0.2 s"):
-        connection.attach(door[0])
+        connection.attach(listener[0])
 
 
 def test_no_listener(connection, tmp_path):
     with pytest.raises(EngineStartError, match="quire engine --listen"):
-        connection.attach(f"ipc://{tmp_path}/door")
+        connection.attach(f"ipc://{tmp_path}/listener")
     with pytest.raises(InvalidParameterError):
         connection.attach("tcp://localhost:1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
@@ -112,8 +112,8 @@ def test_no_listener(connection, tmp_path):
             connection.attach(f"ipc://{tmp_path}/other")
 
 
-def test_a_token_file_that_cannot_be_used(connection, door, tmp_path, monkeypatch):
-    address, _ = door
+def test_a_token_file_that_cannot_be_used(connection, listener, tmp_path, monkeypatch):
+    address, _ = listener
     with pytest.raises(InvalidParameterError, match="token_file: .*missing cannot be read"):
         connection.attach(address, f"{tmp_path}/missing")
     monkeypatch.setenv(TOKEN_VARIABLE, f"{tmp_path}/absent")
@@ -136,8 +136,8 @@ def test_strangers_are_counted(connection):
     assert connection.num_rejected_peers == 2
 
 
-def test_close_in_a_fork_does_not_close_for_its_parent(connection, door):
-    address, admit = door
+def test_close_in_a_fork_does_not_close_for_its_parent(connection, listener):
+    address, admit = listener
     admit(Served(7))
     connection.attach(address)
     pid = os.fork()
@@ -146,7 +146,7 @@ def test_close_in_a_fork_does_not_close_for_its_parent(connection, door):
         os._exit(0)
     os.waitpid(pid, 0)
     with pytest.raises(BlockingIOError):
-        admit.visitors[0][0].recv(1, socket.MSG_DONTWAIT)
+        admit.accepted[0][0].recv(1, socket.MSG_DONTWAIT)
 
 
 def test_close_does_not_wait_for_an_absent_engine(connection):
@@ -157,26 +157,26 @@ def test_close_does_not_wait_for_an_absent_engine(connection):
 
 
 def test_attach_waits_for_a_daemon_between_bind_and_listen(connection, tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(tmp_path / "door"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "listener"))
 
         def listen() -> None:
-            door.listen()
-            visitor, _ = door.accept()
-            with visitor:
-                visitor.recv(10_000)
-                answer(visitor, Served(7))
+            listener.listen()
+            program, _ = listener.accept()
+            with program:
+                program.recv(10_000)
+                answer(program, Served(7))
 
         threading.Timer(0.1, listen).start()
-        connection.attach(f"ipc://{tmp_path}/door")
+        connection.attach(f"ipc://{tmp_path}/listener")
         assert connection.engine_pid == 7
 
 
 def test_attach_gives_up_on_the_file_of_a_dead_daemon(connection, tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-        door.bind(str(tmp_path / "door"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "listener"))
     with pytest.raises(EngineStartError, match="no engine listens"):
-        connection.attach(f"ipc://{tmp_path}/door")
+        connection.attach(f"ipc://{tmp_path}/listener")
 
 
 def test_without_descriptors_there_is_an_error_where_zmq_would_abort() -> None:

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 from quire.ipc import engine_input as events
 from quire.ipc.codec import Decoder, Encoder
-from quire.ipc.door import ask, bind_door, connect_door, network_namespace
-from quire.ipc.engine_input import DESCRIPTORS_PER_CLIENT, MAX_VISITORS, EngineInput
+from quire.ipc.engine_input import DESCRIPTORS_PER_CLIENT, MAX_PENDING, EngineInput
+from quire.ipc.listener import attach, bind_listener, connect_to_daemon, network_namespace
 from quire.ipc.messages import (
     PROTOCOL,
     AbortRequests,
@@ -44,8 +44,8 @@ class Client:
         self.ends = ClientEnds(context, LIMIT)
         self.wire, self.router = self.ends.wire, self.ends.router
         self.encoder = Encoder(LIMIT)
-        self.door = connect_door(address)
-        assert ask(self.door, self.wire, token) == Served(os.getpid())
+        self.connection = connect_to_daemon(address)
+        assert attach(self.connection, self.wire, token) == Served(os.getpid())
 
     def hello(self) -> Hello | None:
         if not self.router.poll(5000):
@@ -70,11 +70,11 @@ def context():
 
 @pytest.fixture
 def daemon(context, tmp_path):
-    """An EngineInput with a door. Yields (it, its address, a function that makes clients)."""
-    address = f"ipc://{tmp_path}/door"
+    """An EngineInput with a listener. Yields (it, its address, a function that makes clients)."""
+    address = f"ipc://{tmp_path}/listener"
     signals = SignalPipe()
     input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
-    input_.serve_door(bind_door(address), address, None)
+    input_.serve_listener(bind_listener(address), address, None)
     input_.start()
     clients = []
 
@@ -87,12 +87,12 @@ def daemon(context, tmp_path):
 
     yield input_, address, attach
     input_.close()
-    input_.close_doors()
+    input_.close_connections()
     signals.close()
-    assert not (tmp_path / "door").exists()
+    assert not (tmp_path / "listener").exists()
     for client in clients:
         client.ends.close()
-        client.door.close()
+        client.connection.close()
 
 
 def next_event(input_: EngineInput) -> events.Event:
@@ -182,7 +182,7 @@ def test_clients_that_leave_leak_no_descriptors(daemon):
     num_before = None
     for number in range(1, 5):
         client = attach()
-        client.door.close()
+        client.connection.close()
         client.ends.close()
         assert next_event(input_) == events.ClientLeft(number)
         num_before = num_before or num_open()
@@ -194,10 +194,10 @@ def num_open() -> int:
 
 
 def send_raw(address: str, data: bytes) -> socket.socket:
-    door = connect_door(address)
-    door.settimeout(5)
-    door.send(data)
-    return door
+    listener = connect_to_daemon(address)
+    listener.settimeout(5)
+    listener.send(data)
+    return listener
 
 
 def packed(**changes) -> bytes:
@@ -227,8 +227,8 @@ def test_a_bad_attach_affects_no_other_client(daemon, data):
     input_, address, attach = daemon
     attach()
     fds = num_open()
-    with send_raw(address, data) as door:
-        assert door.recv(1000) == b""
+    with send_raw(address, data) as listener:
+        assert listener.recv(1000) == b""
     assert input_.num_bad_frames == 1
     wait_until(lambda: num_open() == fds)
     client = attach()
@@ -245,9 +245,9 @@ def test_a_bad_attach_affects_no_other_client(daemon, data):
 )
 def test_a_program_learns_why_it_is_not_served(daemon, data, cause):
     input_, address, attach = daemon
-    with send_raw(address, data) as door:
-        assert cause in door.recv(1000)
-        assert door.recv(1000) == b""
+    with send_raw(address, data) as listener:
+        assert cause in listener.recv(1000)
+        assert listener.recv(1000) == b""
     attach()
 
 
@@ -255,11 +255,11 @@ def test_a_client_learns_of_the_end_after_its_last_outputs(daemon):
     input_, _, attach = daemon
     client = attach()
     input_.close()
-    client.door.settimeout(0.1)
+    client.connection.settimeout(0.1)
     with pytest.raises(TimeoutError):
-        client.door.recv(1)
-    input_.close_doors()
-    assert client.door.recv(1) == b""
+        client.connection.recv(1)
+    input_.close_connections()
+    assert client.connection.recv(1) == b""
 
 
 def test_programs_that_say_nothing(daemon, monkeypatch):
@@ -268,12 +268,12 @@ def test_programs_that_say_nothing(daemon, monkeypatch):
     input_, address, attach = daemon
     attach()
     fds = num_open()
-    silent = [connect_door(address) for _ in range(3 * MAX_VISITORS)]
+    silent = [connect_to_daemon(address) for _ in range(3 * MAX_PENDING)]
     attach()
-    for door in silent:
-        door.settimeout(5)
-        assert door.recv(1) == b""
-        door.close()
+    for listener in silent:
+        listener.settimeout(5)
+        assert listener.recv(1) == b""
+        listener.close()
     assert num_open() <= fds + DESCRIPTORS_PER_CLIENT + 5  # with the client's own ends
     attach()
 
@@ -283,12 +283,12 @@ def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
     signals = SignalPipe(signal.SIGTERM)
     try:
         input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
-        address = f"ipc://{tmp_path}/door"
-        input_.serve_door(bind_door(address), address, None)
+        address = f"ipc://{tmp_path}/listener"
+        input_.serve_listener(bind_listener(address), address, None)
         input_.start()
         os.kill(os.getpid(), signal.SIGTERM)
         assert next_event(input_) == events.LeaveSignal()
-        wait_until(lambda: not (tmp_path / "door").exists())
+        wait_until(lambda: not (tmp_path / "listener").exists())
         input_.close()
     finally:
         signal.set_wakeup_fd(-1)

@@ -69,8 +69,8 @@ def test_refused_addresses(address):
 def test_the_longest_path_works_and_one_more_is_refused():
     with tempfile.TemporaryDirectory(prefix="q") as base:  # pytest's tmp_path may be too long
         path = Path(base) / ("x" * (MAX_PATH_BYTES - len(base) - 1))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            door.bind(str(ipc_path(f"ipc://{path}")))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(ipc_path(f"ipc://{path}")))
         with pytest.raises(InvalidParameterError, match="at most 107 bytes"):
             ipc_path(f"ipc://{path}x")
 

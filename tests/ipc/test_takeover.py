@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 from quire.ipc import takeover
-from quire.ipc.door import listener_pid
 from quire.ipc.errors import QuireError
+from quire.ipc.listener import listener_pid
 from quire.ipc.takeover import taken_over
 from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import make_config
@@ -106,14 +106,14 @@ def test_the_old_daemon_ends(tmp_path: Path, is_busy: bool) -> None:
 def test_one_whose_queue_is_full_still_listens(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "engine.sock"
     monkeypatch.setattr(takeover, "CLOSE_TIMEOUT_S", 1.0)
-    with daemon(tmp_path, make_config()) as (_, first), contextlib.ExitStack() as visitors:
+    with daemon(tmp_path, make_config()) as (_, first), contextlib.ExitStack() as accepted:
         wait_until(lambda: listener_pid(path) == first.pid, 30)
         first.send_signal(signal.SIGSTOP)
         for _ in range(120):  # of 128 that may wait
-            visitor = visitors.enter_context(
+            program = accepted.enter_context(
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             )
-            visitor.connect(str(path))
+            program.connect(str(path))
         with pytest.raises(QuireError, match="does not stop listening"), taken_over(path):
             pass
         assert listener_pid(path) == 0

@@ -1,4 +1,4 @@
-"""The daemon's door: one listener per address, and who is admitted."""
+"""A daemon's listener: one per address, and who is admitted."""
 
 import os
 import subprocess
@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 from quire.ipc.connection import Connection
-from quire.ipc.door import (
+from quire.ipc.errors import EngineStartError, InvalidParameterError
+from quire.ipc.listener import (
     BadAttachError,
-    Peer,
-    bind_door,
-    connect_door,
+    Credentials,
+    bind_listener,
+    connect_to_daemon,
+    credentials_of,
     listener_pid,
-    peer_of,
     read_attach,
     read_token,
 )
-from quire.ipc.errors import EngineStartError, InvalidParameterError
 from quire.ipc.sockets import ipc_path
 from quire.tests.fake_engine import daemon, wait_until
 from quire.tests.fakes import make_config
@@ -44,55 +44,58 @@ def test_no_listener(base):
 
 def test_one_listener_per_address(base):
     address = f"ipc://{base}/engine.sock"
-    with bind_door(address):
+    with bind_listener(address):
         path = ipc_path(address)
         assert path.stat().st_mode & 0o777 == 0o600
         assert listener_pid(path) == os.getpid()
         with pytest.raises(
             InvalidParameterError, match=f"another engine .pid {os.getpid()}. listens"
         ):
-            bind_door(address)
+            bind_listener(address)
 
 
 def test_a_dead_listeners_file_is_replaced(base):
-    script = "import sys, os; from quire.ipc.door import *; x = bind_door(sys.argv[1]); os._exit(0)"
+    script = (
+        "import sys, os; from quire.ipc.listener import *; "
+        "x = bind_listener(sys.argv[1]); os._exit(0)"
+    )
     address = f"ipc://{base}/engine.sock"
     subprocess.run([sys.executable, "-c", script, address], check=True)
     assert (base / "engine.sock").is_socket() and listener_pid(base / "engine.sock") is None
-    with bind_door(address):
+    with bind_listener(address):
         assert listener_pid(base / "engine.sock") == os.getpid()
 
 
 def test_a_listener_does_not_replace_a_file(base):
     (base / "notes.txt").write_text("mine")
     with pytest.raises(InvalidParameterError, match="not a socket"):
-        bind_door(f"ipc://{base}/notes.txt")
+        bind_listener(f"ipc://{base}/notes.txt")
     with pytest.raises(InvalidParameterError, match="not a directory"):
-        bind_door(f"ipc://{base}/missing/engine.sock")
+        bind_listener(f"ipc://{base}/missing/engine.sock")
     assert (base / "notes.txt").read_text() == "mine"
 
 
 def test_the_kernel_names_the_peer(base):
-    with bind_door(f"ipc://{base}/door") as listener:
-        with connect_door(f"ipc://{base}/door") as door:
-            assert peer_of(door) == (os.getpid(), os.geteuid())
-            visitor, _ = listener.accept()
-            assert peer_of(visitor) == (os.getpid(), os.geteuid())
-            visitor.close()
+    with bind_listener(f"ipc://{base}/listener") as listener:
+        with connect_to_daemon(f"ipc://{base}/listener") as own:
+            assert credentials_of(own) == (os.getpid(), os.geteuid())
+            program, _ = listener.accept()
+            assert credentials_of(program) == (os.getpid(), os.geteuid())
+            program.close()
 
 
 def test_a_program_that_leaves_or_sends_something_else(base):
-    with bind_door(f"ipc://{base}/door") as listener:
-        with connect_door(f"ipc://{base}/door"):
-            visitor, _ = listener.accept()
-        assert read_attach(visitor, None) is None
-        visitor.close()
-        with connect_door(f"ipc://{base}/door") as door:
-            visitor, _ = listener.accept()
-            door.send(b"GET / HTTP/1.1")
+    with bind_listener(f"ipc://{base}/listener") as listener:
+        with connect_to_daemon(f"ipc://{base}/listener"):
+            program, _ = listener.accept()
+        assert read_attach(program, None) is None
+        program.close()
+        with connect_to_daemon(f"ipc://{base}/listener") as own:
+            program, _ = listener.accept()
+            own.send(b"GET / HTTP/1.1")
             with pytest.raises(BadAttachError):
-                read_attach(visitor, None)
-            visitor.close()
+                read_attach(program, None)
+            program.close()
 
 
 def test_token_files(base):
@@ -174,11 +177,13 @@ def test_another_user_and_a_token(base):
 def test_a_daemon_of_another_user_is_asked_only_with_a_token(base, monkeypatch):
     """Its address may be in a directory where every user can make a socket."""
     asked = []
-    monkeypatch.setattr("quire.ipc.connection.peer_of", lambda door: Peer(1, NOBODY))
-    monkeypatch.setattr("quire.ipc.connection.ask", lambda *args: asked.append(args))
-    with bind_door(f"ipc://{base}/door"):
+    monkeypatch.setattr(
+        "quire.ipc.connection.credentials_of", lambda listener: Credentials(1, NOBODY)
+    )
+    monkeypatch.setattr("quire.ipc.connection.attach", lambda *args: asked.append(args))
+    with bind_listener(f"ipc://{base}/listener"):
         connection = Connection(2**20)
         with pytest.raises(EngineStartError, match="belongs to another user .65534."):
-            connection.attach(f"ipc://{base}/door")
+            connection.attach(f"ipc://{base}/listener")
         assert asked == []
         connection.close()

@@ -1,4 +1,4 @@
-"""The door of a daemon: a socket file where programs ask to be served.
+"""The listener of a daemon: a socket file where programs ask to be served.
 
 Must not know: requests, ZMQ, or what serving a program takes.
 
@@ -36,21 +36,21 @@ LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listene
 _encode = msgspec.msgpack.Encoder().encode
 _decode_attach = msgspec.msgpack.Decoder(Attach).decode
 _decode_answer = msgspec.msgpack.Decoder(Served | TurnedAway).decode
-_decode_farewell = msgspec.msgpack.Decoder(TurnedAway).decode
+_decode_release = msgspec.msgpack.Decoder(TurnedAway).decode
 
 
-class Peer(NamedTuple):
+class Credentials(NamedTuple):
     """The process at the other end, by the kernel."""
 
     pid: int  # 0: it cannot be seen from here
     uid: int
 
 
-def peer_of(connection: socket.socket) -> Peer:
+def credentials_of(connection: socket.socket) -> Credentials:
     """For a connection to a listener: the process that called listen()."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, uid, _ = struct.unpack("3i", data)
-    return Peer(pid, uid)
+    return Credentials(pid, uid)
 
 
 def network_namespace() -> int:
@@ -82,46 +82,46 @@ def read_token(path: str, parameter: str = "token_file") -> bytes:
 # ---------------------------------------------------------------- the program's side
 
 
-def connect_door(address: str) -> socket.socket:
+def connect_to_daemon(address: str) -> socket.socket:
     """Raises EngineStartError if nothing listens at `address`."""
     path = ipc_path(address)
     # A daemon's file exists shortly before the daemon listens, and scripts wait for the file.
     deadline = time.monotonic() + LISTEN_GRACE_S
     while True:
-        door = _socket()
+        connection = _socket()
         try:
-            door.connect(str(path))
-            return door
+            connection.connect(str(path))
+            return connection
         except (FileNotFoundError, ConnectionRefusedError):
-            door.close()
+            connection.close()
             if not path.exists() or time.monotonic() > deadline:
                 raise EngineStartError(
                     f"no engine listens at {address}; start one with: quire engine --listen "
                     f"{address}"
                 ) from None
         except PermissionError:
-            door.close()
+            connection.close()
             raise EngineStartError(
                 f"this user may not connect to {address}; an engine serves other users with "
                 f"--token-file"
             ) from None
         except OSError as error:  # another kind of socket
-            door.close()
+            connection.close()
             raise EngineStartError(
                 f"no engine of this version listens at {address} ({error.strerror})"
             ) from None
         time.sleep(0.01)
 
 
-def ask(door: socket.socket, wire: Wire, token: bytes) -> Served:
+def attach(connection: socket.socket, wire: Wire, token: bytes) -> Served:
     """Asks the daemon to serve this program. Raises EngineStartError with the daemon's reason if
     it does not.
     """
     attach = Attach(PROTOCOL, wire.name, wire.key, network_namespace(), token)
-    door.settimeout(ANSWER_TIMEOUT_S)
+    connection.settimeout(ANSWER_TIMEOUT_S)
     try:
-        door.send(_encode(attach))
-        data = door.recv(MAX_ATTACH_BYTES)
+        connection.send(_encode(attach))
+        data = connection.recv(MAX_ATTACH_BYTES)
     except TimeoutError:
         raise EngineStartError(f"the engine did not answer within {ANSWER_TIMEOUT_S:g} s") from None
     except OSError:
@@ -137,10 +137,10 @@ def ask(door: socket.socket, wire: Wire, token: bytes) -> Served:
     return answer
 
 
-def farewell(door: socket.socket) -> str | None:
+def release_reason(connection: socket.socket) -> str | None:
     """Why the daemon has released this program; None: it has ended."""
     try:
-        return _decode_farewell(door.recv(MAX_ATTACH_BYTES, socket.MSG_DONTWAIT)).cause
+        return _decode_release(connection.recv(MAX_ATTACH_BYTES, socket.MSG_DONTWAIT)).cause
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -156,7 +156,7 @@ class BadAttachError(Exception):
     """What a program sent is not an Attach."""
 
 
-def bind_door(address: str, *, is_for_all_users: bool = False) -> socket.socket:
+def bind_listener(address: str, *, is_for_all_users: bool = False) -> socket.socket:
     """A daemon's listener.
 
     Replaces the file of a dead daemon. Refuses that of a living one, and a file that is not a
@@ -173,20 +173,20 @@ def bind_door(address: str, *, is_for_all_users: bool = False) -> socket.socket:
                 "listen", f"another engine (pid {pid}) listens at {address}"
             )
         path.unlink(missing_ok=True)
-        door = _socket()
+        listener = _socket()
         umask = os.umask(0o177)  # write permission on the file is what lets a program connect
         try:
-            door.bind(str(path))
+            listener.bind(str(path))
             if is_for_all_users:
                 path.chmod(0o666)
-            door.listen(128)
+            listener.listen(128)
         except BaseException:
-            door.close()
+            listener.close()
             raise
         finally:
             os.umask(umask)
-    door.setblocking(False)
-    return door
+    listener.setblocking(False)
+    return listener
 
 
 def listener_pid(path: Path) -> int | None:
@@ -202,18 +202,18 @@ def listener_pid(path: Path) -> int | None:
                 return None
             except OSError:
                 continue
-            return peer_of(probe).pid
+            return credentials_of(probe).pid
     return 0
 
 
-def read_attach(visitor: socket.socket, token: bytes | None) -> Attach | None:
+def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None:
     """What a program asks for; None if it has left.
 
     `token`: what another user must know; None: other users are refused. Raises Refusal, and
     BadAttachError for anything but an Attach.
     """
     try:
-        data = visitor.recv(MAX_ATTACH_BYTES)
+        data = connection.recv(MAX_ATTACH_BYTES)
     except OSError:
         data = b""
     if not data:
@@ -229,7 +229,7 @@ def read_attach(visitor: socket.socket, token: bytes | None) -> Attach | None:
         )
     if not Wire(attach.wire_name, attach.key).is_valid():
         raise BadAttachError("no wire")
-    uid = peer_of(visitor).uid
+    uid = credentials_of(connection).uid
     if uid not in (os.geteuid(), 0):
         if token is None:
             raise Refusal(
@@ -248,10 +248,10 @@ def read_attach(visitor: socket.socket, token: bytes | None) -> Attach | None:
     return attach
 
 
-def answer(visitor: socket.socket, message: Served | TurnedAway) -> None:
+def answer(connection: socket.socket, message: Served | TurnedAway) -> None:
     """Does not block. A program that has left or does not read gets nothing."""
     try:
-        visitor.send(_encode(message), socket.MSG_DONTWAIT)
+        connection.send(_encode(message), socket.MSG_DONTWAIT)
     except OSError:
         pass
 

@@ -80,8 +80,9 @@ class HeadBuilder:
             bias = "midlayer.self_attn.q_proj.bias" in weights
             tokens = read_known_tokens(weights, model_config.hf_config, self.shape.vocab_size)
             known = None if tokens is None else tokens.sort().values.int()
-            head = Eagle3Head(make, self.shape, self._tap_layers(), *sizes, bias, known)
-            fill_eagle3(head, weights, tokens, make.fill)
+            layers, size = self._tap_layers(), self.shape.hidden_size
+            head = Eagle3Head(make, self.shape, layers, *sizes, bias, known)
+            fill_eagle3(head.weights(), size, layers, weights, tokens, make.fill)
         else:
             names = weights.find_mtp_names(builder.shape.num_hidden_layers)
             bias, norm = (
@@ -89,7 +90,7 @@ class HeadBuilder:
                 for name in ("q_proj.bias", "q_norm.weight")
             )
             head = MTPHead(make, self.shape, *sizes, bias, norm)
-            fill_mtp(head, weights, names, make.fill)
+            fill_mtp(head.weights(), self.shape.hidden_size, weights, names, make.fill)
         report("load the head", 1.0)
         self.weights_bytes = make.weights_bytes
         head.share(self._model())

@@ -16,6 +16,7 @@ from ..ipc.lora import LoRARequest
 from .model import Model
 from .models.adapters import EmbeddingAdapters, LinearAdapters, Modules
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
+from .weights.table import layer_of
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module
 
@@ -143,3 +144,43 @@ class Loras:
     def _touch(self, place: int) -> None:
         """Makes it the most recently used."""
         self._places[place] = self._places.pop(place)
+
+
+def adapted_modules(model: Model) -> Modules:
+    """Of a model that is not yet filled, whose LayerFactory has given layers adapters. Experts and
+    routers have none.
+    """
+    modules: Modules = {}
+    heads: Modules = {}
+    for name, tensor in model.weights():
+        layer, module = layer_of(tensor), name.removesuffix(".weight")
+        if tensor.dim() != 2 or layer is None or layer.adapters is None:
+            continue
+        if layer.tied_to is not None:
+            ((head, _),) = layer.shards.items()
+            heads[head] = layer.adapters, 0
+            layer = layer.tied_to
+        index = 0
+        if isinstance(layer.adapters, LinearAdapters):
+            # of a model in transformers' code the shards have their full names
+            shards = list(layer.shards)
+            index = shards.index(module if module in shards else module.rpartition(".")[2])
+        modules[module] = layer.adapters, index
+    return modules | heads
+
+
+def explored_modules(model: Model) -> Modules:
+    """Those that see one row for each token of a step: nobody but transformers knows what the
+    modules of its models are called with.
+
+    Call it for a model in transformers' code whose weights are there.
+    """
+    rows = model.adapter_rows
+    assert rows is not None
+    with rows.watched() as seen:
+        num_tokens = model.explore()
+    return {
+        name: (adapters, index)
+        for name, (adapters, index) in model.adapted_modules.items()
+        if name == model.head_name or {*seen.get(adapters, ())} == {num_tokens}
+    }

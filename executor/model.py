@@ -9,6 +9,8 @@ here; those with a value state what most models have. Nobody asks whether a mode
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -18,8 +20,7 @@ from .pooling.heads import PoolingHead
 
 if TYPE_CHECKING:
     from .models.adapters import AdapterRows, Modules
-    from .models.experts import RoutedTokens
-    from .models.fallback.names import Conversion
+    from .weights.converted import Conversion
 
 
 class AttentionLayer(Protocol):
@@ -47,6 +48,19 @@ class Taps(Protocol):
     def __call__(self, layer: int, residual: torch.Tensor) -> None:
         """residual [T, hidden_size]: the input of a layer."""
         ...
+
+
+@dataclass(eq=False)
+class RoutedTokens:
+    """How many tokens a layer has sent to each of its experts, since its weights were loaded.
+
+    A block that has one as `routed` counts with `ops.count_experts(ids, routed.slots,
+    routed.counts)`; the engine reports it (Model.routed_tokens).
+    """
+
+    counts: torch.Tensor  # [E] i64
+    # [T] i64: of a step with padding, which has negative slots; None: all tokens count
+    slots: torch.Tensor | None = None
 
 
 class Model(Protocol):
@@ -148,3 +162,39 @@ class TextEncoder(Model, Protocol):
 
     def attention_layers(self) -> list[Any]:
         return []
+
+
+def expert_load(model: Model) -> dict[int, list[int]]:
+    """For each layer with experts, the tokens that each of them got since the weights were loaded.
+    Empty for models without such layers, or in transformers' code.
+    """
+    found = model.routed_tokens()
+    if not found:
+        return {}
+    # one copy from the device
+    counts = torch.stack([routed.counts for routed in found.values()])
+    return dict(zip(found, counts.tolist()))
+
+
+@contextmanager
+def uncounted(model: Model) -> Iterator[None]:
+    """A context whose steps compute no tokens of requests, and are not counted."""
+    before = [(routed, routed.counts.clone()) for routed in model.routed_tokens().values()]
+    try:
+        yield
+    finally:
+        for routed, counts in before:
+            routed.counts.copy_(counts)
+
+
+@contextmanager
+def padded(model: Model, slots: torch.Tensor) -> Iterator[None]:
+    """A context whose step has padding tokens, with negative slots [T] i64."""
+    found = model.routed_tokens().values()
+    for routed in found:
+        routed.slots = slots
+    try:
+        yield
+    finally:
+        for routed in found:
+            routed.slots = None

@@ -34,9 +34,9 @@ from .kernel_choice import (
     warn_of_slow_heads,
     warn_of_unused_kernels,
 )
+from .loras import adapted_modules, explored_modules
 from .model import Model
 from .models import ModelKind, find_model
-from .models.adapters import adapted_modules, explored_modules
 from .models.layer_registry import replacements
 from .models.layers import LayerFactory
 from .models.packed_layers import PackedLayers

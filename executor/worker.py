@@ -24,8 +24,8 @@ from . import device as devices
 from .draft import Draft, draft_config
 from .kv_cache_memory import KVCacheMemory, move_caches
 from .loras import Loras
+from .model import expert_load
 from .model_builder import ModelBuilder
-from .models.experts import expert_load
 from .offload.block_store import BlockStore
 from .offload.kv_offload import KVOffload, identity_of, open_store
 from .plugins import load_plugins
@@ -425,7 +425,7 @@ class Worker:
         return num_bytes if self.draft is None else num_bytes + self.draft.weights_bytes
 
     def expert_load(self) -> dict[int, list[int]]:
-        """See models.experts.expert_load."""
+        """See model.expert_load."""
         return {} if self.model is None else expert_load(self.model)
 
     def sleep(self, tags: list[str]) -> None:

@@ -13,7 +13,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ import torch
 from ...kernels.cpu.native.weights import HugePages
 from ...kernels.lora import LORA_BLOCK, first_blocks
 from ..weights.lora_files import Adapted, AdapterWeights
-from ..weights.table import layer_of
-
-if TYPE_CHECKING:
-    from ..model import Model
 
 # Up to this rank the memory is in huge pages, which a step with few rows reads faster, and is
 # allocated at once. Higher ranks may be far above those of the adapters.
@@ -201,43 +197,3 @@ class EmbeddingAdapters:
 
 # name of a module -> the adapters of its layer, and its index among the merged projections
 Modules = dict[str, tuple[LinearAdapters | EmbeddingAdapters, int]]
-
-
-def adapted_modules(model: Model) -> Modules:
-    """Of a model that is not yet filled, whose LayerFactory has given layers adapters. Experts and
-    routers have none.
-    """
-    modules: Modules = {}
-    heads: Modules = {}
-    for name, tensor in model.weights():
-        layer, module = layer_of(tensor), name.removesuffix(".weight")
-        if tensor.dim() != 2 or layer is None or layer.adapters is None:
-            continue
-        if layer.tied_to is not None:
-            ((head, _),) = layer.shards.items()
-            heads[head] = layer.adapters, 0
-            layer = layer.tied_to
-        index = 0
-        if isinstance(layer.adapters, LinearAdapters):
-            # of a model in transformers' code the shards have their full names
-            shards = list(layer.shards)
-            index = shards.index(module if module in shards else module.rpartition(".")[2])
-        modules[module] = layer.adapters, index
-    return modules | heads
-
-
-def explored_modules(model: Model) -> Modules:
-    """Those that see one row for each token of a step: nobody but transformers knows what the
-    modules of its models are called with.
-
-    Call it for a model in transformers' code whose weights are there.
-    """
-    rows = model.adapter_rows
-    assert rows is not None
-    with rows.watched() as seen:
-        num_tokens = model.explore()
-    return {
-        name: (adapters, index)
-        for name, (adapters, index) in model.adapted_modules.items()
-        if name == model.head_name or {*seen.get(adapters, ())} == {num_tokens}
-    }

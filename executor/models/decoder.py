@@ -16,11 +16,10 @@ from ...ipc.models.architectures import PRE_NORMS, Architecture, LayerNorms
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.ranks import head_in_layers
 from ...kernels.ops import AttentionMetadata
-from ..model import Model
+from ..model import Model, RoutedTokens
 from ..pooling.heads import PoolingHead, TokenScore, make_head
-from ..weights.table import Weight
 from .blocks import Attention, GatedMLP, attention_for
-from .experts import MixtureOfExperts, RoutedTokens
+from .experts import MixtureOfExperts
 from .layers import Embedding, LayerFactory, Linear, RMSNorm, Weights
 from .linear import GatheredHead
 
@@ -231,12 +230,6 @@ class Decoder(Model):
         """The weight-name table: every name that the checkpoint must have, with the tensor it
         fills.
         """
-        offset = self.config.norm_offset
-        for name, tensor in self._weights():
-            is_norm = offset != 0.0 and name.endswith("norm.weight")
-            yield name, Weight(tensor, offset=offset) if is_norm else tensor
-
-    def _weights(self) -> Weights:
         prefix = self.config.name_prefix
         if self.embed_tokens is not None:
             yield from self.embed_tokens.weights(f"{prefix}model.")

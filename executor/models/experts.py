@@ -5,9 +5,6 @@ Must not know: architectures, files, requests, how a layer with weights is made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -16,59 +13,10 @@ import torch
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.experts_config import ExpertsConfig
 from ...kernels.moe import ClampedSwiGLU, Experts
-from ..model import Model
+from ..model import RoutedTokens
 from ..ranks.expert_group import ExpertGroup
 from .blocks import GatedMLP
 from .layers import LayerFactory, Weights
-
-
-@dataclass(eq=False)
-class RoutedTokens:
-    """How many tokens a layer has sent to each of its experts, since its weights were loaded.
-
-    A block that has one as `routed` counts with `ops.count_experts(ids, routed.slots,
-    routed.counts)`; the engine reports it (Model.routed_tokens).
-    """
-
-    counts: torch.Tensor  # [E] i64
-    # [T] i64: of a step with padding, which has negative slots; None: all tokens count
-    slots: torch.Tensor | None = None
-
-
-def expert_load(model: Model) -> dict[int, list[int]]:
-    """For each layer with experts, the tokens that each of them got since the weights were loaded.
-    Empty for models without such layers, or in transformers' code.
-    """
-    found = model.routed_tokens()
-    if not found:
-        return {}
-    # one copy from the device
-    counts = torch.stack([routed.counts for routed in found.values()])
-    return dict(zip(found, counts.tolist()))
-
-
-@contextmanager
-def uncounted(model: Model) -> Iterator[None]:
-    """A context whose steps compute no tokens of requests, and are not counted."""
-    before = [(routed, routed.counts.clone()) for routed in model.routed_tokens().values()]
-    try:
-        yield
-    finally:
-        for routed, counts in before:
-            routed.counts.copy_(counts)
-
-
-@contextmanager
-def padded(model: Model, slots: torch.Tensor) -> Iterator[None]:
-    """A context whose step has padding tokens, with negative slots [T] i64."""
-    found = model.routed_tokens().values()
-    for routed in found:
-        routed.slots = slots
-    try:
-        yield
-    finally:
-        for routed in found:
-            routed.slots = None
 
 
 class DividedExperts:

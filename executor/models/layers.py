@@ -340,6 +340,8 @@ class LayerFactory:
     def norm(self, name: str, size: int, config: DecoderConfig) -> RMSNorm:
         """A norm of the model's kind."""
         weight = self.parameter(size, dtype=torch.float32 if config.fp32_norms else None)
+        if config.norm_offset:
+            weight = Weight(weight, offset=config.norm_offset)
         chosen = self._choose(RMSNorm, config, None)
         return chosen(name, weight, config.rms_norm_eps, self.ops)
 

@@ -16,8 +16,7 @@ from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
-from ..model import Model
-from ..models.experts import uncounted
+from ..model import Model, uncounted
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ import torch
 
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
-from ..models.experts import padded, uncounted
+from ..model import padded, uncounted
 from ..program.step_program import run_op_by_op
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.registry import OpTable
 from ..device import CopyToHost, SecondStream, wake_threads
-from ..model import Model
-from ..models.experts import uncounted
+from ..model import Model, uncounted
 from ..plugins import plugin_failure
 from ..pooling.pooler import Pooler
 from ..program.step_program import run_op_by_op

@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,13 +22,21 @@ from ...ipc.models.stacked_experts import MXFP4_NUMBERS, MXFP4_SCALES
 from .packed_rows import PackedRows
 from .quantized import QuantizedWeights, unpack_mxfp4
 
-if TYPE_CHECKING:
-    from ..models.fallback.names import Conversion
-
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str, float], None]
 Fill = Callable[[torch.Tensor, torch.Tensor | PackedRows], None]
+
+
+@dataclass
+class Conversion:
+    """Tensors of the model from tensors of the checkpoint."""
+
+    sources: list[str]
+    # values of the sources, in order -> values by name in the model
+    convert: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
+    target: str  # the first of its names
+    is_plain: bool = False  # one tensor under another name
 
 
 def load_converted_weights(

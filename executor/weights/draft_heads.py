@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import check_regular_file
-from ..models.draft_heads import Eagle3Head, Eagle3Taps, MTPHead
 
 Fill = Callable[[torch.Tensor, torch.Tensor], None]
+Table = Iterator[tuple[str, torch.Tensor]]  # of the head: its `weights`
 
 
 class MTPNames(NamedTuple):
@@ -123,12 +123,16 @@ def read_known_tokens(
 
 
 def fill_eagle3(
-    head: Eagle3Head, weights: HeadWeights, tokens: torch.Tensor | None, fill: Fill
+    table: Table,
+    size: int,
+    layers: list[int],
+    weights: HeadWeights,
+    tokens: torch.Tensor | None,
+    fill: Fill,
 ) -> None:
-    """tokens: read_known_tokens. Raises ModelLoadError for what is missing or has another shape."""
-    size = head.config.hidden_size
-    assert isinstance(head.taps, Eagle3Taps)
-    layers = list(head.taps.parts)
+    """Fills an Eagle3Head. size: hidden_size; layers: those of the model that it reads; tokens:
+    read_known_tokens. Raises ModelLoadError for what is missing or has another shape.
+    """
 
     def values_of(name: str) -> torch.Tensor:
         if name.startswith("fc."):
@@ -139,19 +143,19 @@ def fill_eagle3(
             return rows[tokens.argsort()] if len(rows) == len(tokens) else rows
         return _columns(weights, *_part(name), size, is_hidden_first=False)
 
-    _fill(head.weights(), values_of, fill, weights.directory)
+    _fill(table, values_of, fill, weights.directory)
 
 
-def fill_mtp(head: MTPHead, weights: HeadWeights, names: MTPNames, fill: Fill) -> None:
-    """Raises ModelLoadError for what is missing or has another shape."""
+def fill_mtp(table: Table, size: int, weights: HeadWeights, names: MTPNames, fill: Fill) -> None:
+    """Fills an MTPHead, as fill_eagle3."""
 
     def values_of(name: str) -> torch.Tensor:
         own, part = _part(name)
         first, _, rest = own.partition(".")
         stored = f"{getattr(names, first)}.{rest}"
-        return _columns(weights, stored, part, head.config.hidden_size, names.is_hidden_first)
+        return _columns(weights, stored, part, size, names.is_hidden_first)
 
-    _fill(head.weights(), values_of, fill, weights.directory)
+    _fill(table, values_of, fill, weights.directory)
 
 
 def _part(name: str) -> tuple[str, str]:
@@ -174,7 +178,7 @@ def _columns(
 
 
 def _fill(
-    table: Iterator[tuple[str, torch.Tensor]],
+    table: Table,
     values_of: Callable[[str], torch.Tensor],
     fill: Fill,
     directory: Path,

@@ -18,12 +18,13 @@ from ....ipc.models.fallback_encoders import FallbackEncoderConfig, parse_fallba
 from ....ipc.models.stored_names import is_ignored
 from ....kernels.ops import AttentionMetadata
 from ...model import TextEncoder
+from ...weights.converted import Conversion
 from ..layers import LayerFactory, Weights
 from .attention import encoding
 from .faster import replace_faster
 from .model import build
 from .modules import replace_modules
-from .names import Conversion, plan_conversions
+from .names import plan_conversions
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,12 @@ from ....ipc.errors import InvalidParameterError, ModelLoadError
 from ....ipc.models.fallback_architectures import FallbackConfig, parse_fallback_config
 from ....kernels.ops import AttentionMetadata
 from ...model import Model
+from ...weights.converted import Conversion
 from ..layers import LayerFactory, Weights
 from .attention import NAME, PagedAttention, during, exploring
 from .faster import replace_faster
 from .modules import replace_modules
-from .names import Conversion, plan_conversions
+from .names import plan_conversions
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,17 +21,7 @@ from transformers.core_model_loading import (
 )
 
 from ....ipc.errors import ModelLoadError
-
-
-@dataclass
-class Conversion:
-    """Tensors of the model from tensors of the checkpoint."""
-
-    sources: list[str]
-    # values of the sources, in order -> values by name in the model
-    convert: Callable[[list[torch.Tensor]], dict[str, torch.Tensor]]
-    target: str  # the first of its names
-    is_plain: bool = False  # one tensor under another name
+from ...weights.converted import Conversion
 
 
 class _WithTensors:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from quire.executor.loras import adapted_modules
 from quire.executor.models import find_model
-from quire.executor.models.adapters import AdapterRows, LinearAdapters, adapted_modules
+from quire.executor.models.adapters import AdapterRows, LinearAdapters
 from quire.executor.models.layers import LayerFactory
 from quire.executor.weights.lora_files import AdapterWeights
 from quire.ipc.config import LoRAConfig

@@ -9,8 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from quire.executor.loras import Loras
-from quire.executor.models.adapters import adapted_modules
+from quire.executor.loras import Loras, adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.runner import device_inputs

@@ -4,7 +4,7 @@ decode, decode; the logits are the reference's.
 
 import pytest
 import torch
-from quire.executor.models.adapters import adapted_modules
+from quire.executor.loras import adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.experts import MixtureOfExperts
 from quire.executor.models.layers import LayerFactory

@@ -412,8 +412,9 @@ def detect(
     """Detects the format of a model.
 
     The two names override what its template shows; "none" disables tool calls or reasoning. vLLM's
-    names are known as well.
-    `tokenizer` tells which marks are tokens. Raises InvalidParameterError for an unknown name.
+    names are known as well. `tokenizer` tells which marks are tokens.
+
+    Raises InvalidParameterError for an unknown name.
     """
     template = chat_template or ""
     tool_formats = {row.name: row.format for row in TOOL_FORMATS}

@@ -80,7 +80,7 @@ class HarmonyCalls(ToolFormat):
     between: str = f"{CALL}{NEXT_MESSAGE}"
 
     def write(self, grammar: GrammarText, functions: Functions, parallel: bool) -> str:
-        """Without the last <|call|>, which is an end-of-sequence token."""
+        """Omits the last <|call|>, which is an end-of-sequence token."""
         return write_json_calls(
             grammar,
             functions,
@@ -231,8 +231,8 @@ def opened_by(prompt_text: str) -> str:
 
 
 def header_at_end_of(prompt_text: str) -> str:
-    """What of the message that the answer continues is to be read before the answer, so that its
-    channel is known.
+    """The beginning of the message that the answer continues. It is read before the answer, so that
+    its channel is known.
     """
     message = opened_by(prompt_text)
     header, mark, _ = message.partition(MESSAGE)

@@ -118,7 +118,7 @@ class AnswerParser:
         self._stream.close_sink()
 
     def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
-        """Only at the beginning of the answer: an answer may mention <think> later."""
+        """Reads it only at the beginning of the answer: an answer may mention <think> later."""
         stream = self._stream
         if self._is_within_reasoning:
             pass  # all of the text continues it

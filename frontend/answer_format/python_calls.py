@@ -50,9 +50,8 @@ class PythonCalls(ListedCalls):
         )
 
     def _write_call(self, grammar: GrammarText, name: str, schema: dict[str, Any]) -> str:
-        """Values as JSON, which `read` accepts as Python.
-
-        A JSON object where the arguments cannot be written one by one.
+        """A grammar with values as JSON, which `read` accepts as Python; or for one JSON object, if
+        the arguments cannot be written one by one.
         """
         properties = plain_arguments(schema)
         if properties is None or not NAME.fullmatch(name):

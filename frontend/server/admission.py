@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 class CompletionRate:
     """Completions per second that the engine finishes while it is full.
 
-    There are two estimates. As soon as as many completions have ended as the engine holds: their
+    There are two estimates. Once as many completions have ended as the engine holds: their
     number divided by the time they took. Before that: the number of completions that the engine
     computes at once divided by the compute time of one (Little's law), estimated from the first
     completions; their plain count would be far too low while a first batch still runs.
@@ -359,9 +359,9 @@ class Admission:
 async def in_turn(turns: Admission, call: HttpCall, work: Callable[[], Result]) -> Result:
     """The result of `work`, run in a thread when it is this key's turn.
 
-    For all that takes long beside the event loop: `asyncio.to_thread` would serve in order of
-    arrival, so that the work of one key delays that of another. A thread cannot be stopped: if the
-    caller is cancelled, its slot is released when `work` ends.
+    All work that takes long beside the event loop uses it: `asyncio.to_thread` would serve in order
+    of arrival, so that the work of one key delays that of another. A thread cannot be stopped: if
+    the caller is cancelled, its slot is released when `work` ends.
     """
     slot = turns.slot(call.tenant, id(call))
     await slot.__aenter__()

@@ -136,7 +136,7 @@ class ModelSlot:
     # ------------------------------------------------------------ coming
 
     def bring(self, come: Callable[[ModelSlot], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """The task that makes the slot ready; all that wait for it share it."""
+        """The task that makes the slot ready; all requests that wait for it share it."""
         if self.coming is None:
             context = contextvars.copy_context()
             context.run(name_model, self.name)  # the engine's process and its tasks log it

@@ -40,9 +40,9 @@ class Models:
     default: the slot of requests that name no model. limit_bytes: memory for all engines;
     is_measured: it was measured at start, so memory that others have taken since counts too.
     keep_alive_s, sleep_after_s: idle times after which an engine ends and sleeps; negative: never.
-    wait_s: the longest wait of a request for its model. max_waiting: of such requests; further ones
-    are refused. on_loaded: called after each load. downloads: None if clients may not pull models.
-    at_drain: called when the server begins to end.
+    wait_s: the longest wait of a request for its model. max_waiting: the most requests that may
+    wait so; further ones are refused. on_loaded: called after each load. downloads: None if clients
+    may not pull models. at_drain: called when the server begins to end.
     """
 
     def __init__(

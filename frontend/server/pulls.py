@@ -1,5 +1,5 @@
 """Models that clients download and delete while a server with several models runs: one download per
-name, which all that ask for it share, and the slot that it becomes.
+name, which all clients that ask for it share, and the slot that it becomes.
 
 Must not know: routes, how the hub is asked, when a model is loaded.
 

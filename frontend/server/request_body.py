@@ -185,8 +185,8 @@ def decode_body(
 
 
 def note_unknown(names: Iterable[str], config: ServerConfig, call: HttpCall) -> None:
-    """Adds the paths of fields that are unknown or have no effect to the header x-unknown-
-    params.
+    """Adds the paths of fields that are unknown or have no effect to the header
+    x-unknown-params.
     """
     if config.unknown_params == "allow" or not (unknown := sorted(names)):
         return

@@ -99,7 +99,7 @@ def make_slot(
 
 
 def _has_template(config: ModelConfig) -> bool:
-    """As its files say, before it is loaded."""
+    """Whether the files of the model, which need not be loaded, have a chat template."""
     if config.skip_tokenizer_init:
         return False
     templates = stored_chat_templates(config.tokenizer or config.model)

@@ -369,7 +369,7 @@ class EngineServer(AcceptingServer):
         tell(f"ready: {self.state.model_name}")
 
     def _fail_start(self, error: BaseException) -> None:
-        """Ends the server with the cause, of whatever class it is."""
+        """Ends the server with the cause, whatever its class."""
         if not isinstance(error, QuireError):
             logger.error("the start failed", exc_info=error)
             cause = f"the start failed: {type(error).__name__}: {error}"

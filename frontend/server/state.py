@@ -163,8 +163,8 @@ class ServerState:
         self._is_loading = False
 
     def begin_drain(self, *, is_draining: bool = True) -> None:
-        """The server ends. `is_draining` false: since its engine has failed, which this state
-        says.
+        """Called when the server ends. `is_draining` is false if it ends because its engine has
+        failed: requests then receive that as the reason.
         """
         self.is_draining = is_draining
         if is_draining and self.engine is not None:
@@ -212,7 +212,7 @@ class ServerState:
 
     def explain(self, error: BaseException, request: str, request_id: str) -> ApiError:
         """Like from_exception, but an engine that stops during the server's shutdown is reported as
-        the shutdown. What becomes an internal error is logged, for the answer says so.
+        the shutdown. An internal error is logged, since the answer refers to the log.
         """
         if self.is_draining and isinstance(error, EngineDeadError):
             return shutting_down()

@@ -45,7 +45,7 @@ class HttpCall:
     is_disconnected: bool = False
     # Done when the client has disconnected, where the server provides it (protocol.py).
     disconnected: asyncio.Future[None] | None = None
-    watcher: asyncio.Task | None = None  # of a server that does not
+    watcher: asyncio.Task | None = None  # where the server does not
     # The server's ASGI callable. Once a response has started, no middleware modifies what is sent.
     send: Any = None
     chunk_writer: Any = None  # ChunkWriter of protocol.py, where the server provides one

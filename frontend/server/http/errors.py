@@ -95,8 +95,8 @@ class OllamaError(msgspec.Struct):
 class ApiError(Exception):
     """An error that any part of a handler may raise; app.py converts it to a response.
 
-    `param`: the field of the body, with its path. `cause`: what the log says of an error of the
-    server's, and the client does not learn.
+    `param`: the field of the body, with its path. `cause`: what only the log says of a
+    server error.
     """
 
     def __init__(
@@ -196,18 +196,16 @@ def not_found(what: str) -> ApiError:
     return ApiError(404, what, code="not_found")
 
 
-def from_exception(error: BaseException, names: dict[str, str] | None = None) -> ApiError:
+def from_exception(error: BaseException) -> ApiError:
     """The error that a client receives for `error`.
 
     No internal detail is sent: an unexpected exception becomes INTERNAL, and only the log has the
     cause.
-
-    `names`: the engine's parameters -> the body's fields, where they differ.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidParameterError):
-        return refused(error.parameter, error.problem, names)
+        return refused(error.parameter, error.problem)
     if isinstance(error, EngineDeadError):
         return ApiError(503, ENGINE_GONE, code="engine_dead")
     if isinstance(error, EngineRestartedError):

@@ -2,7 +2,7 @@
 
 Must not know: templates, the engine, how a response is generated.
 
-A conversation stands in the store of responses: it has the same owner, the same limits, and its
+A conversation is kept in the store of responses: it has the same owner, the same limits, and its
 items can be referred to.
 """
 

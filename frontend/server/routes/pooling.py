@@ -42,7 +42,7 @@ from ..turns.pooling_run import PoolingJob, pooling_of, run_pooling
 from ..turns.sampling import TokenId
 from ..turns.tokenizing import prompts_of
 
-# Of 2048 texts of 512 tokens.
+# Enough for 2048 texts of 512 tokens.
 INPUT_LIMIT = FieldLimit(1_100_000, None)
 Inputs = str | Annotated[list[str | TokenId | list[TokenId]], Meta(min_length=1)]
 

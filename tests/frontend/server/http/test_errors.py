@@ -8,8 +8,9 @@ from quire.frontend.server.http.errors import (
     context_length_exceeded,
     from_exception,
     from_status,
+    refused,
 )
-from quire.ipc.errors import EngineDeadError, EngineRestartedError, InvalidParameterError
+from quire.ipc.errors import EngineDeadError, EngineRestartedError
 
 
 def test_openai_shape() -> None:
@@ -35,9 +36,7 @@ def test_shapes_of_the_others() -> None:
 
 
 def test_a_parameter_has_the_name_of_the_field_in_the_body() -> None:
-    error = from_exception(
-        InvalidParameterError("prompt", "must not be empty"), {"prompt": "messages"}
-    )
+    error = refused("prompt", "must not be empty", {"prompt": "messages"})
     assert (error.status, error.param, error.message) == (
         400,
         "messages",

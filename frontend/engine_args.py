@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     ): ...
 
     class OwnArguments(EngineArguments, frozen=True):
-        """Of EngineArgs: the model may be given without a name."""
+        """Those of EngineArgs, whose first one is positional too."""
 
         model: str = "bundled"
 
@@ -392,14 +392,16 @@ def _resolve_max_model_len(
 
 
 def _without_chunks(wanted: Any, model_config: Any) -> Any:
-    """A text that its tokens see as a whole is computed in one step."""
+    """Forbids chunks for a bidirectional model: every token sees the whole text, so the text is
+    computed in one step.
+    """
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         return replace(wanted, enable_chunked_prefill=False)
     return wanted
 
 
 def _resolve_cache(config: EngineConfig, device_config: Any, model_config: Any) -> Any:
-    """A text that its tokens see as a whole has no prefix that could be found again."""
+    """A bidirectional model has no prefix cache: every token's entry depends on the whole text."""
     wanted = config.cache_config
     if model_config.runner == "pooling" and model_config.pooling.is_bidirectional:
         wanted = replace(wanted, enable_prefix_caching=False)

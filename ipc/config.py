@@ -135,7 +135,7 @@ class ModelSettings(Section, frozen=True, kw_only=True):
 
 
 class ModelConfig(ModelSettings, frozen=True):
-    """With what is filled in when the settings are resolved."""
+    """The settings and what is filled in when they are resolved."""
 
     hf_config: dict[str, Any] = {}  # config.json with hf_overrides applied
     pooling: Pooling | None = None  # None: the model cannot pool
@@ -333,7 +333,7 @@ class DeviceSettings(Section, frozen=True, kw_only=True):
 
 
 class DeviceConfig(DeviceSettings, frozen=True):
-    """With what is set when an engine is started."""
+    """The settings and what is set when an engine is started."""
 
     data_parallel_rank: int = 0  # the number of this engine among data_parallel_size
     cores: list[int] = []  # on which it runs; []: all
@@ -436,7 +436,7 @@ class ConfigField:
 
     @property
     def default(self) -> Any:
-        """The default; a new object where it could be changed."""
+        """The default; a new object if it is mutable."""
         info = self.info
         return info.default_factory() if info.default is msgspec.NODEFAULT else info.default
 
@@ -462,7 +462,9 @@ class ConfigField:
 
 
 def fields_of(section: type[Section], name: str = "") -> dict[str, ConfigField]:
-    """The settings of a section by name. What is filled in later has no text and is not one."""
+    """Returns the settings of a section by name. A field that is filled in later has no text and is
+    not a setting.
+    """
     return {
         info.name: ConfigField(info.name, name, info.type, info)
         for info in msgspec.structs.fields(section)

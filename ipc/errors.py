@@ -19,6 +19,10 @@ class InvalidParameterError(QuireError, ValueError):
         self.parameter = parameter
         self.problem = problem
 
+    def add_source(self, source: str) -> None:
+        """Says where the value was written, such as "environment QUIRE_PORT"."""
+        self.problem += f" (from the {source})"
+
     def __str__(self) -> str:
         return f"{self.parameter}: {self.problem}"
 

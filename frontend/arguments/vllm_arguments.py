@@ -54,26 +54,7 @@ NOTED = {
     "disable_uvicorn_access_log": "--no-access-log turns the lines per request off",
     "enable_auto_tool_choice": "tool calls are always parsed if the model's template supports them",
 }
-# Accepted without effect, whatever the value. For each reason: a feature that is not supported, and
-# an argument and a value that would request it; None: there is no such feature.
-REASONS: dict[str, tuple[str, Any] | None] = {
-    "it tunes speed or memory": None,
-    "it concerns logs and reports": None,
-    "it concerns loading": None,
-    "Quire always does so": None,
-    "it refines images and audio": ("enable_mm_embeds", True),
-    "it refines context parallelism": ("decode_context_parallel_size", 2),
-    "it refines several machines": ("nnodes", 2),
-    "it refines weights in host memory": ("cpu_offload_gb", 1),
-    "it refines balanced experts": ("enable_eplb", True),
-    "it refines fault tolerance": ("enable_fault_tolerance", True),
-    "it refines transfers of embeddings": ("ec_transfer_config", {"ec_connector": "x"}),
-    "it refines older quantization": ("quantization", "deepspeedfp"),
-    "it refines recurrent states": None,
-    "it refines servers of data-parallel ranks": ("data_parallel_external_lb", True),
-    "it refines Cohere's chat API": None,
-    "it concerns servers": None,
-}
+# Accepted without effect, whatever the value: the reason -> names.
 WITHOUT_EFFECT = _by_name(
     {
         "it tunes speed or memory": """

@@ -57,6 +57,9 @@ class Answer:
         self.body = bytearray()
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
+    def begin(self, status: int) -> None:
+        self.status = status
+
     def add(self, data: bytes, now: float) -> None:
         if self.on_data is not None and self.status == 200:
             self.on_data(data, now)
@@ -135,7 +138,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         if self._answer is None:
             raise Failure(BAD_HTTP, "an answer without a request")
-        self._answer.status = self._parser.get_status_code()
+        self._answer.begin(self._parser.get_status_code())
         self._ends_with_connection = not self._answer.headers.keys() & {
             "content-length",
             "transfer-encoding",

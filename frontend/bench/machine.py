@@ -17,7 +17,7 @@ from ... import __version__
 
 
 def processor_text() -> str:
-    """What the system says of its processors; "" where it does not."""
+    """Returns the system's description of its processors, or "" if there is none."""
     try:
         return Path("/proc/cpuinfo").read_text()
     except OSError:

@@ -144,7 +144,6 @@ def _count_tokens(report: LoadReport, tokenizer: Tokenizer) -> None:
     """
     for outcome in report.outcomes:
         if outcome is not None and outcome.counted_by == "chunks" and outcome.text:
-            outcome.num_output_tokens, outcome.counted_by = (
-                len(tokenizer.encode(outcome.text, add_special_tokens=False)),
-                "tokenizer",
-            )
+            token_ids = tokenizer.encode(outcome.text, add_special_tokens=False)
+            outcome.num_output_tokens = len(token_ids)
+            outcome.counted_by = "tokenizer"

@@ -46,8 +46,7 @@ class SseParser:
         return events
 
     def finish(self) -> list[bytes]:
-        """The event that the end cut short, for servers that omit the last blank line.
-
-        The specification drops it.
+        """Returns the event that the end cut short, for servers that omit the last blank line. The
+        specification drops it.
         """
         return self.feed(b"\n\n")

@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
-    """The configuration with exactly as much room as the plan needs."""
+    """Returns the configuration with exactly as much room as the plan needs."""
     from ..engine_args import replace as replaced
 
     longest = resolved(config.model_config.max_model_len)

@@ -41,8 +41,8 @@ def add_json(add: Adder) -> None:
 
 
 def options_of(options: type[T], args: argparse.Namespace, **others: Any) -> T:
-    """A dataclass of options from the flags with the names of its fields, and from `others`. A
-    field without a flag keeps its default.
+    """Makes a dataclass of options from the flags that have the names of its fields, and from
+    `others`. A field without a flag keeps its default.
     """
     names = [field.name for field in dataclasses.fields(options)]  # type: ignore[arg-type]
     return options(**{name: getattr(args, name) for name in names if hasattr(args, name)}, **others)

@@ -74,7 +74,7 @@ class Commands:
 
     def system(self, argument: str) -> None:
         if argument:
-            self.conversation.system = None if argument == "none" else argument
+            self.conversation.set_system(None if argument == "none" else argument)
         self.display.notice(f"system: {self.conversation.system or 'none'}")
 
     def set_parameter(self, argument: str) -> None:
@@ -90,7 +90,7 @@ class Commands:
             near = closest(name, flags)
             meant = f"did you mean {near}?" if near else f"it is one of {', '.join(flags)}"
             raise InvalidParameterError(name[:40], f"there is no such sampling parameter; {meant}")
-        self.conversation.sampling = {**sampling, name: self._value(flags[name], text.strip())}
+        self.conversation.set_parameter(name, self._value(flags[name], text.strip()))
         self.display.notice(f"{name} = {self.conversation.sampling[name]!r}")
 
     def _value(self, flag: Flag, text: str) -> Any:
@@ -122,8 +122,8 @@ class Commands:
 
     def load(self, argument: str) -> None:
         saved = _read("/load", _path("/load", argument))
-        self.conversation.system = saved.system
-        self.conversation.messages = [msgspec.structs.asdict(turn) for turn in saved.messages]
+        messages = [msgspec.structs.asdict(turn) for turn in saved.messages]
+        self.conversation.restore(saved.system, messages)
         self.display.notice(f"({self._turns()} loaded)")
 
     def _turns(self) -> str:

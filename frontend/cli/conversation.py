@@ -89,11 +89,22 @@ class Conversation:
         self._format = detect(
             tokenizer.chat_templates.get("default"), tool_call_parser="none", tokenizer=tokenizer
         )
-        self.clear()
-
-    def clear(self) -> None:
         # alternating user and assistant, without the system message
         self.messages: list[Message] = []
+
+    def clear(self) -> None:
+        self.messages = []
+
+    def restore(self, system: str | None, messages: list[Message]) -> None:
+        """Continues a conversation that was saved."""
+        self.system, self.messages = system, messages
+
+    def set_system(self, text: str | None) -> None:
+        self.system = text
+
+    def set_parameter(self, name: str, value: Any) -> None:
+        """Sets an argument of SamplingParams for later turns."""
+        self.sampling = {**self.sampling, name: value}
 
     @property
     def context(self) -> int:

@@ -104,7 +104,7 @@ def embed(
     from ..progress import ProgressBar
     from .embed_writers import make_writer
 
-    # the model's own first task, to know the shape of the rows
+    # with the model's first task, which says the shape of the rows
     params = engine.session.input_processor.complete(params)
     num_lines, digest = count_lines(file)
     run = None if digest is None else run_of(engine, digest, params, args)
@@ -169,7 +169,7 @@ def tell(sentence: str) -> None:
 def run_of(
     engine: LLMEngine, digest: str, params: PoolingParams, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """What decides on the rows, by the names of an error."""
+    """Returns what determines the rows, by the names that an error gives them."""
     config = engine.config
     settings = msgspec.to_builtins((config.model_config, config.load_config))
     settings[0].pop("seed")  # random unless it is given, and nothing is sampled

@@ -52,8 +52,8 @@ class Writer(Protocol):
         ...
 
     def leave(self) -> int:
-        """Ends an interrupted run. Returns the number of rows that a second run need not compute;
-        without any, no file stays. Does nothing after close.
+        """Ends an interrupted run. Returns the number of rows that a second run need not compute.
+        If there are none, no file stays. Does nothing after `close`.
         """
         ...
 
@@ -93,10 +93,10 @@ def check_output(output: str, *, is_by_token: bool) -> None:
 def make_writer(
     output: str, *, is_by_token: bool, run: dict[str, Any] | None = None, resumes: bool = True
 ) -> Writer:
-    """A writer that goes on where an interrupted run has stopped.
+    """Returns a writer that continues where an interrupted run has stopped.
 
-    run: what decides on the rows, by name; None: the rows cannot be computed again, so that an
-    incomplete file is of no use. resumes: whether rows of an earlier run are used.
+    `run` holds what determines the rows, by name; None: the input cannot be read again, so an
+    incomplete file is of no use. `resumes`: whether rows of an earlier run are used.
 
     Raises the errors of check_output, and InvalidParameterError if the file cannot be written, or
     holds rows of another run.
@@ -152,7 +152,7 @@ class PartialFile:
             saved = msgspec.json.decode(read_own(self._state, MAX_STATE_BYTES), type=SavedRun)
         except FileNotFoundError:
             return None
-        except OSError as error:  # also another's, or one that is too large
+        except OSError as error:  # also a file of another user, or one that is too large
             self._refuse(str(error))
         except msgspec.MsgspecError as error:
             self._refuse(f"{self._state} cannot be understood ({error})")
@@ -175,7 +175,7 @@ class PartialFile:
         )
 
     def save(self, num_rows: int) -> None:
-        """From here on, a second run begins after the first `num_rows`, which have been written."""
+        """Records that the first `num_rows` rows are written: a second run begins after them."""
         self.file.flush()
         if self._run is None:
             return
@@ -204,7 +204,7 @@ class PartialFile:
         self.file.close()
 
     def leave(self) -> int:
-        """As Writer.leave, of the rows of the last `save`."""
+        """Does what Writer.leave says, for the rows of the last `save`."""
         if self.file.closed:
             return 0
         with contextlib.suppress(OSError):  # a full disk: the last rows are lost
@@ -289,13 +289,13 @@ class Npy(FileWriter):
         self._target.file.write(data.astype("<f4", copy=False).tobytes())
 
     def close(self) -> None:
+        from numpy.lib.format import write_array_header_1_0
+
         file = self._target.file
         shape = (self._num_rows, (file.tell() - NPY_HEADER_BYTES) // (4 * max(1, self._num_rows)))
-        words = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}"
-        length = NPY_HEADER_BYTES - 10
-        start = b"\x93NUMPY\x01\x00" + length.to_bytes(2, "little")
         file.seek(0)
-        file.write(start + words.ljust(length - 1).encode() + b"\n")
+        header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+        write_array_header_1_0(file, header)  # fills NPY_HEADER_BYTES
         super().close()
 
 
@@ -303,8 +303,8 @@ class Parquet(FileWriter):
     """Columns: those of the first record, and `embedding`, a list of f4 (of lists of f4 by
     token).
 
-    Until it is complete, the file is a stream of Arrow's batches: Parquet's index is at its end,
-    without which a second run could not go on.
+    Until it is complete, the file is a stream of Arrow's batches. Parquet has its index at its end,
+    so a second run could not continue an incomplete Parquet file.
     """
 
     def __init__(self, target: PartialFile, is_by_token: bool):

@@ -63,8 +63,8 @@ def main(argv: list[str]) -> int:
 
 
 def warn_if_too_large(engine_args: EngineArgs, arguments: dict[str, Any]) -> None:
-    """Prints a warning if the model probably does not fit into memory. The daemon, which this
-    process becomes, has no plan to explain its own error with.
+    """Prints a warning if the model probably does not fit into memory. This process becomes the
+    daemon, whose own error has no plan that explains it.
     """
     from ..model_info.plan import make_plan
 

@@ -56,7 +56,7 @@ def parsers() -> Iterator[tuple[str, Parser]]:
 
 
 def manual_page() -> Iterator[str]:
-    """In roff, with the macros of man(7)."""
+    """Yields the manual page in roff, with the macros of man(7)."""
     yield f'.TH QUIRE 1 "" "quire {__version__}" "Quire"\n'
     yield ".SH NAME\nquire \\- an inference engine for large language models\n"
     yield ".SH SYNOPSIS\n.B quire\n.I COMMAND\n[...]\n.SH COMMANDS\n"

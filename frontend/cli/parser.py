@@ -127,8 +127,8 @@ class Parser(argparse.ArgumentParser):
             )
 
     def add_model(self, *, several: bool = False) -> None:
-        """The model as a positional argument. --model is an alias, as in vLLM. `several`: further
-        ones may follow; `parse` leaves all of them in `models`.
+        """Adds the model as a positional argument. --model is an alias, as in vLLM. With `several`,
+        further models may follow, and `parse` leaves all of them in `models`.
         """
         self.several_models = several
         model = next(flag for flag in engine_flags() if flag.name == "model")
@@ -196,8 +196,8 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def _take_names(self, args: argparse.Namespace, names: list[str]) -> None:
-        """The first word is the model's name. Further ones are aliases, as in vLLM, or the models
-        where none is given elsewhere.
+        """The first word is the model's name. Further words are aliases, as in vLLM; if no model is
+        given elsewhere, they are the models.
         """
         if not args.models and not hasattr(args, MODEL_OPTION):
             names, args.models = names[:1], names[1:]

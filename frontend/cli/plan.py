@@ -183,8 +183,9 @@ def command(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def plan_beneath(args: EngineArgs, arguments: dict[str, Any]) -> Iterator[None]:
-    """If the engine does not fit into memory, adds the plan to its error as a note. The command
-    line prints it after the error. Where the cache's given size is refused, the error says all.
+    """If the engine does not fit into memory, adds the plan to its error as a note, which the
+    command line prints after the error. If the given size of the cache is refused, the error alone
+    suffices.
     """
     try:
         yield

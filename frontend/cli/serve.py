@@ -52,7 +52,7 @@ def make_parser(argv: list[str]) -> Parser:
 
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
-    # until an engine is loaded: imports and a tokenizer make a million objects and no garbage
+    # until the engine is loaded: imports and the tokenizer make a million objects and no garbage
     gc.disable()
     try:
         return run(args)

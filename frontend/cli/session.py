@@ -1,5 +1,4 @@
-"""What generate and chat share: the flags that configure an engine, and the engine itself, opened
-and closed.
+"""What the commands with an engine share: the flags that configure it, how it is opened and closed.
 
 Must not know: prompts, what is printed.
 """
@@ -63,7 +62,7 @@ def add_session_flags(parser: Parser, *, without: tuple[str, ...] = ()) -> None:
 
 @contextmanager
 def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
-    """A context manager that yields the engine configured by the flags and shuts it down at exit.
+    """Yields the engine that the flags configure, and shuts it down at exit.
 
     If stderr is a terminal, it shows what is being loaded.
     """
@@ -97,8 +96,8 @@ def open_engine(args: argparse.Namespace) -> Iterator[LLMEngine]:
 
 @contextmanager
 def loading_notice(model: str) -> Iterator[None]:
-    """Shows a line on stderr, if that is a terminal, until the context ends in whatever way; then
-    the line is empty again, also of the ^C that a terminal shows.
+    """Shows a line on stderr, if that is a terminal, while the context lasts. However it ends, the
+    line is cleared, and with it the ^C that a terminal shows.
     """
     if not sys.stderr.isatty():
         yield
@@ -117,8 +116,8 @@ def lora_of(args: argparse.Namespace) -> LoRARequest | None:
 
 
 def lora_arguments(path: str) -> dict[str, Any]:
-    """The engine's arguments for an adapter: with its rank, where its adapter_config.json says it;
-    what is wrong with the file is said when it is loaded.
+    """Returns the engine's arguments for an adapter. They include its rank if adapter_config.json
+    states one. Errors in that file are reported when the adapter is loaded.
     """
     arguments: dict[str, Any] = {"enable_lora": True}
     with suppress(OSError, ValueError, TypeError, LookupError, AttributeError):

@@ -91,7 +91,7 @@ def naming_sources(settings: Mapping[str, Setting]) -> Iterator[None]:
     except InvalidParameterError as error:
         setting = settings.get(error.parameter)
         if setting is not None and setting.source.startswith(("environment ", "file ")):
-            error.problem += f" (from the {setting.source})"
+            error.add_source(setting.source)
         raise
 
 

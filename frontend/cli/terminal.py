@@ -14,9 +14,9 @@ from typing import Any, Self, TextIO
 
 
 class Interrupts:
-    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested` to its
-    number, so that a step can complete; the second raises KeyboardInterrupt. Where SIGINT is
-    ignored it stays so. `signals`: others that count as Ctrl-C.
+    """`with Interrupts() as interrupts`: the first Ctrl-C only sets `interrupts.requested` to the
+    signal's number, so that a step can complete. The second raises KeyboardInterrupt. If SIGINT was
+    ignored, it stays ignored. `signals` are further signals that count as Ctrl-C.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:

@@ -103,7 +103,7 @@ def _figure(n: float, words: str) -> Text:
 
 
 def _cache(state: dict[str, Any], width: int) -> Text:
-    """The blocks without the null block: those that requests hold and those in the prefix cache."""
+    """Shows the blocks that requests hold and those in the prefix cache, without the null block."""
     counts = state["block_counts"]
     num_blocks = max(1, sum(counts.values()))
     used, cached = counts["used"] + counts["shared"], counts["cached"]

@@ -89,8 +89,8 @@ def main(argv: list[str]) -> int:
 
 
 def record(engine: LLMEngine, args: argparse.Namespace) -> Trace:
-    """The first steps of the prompt. Another one is completed before it, because the first steps
-    of an engine find memory untouched.
+    """Records the first steps of the prompt. Another prompt is completed before it, because an
+    engine's first steps are the first to touch its memory.
     """
     params = {**default_sampling(engine), **given(args, request_flags())}
     run(engine, "warm-up", "a", SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0))
@@ -111,7 +111,7 @@ def check_flags_of_server(args: argparse.Namespace) -> None:
 
 
 def ask(args: argparse.Namespace) -> Trace:
-    """The trace of a server's engine, beside the requests that it serves."""
+    """Records a trace of a server's engine while it serves its requests."""
     from ..trace.trace import Trace
     from .top import TIMEOUT_S, Server
 

@@ -37,7 +37,8 @@ class StatsLogger:
         self._is_idle = True
         self._begin = 0.0  # start of the present interval
         self._last_line = float("-inf")
-        # By engine_index: at the interval's start, where none is the next statistics; and the last.
+        # By engine_index: the statistics at the interval's start, and the latest. Without those at
+        # the start, the next ones stand for them.
         self._base: dict[int, SchedulerStats] = {}
         self._latest: dict[int, SchedulerStats] = {}
         self._epochs: dict[int, int] = {}
@@ -90,10 +91,8 @@ def total(stats: Collection[SchedulerStats]) -> SchedulerStats:
 
 def format_line(base: SchedulerStats, stats: SchedulerStats, interval_s: float) -> str:
     """Returns the line for the `interval_s` seconds from `base` to `stats`."""
-    queries, hits = (
-        stats.prefix_cache_queries - base.prefix_cache_queries,
-        stats.prefix_cache_hits - base.prefix_cache_hits,
-    )
+    queries = stats.prefix_cache_queries - base.prefix_cache_queries
+    hits = stats.prefix_cache_hits - base.prefix_cache_hits
     usage = 1 - stats.num_free_blocks / (stats.num_blocks - 1) if stats.num_blocks > 1 else 0.0
     return (
         f"prompt throughput: {(stats.num_prompt_tokens - base.num_prompt_tokens) / interval_s:.1f} "

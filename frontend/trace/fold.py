@@ -30,7 +30,7 @@ class FoldedKernel:
     dtype: str
     place: str
     implementation_place: str
-    weight_bytes: int  # of one call; the largest, where layers differ
+    weight_bytes: int  # of one call; of the largest if layers differ
     num_bytes: int  # the same, weights included
     flops: int
     limits: Limits
@@ -77,7 +77,9 @@ class FoldedKernel:
 
     @property
     def fraction(self) -> float:
-        """Of this limit, reached by the median call. More than 1: its data were in a cache."""
+        """The share of this limit that the median call reaches. More than 1: its data were in a
+        cache.
+        """
         return self._least_s[0] / self.median_s if self.median_s else 0.0
 
 
@@ -87,7 +89,7 @@ def folded_module(module: str) -> str:
 
 
 def fold(kernels: Iterable[Kernel], limits: Limits) -> list[FoldedKernel]:
-    """In the order of their first calls."""
+    """Returns an entry for each operation on a shape, in the order of their first calls."""
     found: dict[Key, FoldedKernel] = {}
     for kernel in kernels:
         module = folded_module(kernel.module)
@@ -104,10 +106,10 @@ def fold(kernels: Iterable[Kernel], limits: Limits) -> list[FoldedKernel]:
 
 
 def kernels_of(step: StepTrace) -> list[Kernel]:
-    """Of all ranks."""
+    """Returns the kernels of all ranks."""
     return [kernel for rank in step.ranks for kernel in rank.kernels]
 
 
 def dominating(kernels: list[FoldedKernel]) -> FoldedKernel | None:
-    """The entry that takes most of the time."""
+    """Returns the entry that takes most of the time."""
     return max(kernels, key=lambda entry: entry.total_s, default=None)

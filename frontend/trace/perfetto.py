@@ -80,7 +80,7 @@ def _hop_events(hop: Hop, zero_s: float) -> list[Event]:
 
 
 def _whole(kernel: Kernel) -> tuple[int, float, float]:
-    """Of a kernel whose threads are not known."""
+    """Returns one span on thread 0, for a kernel whose threads are not known."""
     return 0, kernel.begin_s, kernel.begin_s + kernel.seconds
 
 

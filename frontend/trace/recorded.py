@@ -36,7 +36,7 @@ class TraceFile(Record, frozen=True):
 
 
 def _taken(hop: Hop, received: list[Received]) -> Hop:
-    """Outputs with the time when the frontend took them."""
+    """Returns a hop of outputs with the time at which the frontend took them."""
     if hop.request_id:
         return hop
     decoded_s = hop.decode_begin_s + hop.decode_s
@@ -58,7 +58,7 @@ class RecordedTrace:
         self.places = places or {}
 
     def add(self, received_s: float, outputs: EngineCoreOutputs, made: list[AnyOutput]) -> None:
-        """What a session has made of outputs that it took at `received_s`."""
+        """Records what a session has made of outputs that it took at `received_s`."""
         texts = {
             output.request_id: "".join(one.text for one in output.outputs)
             for output in made
@@ -68,8 +68,8 @@ class RecordedTrace:
         self.received.append(Received(received_s, seconds, len(outputs.token_ids), texts))
 
     def complete(self, result: Any, places: dict[str, str]) -> None:
-        """result: of EngineCore.end_trace, as it came from the engine. places: of the frontend's
-        stages, in the order in which a request meets them.
+        """Takes the result of EngineCore.end_trace as it came from the engine, and the places of
+        the frontend's stages in the order in which a request meets them.
         """
         engine = msgspec.convert(msgspec.to_builtins(result), EngineTrace)
         hops = [_taken(hop, self.received) for hop in engine.hops]

@@ -33,12 +33,12 @@ ASYNC = (
 
 
 def blocking_places(client: EngineClient) -> dict[str, str]:
-    """Of LLM and LLMEngine: "file:line" by stage, in order."""
+    """Returns "file:line" of each stage of LLM and LLMEngine, in order."""
     return dict(_place(stage, client) for stage in BLOCKING)
 
 
 def async_places(client: EngineClient) -> dict[str, str]:
-    """The same of AsyncLLM."""
+    """Does the same for AsyncLLM."""
     return dict(_place(stage, client) for stage in ASYNC)
 
 

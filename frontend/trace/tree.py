@@ -57,7 +57,7 @@ def render(tree: RenderableType, width: int) -> str:
 
 
 def tree_of(trace: RecordedTrace, width: int) -> Tree:
-    """For a terminal of `width` columns: a narrow one shows fewer figures."""
+    """Makes the tree for a terminal of `width` columns. A narrow one shows fewer figures."""
     engine, places = trace.recorded, trace.places | trace.recorded.places
     root = Tree(_heading(engine))
     for name in trace.places:
@@ -144,7 +144,7 @@ def _step(
 
 
 def _hop(hop: Hop) -> Text:
-    """The way of a message between the frontend and the engine's process, in its parts."""
+    """Shows the parts of a message's way between the frontend and the engine's process."""
     encoded_s = hop.encode_begin_s + hop.encode_s
     decoded_s = hop.decode_begin_s + hop.decode_s
     parts = [
@@ -248,7 +248,9 @@ def _execute(
 
 
 def experts_line(experts: dict[int, list[int]]) -> str:
-    """The rows that the experts of all layers computed; imbalance is the most over the mean."""
+    """Counts the rows that the experts of all layers computed; imbalance is the most over the
+    mean.
+    """
     rows = sorted(count for of_layer in experts.values() for count in of_layer)
     read = [len(of_layer) - of_layer.count(0) for of_layer in experts.values()]
     uneven = [max(each) * len(each) / (sum(each) or 1) for each in experts.values()]
@@ -265,7 +267,7 @@ def _span(span: Span) -> Text:
 
 
 def sentence(most: FoldedKernel, execute_s: float) -> str:
-    """Which kernel dominates, and how far it is from the limit."""
+    """Says which kernel dominates, and how far it is from the limit."""
     share = most.total_s / execute_s if execute_s else 0.0
     return (
         f"most time: {most.module or most.op} ({most.op}), {share:.0%} of execute_model, at "
@@ -303,7 +305,7 @@ def _table(kernels: list[FoldedKernel], execute_s: float, is_wide: bool) -> Tabl
 
 
 def usual_implementation(kernels: list[FoldedKernel]) -> str:
-    """That most entries have."""
+    """Returns the implementation that most entries have."""
     names = Counter(entry.implementation for entry in kernels)
     return names.most_common(1)[0][0] if names else ""
 

@@ -108,8 +108,8 @@ def routes(state: ServerState) -> list[ApiRoute]:
 def routes_of_several(
     front: ServerState, of_models: Callable[[], list[ServerState]]
 ) -> list[ApiRoute]:
-    """The same for a server with several models, which come and go: those of engines have the label
-    model_name.
+    """Does the same for a server with several models, which come and go. Metrics of engines have
+    the label model_name.
     """
     return _routes(CollectorOfSeveral(Collector(front), of_models))
 
@@ -215,7 +215,9 @@ class Collector:
             yield self._cache_config(state.engine, prefix)
 
     def _of_each(self, prefix: str, table: Table, kind: Any) -> Iterator[Metric]:
-        """A metric of each engine; in the server's queue, requests wait for the first one."""
+        """Yields each metric with a sample per engine. Requests in the server's queue count for the
+        first one.
+        """
         for name, row in table.items():
             about = TEXTS[row] if isinstance(row, str) else row[1]
             family = kind(prefix + name, about, labels=LABELS)
@@ -484,7 +486,9 @@ class CollectorOfSeveral:
 
 
 def _lora_info(prefix: str, loras: dict[str, Any], now: float) -> Metric:
-    """vLLM's form: names as labels, and as value the time, so that the newest sample is known."""
+    """Follows vLLM's form: the names are labels, and the value is the time, so that the newest
+    sample is known.
+    """
     labels = {
         "max_lora": str(loras["max_loras"]),
         "running_lora_adapters": ",".join(loras["running"]),

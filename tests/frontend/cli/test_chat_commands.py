@@ -23,7 +23,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 def fresh(commands: Commands) -> None:
     commands.display = RecordingDisplay()
     commands.conversation.clear()
-    commands.conversation.system = None
+    commands.conversation.set_system(None)
 
 
 def displayed(commands: Commands) -> str:

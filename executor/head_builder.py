@@ -100,10 +100,8 @@ class HeadBuilder:
         """The layers of the model whose inputs EAGLE-3 reads: those of its config.json, else the
         ones that its authors chose.
         """
-        hf_config, count = (
-            self._config.model_config.hf_config,
-            self._builder.shape.num_hidden_layers,
-        )
+        hf_config = self._config.model_config.hf_config
+        count = self._builder.shape.num_hidden_layers
         key = "eagle_aux_hidden_state_layer_ids"
         of_eagle = hf_config.get("eagle_config") or {}
         layers = hf_config.get(key) or of_eagle.get(key) or [2, count // 2, count - 3]

@@ -23,7 +23,7 @@ from .plugins import naming_plugins
 from .ranks.tensor_group import ALONE, TensorGroup
 from .runner.model_runner import ModelRunner
 from .tracing.measured_limits import measured_limits
-from .weights.file_stamp import stamp_of
+from .weights.lora_files import stamp_of
 from .worker import Worker
 
 

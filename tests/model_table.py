@@ -11,9 +11,8 @@ from pathlib import Path
 
 from quire.frontend.answer_format.formats import REASONING_FORMATS, TOOL_FORMATS
 from quire.ipc.models.architectures import ARCHITECTURES
-from quire.ipc.models.encoders import ENCODERS
+from quire.ipc.models.encoders import ENCODERS, FALLBACK_ENCODERS
 from quire.ipc.models.fallback_architectures import FALLBACKS, REFUSED, WITH_CONV1D
-from quire.ipc.models.fallback_encoders import FALLBACK_ENCODERS
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES, VARIANTS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"

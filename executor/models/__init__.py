@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from ...ipc.models.architectures import NATIVE, Architecture
-from ...ipc.models.encoders import EncoderArchitecture
+from ...ipc.models.encoders import FALLBACK_ENCODERS, EncoderArchitecture
 from ...ipc.models.fallback_architectures import QUIRE, choose_implementation
-from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS
 from .layer_registry import register_layer as register_layer
 
 _MODELS: dict[str, Architecture | EncoderArchitecture | type] = dict(NATIVE)

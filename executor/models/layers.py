@@ -254,10 +254,8 @@ class LayerFactory:
         tie = None if head is None else partial(self._tie, head)
         if self.group.size > 1:
             begin, end = self.group.even_range(vocab_size)
-            weight, part = (
-                self.parameter(end - begin, hidden_size),
-                Slice(0, begin, end, vocab_size),
-            )
+            weight = self.parameter(end - begin, hidden_size)
+            part = Slice(0, begin, end, vocab_size)
             return PartEmbedding(name, weight, self.ops, tie, part, self.group)
         adapters = None
         if self._loras is not None and self.adapter_rows is not None:

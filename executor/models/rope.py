@@ -40,11 +40,8 @@ def inverse_frequencies(
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     """Llama 3.1: stretches long wavelengths by `factor`, keeps short ones, blends those between."""
-    original, low, high = (
-        rope["original_max_position_embeddings"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-    )
+    original = rope["original_max_position_embeddings"]
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     stretched = inv_freq / rope["factor"]
     smooth = (original / wavelength - low) / (high - low)
@@ -77,22 +74,16 @@ def _longrope(
 
 def _yarn(rope: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
     """YaRN (arXiv 2309.00071, sections 3.2 and 3.4): keeps dimensions of high frequency and
-    stretches
-    those of low frequency.
+    stretches those of low frequency.
     """
-    theta, factor, original = (
-        rope["rope_theta"],
-        rope["factor"],
-        rope["original_max_position_embeddings"],
-    )
+    theta, factor = rope["rope_theta"], rope["factor"]
+    original = rope["original_max_position_embeddings"]
 
     def dimension_turning(num_rotations: float) -> float:
         return head_dim * math.log(original / (num_rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (
-        dimension_turning(rope.get("beta_fast") or 32),
-        dimension_turning(rope.get("beta_slow") or 1),
-    )
+    low = dimension_turning(rope.get("beta_fast") or 32)
+    high = dimension_turning(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)

@@ -6,6 +6,7 @@ Must not know: layers, requests, which adapters are in memory.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -258,3 +259,23 @@ def _rows(tensor: GGUFTensor) -> PackedRows:
         content = bytearray(file.read(tensor.num_bytes))
     rows = torch.frombuffer(content, dtype=torch.uint8).view(tensor.shape[0], -1)
     return PackedRows(rows, tensor.type)
+
+
+def stamp_of(path: str) -> str:
+    """The names, sizes, inodes and times of change of a file, or of the files in a directory; "" of
+    what is not there.
+    """
+    place = Path(path)
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    return ";".join(
+        f"{file.name}:{status.st_size}:{status.st_ino}:{status.st_mtime_ns}"
+        for file in files
+        if (status := _status(file)) is not None
+    )
+
+
+def _status(file: Path) -> os.stat_result | None:
+    try:
+        return file.stat()
+    except OSError:  # it has just been removed
+        return None

@@ -23,12 +23,8 @@ def gpu_memory_bytes() -> tuple[int, int]:
         cuda = ctypes.CDLL(CUDA_LIBRARY)
     except OSError:
         raise _no_gpu(f"{CUDA_LIBRARY} was not found") from None
-    device, context, free, total = (
-        ctypes.c_int(),
-        ctypes.c_void_p(),
-        ctypes.c_size_t(),
-        ctypes.c_size_t(),
-    )
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _check(cuda.cuInit(0))
     _check(cuda.cuDeviceGet(byref(device), 0))
     _check(cuda.cuDevicePrimaryCtxRetain(byref(context), device))

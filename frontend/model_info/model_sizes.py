@@ -18,13 +18,13 @@ from ...ipc.models.architectures import ENCODERS, NATIVE
 from ...ipc.models.checkpoint import read_stored_weights
 from ...ipc.models.decoder_config import DecoderConfig
 from ...ipc.models.encoder_config import EncoderConfig
+from ...ipc.models.encoders import FALLBACK_ENCODERS, parse_fallback_encoder
 from ...ipc.models.fallback_architectures import (
     FALLBACKS,
     TRANSFORMERS,
     choose_implementation,
     parse_fallback_config,
 )
-from ...ipc.models.fallback_encoders import FALLBACK_ENCODERS, parse_fallback_encoder
 from ...ipc.models.gguf import is_gguf, read_gguf
 from ...ipc.models.gguf_weights import DTYPE_BYTES, tensors_by_name
 from ...ipc.models.memory_plan import HEAD_BITS, QUANTIZATION_BITS, quantized_bytes
@@ -174,11 +174,8 @@ def _linear_shapes(
     """(rows, columns) of every linear layer's weight as merged by executor/models/layers.py,
     without the head.
     """
-    hidden, inner, q_rows = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads * config.head_dim,
-    )
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows = config.num_attention_heads * config.head_dim
     qkv_rows = q_rows + 2 * config.num_key_value_heads * config.head_dim
     attention = [(qkv_rows, hidden), (hidden, q_rows)]
     up = 1 if architecture in ENCODERS and not ENCODERS[architecture].is_gated else 2

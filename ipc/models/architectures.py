@@ -104,24 +104,20 @@ class Architecture:
         q_rows = config.num_attention_heads * head_dim
         kv_rows = config.num_key_value_heads * head_dim
         qkv_bias, o_bias = self.attention_biases(config)
-        qkv, gate_up = (
-            (("q_proj", q_rows), ("k_proj", kv_rows), ("v_proj", kv_rows)),
-            (("gate_proj", inner), ("up_proj", inner)),
-        )
+        qkv = {"q_proj": q_rows, "k_proj": kv_rows, "v_proj": kv_rows}
+        gate_up = {"gate_proj": inner, "up_proj": inner}
         if self.is_merged:
-            qkv, gate_up = (
-                (("qkv_proj", q_rows + 2 * kv_rows),),
-                (("gate_up_proj", 2 * inner),),
-            )
+            qkv = {"qkv_proj": sum(qkv.values())}
+            gate_up = {"gate_up_proj": sum(gate_up.values())}
         mlp = [
-            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up),
+            *((f"mlp.{name}", rows, hidden, config.mlp_bias) for name, rows in gate_up.items()),
             ("mlp.down_proj", hidden, inner, config.mlp_bias),
         ]
         if self.experts and config.experts and layer not in config.experts.dense_layers:
             yield from self.experts.weight_shapes(config.experts, hidden)
             mlp = []
         for name, rows, columns, bias in (
-            *((f"self_attn.{name}", rows, hidden, qkv_bias) for name, rows in qkv),
+            *((f"self_attn.{name}", rows, hidden, qkv_bias) for name, rows in qkv.items()),
             ("self_attn.o_proj", hidden, q_rows, o_bias),
             *mlp,
         ):

@@ -2,19 +2,21 @@
 checkpoint's tensors.
 
 Must not know: tensors' values, layers, how any of it is computed. executor/models/encoder.py builds
-the models from these tables.
+the models from these tables. FALLBACK_ENCODERS are those that run in transformers' modelling code,
+without a head of their own; tests/executor/models/fallback/test_encoder.py compares a model of each
+type with transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ModelLoadError
 from .decoder_config import SLIDING
 from .encoder_config import EncoderConfig, Keys
-from .forms import CLASSIFY, CLASSIFY_TOKENS, Head, HeadLayer, form_of, label_names
+from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, Head, HeadLayer, form_of, label_names
 from .rope_config import parse_rope_parameters
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -116,76 +118,60 @@ def _head(hf_config: dict[str, Any], hidden: int, *before: HeadLayer, last: str)
     return (*before, HeadLayer(last, hidden, num_labels))
 
 
-def _parse_bert(hf_config: dict[str, Any]) -> EncoderConfig:
-    keys = Keys(hf_config, {})
-    basic = keys.basic(1e-12)
-    hidden = basic["hidden_size"]
-    dense = HeadLayer(f"{BERT_NAMES.base}pooler.dense", hidden, hidden, activation="tanh")
-    return EncoderConfig(
-        **basic,
-        max_position_embeddings=keys.size("max_position_embeddings", 512),
-        activation=keys.activation("hidden_act", "gelu"),
-        type_vocab_size=(num_types := keys.size("type_vocab_size", 2, least=0)),
-        has_pair_types=num_types > 1,
-        head=_head(hf_config, hidden, dense, last="classifier"),
-        base_prefix=BERT_NAMES.base,
-    )
+@dataclass(frozen=True)
+class _WithPositions:
+    """How a family with a table of positions reads its config.json.
 
+    dense, last: names of a classifier's layers. renamed: our keys -> the family's. types: the least
+    type_vocab_size; None: tokens have no types. offset: of the first position in the table; None:
+    it is counted behind the padding token's, as RoBERTa's are.
+    """
 
-def _offset_parser(base: str, has_types: bool, has_bias_table: bool) -> Parse:
-    """RoBERTa and its relatives: positions are counted behind the padding token's."""
+    base: str
+    dense: str
+    last: str = "classifier"
+    dense_activation: str = "tanh"
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    types: int | None = None
+    offset: int | None = 0
+    has_bias_table: bool = False
 
-    def parse(hf_config: dict[str, Any]) -> EncoderConfig:
-        keys = Keys(hf_config, {})
+    def __call__(self, hf_config: dict[str, Any]) -> EncoderConfig:
+        keys = Keys(hf_config, self.renamed)
         basic = keys.basic(1e-12)
         hidden = basic["hidden_size"]
-        # MPNet's is a constant of transformers
-        offset = 2 if has_bias_table else keys.size("pad_token_id", 1, least=0) + 1
-        rows = keys.size("max_position_embeddings", 512)
-        if rows <= offset:
-            raise ModelLoadError(
-                f"config.json: max_position_embeddings must be more than {offset}, got {rows}"
-            )
-        buckets = keys.size("relative_attention_num_buckets", 32) if has_bias_table else 0
+        buckets = keys.size("relative_attention_num_buckets", 32) if self.has_bias_table else 0
         if buckets not in (0, 32):  # transformers distinguishes 32 whatever the key says
             raise ModelLoadError(
                 f"config.json: relative_attention_num_buckets={buckets} is not supported; "
                 f"supported: 32"
             )
-        dense = HeadLayer("classifier.dense", hidden, hidden, activation="tanh")
+        num_types = 0
+        if self.types is not None:
+            num_types = keys.size("type_vocab_size", 2, least=self.types)
+        dense = HeadLayer(self.dense, hidden, hidden, activation=self.dense_activation)
         return EncoderConfig(
             **basic,
-            max_position_embeddings=rows - offset,
-            position_offset=offset,
+            **_positions(keys, self.offset),
             activation=keys.activation("hidden_act", "gelu"),
-            type_vocab_size=keys.size("type_vocab_size", 2) if has_types else 0,
+            type_vocab_size=num_types,
+            has_pair_types=self.offset == 0 and num_types > 1,
             relative_buckets=buckets,
-            head=_head(hf_config, hidden, dense, last="classifier.out_proj"),
-            base_prefix=base,
+            head=_head(hf_config, hidden, dense, last=self.last),
+            base_prefix=self.base,
         )
 
-    return parse
 
-
-def _parse_distilbert(hf_config: dict[str, Any]) -> EncoderConfig:
-    renamed = {
-        "hidden_size": "dim",
-        "intermediate_size": "hidden_dim",
-        "num_hidden_layers": "n_layers",
-        "num_attention_heads": "n_heads",
-        "hidden_act": "activation",
-    }
-    keys = Keys(hf_config, renamed)
-    basic = keys.basic(1e-12)
-    hidden = basic["hidden_size"]
-    dense = HeadLayer("pre_classifier", hidden, hidden, activation="relu")
-    return EncoderConfig(
-        **basic,
-        max_position_embeddings=keys.size("max_position_embeddings", 512),
-        activation=keys.activation("hidden_act", "gelu"),
-        head=_head(hf_config, hidden, dense, last="classifier"),
-        base_prefix=DISTILBERT_NAMES.base,
-    )
+def _positions(keys: Keys, offset: int | None) -> dict[str, int]:
+    """The longest text and the row of its first token; offset: see _WithPositions."""
+    if offset is None:
+        offset = keys.size("pad_token_id", 1, least=0) + 1
+    rows = keys.size("max_position_embeddings", 512)
+    if rows <= offset:
+        raise ModelLoadError(
+            f"config.json: max_position_embeddings must be more than {offset}, got {rows}"
+        )
+    return {"max_position_embeddings": rows - offset, "position_offset": offset}
 
 
 def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
@@ -300,45 +286,33 @@ def _gated(activation: str) -> str:
     return activation
 
 
-def _bert_names(base: str) -> EncoderNames:
-    return EncoderNames(
-        base=base,
-        words="embeddings.word_embeddings",
-        positions="embeddings.position_embeddings",
-        types="embeddings.token_type_embeddings",
-        embedding_norm="embeddings.LayerNorm",
-        layer="encoder.layer.{}.",
-        qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
-        out="attention.output.dense",
-        attention_norm="attention.output.LayerNorm",
-        up=("intermediate.dense",),
-        down="output.dense",
-        mlp_norm="output.LayerNorm",
-    )
-
-
-BERT_NAMES = _bert_names("bert.")
-MPNET_NAMES = EncoderNames(
-    base="mpnet.",
+BERT_NAMES = EncoderNames(
+    base="bert.",
     words="embeddings.word_embeddings",
     positions="embeddings.position_embeddings",
-    types="",
+    types="embeddings.token_type_embeddings",
     embedding_norm="embeddings.LayerNorm",
     layer="encoder.layer.{}.",
-    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-    out="attention.attn.o",
-    attention_norm="attention.LayerNorm",
+    qkv=("attention.self.query", "attention.self.key", "attention.self.value"),
+    out="attention.output.dense",
+    attention_norm="attention.output.LayerNorm",
     up=("intermediate.dense",),
     down="output.dense",
     mlp_norm="output.LayerNorm",
+)
+MPNET_NAMES = replace(
+    BERT_NAMES,
+    base="mpnet.",
+    types="",
+    qkv=("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    out="attention.attn.o",
+    attention_norm="attention.LayerNorm",
     relative_bias="encoder.relative_attention_bias",
 )
-DISTILBERT_NAMES = EncoderNames(
+DISTILBERT_NAMES = replace(
+    BERT_NAMES,
     base="distilbert.",
-    words="embeddings.word_embeddings",
-    positions="embeddings.position_embeddings",
     types="",
-    embedding_norm="embeddings.LayerNorm",
     layer="transformer.layer.{}.",
     qkv=("attention.q_lin", "attention.k_lin", "attention.v_lin"),
     out="attention.out_lin",
@@ -378,23 +352,48 @@ NOMIC_NAMES = EncoderNames(  # nomic-ai's own, in which transformers saves too
 )
 
 
-def _roberta(model_type: str, base: str = "roberta.") -> EncoderArchitecture:
-    return EncoderArchitecture(
-        model_type, _offset_parser(base, has_types=True, has_bias_table=False), _bert_names(base)
-    )
+def _roberta(model_type: str) -> EncoderArchitecture:
+    base = "roberta."
+    parse = _WithPositions(base, "classifier.dense", "classifier.out_proj", types=1, offset=None)
+    return EncoderArchitecture(model_type, parse, replace(BERT_NAMES, base=base))
 
 
 ENCODERS = {
-    "BertModel": EncoderArchitecture("bert", _parse_bert, BERT_NAMES),
+    "BertModel": EncoderArchitecture(
+        "bert",
+        _WithPositions(BERT_NAMES.base, f"{BERT_NAMES.base}pooler.dense", types=0),
+        BERT_NAMES,
+    ),
     "RobertaModel": _roberta("roberta"),
     "XLMRobertaModel": _roberta("xlm-roberta"),
     "CamembertModel": _roberta("camembert"),
     "MPNetModel": EncoderArchitecture(
         "mpnet",
-        _offset_parser(MPNET_NAMES.base, has_types=False, has_bias_table=True),
+        _WithPositions(  # its offset is a constant of transformers
+            MPNET_NAMES.base,
+            "classifier.dense",
+            "classifier.out_proj",
+            offset=2,
+            has_bias_table=True,
+        ),
         MPNET_NAMES,
     ),
-    "DistilBertModel": EncoderArchitecture("distilbert", _parse_distilbert, DISTILBERT_NAMES),
+    "DistilBertModel": EncoderArchitecture(
+        "distilbert",
+        _WithPositions(
+            DISTILBERT_NAMES.base,
+            "pre_classifier",
+            dense_activation="relu",
+            renamed={
+                "hidden_size": "dim",
+                "intermediate_size": "hidden_dim",
+                "num_hidden_layers": "n_layers",
+                "num_attention_heads": "n_heads",
+                "hidden_act": "activation",
+            },
+        ),
+        DISTILBERT_NAMES,
+    ),
     "ModernBertModel": EncoderArchitecture(
         "modernbert", _parse_modernbert, MODERNBERT_NAMES, is_gated=True, is_pre_norm=True
     ),
@@ -402,3 +401,58 @@ ENCODERS = {
         "nomic_bert", _parse_nomic_bert, NOMIC_NAMES, is_gated=True
     ),
 }
+
+
+@dataclass(frozen=True)
+class FallbackEncoder:
+    """`has_types`: tokens have types, and the second text of a pair the type 1.
+    `counts_behind_padding`: positions are counted behind the padding token's, as RoBERTa's are.
+    """
+
+    architecture: str
+    has_types: bool = False
+    counts_behind_padding: bool = False
+
+
+FALLBACK_ENCODERS = {
+    "albert": FallbackEncoder("AlbertModel", has_types=True),
+    "data2vec-text": FallbackEncoder("Data2VecTextModel", counts_behind_padding=True),
+    "electra": FallbackEncoder("ElectraModel", has_types=True),
+    "ernie": FallbackEncoder("ErnieModel", has_types=True),
+    "eurobert": FallbackEncoder("EuroBertModel"),
+    "gte": FallbackEncoder("GteModel", has_types=True),
+    "jina_embeddings_v3": FallbackEncoder("JinaEmbeddingsV3Model"),
+    "roberta-prelayernorm": FallbackEncoder("RobertaPreLayerNormModel", counts_behind_padding=True),
+    "xlm-roberta-xl": FallbackEncoder("XLMRobertaXLModel", counts_behind_padding=True),
+}
+
+
+@dataclass(frozen=True)
+class FallbackEncoderConfig(EncoderConfig):
+    hf_config: Mapping[str, Any] = field(default_factory=dict)  # what transformers reads
+
+
+def is_fallback_encoder(hf_config: Mapping[str, Any]) -> bool:
+    """Whether it is a base model, or one with a head that is left out, of one of these types."""
+    model_type, names = hf_config.get("model_type"), hf_config.get("architectures") or []
+    if not isinstance(model_type, str) or model_type not in FALLBACK_ENCODERS:
+        return False
+    return not names or form_of(hf_config) == EMBED
+
+
+def parse_fallback_encoder(hf_config: dict[str, Any]) -> FallbackEncoderConfig:
+    """What plan and runner need; transformers reads the rest.
+
+    Raises ModelLoadError, naming the key, for one that is missing or out of range.
+    """
+    known = FALLBACK_ENCODERS[hf_config["model_type"]]
+    keys = Keys({k: v for k, v in hf_config.items() if k != "embedding_size"}, {})
+    num_types = keys.size("type_vocab_size", 2, least=0) if known.has_types else 0
+    return FallbackEncoderConfig(
+        **keys.basic(1e-12),
+        **_positions(keys, None if known.counts_behind_padding else 0),
+        activation="",
+        type_vocab_size=num_types,
+        has_pair_types=num_types > 1,
+        hf_config=hf_config,
+    )

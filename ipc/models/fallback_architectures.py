@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
 from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
-from .fallback_encoders import is_fallback_encoder
+from .encoders import is_fallback_encoder
 from .quantization_config import parse_quantization
 
 QUIRE, TRANSFORMERS = "quire", "transformers"

@@ -111,10 +111,8 @@ class KVLayout:
         It holds those of `num_computed` tokens, without those that the window of the token after
         `num_executed` tokens has left.
         """
-        num_blocks, num_held = (
-            -(-num_tokens // self.block_size),
-            -(-num_computed // self.block_size),
-        )
+        num_blocks = -(-num_tokens // self.block_size)
+        num_held = -(-num_computed // self.block_size)
         return sum(
             count
             * max(

@@ -17,8 +17,8 @@ from ..json_files import read_json
 from .architectures import ENCODERS, NATIVE
 from .decoder_config import is_bidirectional
 from .encoder_config import EncoderConfig
+from .encoders import is_fallback_encoder, parse_fallback_encoder
 from .fallback_architectures import QUIRE, choose_implementation
-from .fallback_encoders import is_fallback_encoder, parse_fallback_encoder
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, GENERATE, form_of, in_form, label_names
 from .pooling import STORED_POOLING, PoolerConfig, Pooling
 from .sentence_transformers import activation_named, has_modules, read_matryoshka, read_modules

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ....ipc.errors import ModelLoadError
-from ....ipc.models.fallback_encoders import FallbackEncoderConfig, parse_fallback_encoder
+from ....ipc.models.encoders import FallbackEncoderConfig, parse_fallback_encoder
 from ....ipc.models.stored_names import is_ignored
 from ....kernels.ops import AttentionMetadata
 from ...model import TextEncoder

@@ -2,7 +2,7 @@
 
 import os
 
-from quire.executor.weights.file_stamp import stamp_of
+from quire.executor.weights.lora_files import stamp_of
 
 
 def test_a_stamp_changes_with_the_files(tmp_path) -> None:

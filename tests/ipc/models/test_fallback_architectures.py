@@ -8,14 +8,13 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.models.encoders import ENCODERS
+from quire.ipc.models.encoders import ENCODERS, FALLBACK_ENCODERS
 from quire.ipc.models.fallback_architectures import (
     FALLBACKS,
     REFUSED,
     choose_implementation,
     parse_fallback_config,
 )
-from quire.ipc.models.fallback_encoders import FALLBACK_ENCODERS
 
 NEWEST = (5, 24)  # of transformers, whose types are all in the tables
 SHAPE = {

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 from quire.ipc.errors import ModelLoadError
-from quire.ipc.models.encoders import ENCODERS
+from quire.ipc.models.encoders import (
+    ENCODERS,
+    FALLBACK_ENCODERS,
+    is_fallback_encoder,
+    parse_fallback_encoder,
+)
 from quire.ipc.models.fallback_architectures import (
     FALLBACKS,
     TRANSFORMERS,
     choose_implementation,
-)
-from quire.ipc.models.fallback_encoders import (
-    FALLBACK_ENCODERS,
-    is_fallback_encoder,
-    parse_fallback_encoder,
 )
 from quire.ipc.models.resolve_pooling import positions_of
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from quire import EngineArgs
 from quire.frontend.model_info.plan import make_plan
-from quire.ipc.models.fallback_encoders import FALLBACK_ENCODERS
+from quire.ipc.models.encoders import FALLBACK_ENCODERS
 from quire.tests.executor.pooling_core import pool, raw_rows, start_core
 from quire.tests.tiny_encoders import save_tiny_encoder
 from safetensors.torch import load_file, save_file

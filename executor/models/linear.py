@@ -242,12 +242,13 @@ class TiedHead(Linear):
     ):
         super().__init__({name: len(embedding.weight)}, embedding.weight, None, packer, adapters)
         self.tied_to = embedding
+        self._use_as_table = embedding.read_from
 
     def use(self, multiply: Multiply) -> None:
         super().use(multiply)
         look_up = getattr(multiply, "embedding", None)
         if look_up is not None:
-            self.tied_to.read_from(look_up)
+            self._use_as_table(look_up)
 
 
 class Embedding:

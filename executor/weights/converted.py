@@ -65,7 +65,7 @@ def load_converted_weights(
     sources: dict[str, str] = {}  # name in the model -> the first stored tensor of it
     try:
         with ExitStack() as stack:
-            read = _Reader(stored, stack, quantization, dtype)
+            read = _SourceReader(stored, stack, quantization, dtype)
             for source, name, values in _conversions(conversions, read):
                 source = sources.setdefault(name, source)
                 if name in tied:
@@ -92,7 +92,7 @@ def load_converted_weights(
 
 
 def _conversions(
-    conversions: list[Conversion], read: _Reader
+    conversions: list[Conversion], read: _SourceReader
 ) -> Iterator[tuple[str, str, torch.Tensor | PackedRows]]:
     """(first stored tensor, name in the model, values)"""
     for conversion in conversions:
@@ -105,7 +105,7 @@ def _conversions(
 
 
 def _check_tied(
-    directory: Path, tied: dict[str, str], sources: dict[str, str], read: _Reader
+    directory: Path, tied: dict[str, str], sources: dict[str, str], read: _SourceReader
 ) -> None:
     for name, original in tied.items():
         if name not in sources or original not in sources:
@@ -117,7 +117,7 @@ def _check_tied(
             )
 
 
-class _Reader:
+class _SourceReader:
     """Reads weights, of which each may be stored as several tensors."""
 
     def __init__(

@@ -93,7 +93,7 @@ def _load_safetensors(
     shapes = {name: stored_shape(tensor) for name, tensor in missing.items()}
     num_experts = 0 if model.config.experts is None else model.config.experts.count
     origin = check_checkpoint(directory, shapes, tied, quantization, is_not_needed, num_experts)
-    read = _Reader(shapes, origin, quantization, num_experts, dtype)
+    read = _WeightReader(shapes, origin, quantization, num_experts, dtype)
     num_loaded, num_expected = 0, sum(tensor.numel() for tensor in missing.values())
     for path, names in groupby(origin, key=origin.__getitem__):
         wanted = (name for name in names if name in missing or read.is_part(name))
@@ -112,7 +112,7 @@ def _load_safetensors(
     _check_tied(tied, origin, dtype)
 
 
-class _Reader:
+class _WeightReader:
     """Weights from the tensors that files have in their place: several of a quantized weight, or
     one of all experts of a layer.
     """

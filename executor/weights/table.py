@@ -35,7 +35,8 @@ class Weight(torch.Tensor):
     shard: of a merged linear layer, the index of the projection.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # results are plain tensors
+    # results are plain tensors
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, tensor: torch.Tensor, *_: Any, **__: Any) -> Weight:
         return torch.Tensor._make_subclass(cls, tensor)

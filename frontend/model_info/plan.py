@@ -286,8 +286,8 @@ def _flags_as_bfloat16(
     if longest or config.model_config.dtype != "float32":
         return []
     arguments: dict[str, Any] = {name: getattr(args, name) for name in config_fields()}
-    other = EngineArgs(**(arguments | {"dtype": "bfloat16"}))
-    return make_plan(other, memory_bytes, {**given, "dtype": "bfloat16"}).flags
+    arguments["dtype"] = "bfloat16"
+    return make_plan(EngineArgs(**arguments), memory_bytes, {**given, "dtype": "bfloat16"}).flags
 
 
 def _bytes_of_draft(config: EngineConfig) -> tuple[int, int]:

@@ -162,7 +162,7 @@ class _WithPositions:
         )
 
 
-def _positions(keys: Keys, offset: int | None) -> dict[str, int]:
+def _positions(keys: Keys, offset: int | None) -> dict[str, Any]:
     """The longest text and the row of its first token; offset: see _WithPositions."""
     if offset is None:
         offset = keys.size("pad_token_id", 1, least=0) + 1

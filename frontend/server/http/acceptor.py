@@ -63,7 +63,7 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        make_protocol: Callable[[], asyncio.Protocol],
+        make_protocol: Callable[[], Any],
         connections: set[Any],
         most: int,
         ssl: Any = None,

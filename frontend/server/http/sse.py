@@ -57,13 +57,13 @@ def named_event(name: str, value: Any) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + encode(value) + b"\n\n"
 
 
-def around(value: Any, path: tuple[str | int, ...]) -> tuple[bytes, bytes]:
-    """The JSON of a Struct, dict or list before and after the value at `path`."""
+def around(value: Any, path: tuple[Any, ...]) -> tuple[bytes, bytes]:
+    """The JSON of a Struct, dict or list before and after the value at `path`: names and indices."""
     if not path:
         return b"", b""
     if isinstance(value, msgspec.Struct):
         value = {k: v for k, v in msgspec.structs.asdict(value).items() if v is not msgspec.UNSET}
-    keys = list(range(len(value)) if isinstance(value, list) else value)
+    keys: list[Any] = list(range(len(value)) if isinstance(value, list) else value)
     place = keys.index(path[0])
     before, after = around(value[path[0]], path[1:])
     written = [encode(value[key]) for key in keys]

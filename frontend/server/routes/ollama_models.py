@@ -70,14 +70,17 @@ class OllamaCatalog(Protocol):
 
     def listed(self) -> list[dict[str, Any]]:
         """The available models."""
+        ...
 
     def running(self) -> list[dict[str, Any]]:
         """The loaded models."""
+        ...
 
     async def details(self, body: ShowBody) -> dict[str, Any]: ...
 
     def pull(self, body: PullBody, tenant: str) -> AsyncGenerator[dict[str, Any], None]:
         """Downloads a model, or confirms one that the server has; yields the lines about it."""
+        ...
 
 
 class OneModelCatalog:

@@ -58,7 +58,7 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 def around(value: Any, path: tuple[Any, ...]) -> tuple[bytes, bytes]:
-    """The JSON of a Struct, dict or list before and after the value at `path`: names and indices."""
+    """The JSON of a Struct, dict or list before and after the value at `path` (names, indices)."""
     if not path:
         return b"", b""
     if isinstance(value, msgspec.Struct):

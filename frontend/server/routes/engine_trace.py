@@ -16,6 +16,7 @@ from ....ipc.errors import EnginePausedError
 from ....ipc.params import SamplingParams
 from ....ipc.trace import MAX_STEPS, place_of_function
 from ...async_llm import AsyncLLM
+from ...trace.recorded import RecordedTrace
 from ..admission import Admission
 from ..http.errors import ApiError, invalid
 from ..http.openapi import ApiRoute
@@ -57,8 +58,9 @@ def routes(state: ServerState) -> list[ApiRoute]:
                 await wait(engine, body)
         except EnginePausedError as error:
             raise ApiError(409, f"{error}.", code="engine_paused") from None
-        recorded.places = http_places() | recorded.places
-        return Response(recorded.to_json(), media_type="application/json")
+        places = http_places() | recorded.places
+        whole = RecordedTrace(recorded.recorded, recorded.received, places)
+        return Response(whole.to_json(), media_type="application/json")
 
     return [ApiRoute("/v1/engine/trace", trace, body=TraceSteps)]
 

@@ -4,11 +4,11 @@ Must not know: tokens, requests, HTTP, the shape of any API's body.
 """
 
 from .answer import (
-    Answer,
     Content,
+    ParsedAnswer,
+    ParsedToolCall,
     Part,
     Reasoning,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
     collect,
@@ -17,13 +17,13 @@ from .formats import AnswerFormat, detect
 from .parser import AnswerParser
 
 __all__ = [
-    "Answer",
     "AnswerFormat",
     "AnswerParser",
     "Content",
+    "ParsedAnswer",
+    "ParsedToolCall",
     "Part",
     "Reasoning",
-    "ToolCall",
     "ToolCallArguments",
     "ToolCallStart",
     "collect",

@@ -46,22 +46,22 @@ class ToolCallArguments(msgspec.Struct, frozen=True, gc=False):
 Part = Content | Reasoning | ToolCallStart | ToolCallArguments
 
 
-class ToolCall(msgspec.Struct):
+class ParsedToolCall(msgspec.Struct):
     name: str
     arguments: str  # JSON text, as in OpenAI's API
     id: str = ""  # the model's own
 
 
-class Answer(msgspec.Struct):
+class ParsedAnswer(msgspec.Struct):
     """All parts together: the content of an answer that is not streamed."""
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = []
+    tool_calls: list[ParsedToolCall] = []
 
 
-def collect(parts: Iterable[Part]) -> Answer:
-    answer = Answer()
+def collect(parts: Iterable[Part]) -> ParsedAnswer:
+    answer = ParsedAnswer()
     contents: list[str] = []
     reasonings: list[str] = []
     arguments: list[list[str]] = []
@@ -71,7 +71,7 @@ def collect(parts: Iterable[Part]) -> Answer:
         elif isinstance(part, Reasoning):
             reasonings.append(part.text)
         elif isinstance(part, ToolCallStart):
-            answer.tool_calls.append(ToolCall(part.name, "", part.id))
+            answer.tool_calls.append(ParsedToolCall(part.name, "", part.id))
             arguments.append([])
         else:
             arguments[part.index].append(part.text)

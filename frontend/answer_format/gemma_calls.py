@@ -14,7 +14,7 @@ from .argument_types import allowed_types, can_stand_alone, plain_arguments
 from .forced import Functions, write_listed, write_repeated
 from .grammar_text import GrammarText
 from .json_text import MAX_DEPTH, json_of, read_held_string, read_json
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 CALL = "call:"
@@ -74,7 +74,7 @@ class GemmaCalls(ToolFormat):
                 return f"{grammar.literal('[')} {items} {grammar.literal(']')}"
         return grammar.json(schema)
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         yield from stream.skip_space()
         yield from stream.expect(CALL)
         name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
@@ -87,7 +87,7 @@ class GemmaCalls(ToolFormat):
         yield from stream.accept(self.end)
         stream.drop()
 
-    def _read_value(self, stream: TextStream, calls: Calls, depth: int) -> Reader:
+    def _read_value(self, stream: TextStream, calls: Calls, depth: int) -> TextReader:
         """Passes a value on as JSON."""
         if depth > MAX_DEPTH:
             raise Malformed
@@ -110,7 +110,7 @@ class GemmaCalls(ToolFormat):
 
     def _read_items(
         self, stream: TextStream, calls: Calls, depth: int, opening: str, closing: str
-    ) -> Reader:
+    ) -> TextReader:
         before = opening
         while True:
             yield from stream.skip_space()

@@ -25,7 +25,7 @@ from .forced import Functions, write_json_calls
 from .grammar_text import ANY_TEXT, GrammarText
 from .json_calls import read_arguments
 from .reasoning import ReasoningMarks
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import Calls, ToolFormat
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
@@ -98,7 +98,7 @@ class HarmonyCalls(ToolFormat):
         text = f"{grammar.literal(FINAL + MESSAGE)} {grammar.rule(ANY_TEXT)}"
         return f"({preamble})* {grammar.any_of([text, calls])}"
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         """`mark`: the header of a message to a function."""
         name = function_of(mark, calls)
         yield from stream.skip_space()
@@ -132,7 +132,7 @@ class MessageSink:
 
 def read_messages(
     stream: TextStream, calls: Calls, call_format: HarmonyCalls | None, reads_reasoning: bool
-) -> Reader:
+) -> TextReader:
     """Reads an answer. `call_format` None: no text is a call. Without `reads_reasoning`, reasoning
     is content, with its marks.
 

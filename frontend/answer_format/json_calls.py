@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .forced import Functions, write_json_calls
 from .grammar_text import GrammarText
 from .json_text import read_held_json, read_held_string, read_json, repaired_object
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import Calls, ListedCalls
 
 
@@ -39,7 +39,7 @@ class JsonCalls(ListedCalls):
     def begins_call(self, character: str) -> bool:
         return character == "{"
 
-    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:
         return read_call_object(stream, calls, only_known=only_known, end=self.end)
 
 
@@ -49,7 +49,7 @@ ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 
 def read_call_object(
     stream: TextStream, calls: Calls, *, only_known: bool = False, end: str = ""
-) -> Reader:
+) -> TextReader:
     """`only_known`: an object that does not name a tool of this request is a JSON answer, not a
     call. The bracket that closes the object may be missing before `end`, a mark, or at the end.
     """
@@ -101,7 +101,7 @@ def _stands_before(stream: TextStream, mark: str) -> Generator[None, None, bool]
     return True
 
 
-def read_arguments(stream: TextStream, calls: Calls, name: str, id: str = "") -> Reader:
+def read_arguments(stream: TextStream, calls: Calls, name: str, id: str = "") -> TextReader:
     """Starts the call with its arguments, which are passed on as they arrive."""
     if (yield from stream.peek()) != "{":
         arguments = _plain_arguments((yield from read_held_json(stream)))

@@ -17,7 +17,7 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 
 MAX_DEPTH = 200
 MAX_SCALAR_LENGTH = 1000
@@ -31,7 +31,7 @@ PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 SCALAR = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 
 
-def read_json(stream: TextStream) -> Reader:
+def read_json(stream: TextStream) -> TextReader:
     """Consumes one value.
 
     Raises Malformed at the first character that is not JSON and cannot be repaired, or if the text
@@ -79,14 +79,14 @@ def _read_end_of_value(stream: TextStream, closers: list[str]) -> Generator[None
     return False
 
 
-def _read_key(stream: TextStream) -> Reader:
+def _read_key(stream: TextStream) -> TextReader:
     yield from _skip_json_space(stream)
     yield from read_string(stream)
     yield from _skip_json_space(stream)
     yield from stream.expect(":")
 
 
-def read_string(stream: TextStream) -> Reader:
+def read_string(stream: TextStream) -> TextReader:
     """Consumes a string with its quotes."""
     yield from stream.expect('"')
     while True:
@@ -104,7 +104,7 @@ def read_string(stream: TextStream) -> Reader:
             stream.replace(1, json.dumps(character)[1:-1])
 
 
-def _read_escape(stream: TextStream) -> Reader:
+def _read_escape(stream: TextStream) -> TextReader:
     """Passes an escape on as a whole, never the backslash alone."""
     escaped = yield from _ahead(stream, 1)
     code = (yield from _code_ahead(stream, 0)) if escaped == "u" else None
@@ -146,7 +146,7 @@ def _ahead(stream: TextStream, offset: int) -> Generator[None, None, str]:
     return character
 
 
-def _read_scalar(stream: TextStream) -> Reader:
+def _read_scalar(stream: TextStream) -> TextReader:
     """Consumes a complete number, true, false or null."""
     while True:
         run = SCALAR_CHARACTERS.match(stream.buffer, stream.position)
@@ -215,6 +215,6 @@ def json_of(value: Any) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _skip_json_space(stream: TextStream) -> Reader:
+def _skip_json_space(stream: TextStream) -> TextReader:
     while (character := (yield from stream.peek())) and character in JSON_SPACE:
         stream.skip(1)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .forced import Functions, write_json_calls, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import JsonCalls, read_arguments
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 NAME_CHARACTER = re.compile(r"[^\s<>{}\[\]\"'`|｜]")
@@ -55,7 +55,7 @@ class NamedCalls(ToolFormat):
     def call_start(self) -> str:
         return self.starts[1]
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         if mark == self.start:
             yield from stream.skip_space()
             yield from stream.expect(self.call_start)
@@ -70,7 +70,7 @@ class NamedCalls(ToolFormat):
         yield from stream.accept(self.section_end)
         stream.drop()
 
-    def _read_call(self, stream: TextStream, calls: Calls) -> Reader:
+    def _read_call(self, stream: TextStream, calls: Calls) -> TextReader:
         yield from stream.skip_space()
         name = yield from _read_name(stream)
         yield from stream.skip_space()
@@ -105,7 +105,7 @@ class MistralCalls(ToolFormat):
             )
         return JsonCalls(self.starts, is_list=True).write(grammar, functions, parallel)
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         yield from stream.skip_space()
         if (yield from stream.peek()) in ("[", "{"):
             yield from JsonCalls(self.starts).read(stream, calls, mark)

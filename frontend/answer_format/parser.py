@@ -11,7 +11,7 @@ from typing import Any
 from .answer import Content, Part, Reasoning, ToolCallArguments, ToolCallStart
 from .harmony import HarmonyCalls, HarmonyReasoning, read_messages
 from .reasoning import ReasoningMarks
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import Calls, ToolFormat
 
 # Characters of broken calls in an answer that are searched for other calls. Each may be searched
@@ -88,7 +88,7 @@ class AnswerParser:
             or part.index < self._max_calls
         ]
 
-    def _read_answer(self) -> Reader:
+    def _read_answer(self) -> TextReader:
         if self._harmony_header is not None:
             self._stream.append(self._harmony_header)
             calls = self._tool_format if isinstance(self._tool_format, HarmonyCalls) else None
@@ -117,7 +117,7 @@ class AnswerParser:
         self._stream.open_sink(Content)
         self._stream.close_sink()
 
-    def _read_reasoning(self, marks: ReasoningMarks) -> Reader:
+    def _read_reasoning(self, marks: ReasoningMarks) -> TextReader:
         """Reads it only at the beginning of the answer: an answer may mention <think> later."""
         stream = self._stream
         if self._is_within_reasoning:
@@ -147,7 +147,7 @@ class AnswerParser:
         self._stream.drop()
         return True
 
-    def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> Reader:
+    def _read_content_and_calls(self, tool_format: ToolFormat, content_end: str) -> TextReader:
         """`content_end`: a mark after the content, whose first occurrence is dropped, or ""."""
         stream, may_be_bare, has_called, num_reread = self._stream, True, False, 0
         ends = (content_end,) if content_end else ()
@@ -174,7 +174,7 @@ class AnswerParser:
                 may_be_bare = False
         self._read_plain()
 
-    def _drop_last_space(self) -> Reader:
+    def _drop_last_space(self) -> TextReader:
         """Whitespace between a call and the end belongs to the format; before more content it is
         content.
         """

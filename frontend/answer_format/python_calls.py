@@ -16,7 +16,7 @@ from .forced import Functions, write_json_call, write_listed, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
 from .json_text import json_of
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ListedCalls
 
 NAME_CHARACTER = re.compile(r"[\w.\-]")
@@ -66,14 +66,14 @@ class PythonCalls(ListedCalls):
     def begins_call(self, character: str) -> bool:
         return NAME_CHARACTER.match(character) is not None
 
-    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:
         if (yield from stream.peek()) == "{":
             yield from read_call_object(stream, calls, only_known=only_known, end=self.end)
         else:
             yield from _read_call(stream, calls, only_known)
 
 
-def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> Reader:
+def _read_call(stream: TextStream, calls: Calls, only_known: bool) -> TextReader:
     name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
     if not name or (only_known and name not in calls.schemas):
         raise Malformed
@@ -121,7 +121,7 @@ def _read_value(stream: TextStream) -> Generator[None, None, str]:
         raise Malformed from None
 
 
-def _skip_string(stream: TextStream, quote: str) -> Reader:
+def _skip_string(stream: TextStream, quote: str) -> TextReader:
     """Line breaks, and backslashes that begin no escape, are escaped."""
     stream.skip(1)
     while (character := (yield from stream.peek())) != quote:

@@ -15,7 +15,7 @@ from .argument_types import allowed_types, can_stand_alone, plain_arguments, to_
 from .forced import Functions, write_json_call, write_repeated
 from .grammar_text import GrammarText
 from .json_calls import read_call_object
-from .text_stream import Malformed, Reader, TextStream
+from .text_stream import Malformed, TextReader, TextStream
 from .tool_calls import MAX_NAME_LENGTH, Calls, ToolFormat
 
 NAME_CHARACTER = re.compile(r"[^\s<>{}\"']")
@@ -96,7 +96,7 @@ class TaggedCalls(ToolFormat):
     def name_start(self) -> str:
         return self.starts[1] if len(self.starts) > 1 else ""
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         is_inside = mark == self.name_start
         while True:
             yield from stream.skip_space()
@@ -115,7 +115,7 @@ class TaggedCalls(ToolFormat):
         yield from stream.accept(self.section_end)
         stream.drop()
 
-    def _read_call(self, stream: TextStream, calls: Calls) -> Reader:
+    def _read_call(self, stream: TextStream, calls: Calls) -> TextReader:
         yield from stream.skip_space()
         name = yield from stream.read_while(NAME_CHARACTER, MAX_NAME_LENGTH)
         if not name:
@@ -135,14 +135,14 @@ class TaggedCalls(ToolFormat):
                 return
             yield from self._read_argument(stream, calls, name)
 
-    def _read_call_end(self, stream: TextStream) -> Reader:
+    def _read_call_end(self, stream: TextStream) -> TextReader:
         if (yield from stream.accept(self.call_end)):
             return
         if not self.values_have_lines or not (yield from stream.accept(self.section_end)):
             raise Malformed
         stream.put_back(len(self.section_end))
 
-    def _read_argument(self, stream: TextStream, calls: Calls, name: str) -> Reader:
+    def _read_argument(self, stream: TextStream, calls: Calls, name: str) -> TextReader:
         key = (yield from stream.read_while(KEY_CHARACTER, MAX_NAME_LENGTH)).strip()
         types = yield from self._read_after_key(stream, calls.types_of(name, key))
         if self.values_have_lines:

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 from .answer import Part
 
-Reader = Generator[None, None, None]
+TextReader = Generator[None, None, None]
 MAX_HELD_SPACE = 64  # whitespace before a mark belongs to it, up to this length
 
 
@@ -88,11 +88,11 @@ class TextStream:
             if not literal.startswith(there) or not (yield from self.more()):
                 return False
 
-    def expect(self, literal: str) -> Reader:
+    def expect(self, literal: str) -> TextReader:
         if not (yield from self.accept(literal)):
             raise Malformed
 
-    def skip_space(self) -> Reader:
+    def skip_space(self) -> TextReader:
         while (yield from self.peek()).isspace():
             self.position += 1
 

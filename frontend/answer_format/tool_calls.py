@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .answer import ToolCallArguments, ToolCallStart
 from .argument_types import allowed_types
 from .json_text import json_of
-from .text_stream import Reader, TextStream
+from .text_stream import TextReader, TextStream
 
 if TYPE_CHECKING:
     from .forced import Functions
@@ -125,7 +125,7 @@ class ToolFormat(ABC):
         return "" if self.bare_beginnings else self.starts[0]
 
     @abstractmethod
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         """Reads the call or calls after `mark`, which is consumed ("" for calls without one).
 
         Raises Malformed.
@@ -155,7 +155,7 @@ class ListedCalls(ToolFormat):
     bare_separator: str = ""
     may_have_commas = False  # between calls that are not a list
 
-    def read(self, stream: TextStream, calls: Calls, mark: str) -> Reader:
+    def read(self, stream: TextStream, calls: Calls, mark: str) -> TextReader:
         yield from stream.skip_space()
         is_list = yield from stream.accept("[")
         while True:
@@ -180,5 +180,5 @@ class ListedCalls(ToolFormat):
         """Whether another call follows without a comma."""
 
     @abstractmethod
-    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> Reader:
+    def read_call(self, stream: TextStream, calls: Calls, *, only_known: bool) -> TextReader:
         """Reads one call. `only_known`: a function that is no tool of this request is Malformed."""

@@ -29,7 +29,7 @@ from ..state import ServerState
 
 PREFIX = "conv_"
 MAX_LISTED, LISTED = 100, 20  # items per page of a list; OpenAI's limits
-Metadata = Annotated[dict[str, str], Meta(max_length=MAX_METADATA)]
+ConversationMetadata = Annotated[dict[str, str], Meta(max_length=MAX_METADATA)]
 
 
 MAX_ADDED = 20  # items in one request; OpenAI's limit
@@ -39,13 +39,13 @@ class ConversationBody(msgspec.Struct, kw_only=True):
     """POST /v1/conversations."""
 
     items: Annotated[list[Item], Meta(max_length=MAX_ADDED)] | None = None
-    metadata: Metadata | None = None
+    metadata: ConversationMetadata | None = None
 
 
 class MetadataBody(msgspec.Struct, kw_only=True):
     """POST /v1/conversations/{id}."""
 
-    metadata: Metadata
+    metadata: ConversationMetadata
 
 
 class ItemsBody(msgspec.Struct, kw_only=True):

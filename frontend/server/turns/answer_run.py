@@ -19,7 +19,15 @@ from functools import partial
 import msgspec
 
 from ....ipc.params import SamplingParams
-from ...answer_format import Answer, AnswerParser, Content, Part, Reasoning, ToolCallStart, collect
+from ...answer_format import (
+    AnswerParser,
+    Content,
+    ParsedAnswer,
+    Part,
+    Reasoning,
+    ToolCallStart,
+    collect,
+)
 from ...outputs import CompletionOutput, PositionLogprobs, RequestMetrics, RequestOutput
 from ..http.call import HttpCall
 from ..http.sse import encode
@@ -113,7 +121,7 @@ class FinishedChoice(ChoiceDelta):
             self.logprobs += delta.logprobs
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
 
-    def answer(self) -> Answer:
+    def answer(self) -> ParsedAnswer:
         return collect(self.parts)
 
 

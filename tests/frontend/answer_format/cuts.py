@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import msgspec
-from quire.frontend.answer_format import Answer, AnswerFormat, Part, collect
+from quire.frontend.answer_format import AnswerFormat, ParsedAnswer, Part, collect
 
 
 def function(name: str, **properties: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def parse_pieces(
 
 def parse(
     answer_format: AnswerFormat, text: str, tools: list[dict] | None = None, **options: Any
-) -> Answer:
+) -> ParsedAnswer:
     """Parse the whole answer. Fail if another split of the text gives another result, or if the
     arguments of a call are not a JSON object.
     """

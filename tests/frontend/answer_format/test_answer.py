@@ -1,10 +1,10 @@
 """The parts of an answer joined together."""
 
 from quire.frontend.answer_format import (
-    Answer,
     Content,
+    ParsedAnswer,
+    ParsedToolCall,
     Reasoning,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
     collect,
@@ -23,9 +23,11 @@ def test_parts_are_joined() -> None:
         ToolCallArguments(1, "{}"),
         Content("d"),
     ]
-    assert collect(parts) == Answer("cd", "ab", [ToolCall("f", '{"x": 1}'), ToolCall("g", "{}")])
+    assert collect(parts) == ParsedAnswer(
+        "cd", "ab", [ParsedToolCall("f", '{"x": 1}'), ParsedToolCall("g", "{}")]
+    )
 
 
 def test_answers_share_no_state() -> None:
     collect([ToolCallStart(0, "f")])
-    assert collect([]) == Answer("", "", [])
+    assert collect([]) == ParsedAnswer("", "", [])

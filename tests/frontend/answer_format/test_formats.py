@@ -8,7 +8,7 @@ import json
 
 import pytest
 from quire import InvalidParameterError, SamplingParams, StructuredOutputsParams
-from quire.frontend.answer_format import Answer, ToolCall, detect
+from quire.frontend.answer_format import ParsedAnswer, ParsedToolCall, detect
 from quire.frontend.answer_format.formats import (
     REASONING_ALIASES,
     TOOL_ALIASES,
@@ -49,11 +49,11 @@ def test_flags_override() -> None:
 # ---------------------------------------------------------------- real templates, round trip
 
 CALLS = [
-    ToolCall(
+    ParsedToolCall(
         "get_weather", '{"city": "New \\"York\\"\\n{}", "days": 3, "units": ["C", {"é": null}]}'
     ),
-    ToolCall("f", '{"flag": true, "ratio": -0.5}'),
-    ToolCall("g", "{}"),
+    ParsedToolCall("f", '{"flag": true, "ratio": -0.5}'),
+    ParsedToolCall("g", "{}"),
 ]
 SINGLE = {"flag": "boolean", "ratio": "number"}
 TOOLS = [
@@ -63,7 +63,7 @@ TOOLS = [
 ]
 
 
-def turn(calls: list[ToolCall], content: str | None) -> dict:
+def turn(calls: list[ParsedToolCall], content: str | None) -> dict:
     ids = [f"functions.{call.name}:{i}" for i, call in enumerate(calls)]
     return {
         "role": "assistant",
@@ -107,7 +107,7 @@ def test_reasoning_of_an_earlier_turn_is_parsed_back() -> None:
         .removeprefix("<|im_start|>assistant\n")
         .removesuffix("<|im_end|>\n")
     )
-    assert parse(detect(template), text) == Answer("Sunny.", "Hm, <tool_call>?")
+    assert parse(detect(template), text) == ParsedAnswer("Sunny.", "Hm, <tool_call>?")
 
 
 def test_every_format_has_its_template() -> None:
@@ -209,18 +209,18 @@ def test_granites_answer_stands_between_tags() -> None:
     granite = detect(STOCK["Granite 3.3"][0])
     text = "<think>Hm.</think>\n<response>Yes <b>.</response>"
     for tools in (TOOLS, []):
-        assert parse(granite, text, tools) == Answer("Yes <b>.", "Hm.")
-        assert parse(granite, f"{text} More </response>", tools) == Answer(
+        assert parse(granite, text, tools) == ParsedAnswer("Yes <b>.", "Hm.")
+        assert parse(granite, f"{text} More </response>", tools) == ParsedAnswer(
             "Yes <b>. More </response>", "Hm."
         )
-        assert parse(granite, "<response>Yes", tools) == Answer("Yes")
-        assert parse(granite, "A <response> tag", tools) == Answer("A <response> tag")
+        assert parse(granite, "<response>Yes", tools) == ParsedAnswer("Yes")
+        assert parse(granite, "A <response> tag", tools) == ParsedAnswer("A <response> tag")
     called = parse(granite, f'{text}<|tool_call|>[{{"name": "g", "arguments": {{}}}}]')
-    assert called == Answer("Yes <b>.", "Hm.", [ToolCall("g", "{}")])
+    assert called == ParsedAnswer("Yes <b>.", "Hm.", [ParsedToolCall("g", "{}")])
     older = detect("", "granite", "granite")
-    assert parse(older, "Here is my thought process: Hm.\n\nHere is my response: Yes.") == Answer(
-        "Yes.", "Hm."
-    )
+    assert parse(
+        older, "Here is my thought process: Hm.\n\nHere is my response: Yes."
+    ) == ParsedAnswer("Yes.", "Hm.")
 
 
 @pytest.mark.parametrize(("alias", "name"), [*TOOL_ALIASES.items(), ("gemma4", "gemma4")])

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.frontend.answer_format import (
+    ParsedAnswer,
+    ParsedToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
 from quire.tests.frontend.answer_format.cuts import function, parse, parse_pieces
 from quire.tests.frontend.answer_format.grammars import accepts, marked_tokenizer
 
@@ -54,7 +60,7 @@ def test_arguments(written, meant) -> None:
 )
 def test_text_that_is_not_a_call_stays_content(inner) -> None:
     text = f"a <|tool_call>{inner}<tool_call|> b"
-    assert parse(GEMMA, text) == Answer(text)
+    assert parse(GEMMA, text) == ParsedAnswer(text)
 
 
 def test_a_forced_text_is_passed_on_as_it_arrives() -> None:
@@ -107,7 +113,7 @@ def test_the_grammar_writes_texts_between_their_marks(marks) -> None:
 def test_reasoning() -> None:
     gemma = detect("", "gemma4", "gemma4")
     text = "<|channel>thought\nHm.\n<channel|>Yes.<|tool_call>call:g{}<tool_call|>"
-    assert parse(gemma, text) == Answer("Yes.", "Hm.", [ToolCall("g", "{}")])
+    assert parse(gemma, text) == ParsedAnswer("Yes.", "Hm.", [ParsedToolCall("g", "{}")])
     off = "<|turn>model\n<|channel>thought\n<channel|>"
     assert gemma.reasoning_marks.is_closed_at_end_of(off)
-    assert parse(gemma, "Yes.", prompt_text=off) == Answer("Yes.")
+    assert parse(gemma, "Yes.", prompt_text=off) == ParsedAnswer("Yes.")

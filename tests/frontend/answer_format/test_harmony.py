@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire import StructuredOutputsParams
 from quire.frontend.answer_format import (
-    Answer,
     Content,
+    ParsedAnswer,
+    ParsedToolCall,
     Reasoning,
-    ToolCall,
     ToolCallArguments,
     ToolCallStart,
     detect,
@@ -28,49 +28,58 @@ THINK = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 PREAMBLE = "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
 CALL = '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": "b"}'
-F, G = ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")
+F, G = ParsedToolCall("f", '{"a": "b"}'), ParsedToolCall("g", "{}")
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        (f"{THINK}{FINAL}Yes.\n", Answer("Yes.\n", "Hm.")),
-        (f"{THINK}{FINAL}Yes.<|return|>", Answer("Yes.", "Hm.")),
-        (f"{THINK}{CALL}", Answer("", "Hm.", [F])),
-        (f"{THINK}{CALL}<|call|>", Answer("", "Hm.", [F])),
-        (f"{THINK}{PREAMBLE}{CALL}", Answer("Let me see.", "Hm.", [F])),
-        (f"{THINK}{THINK}{PREAMBLE}{FINAL}Yes.", Answer("Let me see.\nYes.", "Hm.\nHm.")),
+        (f"{THINK}{FINAL}Yes.\n", ParsedAnswer("Yes.\n", "Hm.")),
+        (f"{THINK}{FINAL}Yes.<|return|>", ParsedAnswer("Yes.", "Hm.")),
+        (f"{THINK}{CALL}", ParsedAnswer("", "Hm.", [F])),
+        (f"{THINK}{CALL}<|call|>", ParsedAnswer("", "Hm.", [F])),
+        (f"{THINK}{PREAMBLE}{CALL}", ParsedAnswer("Let me see.", "Hm.", [F])),
+        (f"{THINK}{THINK}{PREAMBLE}{FINAL}Yes.", ParsedAnswer("Let me see.\nYes.", "Hm.\nHm.")),
         (
             f"{CALL}<|call|><|start|>assistant to=functions.g<|channel|>commentary json"
             "<|message|>{}<|call|>",
-            Answer("", "", [F, G]),
+            ParsedAnswer("", "", [F, G]),
         ),
-        ("Yes.", Answer("Yes.")),
-        ("", Answer()),
+        ("Yes.", ParsedAnswer("Yes.")),
+        ("", ParsedAnswer()),
         # as models also write it
         (
             f'{THINK} to=functions.f<|channel|>commentary json<|message|>{{"a": "b"}}',
-            Answer("", "Hm.", [F]),
+            ParsedAnswer("", "Hm.", [F]),
         ),
-        ('<|channel|>analysis to=functions.f code<|message|>\n{"a": "b"}\n', Answer("", "", [F])),
-        ('<|channel|>commentary to=f<|constrain|>json<|message|>{"a": "b"}', Answer("", "", [F])),
+        (
+            '<|channel|>analysis to=functions.f code<|message|>\n{"a": "b"}\n',
+            ParsedAnswer("", "", [F]),
+        ),
+        (
+            '<|channel|>commentary to=f<|constrain|>json<|message|>{"a": "b"}',
+            ParsedAnswer("", "", [F]),
+        ),
         (
             "<|channel|>commentary to=functions.g <|constrain|>json<|message|><|call|>",
-            Answer("", "", [G]),
+            ParsedAnswer("", "", [G]),
         ),
         (
             f'{THINK}<|channel|>final <|constrain|>json<|message|>{{"a": 1}}',
-            Answer('{"a": 1}', "Hm."),
+            ParsedAnswer('{"a": 1}', "Hm."),
         ),
-        (f"<|start|>assistant{THINK}<|message|>Yes.", Answer("Yes.", "Hm.")),
-        ("<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.", Answer("Yes.", "Hm.")),
+        (f"<|start|>assistant{THINK}<|message|>Yes.", ParsedAnswer("Yes.", "Hm.")),
+        (
+            "<|channel|>analysis<|message|>Hm.<|channel|>final<|message|>Yes.",
+            ParsedAnswer("Yes.", "Hm."),
+        ),
         (
             "<|channel|>analysis<|message|>Hm.\n<|end|>\n<|start|>assistant<|channel|>final<|message|>Yes.",
-            Answer("Yes.", "Hm.\n"),
+            ParsedAnswer("Yes.", "Hm.\n"),
         ),
         # messages to nobody who is known
-        ("<|channel|>analysis to=python code<|message|>1 + 1", Answer("", "1 + 1")),
-        ("<|channel|>commentary to=python<|message|>1 + 1", Answer("1 + 1")),
+        ("<|channel|>analysis to=python code<|message|>1 + 1", ParsedAnswer("", "1 + 1")),
+        ("<|channel|>commentary to=python<|message|>1 + 1", ParsedAnswer("1 + 1")),
     ],
 )
 def test_messages(text, answer) -> None:
@@ -80,24 +89,27 @@ def test_messages(text, answer) -> None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("<|channel|>analysis<|message|>Hm.<|end|>Yes.", Answer("Yes.", "Hm.")),
-        (f"{THINK}Yes.", Answer("<|start|>assistantYes.", "Hm.")),
-        (f"{FINAL}Messages end with <|end|>.", Answer("Messages end with <|end|>.")),
-        (f"{FINAL}They begin with <|start|>, as\n", Answer("They begin with <|start|>, as\n")),
-        ("<|channel|>final\nYes.", Answer("<|channel|>final\nYes.")),
-        ("<|channel|>" + "x" * 600, Answer("<|channel|>" + "x" * 600)),
+        ("<|channel|>analysis<|message|>Hm.<|end|>Yes.", ParsedAnswer("Yes.", "Hm.")),
+        (f"{THINK}Yes.", ParsedAnswer("<|start|>assistantYes.", "Hm.")),
+        (f"{FINAL}Messages end with <|end|>.", ParsedAnswer("Messages end with <|end|>.")),
+        (
+            f"{FINAL}They begin with <|start|>, as\n",
+            ParsedAnswer("They begin with <|start|>, as\n"),
+        ),
+        ("<|channel|>final\nYes.", ParsedAnswer("<|channel|>final\nYes.")),
+        ("<|channel|>" + "x" * 600, ParsedAnswer("<|channel|>" + "x" * 600)),
         (
             "<|channel|>analysis<|message|>Is <|channel|> a mark?<|end|>",
-            Answer("", "Is <|channel|> a mark?"),
+            ParsedAnswer("", "Is <|channel|> a mark?"),
         ),
-        ("<|channel|>commentary to=functions.f<|message|>print(1)", Answer("print(1)")),
+        ("<|channel|>commentary to=functions.f<|message|>print(1)", ParsedAnswer("print(1)")),
         (
             '<|channel|>commentary to=functions.f<|message|>{"a": "b"}} end',
-            Answer("} end", "", [F]),
+            ParsedAnswer("} end", "", [F]),
         ),
         (
             '<|channel|>commentary to=functions.f<|message|>{"a": b}',
-            Answer('{"a": b}'),
+            ParsedAnswer('{"a": b}'),
         ),
     ],
 )
@@ -119,17 +131,17 @@ def test_wherever_the_answer_breaks_off() -> None:
         assert whole.reasoning.startswith(answer.reasoning)
         for call in answer.tool_calls:
             # a call of a function without arguments has no text
-            assert call == F or (text[:end].endswith(MESSAGE) and call == ToolCall("f", "{}"))
+            assert call == F or (text[:end].endswith(MESSAGE) and call == ParsedToolCall("f", "{}"))
 
 
 @pytest.mark.parametrize(
     ("prompt", "text", "answer"),
     [
-        ("<|start|>assistant", f"{THINK}{FINAL}Yes", Answer("Yes", "Hm.")),
-        (f"<|start|>assistant{THINK}{FINAL}Ye", "s.", Answer("s.")),
-        ("<|start|>assistant<|channel|>analysis<|message|>", "Hm.", Answer("", "Hm.")),
-        ("<|start|>assistant<|channel|>", "analysis<|message|>Hm.", Answer("", "Hm.")),
-        ("<|start|>user<|message|>Hi<|end|>", "Yes.", Answer("Yes.")),
+        ("<|start|>assistant", f"{THINK}{FINAL}Yes", ParsedAnswer("Yes", "Hm.")),
+        (f"<|start|>assistant{THINK}{FINAL}Ye", "s.", ParsedAnswer("s.")),
+        ("<|start|>assistant<|channel|>analysis<|message|>", "Hm.", ParsedAnswer("", "Hm.")),
+        ("<|start|>assistant<|channel|>", "analysis<|message|>Hm.", ParsedAnswer("", "Hm.")),
+        ("<|start|>user<|message|>Hi<|end|>", "Yes.", ParsedAnswer("Yes.")),
     ],
 )
 def test_the_prompt_may_hold_the_beginning_of_the_message(prompt, text, answer) -> None:
@@ -138,12 +150,12 @@ def test_the_prompt_may_hold_the_beginning_of_the_message(prompt, text, answer) 
 
 def test_disabled_parts_are_content() -> None:
     text = f"{THINK}{CALL}"
-    assert parse(HARMONY, text, tools=[]) == Answer('{"a": "b"}', "Hm.")
+    assert parse(HARMONY, text, tools=[]) == ParsedAnswer('{"a": "b"}', "Hm.")
     kept = "<|channel|>analysis<|message|>Hm."
-    assert parse(HARMONY, text, reasoning=False) == Answer(kept, "", [F])
+    assert parse(HARMONY, text, reasoning=False) == ParsedAnswer(kept, "", [F])
     only_reasoning = detect(TEMPLATES["harmony"], "none")
-    assert parse(only_reasoning, text) == Answer('{"a": "b"}', "Hm.")
-    assert parse(detect(TEMPLATES["harmony"], "none", "none"), text) == Answer(text)
+    assert parse(only_reasoning, text) == ParsedAnswer('{"a": "b"}', "Hm.")
+    assert parse(detect(TEMPLATES["harmony"], "none", "none"), text) == ParsedAnswer(text)
 
 
 def test_parts_are_streamed_as_they_arrive() -> None:
@@ -184,7 +196,7 @@ def test_every_text_of_a_message_is_passed_on(messages) -> None:
     said = [
         [body for channel, body in messages if (channel == "analysis") is r] for r in (False, True)
     ]
-    assert parse(HARMONY, text) == Answer(*map("\n".join, said))
+    assert parse(HARMONY, text) == ParsedAnswer(*map("\n".join, said))
 
 
 @settings(max_examples=100, deadline=None)
@@ -194,7 +206,7 @@ def test_every_text_of_a_message_is_passed_on(messages) -> None:
     )
 )
 def test_nothing_is_lost_without_a_message(text) -> None:
-    assert parse(HARMONY, f"{text}\n.") == Answer(f"{text}\n.")
+    assert parse(HARMONY, f"{text}\n.") == ParsedAnswer(f"{text}\n.")
 
 
 @settings(max_examples=150, deadline=None)

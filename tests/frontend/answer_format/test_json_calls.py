@@ -6,10 +6,10 @@ import json
 
 import pytest
 from quire.frontend.answer_format import (
-    Answer,
     AnswerFormat,
     Content,
-    ToolCall,
+    ParsedAnswer,
+    ParsedToolCall,
     ToolCallArguments,
     ToolCallStart,
     detect,
@@ -52,12 +52,12 @@ LIST = AnswerFormat("list", JsonCalls(starts=("<calls>",), end="</calls>"), None
     ],
 )
 def test_calls(inner, calls) -> None:
-    expected = [ToolCall(*call) for call in calls]
-    assert parse(HERMES, f"Let me see.\n<tool_call>{inner}</tool_call>\n") == Answer(
+    expected = [ParsedToolCall(*call) for call in calls]
+    assert parse(HERMES, f"Let me see.\n<tool_call>{inner}</tool_call>\n") == ParsedAnswer(
         "Let me see.", "", expected
     )
     # for example, if the end mark was a stop token
-    assert parse(HERMES, f"<tool_call>{inner}") == Answer("", "", expected)
+    assert parse(HERMES, f"<tool_call>{inner}") == ParsedAnswer("", "", expected)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_calls(inner, calls) -> None:
 )
 def test_text_that_is_not_a_call_stays_content(inner) -> None:
     text = f"a <tool_call>{inner}</tool_call> b"
-    assert parse(HERMES, text) == Answer(text, "", [])
+    assert parse(HERMES, text) == ParsedAnswer(text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_what_can_only_be_meant_in_one_way_is_repaired(call, written, meant) -> 
 )
 def test_a_call_without_an_object_stays_content_as_a_whole(call, written) -> None:
     text = f"a <tool_call>{call.replace('ARGUMENTS', written)}</tool_call> b"
-    assert parse(HERMES, text) == Answer(text, "", [])
+    assert parse(HERMES, text) == ParsedAnswer(text, "", [])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_call_without_an_object_stays_content_as_a_whole(call, written) -> Non
 )
 def test_a_closing_bracket_may_be_missing_or_stand_twice(end) -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": 1}'
-    assert parse(HERMES, text + end) == Answer("", "", [ToolCall("f", '{"a": 1}')])
+    assert parse(HERMES, text + end) == ParsedAnswer("", "", [ParsedToolCall("f", '{"a": 1}')])
 
 
 def test_a_call_that_max_tokens_cuts_stays_content() -> None:
@@ -144,14 +144,16 @@ def test_a_call_that_max_tokens_cuts_stays_content() -> None:
     assert [bool(parse(HERMES, text[:end]).tool_calls) for end in range(1, len(text))] == [
         end >= whole for end in range(1, len(text))
     ]
-    assert parse(HERMES, f"{text}\n{text[:40]}") == Answer(
-        f"\n{text[:40]}", "", [ToolCall("f", '{"a": 1}')]
+    assert parse(HERMES, f"{text}\n{text[:40]}") == ParsedAnswer(
+        f"\n{text[:40]}", "", [ParsedToolCall("f", '{"a": 1}')]
     )
 
 
 def test_a_call_after_a_broken_one_is_found() -> None:
     text = '<tool_call>{"name" <tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    assert parse(HERMES, text) == Answer('<tool_call>{"name"', "", [ToolCall("g", "{}")])
+    assert parse(HERMES, text) == ParsedAnswer(
+        '<tool_call>{"name"', "", [ParsedToolCall("g", "{}")]
+    )
 
 
 def streamed(pieces: list[str], **options: bool) -> list[list]:
@@ -201,22 +203,26 @@ def test_arguments_keep_their_pieces() -> None:
 
 def test_a_list_between_marks() -> None:
     text = '<calls>[{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]</calls> done'
-    assert parse(LIST, text) == Answer(" done", "", [ToolCall("f", "{}"), ToolCall("g", "{}")])
-    assert parse(LIST, text.replace(', {"name": "g"', ", g")).tool_calls == [ToolCall("f", "{}")]
+    assert parse(LIST, text) == ParsedAnswer(
+        " done", "", [ParsedToolCall("f", "{}"), ParsedToolCall("g", "{}")]
+    )
+    assert parse(LIST, text.replace(', {"name": "g"', ", g")).tool_calls == [
+        ParsedToolCall("f", "{}")
+    ]
 
 
 def test_calls_without_marks() -> None:
-    both = [ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")]
+    both = [ParsedToolCall("f", '{"a": 1}'), ParsedToolCall("g", "{}")]
     assert parse(
         BARE, ' {"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
-    ) == Answer("", "", both)
+    ) == ParsedAnswer("", "", both)
     assert parse(
         BARE, '{"name": "f", "parameters": {"a": 1}}\n{"name": "g", "parameters": {}}'
-    ) == Answer("", "", both)
-    assert parse(BARE, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]') == Answer(
+    ) == ParsedAnswer("", "", both)
+    assert parse(BARE, '[{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]') == ParsedAnswer(
         "", "", both
     )
-    assert parse(BARE, 'Now <|python_tag|>{"name": "f", "parameters": {"a": 1}}') == Answer(
+    assert parse(BARE, 'Now <|python_tag|>{"name": "f", "parameters": {"a": 1}}') == ParsedAnswer(
         "Now", "", both[:1]
     )
 
@@ -234,13 +240,13 @@ def test_calls_without_marks() -> None:
     ],
 )
 def test_json_that_is_not_a_call_is_content(text) -> None:
-    assert parse(BARE, text) == Answer(text, "", [])
+    assert parse(BARE, text) == ParsedAnswer(text, "", [])
 
 
 @pytest.mark.parametrize("mark", ["<|tool_call|>", "<tool_call>"])
 def test_granite_writes_one_of_two_marks(mark) -> None:
     granite = detect("<|tool_call|>")
     text = f'{mark}[{{"name": "f", "arguments": {{"a": 1}}}}, {{"name": "g", "arguments": {{}}}}]'
-    assert parse(granite, f"Well. {text}") == Answer(
-        "Well.", "", [ToolCall("f", '{"a": 1}'), ToolCall("g", "{}")]
+    assert parse(granite, f"Well. {text}") == ParsedAnswer(
+        "Well.", "", [ParsedToolCall("f", '{"a": 1}'), ParsedToolCall("g", "{}")]
     )

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.frontend.answer_format import (
+    ParsedAnswer,
+    ParsedToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
 V3, V31, KIMI, MISTRAL = (
@@ -16,7 +22,7 @@ BEGIN, CALL, SEP, END, CLOSE = (
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 )
-BOTH = [ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")]
+BOTH = [ParsedToolCall("f", '{"a": "b"}'), ParsedToolCall("g", "{}")]
 
 
 @pytest.mark.parametrize("answer_format", [V3, V31])
@@ -30,7 +36,7 @@ BOTH = [ToolCall("f", '{"a": "b"}'), ToolCall("g", "{}")]
     ],
 )
 def test_deepseek(answer_format, text) -> None:
-    assert parse(answer_format, f"Let me see.{text}") == Answer("Let me see.", "", BOTH)
+    assert parse(answer_format, f"Let me see.{text}") == ParsedAnswer("Let me see.", "", BOTH)
 
 
 @pytest.mark.parametrize("space", ["", " ", "\n"])
@@ -41,7 +47,9 @@ def test_kimi_keeps_its_ids(space) -> None:
     for call, id in zip(BOTH, ids, strict=True):
         pieces += [marks.call_start, id, marks.separator, call.arguments, marks.call_end]
     answer = parse(KIMI, space.join([*pieces, marks.section_end]))
-    assert answer == Answer("", "", [ToolCall(c.name, c.arguments, i) for c, i in zip(BOTH, ids)])
+    assert answer == ParsedAnswer(
+        "", "", [ParsedToolCall(c.name, c.arguments, i) for c, i in zip(BOTH, ids)]
+    )
 
 
 def test_kimi_ids_of_another_form_or_twice_are_none() -> None:
@@ -69,8 +77,8 @@ def test_kimi_ids_of_another_form_or_twice_are_none() -> None:
     ],
 )
 def test_mistral(text) -> None:
-    assert parse(MISTRAL, text) == Answer("", "", BOTH)
-    assert parse(MISTRAL, f"Well. {text}") == Answer("Well.", "", BOTH)
+    assert parse(MISTRAL, text) == ParsedAnswer("", "", BOTH)
+    assert parse(MISTRAL, f"Well. {text}") == ParsedAnswer("Well.", "", BOTH)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,7 @@ def test_mistral(text) -> None:
     ],
 )
 def test_text_that_is_not_a_call_stays_content(answer_format, text) -> None:
-    assert parse(answer_format, text) == Answer(text, "")
+    assert parse(answer_format, text) == ParsedAnswer(text, "")
 
 
 def test_arguments_are_streamed_as_they_arrive() -> None:

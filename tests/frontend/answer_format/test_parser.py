@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quire.frontend.answer_format import (
-    Answer,
     AnswerFormat,
     Content,
+    ParsedAnswer,
+    ParsedToolCall,
     Reasoning,
-    ToolCall,
     collect,
     detect,
 )
@@ -32,22 +32,22 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
 
 def test_reasoning_then_content_then_calls() -> None:
     text = f"<think>\nHm, <tool_call> it is.\n</think>\n\nI shall look.\n{CALL}\n{CALL}\n"
-    calls = [ToolCall("f", '{"a": "b"}')] * 2
-    assert parse(FORMAT, text) == Answer("I shall look.", "Hm, <tool_call> it is.", calls)
+    calls = [ParsedToolCall("f", '{"a": "b"}')] * 2
+    assert parse(FORMAT, text) == ParsedAnswer("I shall look.", "Hm, <tool_call> it is.", calls)
 
 
 @pytest.mark.parametrize(
     ("prompt", "text", "answer"),
     [
-        ("", "<think>\n\n</think>\n\nYes", Answer("Yes", "")),
-        ("…<think>\n", "Hm.\n</think>\n\nYes", Answer("Yes", "Hm.")),
-        ("…<think>", "<think>\nHm.</think>Yes", Answer("Yes", "Hm.")),  # opened twice
-        ("…<think>\n", "Hm. It goes on", Answer("", "Hm. It goes on")),
-        ("…<think>\n\n</think>\n\n", "Yes </think>", Answer("Yes </think>", "")),
-        ("<think> is a mark\n", "Yes", Answer("Yes", "")),
-        ("", "It says <think>x</think>", Answer("It says <think>x</think>", "")),
-        ("", " \n<thin", Answer(" \n<thin", "")),
-        ("", "", Answer("", "")),
+        ("", "<think>\n\n</think>\n\nYes", ParsedAnswer("Yes", "")),
+        ("…<think>\n", "Hm.\n</think>\n\nYes", ParsedAnswer("Yes", "Hm.")),
+        ("…<think>", "<think>\nHm.</think>Yes", ParsedAnswer("Yes", "Hm.")),  # opened twice
+        ("…<think>\n", "Hm. It goes on", ParsedAnswer("", "Hm. It goes on")),
+        ("…<think>\n\n</think>\n\n", "Yes </think>", ParsedAnswer("Yes </think>", "")),
+        ("<think> is a mark\n", "Yes", ParsedAnswer("Yes", "")),
+        ("", "It says <think>x</think>", ParsedAnswer("It says <think>x</think>", "")),
+        ("", " \n<thin", ParsedAnswer(" \n<thin", "")),
+        ("", "", ParsedAnswer("", "")),
     ],
 )
 def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
@@ -56,16 +56,16 @@ def test_where_reasoning_begins_and_ends(prompt, text, answer) -> None:
 
 def test_disabled_parts_stay_content() -> None:
     text = f"<think>Hm.</think> Yes\n{CALL}"
-    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == Answer(
-        "<think>Hm.</think> Yes", "", [ToolCall("f", '{"a": "b"}')]
+    assert parse(FORMAT, text, reasoning=False, prompt_text="<think>") == ParsedAnswer(
+        "<think>Hm.</think> Yes", "", [ParsedToolCall("f", '{"a": "b"}')]
     )
-    assert parse(FORMAT, text, tools=[]) == Answer(f"Yes\n{CALL}", "Hm.")
-    assert parse(detect("plain"), text) == Answer(text, "")
+    assert parse(FORMAT, text, tools=[]) == ParsedAnswer(f"Yes\n{CALL}", "Hm.")
+    assert parse(detect("plain"), text) == ParsedAnswer(text, "")
 
 
 def test_only_one_call() -> None:
-    assert parse(FORMAT, CALL * 3, parallel_tool_calls=False) == Answer(
-        "", "", [ToolCall("f", '{"a": "b"}')]
+    assert parse(FORMAT, CALL * 3, parallel_tool_calls=False) == ParsedAnswer(
+        "", "", [ParsedToolCall("f", '{"a": "b"}')]
     )
 
 
@@ -181,7 +181,7 @@ def test_many_broken_calls_are_not_read_over_and_over(name, unit, end) -> None:
         started = time.process_time()
         answer = collect(parse_pieces(answer_format, [text]))
         counts.append(time.process_time() - started)
-        assert answer == Answer(text)
+        assert answer == ParsedAnswer(text)
     assert counts[1] < 3 * counts[0] + 0.5  # four times, if it were the square
 
 
@@ -202,4 +202,4 @@ def test_nothing_is_lost(data) -> None:
 
 def test_marks_with_a_common_prefix() -> None:
     marks = AnswerFormat(None, None, "x", ReasoningMarks("<a>", "<a/>"))
-    assert parse(marks, "<a>x<a>y<a/>z") == Answer("z", "x<a>y")
+    assert parse(marks, "<a>x<a>y<a/>z") == ParsedAnswer("z", "x<a>y")

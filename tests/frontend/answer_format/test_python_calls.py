@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.frontend.answer_format import (
+    ParsedAnswer,
+    ParsedToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
 from quire.tests.frontend.answer_format.cuts import parse, parse_pieces
 
 LLAMA, LFM, OLMO = (detect("", name) for name in ("pythonic", "lfm2", "olmo3"))
@@ -42,12 +48,12 @@ def test_calls(answer_format, text) -> None:
 
 
 def test_content_around_calls() -> None:
-    assert parse(LFM, "See: <|tool_call_start|>[g()]<|tool_call_end|> Done.") == Answer(
-        "See: Done.", "", [ToolCall("g", "{}")]
+    assert parse(LFM, "See: <|tool_call_start|>[g()]<|tool_call_end|> Done.") == ParsedAnswer(
+        "See: Done.", "", [ParsedToolCall("g", "{}")]
     )
     assert parse(
         LFM, '<|tool_call_start|>[{"name": "g", "arguments": {"a": 1}}]<|tool_call_end|>'
-    ) == Answer("", "", [ToolCall("g", '{"a": 1}')])
+    ) == ParsedAnswer("", "", [ParsedToolCall("g", '{"a": 1}')])
 
 
 @pytest.mark.parametrize(
@@ -70,9 +76,9 @@ def test_content_around_calls() -> None:
 def test_text_that_is_not_a_call_stays_content(text) -> None:
     answer = parse(LLAMA, text)
     if text == "[f(a=1)x":  # the call was complete before the rest arrived
-        assert answer == Answer("x", "", [ToolCall("f", '{"a": 1}')])
+        assert answer == ParsedAnswer("x", "", [ParsedToolCall("f", '{"a": 1}')])
     else:
-        assert answer == Answer(text, "")
+        assert answer == ParsedAnswer(text, "")
 
 
 def test_arguments_are_streamed_one_by_one() -> None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from quire.frontend.answer_format import Answer, ToolCall, ToolCallArguments, ToolCallStart, detect
+from quire.frontend.answer_format import (
+    ParsedAnswer,
+    ParsedToolCall,
+    ToolCallArguments,
+    ToolCallStart,
+    detect,
+)
 from quire.tests.frontend.answer_format.cuts import function, parse, parse_pieces
 
 CODER, SEED, GLM, MINIMAX = (
@@ -108,8 +114,8 @@ def test_json_between_the_tags() -> None:
         (CODER, f"<tool_call>\n{inner}\n</tool_call>"),
         (GLM, f"<tool_call>{inner}</tool_call>"),
     ):
-        assert parse(answer_format, text * 2, TOOLS) == Answer(
-            "", "", [ToolCall("now", '{"a": 1}')] * 2
+        assert parse(answer_format, text * 2, TOOLS) == ParsedAnswer(
+            "", "", [ParsedToolCall("now", '{"a": 1}')] * 2
         )
 
 
@@ -149,20 +155,20 @@ def test_a_string_is_streamed_as_it_arrives() -> None:
     ],
 )
 def test_text_that_is_not_a_call_stays_content(answer_format, text) -> None:
-    assert parse(answer_format, text, TOOLS) == Answer(text, "")
+    assert parse(answer_format, text, TOOLS) == ParsedAnswer(text, "")
 
 
 def test_a_truncated_or_broken_call_stays_content() -> None:
     text = "<tool_call>\n<function=write>\n<parameter=path>\na.t"
-    assert parse(CODER, text, TOOLS) == Answer(text)
+    assert parse(CODER, text, TOOLS) == ParsedAnswer(text)
     broken = "<tool_call>\n<function=write>\n<parameter=mode>\n4\n</parameter>\nand so on"
-    assert parse(CODER, broken, TOOLS) == Answer(broken)
+    assert parse(CODER, broken, TOOLS) == ParsedAnswer(broken)
 
 
 def test_a_missing_end_tag_is_implied_by_the_next_tag() -> None:
     whole = "<tool_call>\n<function=write>\n<parameter=path>\na <b>.t\n</parameter>\n"
     whole += "<parameter=mode>\n4\n</parameter>\n</function>\n</tool_call>"
-    meant = [ToolCall("write", '{"path": "a <b>.t", "mode": 4}')]
+    meant = [ParsedToolCall("write", '{"path": "a <b>.t", "mode": 4}')]
     for tag, missing in (
         ("</parameter>\n<parameter=mode>", "<parameter=mode>"),
         ("</parameter>\n</function>", "</function>"),
@@ -173,14 +179,14 @@ def test_a_missing_end_tag_is_implied_by_the_next_tag() -> None:
         ("</tool_call>", ""),
     ):
         text = whole.replace(tag, missing)
-        assert text != whole and parse(CODER, text, TOOLS) == Answer("", "", meant), text
+        assert text != whole and parse(CODER, text, TOOLS) == ParsedAnswer("", "", meant), text
         assert parse(CODER, f"{text}\n{whole}", TOOLS).tool_calls == meant * 2, text
 
 
 def test_values_without_lines_may_lack_their_end_tags_too() -> None:
     text = "<tool_call><function=write><parameter=path>a.t<parameter=mode>4</function></tool_call>"
-    assert parse(CODER, text, TOOLS) == Answer(
-        "", "", [ToolCall("write", '{"path": "a.t", "mode": 4}')]
+    assert parse(CODER, text, TOOLS) == ParsedAnswer(
+        "", "", [ParsedToolCall("write", '{"path": "a.t", "mode": 4}')]
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
 import pytest
-from quire.frontend.answer_format import ToolCall, detect
+from quire.frontend.answer_format import ParsedToolCall, detect
 from quire.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from quire.frontend.server.admission import Admission
 from quire.frontend.server.http.call import HttpCall
@@ -98,7 +98,7 @@ def test_reasoning_content_and_a_call_are_separated() -> None:
     assert answer.reasoning.strip() == "well" and answer.content.strip() == "let me see"
     assert [(c.name, c.arguments) for c in answer.tool_calls] == [
         ("add", '{"a": 1}')
-    ] and isinstance(answer.tool_calls[0], ToolCall)
+    ] and isinstance(answer.tool_calls[0], ParsedToolCall)
     assert message.finish_reason == "tool_calls" and message.token_ids == [0, 1, 2, 3]
 
 

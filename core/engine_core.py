@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..ipc import platform_tuning
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, NotEnoughMemoryError
 from ..ipc.hops import MessageTimer
@@ -96,7 +97,7 @@ class EngineCore:
         """
         check_config(config)
         report = report or (lambda stage, fraction: None)
-        give_back: Callable[[], None] | None = None
+        give_back: Callable[[], Any] | None = None
         if executor is None:
             executor, give_back = _make_executor(
                 config, report, is_alone=is_alone, imported=imported
@@ -422,7 +423,7 @@ def begin_import() -> Future[Any]:
     return begin(import_executor)
 
 
-def import_executor(config: EngineConfig | None = None) -> Callable[[], None]:
+def import_executor(config: EngineConfig | None = None) -> Callable[[], Any]:
     """Imports what runs a model into the engine's own process, on a CPU if `config` follows later.
 
     Returns a function to call when the engine is ready: it releases memory of the import.
@@ -432,7 +433,7 @@ def import_executor(config: EngineConfig | None = None) -> Callable[[], None]:
     if config is None or num_ranks(config) == 1:  # ranks import it in their own processes
         lean_import.import_torch(config)
         from ..executor import single_process  # noqa: F401
-    return lean_import.give_back
+    return platform_tuning.unmap_unchanged
 
 
 def _make_executor(

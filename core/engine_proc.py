@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import logging
 import math
 import os
@@ -29,6 +28,7 @@ import msgspec
 import zmq
 
 from ..ipc import engine_input as events
+from ..ipc import platform_tuning
 from ..ipc.config import DeviceConfig, EngineConfig, ServiceConfig
 from ..ipc.counters import TransportStats
 from ..ipc.engine_input import EngineInput
@@ -180,10 +180,7 @@ class EngineCoreProc:
             imported=imported,
         )
         self._take_events(block=False)
-        # see main: a collection that visits all objects made so far would stop a step for 0.1 s
-        if not gc.isenabled():
-            gc.freeze()
-            gc.enable()
+        platform_tuning.end_start()
         self.core = core
         core.executor.watch(lambda cause: put(events.Fatal(RuntimeError(cause), "a rank failed")))
         self._send_to_all(core.ready)
@@ -520,11 +517,8 @@ def main(
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     # a server's threads give way to its engine (SCHED_BATCH), and an engine started later is their
     # child
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_BATCH:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-    # until the engine is ready: importing torch and building a model make half a million objects
-    # and no garbage
-    gc.disable()
+    platform_tuning.stop_giving_way()
+    platform_tuning.begin_start()
     if args.connect is not None:
         return run_child(
             Wire(args.connect, read_key(args.key_fd, KEY_BYTES)),

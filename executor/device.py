@@ -6,7 +6,6 @@ Must not know: models, requests, who asks.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import mmap
@@ -17,6 +16,7 @@ import numpy as np
 import psutil
 import torch
 
+from ..ipc import platform_tuning
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.machine import (
@@ -29,7 +29,6 @@ from ..ipc.models.memory_plan import free_of_share
 from ..ipc.models.ranks import num_ranks
 from ..kernels.cpu.native.library import library
 
-_LIBC = ctypes.CDLL(None)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 
@@ -168,8 +167,7 @@ def release_memory() -> None:
     gc.collect()
     if is_frozen:
         gc.freeze()
-    if hasattr(_LIBC, "malloc_trim"):  # glibc's
-        _LIBC.malloc_trim(0)
+    platform_tuning.trim_heap()
 
 
 def copy_mapped(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -186,7 +184,7 @@ def release_mapped(tensor: torch.Tensor) -> None:
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     if end > start:
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+        platform_tuning.drop_pages(start, end - start)
 
 
 def resident_bytes() -> int:

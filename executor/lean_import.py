@@ -7,7 +7,6 @@ Must not know: what torch is used for.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import sys
 from importlib.abc import Loader, MetaPathFinder
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..ipc import platform_tuning
 from ..ipc.config import EngineConfig
 from ..ipc.plugins import installed_plugins
 
@@ -40,7 +40,7 @@ def import_torch(config: EngineConfig | None = None) -> None:
         if not is_ours and (deferred := sys.modules.get(_DEFERRED)) is not None:
             hasattr(deferred, "__all__")  # runs it
         return
-    is_ours = is_ours and not installed_plugins()
+    is_ours = is_ours and platform_tuning.is_enabled() and not installed_plugins()
     if is_ours:
         # numpy's own library for products, which Quire does not use, starts threads that spin
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -51,7 +51,7 @@ def import_torch(config: EngineConfig | None = None) -> None:
         import torch  # noqa: F401
     finally:
         sys.meta_path.remove(finder)
-    unmap_unchanged()
+    platform_tuning.unmap_unchanged()
 
 
 def _load_libraries() -> None:
@@ -64,14 +64,6 @@ def _load_libraries() -> None:
         load = ctypes.CDLL(None).dlopen  # ctypes.CDLL(path) holds the GIL
         load.argtypes, load.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
         load(bytes(path), os.RTLD_NOW)
-
-
-def give_back() -> None:
-    """Releases memory that start-up needed and steps do not. Call it when the engine is ready."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # glibc's
-        libc.malloc_trim(0)
-    unmap_unchanged()
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -87,7 +79,7 @@ class _Finder(MetaPathFinder, Loader):
         self, fullname: str, path: Any, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname == _AFTER_LIBRARIES:
-            unmap_unchanged()
+            platform_tuning.unmap_unchanged()
         spec = PathFinder.find_spec(fullname, path) if fullname == self._deferred else None
         if spec is not None and spec.loader is not None:
             self._loader, spec.loader = spec.loader, self
@@ -100,36 +92,3 @@ class _Finder(MetaPathFinder, Loader):
             return getattr(module, name)
 
         module.__getattr__ = run
-
-
-def unmap_unchanged() -> int:
-    """Unmaps the read-only pages of libraries; returns the bytes.
-
-    They stay in the page cache, and used pages are mapped again by themselves, 64 KiB at a time.
-    Loading torch's libraries touches tens of MB that no step needs. Mappings with modified pages
-    (by a debugger or the loader) are kept, because the modifications would be lost.
-    """
-    libc, num_bytes, resident = ctypes.CDLL(None), 0, 0
-    start = end = 0
-    is_library = False
-    for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
-        key, _, value = line.partition(" ")
-        if not key.endswith(":"):  # "START-END PERMISSIONS OFFSET DEVICE INODE PATH"
-            start, end = (int(address, 16) for address in key.split("-"))
-            permissions, *_, path = value.split(maxsplit=4)
-            is_library = permissions.startswith("r-") and ".so" in Path(path).name
-        elif key == "Rss:":
-            resident = 1024 * int(value.split()[0])
-        elif (
-            key == "Anonymous:"
-            and is_library
-            and value.split()[0] == "0"
-            and (
-                libc.madvise(
-                    ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED
-                )
-                == 0
-            )
-        ):
-            num_bytes += resident
-    return num_bytes

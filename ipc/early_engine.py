@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from . import platform_tuning
 from .config import ServiceConfig
 from .connection import Connection
 from .process import engine_command
@@ -30,7 +31,8 @@ def early_engine(engine: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """
     global _waiting
     is_on_cpu = arguments.get("device", "auto") in ("auto", "cpu")
-    if engine != "process" or not is_on_cpu or arguments.get("logits_processors"):
+    is_own = engine == "process" and platform_tuning.is_enabled()
+    if not is_own or not is_on_cpu or arguments.get("logits_processors"):
         yield
         return
     max_message_bytes = arguments.get("max_message_bytes", ServiceConfig().max_message_bytes)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
-import gc
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from ...ipc import platform_tuning
 from ...ipc.codec import Decoder, Encoder
 from ...ipc.config import EngineConfig
 from ...ipc.failures import pack_exception
@@ -165,9 +165,7 @@ class Rank:
         if call.method == "initialize_kv_cache":
             num_bytes = executor.initialize_kv_cache(*call.args)
             executor.initialize_swap_space()
-            if not gc.isenabled():  # as in core/engine_proc.py
-                gc.freeze()
-                gc.enable()
+            platform_tuning.end_start()
             return Result([num_bytes, executor.burst_weights_bytes])
         if call.method not in self.CALLS:
             raise ValueError(f"a rank has no method {call.method!r}")
@@ -241,7 +239,7 @@ def main(argv: list[str] | None = None) -> None:
     read_key(args.key_fd, 1)
     configure_logging(args.log_level, args.log_format, args.log_model)
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    gc.disable()  # until it is ready
+    platform_tuning.begin_start()
     ends = msgspec.json.decode(args.ends, type=RankEnds)
     Rank(SharedLinks(ends), share_cores(ends.rank, ends.size)).run()
 

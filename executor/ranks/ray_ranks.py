@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import logging
 import os
@@ -27,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from ...ipc import platform_tuning
 from ...ipc.config import EngineConfig
 from ...ipc.errors import EngineStartError, InvalidParameterError
 from ...ipc.log_format import configure_logging, current_format
@@ -55,7 +55,7 @@ class RankActor:
         configure_logging(log_level, log_format)
         with contextlib.suppress(RuntimeError, OSError, ValueError):  # Ray may own it
             faulthandler.register(STACKS_SIGNAL, all_threads=True)
-        gc.disable()  # until it is ready
+        platform_tuning.begin_start()
         decoded = msgspec.json.decode(ends, type=NetworkEnds)
         links = NetworkLinks(decoded, ray.util.get_node_ip_address(), lambda: os._exit(1))
         Rank(links, num_threads).run()

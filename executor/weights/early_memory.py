@@ -18,6 +18,7 @@ import sys
 import threading
 from pathlib import Path
 
+from ...ipc import platform_tuning
 from ...ipc.config import EngineConfig
 from ...ipc.machine import free_memory_bytes
 from ...ipc.models.checkpoint import OTHER_PARTS
@@ -30,10 +31,7 @@ HUGE_PAGE_BYTES = 2 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6  # the format's own limit
 _STEP_BYTES = 32 * 2**20
 _SAMPLES = 64
-# Linux 5.14; older kernels refuse, and pages are allocated when they are written
-_MADV_POPULATE_WRITE = 23
 
-_LIBC = ctypes.CDLL(None)
 _reserved: mmap.mmap | None = None
 
 
@@ -44,6 +42,8 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
     It never fails: without it, loading only takes longer.
     """
     global _reserved
+    if not platform_tuning.is_enabled():
+        return []
     if ("torch" in sys.modules and not imports_torch) or config.load_config.load_format == "dummy":
         return []
     if num_ranks(config) > 1:  # this process loads nothing
@@ -63,8 +63,7 @@ def begin(config: EngineConfig, *, imports_torch: bool = False) -> list[threadin
         _reserved = mmap.mmap(
             -1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            _reserved.madvise(mmap.MADV_HUGEPAGE)
+        platform_tuning.use_huge_pages(_reserved)
     if _reserved is not None:
         threads = [threading.Thread(target=_populate, args=(_reserved, num_early))]
     else:
@@ -178,10 +177,5 @@ def _populate(memory: mmap.mmap, num_bytes: int) -> None:
     start = ctypes.addressof(whole) + -ctypes.addressof(whole) % HUGE_PAGE_BYTES
     for offset in range(0, num_bytes, _STEP_BYTES):
         step = min(_STEP_BYTES, -(-(num_bytes - offset) // mmap.PAGESIZE) * mmap.PAGESIZE)
-        if (
-            _LIBC.madvise(
-                ctypes.c_void_p(start + offset), ctypes.c_size_t(step), _MADV_POPULATE_WRITE
-            )
-            != 0
-        ):
+        if not platform_tuning.allocate_pages(start + offset, step):
             return

@@ -6,7 +6,6 @@ Must not know: formats, models.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import mmap
 import time
@@ -16,11 +15,10 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from ...ipc.platform_tuning import read_pages
+
 logger = logging.getLogger(__name__)
 
-_LIBC = ctypes.CDLL(None)
-# Linux 5.14; older kernels refuse, and pages are read when they are converted
-_MADV_POPULATE_READ = 22
 _MAPPED_AT_ONCE = 16 * 2**20
 
 Key = TypeVar("Key")
@@ -32,7 +30,7 @@ def map_pages(tensor: Tensor) -> None:
     """
     begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = tensor.data_ptr() + min(tensor.nbytes, _MAPPED_AT_ONCE) - begin
-    _LIBC.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), _MADV_POPULATE_READ)
+    read_pages(begin, size)
 
 
 class LoadTimes:

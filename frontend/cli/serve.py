@@ -11,6 +11,7 @@ import gc
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...ipc import platform_tuning
 from ...ipc.errors import InvalidParameterError
 from ...ipc.log_format import configure_logging, level_of
 from .flags import ENGINE, Flag, engine_flags, given, server_flags
@@ -52,8 +53,7 @@ def make_parser(argv: list[str]) -> Parser:
 
 def main(argv: list[str]) -> int:
     args = make_parser(argv).parse(argv)
-    # until the engine is loaded: imports and the tokenizer make a million objects and no garbage
-    gc.disable()
+    platform_tuning.begin_start()  # until the engine is loaded
     try:
         return run(args)
     finally:

@@ -16,8 +16,9 @@ from starlette.responses import RedirectResponse
 from starlette.routing import Match, Route, Router
 
 from ... import __version__
+from ...ipc.platform_tuning import trim_heap
 from .dispatch import OF_ONE_MODEL, routes_of_models
-from .http.call import HttpCall, new_request_id, read_deadline, release_memory
+from .http.call import HttpCall, new_request_id, read_deadline
 from .http.cross_site import CrossSite, normal_origin
 from .http.errors import ENDS, from_status
 from .http.openapi import ApiRoute, description_routes
@@ -190,7 +191,7 @@ class App:
         if call.watcher is not None:
             call.watcher.cancel()
         if call.num_body_bytes >= LARGE_BODY:
-            loop.run_in_executor(None, release_memory)
+            loop.run_in_executor(None, trim_heap)
         duration_s = loop.time() - call.began
         status = CLIENT_LEFT if call.is_disconnected else status
         route = self._paths.get(scope.get("endpoint"), "other")

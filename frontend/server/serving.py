@@ -11,7 +11,6 @@ import errno
 import functools
 import gc
 import logging
-import os
 import resource
 import signal
 import socket
@@ -24,6 +23,7 @@ from typing import Any, cast
 import msgspec
 import uvicorn
 
+from ...ipc import platform_tuning
 from ...ipc.errors import EngineStartError, InvalidParameterError, QuireError
 from ...ipc.log_format import announce, configure_logging, level_of
 from ...ipc.process import INTERRUPTS_IGNORED, ignores_interrupts
@@ -65,7 +65,9 @@ def serve(
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     if isinstance(args, list):
         state, loading = ServerState(config, ""), ", ".join(model.name for model in args)
-        models = make_models(args, config, on_loaded=settle, common=common)
+        models = make_models(
+            args, config, on_loaded=platform_tuning.prepare_for_streams, common=common
+        )
         server = EngineServer(config, state, models, engine)
         tell(
             f"{shown_address(config, listener)} (models: {loading}; default: {models.default.name})"
@@ -365,7 +367,7 @@ class EngineServer(AcceptingServer):
             if engine is not None:
                 await engine.shutdown_async()
             return
-        settle(gives_way=self._engine != "inproc")
+        platform_tuning.prepare_for_streams(gives_way=self._engine != "inproc")
         tell(f"ready: {self.state.model_name}")
 
     def _fail_start(self, error: BaseException) -> None:
@@ -377,30 +379,3 @@ class EngineServer(AcceptingServer):
         self.state.loading.error = str(error)
         self.failure = error
         self.should_exit = True
-
-
-def settle(*, gives_way: bool = True) -> None:
-    """Called when an engine has been loaded: prepares this process for many streams."""
-    gc.collect()
-    # A step of many streams creates thousands of short-lived objects, which form no cycles.
-    gc.set_threshold(20_000, 50, 20)
-    # Loaded objects are permanent: a collection that visited them would block every stream for
-    # 20 to 50 ms.
-    gc.freeze()
-    if gives_way:
-        give_way()
-
-
-def give_way() -> None:
-    """Schedules this process's threads so that they do not preempt others (SCHED_BATCH).
-
-    A thread then gets a core when another offers it, as the engine's kernels do between two calls,
-    or at the next tick of the system. The threads of a kernel wait for each other, so one
-    preemption delays all. No effect where the system does not allow it, or where another policy
-    has been chosen (chrt).
-    """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        for thread_id in os.listdir("/proc/self/task"):
-            # the thread has just ended, or a sandbox forbids the call
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(int(thread_id), os.SCHED_BATCH, os.sched_param(0))

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from quire import LLM, SamplingParams
 from quire.executor import lean_import
+from quire.ipc import platform_tuning
 
 IMPORT = """
 import json, sys
@@ -89,7 +90,7 @@ def test_library_pages_are_released_and_read_again_and_changed_ones_stay(tmp_pat
         == 0
     )
     before = resident(path)
-    assert lean_import.unmap_unchanged() >= 2**20
+    assert platform_tuning.unmap_unchanged() >= 2**20
     assert before == 2**21 and resident(path) == 2**20
     assert unchanged[:] == b"A" * 2**20 and changed[:8] == b"AAAAABAA"
 

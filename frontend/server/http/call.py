@@ -6,7 +6,6 @@ Must not know: routes, the engine.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import re
 import secrets
 import time
@@ -125,9 +124,3 @@ def new_request_id(headers: list[tuple[bytes, bytes]]) -> str:
         if name == b"x-request-id" and USERS_ID.fullmatch(text := value.decode("latin-1")):
             return text
     return f"req-{secrets.token_hex(12)}"
-
-
-def release_memory() -> None:
-    """Returns the memory of large bodies and texts to the system; the C library would keep it."""
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only
-        trim(0)

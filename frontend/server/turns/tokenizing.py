@@ -14,10 +14,11 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ....ipc.platform_tuning import trim_heap
 from ...text.token_bounds import composes
 from ...text.tokenizer import Tokenizer
 from ..admission import in_turn
-from ..http.call import HttpCall, release_memory
+from ..http.call import HttpCall
 from ..http.errors import invalid, too_long
 from ..state import ServerState
 
@@ -85,7 +86,7 @@ async def tokenize_all(
             return tokenizer.encode_batch(slice_of_texts, add_special_tokens)
         finally:
             if sum(map(len, slice_of_texts)) > HUGE_TEXT:
-                release_memory()
+                trim_heap()
 
     if not must_fit or tokenizer.max_token_length is None:
         for text in texts:

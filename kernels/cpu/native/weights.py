@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ....ipc.platform_tuning import use_huge_pages
+
 _PIECE_BYTES = 32 * 2**20
 _HUGE_PAGE_BYTES = 2 * 2**20
 _ALIGNMENT = 64
@@ -27,8 +29,7 @@ class _Piece:
 
     def __init__(self, memory: mmap.mmap):
         """`memory`: a private mapping, one huge page larger than its contents."""
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        use_huge_pages(memory)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         # unused pages are never touched and take no memory
         self.start = -whole.data_ptr() % _HUGE_PAGE_BYTES

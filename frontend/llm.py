@@ -30,7 +30,7 @@ from .requests.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from .requests.input_processor import ProcessedRequest
 from .requests.lora_requests import to_reload
 from .requests.pooling_inputs import with_task
-from .requests.prompts import Prompt, one_each, prompt_list
+from .requests.prompts import Prompt, error_in_request, one_each, prompt_list
 from .requests.scoring import pair_up, score_prompts, scores_of, scoring_task
 
 if TYPE_CHECKING:
@@ -240,9 +240,9 @@ class LLM(BlockingCalls):
         params = one_each("sampling_params", sampling_params, len(prompts))
         priorities = one_each("priority", 0 if priority is None else priority, len(prompts))
         loras = one_each("lora_request", lora_request, len(prompts))
-        requests = []
-        for i, prompt in enumerate(prompts):
-            try:
+        requests: list[ProcessedRequest] = []
+        try:
+            for i, prompt in enumerate(prompts):
                 request = self.session.process(
                     str(self._num_requests + i),
                     prompt,
@@ -251,12 +251,9 @@ class LLM(BlockingCalls):
                     lora_request=loras[i],
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-            except InvalidParameterError as error:
-                if len(prompts) == 1:
-                    raise
-                where = f"(in request {i} of {len(prompts)}, counted from 0)"
-                raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
-            requests.append(request)
+                requests.append(request)
+        except InvalidParameterError as error:
+            raise error_in_request(error, len(requests), len(prompts)) from None
         self._num_requests += len(requests)
         if lora_request is not None:
             for adapter in to_reload(loras):

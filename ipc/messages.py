@@ -342,31 +342,31 @@ class EngineCoreOutputs(Message, tag="outputs", frozen=True):
     def __post_init__(self) -> None:
         """Refuses columns that do not match, like any other bad frame."""
         num_rows = len(self.request_ids)
-        if (
-            not num_rows == len(self.first_indices) == len(self.num_tokens)
-            or min(self.num_tokens, default=0) < 0
-        ):
+        are_rows = num_rows == len(self.first_indices) == len(self.num_tokens)
+        if not are_rows or min(self.num_tokens, default=0) < 0:
             raise ValueError("the columns of EngineCoreOutputs differ in length")
         if sum(self.num_tokens) != len(self.token_ids):
             raise ValueError(
                 f"EngineCoreOutputs has {len(self.token_ids)} tokens for rows of "
                 f"{sum(self.num_tokens)}"
             )
-        if self.token_steps and not (
-            len(self.token_steps) == len(self.token_ids)
-            and 0 <= min(self.token_steps) <= max(self.token_steps) < len(self.step_times)
+        if self.token_steps:
+            self._check_steps()
+        parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings, self.pooled)
+        rows = [part.row for column in parts for part in column]
+        rows += [row for row, _ in self.num_cached_tokens]
+        if rows and not 0 <= min(rows) <= max(rows) < num_rows:
+            raise ValueError(f"EngineCoreOutputs refers to rows {rows} of {num_rows}")
+
+    def _check_steps(self) -> None:
+        is_of_tokens = len(self.token_steps) == len(self.token_ids)
+        if not is_of_tokens or not (
+            0 <= min(self.token_steps) <= max(self.token_steps) < len(self.step_times)
         ):
             raise ValueError(
                 f"EngineCoreOutputs has {len(self.token_steps)} tokens' steps, of "
                 f"{len(self.step_times)}, for {len(self.token_ids)} tokens"
             )
-        parts = (self.finished, self.logprobs, self.prompt_logprobs, self.timings, self.pooled)
-        rows = [
-            *(part.row for column in parts for part in column),
-            *(row for row, _ in self.num_cached_tokens),
-        ]
-        if rows and not 0 <= min(rows) <= max(rows) < num_rows:
-            raise ValueError(f"EngineCoreOutputs refers to rows {rows} of {num_rows}")
 
 
 class UtilityResult(Message, tag="result", frozen=True):

@@ -66,19 +66,10 @@ class RequestOutputKind(IntEnum):
 JSON_WHITESPACE = r"( |\n[ \t]{0,20})?"
 
 
-class StructuredOutputsParams(
-    msgspec.Struct,
-    metaclass=NamedArguments,
-    array_like=True,
-    omit_defaults=True,
-    frozen=True,
-    gc=False,
-    kw_only=True,
-):
+class StructuredOutputsParams(CheckedParams, frozen=True, kw_only=True):
     """Constrains the whole output; exactly one of the first five fields is given. vLLM's names.
 
-    Raises InvalidParameterError on construction and on decoding. The engine reports an invalid
-    grammar when it compiles it.
+    The engine reports an invalid grammar when it compiles it.
     """
 
     json: str | dict[str, Any] | None = None  # a JSON schema, as text or as a dict
@@ -100,34 +91,7 @@ class StructuredOutputsParams(
             "structured_outputs",
             f"must give exactly one of {', '.join(STRUCTURED_KINDS)}, got {given or 'none'}",
         )
-        for name in ("regex", "grammar", "whitespace_pattern"):
-            value = getattr(self, name)
-            require(
-                value is None or isinstance(value, str),
-                f"structured_outputs.{name}",
-                f"must be a string, got {shown(value)}",
-            )
-        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
-            require(
-                isinstance(getattr(self, name), bool),
-                f"structured_outputs.{name}",
-                "must be True or False",
-            )
-        is_schema = self.json is None or isinstance(self.json, (str, dict))
-        require(
-            is_schema,
-            "structured_outputs.json",
-            f"must be a schema as a dict or as text, got {type(self.json).__name__}",
-        )
-        choice = self.choice
-        is_choice = choice is None or (
-            isinstance(choice, list) and choice and all(isinstance(c, str) and c for c in choice)
-        )
-        require(
-            is_choice,
-            "structured_outputs.choice",
-            "must be a list of strings, none of them empty, at least one",
-        )
+        CheckedParams.__post_init__(self)
 
     def json_options(self, own: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a JSON schema, under its key "x-guidance".
@@ -395,6 +359,21 @@ def _check_structured_outputs(params: SamplingParams, name: str, value: Any) -> 
         require_plain(f"{name}.{text}", getattr(value, text))
 
 
+def _structured(holds: Callable[[Any], object], problem: str) -> Check:
+    """A check of one field of StructuredOutputsParams."""
+
+    def check(params: Any, name: str, value: Any) -> None:
+        if value is None or not holds(value):
+            got = problem.format(shown=shown(value), type=type(value).__name__)
+            raise InvalidParameterError(f"structured_outputs.{name}", got)
+
+    return check
+
+
+def _is_choice(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(c, str) and c for c in value)
+
+
 def _check_task(params: PoolingParams, name: str, value: Any) -> None:
     hint = FORMER_TASKS.get(value, "") if isinstance(value, str) else ""
     kind = f"one of {', '.join(POOLING_TASKS)}{hint}"
@@ -408,13 +387,16 @@ def _refuse_normalize(params: PoolingParams, name: str, value: Any) -> None:
 def _rows(type_: type[CheckedParams], checks: dict[str, Check]) -> list[tuple[str, Any, Check]]:
     defaults = {field.name: field.default for field in msgspec.structs.fields(type_)}
     flags = {name: FLAG for name, default in defaults.items() if isinstance(default, bool)}
-    return [(name, defaults[name], check) for name, check in (checks | flags).items()]
+    all_checks = checks | {name: flag for name, flag in flags.items() if name not in checks}
+    return [(name, defaults[name], check) for name, check in all_checks.items()]
 
 
 _set = msgspec.structs.force_setattr  # while the object is made: it is frozen afterwards
 MAX_TIMEOUT_S = 1e9
 ABOVE_ZERO = math.ulp(0.0)  # the least float
 FLAG = _instance(bool, "True or False")
+STRUCTURED_TEXT = _structured(lambda value: isinstance(value, str), "must be a string, got {shown}")
+STRUCTURED_FLAG = _structured(lambda value: isinstance(value, bool), "must be True or False")
 # The engine uses 32-bit floats.
 CHECKS: dict[type, list[tuple[str, Any, Check]]] = {
     SamplingParams: _rows(
@@ -451,6 +433,24 @@ CHECKS: dict[type, list[tuple[str, Any, Check]]] = {
             "bad_words_token_ids": _check_bad_words_token_ids,
             "extra_args": _check_extra_args,
             "structured_outputs": _check_structured_outputs,
+        },
+    ),
+    StructuredOutputsParams: _rows(
+        StructuredOutputsParams,
+        {
+            "regex": STRUCTURED_TEXT,
+            "grammar": STRUCTURED_TEXT,
+            "whitespace_pattern": STRUCTURED_TEXT,
+            "json_object": STRUCTURED_FLAG,
+            "disable_any_whitespace": STRUCTURED_FLAG,
+            "disable_additional_properties": STRUCTURED_FLAG,
+            "json": _structured(
+                lambda value: isinstance(value, (str, dict)),
+                "must be a schema as a dict or as text, got {type}",
+            ),
+            "choice": _structured(
+                _is_choice, "must be a list of strings, none of them empty, at least one"
+            ),
         },
     ),
     PoolingParams: _rows(

@@ -38,7 +38,7 @@ from ...ipc.params import (
 from ..text.tokenizer import Tokenizer
 from .lora_requests import placed
 from .pooling_inputs import PoolingInputs
-from .prompts import Prompt, read_prompt
+from .prompts import Prompt, error_in_request, read_prompt
 
 MAX_LOGIT_BIAS = 100.0
 Result = TypeVar("Result")
@@ -198,11 +198,7 @@ class InputProcessor:
         try:
             return check(*args)
         except InvalidParameterError as error:
-            if num_prompts == 1:
-                raise
-            of = "" if num_prompts is None else f" of {num_prompts}"
-            where = f"(in request {index}{of}, counted from 0)"
-            raise InvalidParameterError(error.parameter, f"{error.problem} {where}") from None
+            raise error_in_request(error, index, num_prompts) from None
 
     # ------------------------------------------------------------ prompt
 

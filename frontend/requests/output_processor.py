@@ -185,12 +185,8 @@ class OutputProcessor:
                     start + num_known if num_known > 0 else start : end
                 ]
                 if num_known < 0 or (new_token_ids and state.num_missing_prompt_logprobs):
-                    self._finish(
-                        state,
-                        completion,
-                        FinishReason.ERROR,
-                        error=_gap(state, completion, num_known),
-                    )
+                    gap = (_gap(state, completion, num_known), None)
+                    self._finish(state, completion, FinishReason.ERROR, error=gap)
                     num_used = 0
                 else:
                     num_used = self._read_row(
@@ -258,14 +254,8 @@ class OutputProcessor:
         if stop is not None:
             self._finish(state, completion, FinishReason.STOP, stop_reason=stop)
         elif finished is not None:
-            self._finish(
-                state,
-                completion,
-                finished.reason,
-                stop_reason=finished.stop_reason,
-                error=finished.error,
-                error_parameter=finished.parameter,
-            )
+            error = (finished.error, finished.parameter)
+            self._finish(state, completion, finished.reason, finished.stop_reason, error)
         return num_used
 
     def _finish(
@@ -273,12 +263,13 @@ class OutputProcessor:
         state: RequestState,
         completion: CompletionState,
         reason: FinishReason,
-        *,
         stop_reason: int | str | None = None,
-        error: str | None = None,
-        error_parameter: str | None = None,
+        error: tuple[str | None, str | None] = (None, None),
     ) -> None:
-        """Ends a completion if it has not ended. Removes the request with its last completion."""
+        """Ends a completion if it has not ended. Removes the request with its last completion.
+
+        `error`: the message, and the parameter that the engine refused.
+        """
         if completion.finish_reason is not None:
             return
         if reason in (FinishReason.ABORT, FinishReason.ERROR, FinishReason.TIMEOUT):
@@ -286,8 +277,8 @@ class OutputProcessor:
             completion.detokenizer.update([], reason)
         completion.finish_reason, completion.stop_reason = reason, stop_reason
         if reason is FinishReason.ERROR and state.error is None:
-            state.error = error or "the engine gave no reason"
-            state.error_parameter = error_parameter
+            state.error = error[0] or "the engine gave no reason"
+            state.error_parameter = error[1]
         del self._by_engine_id[completion.engine_id]
         state.num_unfinished -= 1
         if state.num_unfinished == 0:

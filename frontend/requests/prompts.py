@@ -95,3 +95,16 @@ def one_each(name: str, value: Any, num_prompts: int) -> list[Any]:
             f"must be one for all or one per prompt, got {len(value)} for {num_prompts} prompts",
         )
     return list(value)
+
+
+def error_in_request(
+    error: InvalidParameterError, index: int, num_prompts: int | None
+) -> InvalidParameterError:
+    """The error of a prompt with its index, unless it is the only prompt. None: their number is
+    unknown.
+    """
+    if num_prompts == 1:
+        return error
+    of = "" if num_prompts is None else f" of {num_prompts}"
+    where = f"(in request {index}{of}, counted from 0)"
+    return InvalidParameterError(error.parameter, f"{error.problem} {where}")

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...ipc.log_format import name_model
-from .apis.ollama_answer import now, time_text
+from .apis.ollama_answer import empty_answer, time_text
 from .apis.ollama_turn import plain_name
 from .durations import parse_duration
 from .http.call import call_of
@@ -189,11 +189,7 @@ def _keep_alive(value: float | str) -> float:
 async def _unload(models: Models, slot: ModelSlot, path: str) -> JsonAnswer:
     """The response to an empty request with keep_alive 0, with which clients unload a model."""
     await models.unload(slot)
-    empty: dict[str, Any] = {"response": ""}
-    if path.endswith("/chat"):
-        empty = {"message": {"role": "assistant", "content": ""}}
-    about = {"model": slot.name, "created_at": now(), **empty}
-    return JsonAnswer(about | {"done": True, "done_reason": "unload"})
+    return JsonAnswer(empty_answer(slot.name, "unload", is_chat=path.endswith("/chat")))
 
 
 # ------------------------------------------------------------ about all models

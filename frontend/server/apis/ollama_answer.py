@@ -67,12 +67,7 @@ class OllamaAnswer(BlockAnswer):
         return b"".join([encode(one) + b"\n" for one in objects])
 
     def _object(self, content: str = "", **more: Any) -> dict[str, Any]:
-        said = (
-            {"message": {"role": "assistant", "content": content, **more}}
-            if self._is_chat
-            else {"response": content, **more}
-        )
-        return {"model": self._model, "created_at": now(), **said, "done": False}
+        return _object(self._model, content, is_chat=self._is_chat, **more) | {"done": False}
 
     def _logprobs(self) -> dict[str, Any]:
         """The log-probabilities of the unsent tokens, in the format of OpenAI's chat API, which
@@ -98,6 +93,20 @@ class OllamaAnswer(BlockAnswer):
 
     def _error_event(self, error: ApiError) -> bytes:
         return error_line(error)
+
+
+def _object(model: str, content: str, *, is_chat: bool, **more: Any) -> dict[str, Any]:
+    said = (
+        {"message": {"role": "assistant", "content": content, **more}}
+        if is_chat
+        else {"response": content, **more}
+    )
+    return {"model": model, "created_at": now(), **said}
+
+
+def empty_answer(model: str, reason: str, *, is_chat: bool) -> dict[str, Any]:
+    """The answer to a request without a prompt, which loads or unloads the model."""
+    return _object(model, "", is_chat=is_chat) | {"done": True, "done_reason": reason}
 
 
 def error_line(error: ApiError) -> bytes:

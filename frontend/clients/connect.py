@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from pathlib import Path
 
 from ...ipc.config import EngineConfig, ModelConfig
 from ...ipc.errors import InvalidParameterError
 from ...ipc.handshake import Report, report_nothing
 from ...ipc.threads import begin, in_thread
 from ..engine_args import EngineArgs
-from ..model_info.model_files import read_ahead
 from ..telemetry.export import check_endpoint
 from ..text.tokenizer import Tokenizer
 from .client import EngineClient, replaces_engines
@@ -29,12 +27,11 @@ def load_tokenizer(model_config: ModelConfig) -> Tokenizer | None:
 
 
 class TokenizerLoad:
-    """Loads the tokenizer in a thread while the engine loads; first requests the weight files.
+    """Loads the tokenizer in a thread while the engine loads.
 
     It waits until the configuration is sent, because the tokenizer library holds the GIL.
 
         this process    config ─▶ spawn ─▶ HELLO, CONFIG ─▶ tokenizer ───────────────────▶ result
-        the system               weight files into the page cache
         the engine                imports ─▶ HELLO ─▶ torch ─▶ weights ─▶ KV cache ─▶ READY
     """
 
@@ -42,8 +39,6 @@ class TokenizerLoad:
         self._model_config = config.model_config
         self._on_progress = on_progress
         self._tokenizer: Future[Tokenizer | None] | None = None
-        if config.load_config.load_format != "dummy":
-            begin(lambda: read_ahead(Path(config.model_config.model)))
 
     def on_progress(self, stage: str, fraction: float) -> None:
         """Records a stage of the engine's start. After "start" its configuration is sent."""

@@ -31,6 +31,7 @@ from .cpu import (
     prefers_bfloat16,
     read_processor,
 )
+from .gpu_memory import CUDA_LIBRARY
 
 GIB = 2**30
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 14)  # matches requires-python in pyproject.toml
@@ -48,7 +49,6 @@ X86_FEATURES = (
 )
 ARM_FEATURES = ("sve2", "sve", "bf16", "i8mm", "asimd")
 DISTRIBUTION = "quire-engine"  # as in pyproject.toml
-CUDA_LIBRARY = "libcuda.so.1"
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):

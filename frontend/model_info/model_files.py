@@ -6,8 +6,6 @@ Must not know: weights, torch, tokenizers, how the engine uses a configuration.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +15,7 @@ import msgspec
 
 from ...ipc.errors import ModelLoadError
 from ...ipc.json_files import read_json, read_json_if_exists
-from ...ipc.models.gguf import is_gguf, part_names, read_gguf
+from ...ipc.models.gguf import is_gguf, read_gguf
 from . import gguf_names
 
 BUNDLED = "bundled"
@@ -135,23 +133,6 @@ def _download(
             f"model {model!r}: there is no such directory, and the hub did not provide it: "
             f"{gguf_names.reason_of(error)}"
         ) from error
-
-
-def read_ahead(directory: Path) -> None:
-    """Asks the operating system to start reading the weight files into the page cache while the
-    engine process starts. Best effort: errors are ignored.
-    """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    if is_gguf(directory):
-        paths = [directory.with_name(name) for name in part_names(directory.name)]
-    else:
-        paths = sorted(directory.glob("*.safetensors"))
-    for path in paths:
-        if not path.is_file():  # opening a pipe would block
-            continue
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read_hf_config(directory: Path, overrides: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from .experts_config import ExpertsConfig
 from .forms import GENERATE, Head, decoder_head, form_of, score_tokens
 from .pooling import STORED_POOLING
 from .quantization_config import parse_quantization
-from .rope_config import CONTEXT_KEYS, parse_ropes
+from .rope_config import CONTEXT_KEYS, FULL, SLIDING, parse_ropes
 
 # Keys that do not change results: names, training, how transformers runs a model, its sampling
 # defaults (they come from generation_config.json), or settings of the engine's own configuration.
@@ -154,7 +154,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "qkv_bias": (True,),
     "clip_qkv": (),
 }
-FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 # Keys that name the activation of the MLP; a model has one activation, under these names.
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation")
 ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}

@@ -14,10 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ModelLoadError
-from .decoder_config import SLIDING
 from .encoder_config import EncoderConfig, Keys
 from .forms import CLASSIFY, CLASSIFY_TOKENS, EMBED, Head, HeadLayer, form_of, label_names
-from .rope_config import parse_rope_parameters
+from .rope_config import FULL, SLIDING, parse_rope_parameters
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -195,7 +194,7 @@ def _parse_modernbert(hf_config: dict[str, Any]) -> EncoderConfig:
     ropes = [
         _rope(given.get(kind), keys.number(key, default, 1, 1e12), context)
         for kind, key, default in (
-            ("full_attention", "global_rope_theta", 160_000.0),
+            (FULL, "global_rope_theta", 160_000.0),
             (SLIDING, "local_rope_theta", 10_000.0),
         )
     ]

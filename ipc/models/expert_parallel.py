@@ -6,10 +6,9 @@ Must not know: processes, tensors, how rows travel.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..config import EngineConfig
 from ..errors import InvalidParameterError, ModelLoadError
+from .ranks import has_quantized_files, row_of
 
 NAME = "enable_expert_parallel"
 
@@ -57,25 +56,18 @@ def check_expert_parallel(config: EngineConfig) -> None:
 
 
 def _check_model(config: EngineConfig) -> None:
-    # all architectures, which other engines do not need
-    from .architectures import ARCHITECTURES
-    from .fallback_architectures import QUIRE, choose_implementation
-    from .gguf import is_gguf
-    from .quantization_config import parse_quantization
-
     model = config.model_config
     try:
-        implementation, found = choose_implementation(model.hf_config, model.model_impl)
+        architecture, found = row_of(model)
     except ModelLoadError as error:
         raise InvalidParameterError(NAME, f"cannot be used with this model ({error})") from error
-    architecture = ARCHITECTURES.get(found) if implementation == QUIRE else None
     experts = None if architecture is None else architecture.parse(model.hf_config).experts
     if experts is None:
         raise InvalidParameterError(
             NAME,
             f"needs a mixture of experts on a page of Quire's own, got a model of type {found}",
         )
-    if parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model)):
+    if has_quantized_files(model):
         raise InvalidParameterError(NAME, "cannot be used with a checkpoint of quantized weights")
     size = config.device_config.data_parallel_size
     if experts.count % size:

@@ -13,9 +13,10 @@ from typing import Any
 
 from ..errors import ModelLoadError
 from .architectures import ARCHITECTURES, NATIVE, find_architecture
-from .decoder_config import MOST, MOST_OF_A_SIZE, SLIDING, DecoderConfig
+from .decoder_config import MOST, MOST_OF_A_SIZE, DecoderConfig
 from .encoders import is_fallback_encoder
 from .quantization_config import parse_quantization
+from .rope_config import SLIDING
 
 QUIRE, TRANSFORMERS = "quire", "transformers"
 

@@ -29,7 +29,7 @@ from .gguf_weights import (
     read_rope_factors,
 )
 from .pooling import STORED_POOLING
-from .rope_config import DEFAULT_THETA
+from .rope_config import DEFAULT_THETA, FULL, SLIDING
 
 _GEMMA3_LOCAL_BASE = 10_000.0  # of the rotary embedding in layers with a window
 # Number of layers of the models whose attention is scaled by other than the size of a head.
@@ -240,14 +240,13 @@ def _add_of_architecture(
     config.setdefault("rope_theta", DEFAULT_THETA)  # llama.cpp's, whatever the model's
     if known.architecture not in ARCHITECTURES:
         config["pad_token_id"] = None  # transformers' may be out of the vocabulary
-    kinds = ("full_attention", "sliding_attention")
     pattern = own.get("attention.sliding_window_pattern")
     if known.windows and isinstance(num_layers, int) and num_layers <= MOST["num_hidden_layers"]:
         has_windows = config.get("sliding_window") is not None
         usual = [has_windows and (i + 1) % known.windows != 0 for i in range(num_layers)]
         pattern = pattern if has_windows and isinstance(pattern, list) else usual
     if isinstance(pattern, list):
-        config["layer_types"] = [kinds[bool(has_window)] for has_window in pattern]
+        config["layer_types"] = [SLIDING if has_window else FULL for has_window in pattern]
     elif pattern is not None:
         config["sliding_window_pattern"] = pattern
 

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import EngineConfig
+from ..config import EngineConfig, ModelConfig
 from ..errors import InvalidParameterError, ModelLoadError
 
 if TYPE_CHECKING:
@@ -60,12 +60,10 @@ def head_in_layers(config: DecoderConfig) -> float:
 
 def kv_share(config: EngineConfig) -> Fraction:
     """The part of the keys and values of a model's blocks that a rank holds, at most."""
-    from .architectures import ARCHITECTURES
-    from .fallback_architectures import choose_implementation
-
     device, model = config.device_config, config.model_config
-    _, found = choose_implementation(model.hf_config, model.model_impl)
-    shape = ARCHITECTURES[found].parse(model.hf_config)
+    architecture, _ = row_of(model)
+    assert architecture is not None  # check_ranks
+    shape = architecture.parse(model.hf_config)
     layers, heads = shape.num_hidden_layers, shape.num_key_value_heads
     num_stages, last_more = device.pipeline_parallel_size, head_in_layers(shape)
     of_stage = max(
@@ -133,21 +131,14 @@ def _is_installed(module: str) -> bool:
 
 
 def _check_model(config: EngineConfig, name: str) -> None:
-    # all architectures, which an engine with one rank does not need
-    from .architectures import ARCHITECTURES
-    from .fallback_architectures import QUIRE, choose_implementation
-    from .gguf import is_gguf
-    from .quantization_config import parse_quantization
-
     model = config.model_config
     try:
-        implementation, found = choose_implementation(model.hf_config, model.model_impl)
+        architecture, found = row_of(model)
     except ModelLoadError as error:
         raise _refusal(config, name, f"must be 1 with this model ({error})") from error
-    architecture = ARCHITECTURES.get(found) if implementation == QUIRE else None
     if architecture is None:
         raise _refusal(config, name, f"must be 1 with a model of type {found}")
-    if parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model)):
+    if has_quantized_files(model):
         raise _refusal(config, name, "must be 1 with a checkpoint of quantized weights")
     if problem := _undivided(architecture):
         raise _refusal(config, name, f"must be 1 with {found}: {problem}")
@@ -175,6 +166,25 @@ def _check_model(config: EngineConfig, name: str) -> None:
             name,
             f"must divide the model's num_key_value_heads={kv_heads}, or be a multiple of it",
         )
+
+
+def row_of(model: ModelConfig) -> tuple[Architecture | None, str]:
+    """The row that a decoder is built from, and its name; None and the type of other models. Raises
+    ModelLoadError.
+    """
+    # all architectures, which an engine with one rank does not need
+    from .architectures import ARCHITECTURES
+    from .fallback_architectures import QUIRE, choose_implementation
+
+    implementation, found = choose_implementation(model.hf_config, model.model_impl)
+    return (ARCHITECTURES.get(found) if implementation == QUIRE else None), found
+
+
+def has_quantized_files(model: ModelConfig) -> bool:
+    from .gguf import is_gguf
+    from .quantization_config import parse_quantization
+
+    return parse_quantization(model.hf_config) is not None or is_gguf(Path(model.model))
 
 
 def _undivided(architecture: Architecture) -> str:

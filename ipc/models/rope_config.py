@@ -58,7 +58,7 @@ _LISTS = frozenset({"factors", "short_factor", "long_factor"})  # a number for e
 _RENAMED = {"su": "longrope"}
 DEFAULT_THETA = 10000.0
 LEAST_FACTOR = 1e-6
-LAYER_KINDS = ("full_attention", "sliding_attention")  # that may have parameters of their own
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 # Keys of config.json that give the longest sequence of the model; the smallest one present counts.
 CONTEXT_KEYS = (
     "max_position_embeddings",
@@ -117,14 +117,14 @@ def _rope_of(hf_config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _by_kind(hf_config: dict[str, Any]) -> bool:
     """Whether layers with and without a window have rope parameters of their own."""
     given = hf_config.get("rope_parameters")
-    return isinstance(given, dict) and any(kind in given for kind in LAYER_KINDS)
+    return isinstance(given, dict) and (FULL in given or SLIDING in given)
 
 
 def _rope_of_full_layers(hf_config: dict[str, Any]) -> dict[str, Any]:
     """hf_config with the rope parameters of layers without a window as the only ones."""
     if not _by_kind(hf_config):
         return hf_config
-    return hf_config | {"rope_parameters": hf_config["rope_parameters"].get(LAYER_KINDS[0])}
+    return hf_config | {"rope_parameters": hf_config["rope_parameters"].get(FULL)}
 
 
 def parse_ropes(
@@ -143,7 +143,7 @@ def parse_ropes(
     else:
         own = {"rope_scaling": None, "rope_parameters": None}
         if _by_kind(hf_config):
-            own["rope_parameters"] = hf_config["rope_parameters"].get(LAYER_KINDS[1])
+            own["rope_parameters"] = hf_config["rope_parameters"].get(SLIDING)
         local = {"rope_theta": hf_config.get("rope_local_base_freq")}
         ropes = (
             parse_rope_parameters(_rope_of_full_layers(hf_config), honours),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from quire.frontend.model_info.model_files import (
     default_sampling_arguments,
     eos_token_ids,
     find_model_directory,
-    read_ahead,
     read_generation_config,
     read_hf_config,
 )
@@ -206,24 +204,6 @@ def test_eos_token_ids() -> None:
     assert eos_token_ids({"eos_token_id": 0}, {"eos_token_id": 5}) == [0]
     with pytest.raises(ModelLoadError, match="eos_token_id"):
         eos_token_ids({"eos_token_id": "</s>"}, {})
-
-
-def test_prefetch_reads_only_the_weights_and_never_fails(tmp_path, monkeypatch) -> None:
-    asked = []
-    for name in ("b.safetensors", "a.safetensors", "config.json"):
-        (tmp_path / name).write_bytes(b"x" * 10)
-    (tmp_path / "c.safetensors").mkdir()  # cannot be opened
-    monkeypatch.setattr(
-        model_files.os,
-        "posix_fadvise",
-        lambda fd, *what: asked.append((os.readlink(f"/proc/self/fd/{fd}"), what)),
-        raising=False,
-    )
-    read_ahead(tmp_path)
-    assert asked == [
-        (str(tmp_path / f"{name}.safetensors"), (0, 0, os.POSIX_FADV_WILLNEED)) for name in "ab"
-    ]
-    read_ahead(tmp_path / "nowhere")
 
 
 def test_folders_of_modules_are_downloaded_and_other_forms_are_not() -> None:

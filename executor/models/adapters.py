@@ -63,13 +63,13 @@ class AdapterRows:
         self.indices = None if is_each else logits_indices
 
     def use_one(self, place: int, count: int) -> None:
-        """For logits of `count` rows outside of a step, all with the adapter of this place."""
+        """Prepares logits of `count` rows outside of a step, all with the adapter of this place."""
         self.adapters = torch.full((count,), place, dtype=torch.int32, device=self.device)
         self.indices = None
 
 
 class LinearAdapters:
-    """Of a linear layer, which may be several merged projections."""
+    """The adapters of a linear layer, which may consist of merged projections."""
 
     def __init__(
         self,
@@ -147,12 +147,12 @@ class _Writable:
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The same memory; NumPy has no bf16."""
+    """Returns an array in the same memory, of i2 for bf16, which NumPy lacks."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 class EmbeddingAdapters:
-    """Of an embedding."""
+    """The adapters of an embedding."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ class Attention:
     def attend(
         self, qkv: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
-        """The same from the product qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
+        """Attends with the product qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]."""
         ops, num_tokens = self.ops, len(qkv)
         query, key, value = qkv.view(num_tokens, -1, self.head_dim).split(self._heads, dim=1)
         if metadata.groups:
@@ -137,7 +137,7 @@ class Attention:
         return self.q_norm(query), self.k_norm(key)
 
     def _rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> None:
-        """In place; query and key as in _normed."""
+        """Rotates both in place; query and key have the shapes of _normed."""
         if self.rope is None:
             return
         rotate, (of_query, of_key) = self.ops.rotary_embedding, self.rope
@@ -156,7 +156,7 @@ class Attention:
 
 
 class BidirectionalAttention(Attention):
-    """The same over all tokens of a text, in both directions and without a cache; a window reaches
+    """Attention over all tokens of a text, in both directions and without a cache; a window reaches
     half as far to each side.
     """
 

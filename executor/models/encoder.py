@@ -1,8 +1,8 @@
 """The stack that text encoders share: embeddings, layers of attention in both directions and MLP
 with layer norms after or before them.
 
-Must not know: which architectures there are, files, requests. ipc/models/encoders.py has
-the names of the tensors.
+Must not know: which architectures there are, files, requests. ipc/models/encoders.py has the names
+of the tensors.
 """
 
 from __future__ import annotations

@@ -298,7 +298,7 @@ class LayerFactory:
     def _adapters(
         self, in_features: int, slices: list[int], is_common: bool = True
     ) -> LinearAdapters | None:
-        """Of a linear layer; None where the model takes none. See LinearAdapters."""
+        """Makes the adapters of a linear layer; None where the model takes none."""
         if self._loras is None or self.adapter_rows is None:
             return None
         sizes = self._loras.max_loras, self._loras.max_lora_rank, in_features, slices
@@ -322,7 +322,7 @@ class LayerFactory:
         return made
 
     def _warn_of_own_weights(self, layer: Any) -> None:
-        """Of a plugin's layer, what `linear` and its relatives make is quantized."""
+        """Warns that only what `linear` and its relatives make of a plugin's layer is quantized."""
         values = getattr(layer, "__dict__", {}).values()
         own = [one for one in values if isinstance(one, torch.Tensor) and one.dim() > 1]
         kind = f"{type(layer).__module__}.{type(layer).__qualname__}"

@@ -167,7 +167,7 @@ class Linear:
         return self._multiply.arrays  # type: ignore[attr-defined]
 
     def restored(self, arrays: dict[str, torch.Tensor]) -> Multiply:
-        """For `use`: what `pack` would make if `arrays` are those of an equal layer.
+        """Returns for `use` what `pack` would make, if `arrays` are those of an equal layer.
 
         Raises ValueError or KeyError for others. Requires `can_restore`.
         """

@@ -34,7 +34,7 @@ def map_pages(tensor: Tensor) -> None:
 
 
 class LoadTimes:
-    """Of one load, from its creation to `log`."""
+    """Measures one load, from its creation to `log`."""
 
     def __init__(self) -> None:
         self.num_bytes = 0  # that were read
@@ -42,8 +42,8 @@ class LoadTimes:
         self._start = time.perf_counter()
 
     def reading(self, tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[tuple[Key, Tensor]]:
-        """The same pairs of tensors that lie in mappings of files. While one is converted, a thread
-        reads the next; only the time that is spent waiting for it counts as reading.
+        """Yields the same pairs, whose tensors lie in mappings of files. While one is converted, a
+        thread reads the next; only the time that is spent waiting for it counts as reading.
         """
         waiting: tuple[Key, Tensor, Future[None]] | None = None
         with ThreadPoolExecutor(1, "quire-read") as thread:

@@ -202,7 +202,7 @@ def _check_module(config: LoraConfig, module: str, names: dict[str, str], path: 
 
 
 def _read_gguf(path: Path, heads: tuple[int, int]) -> Iterator[tuple[str, _Pair]]:
-    """The same of a GGUF file. llama.cpp has A of an embedding transposed."""
+    """Reads the same from a GGUF file, where A of an embedding is transposed."""
     file = read_gguf(path)
     kinds = file.metadata.get("general.type"), file.metadata.get(_GGUF_TYPE_KEY, "lora")
     if kinds != ("adapter", "lora"):

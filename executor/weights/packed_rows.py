@@ -26,7 +26,7 @@ class PackedRows(NamedTuple):
         return dequantize(self.rows, self.type, dtype)
 
     def for_memory(self) -> PackedRows:
-        """As blocks of the type in MEMORY_TYPES: the same, or packed again."""
+        """Returns blocks of the type in MEMORY_TYPES: the same, or packed again."""
         target = MEMORY_TYPES.get(self.type, self.type)
         return self if target == self.type else PackedRows(repack(self.rows, self.type), target)
 

@@ -53,7 +53,7 @@ class Weight(torch.Tensor):
 
     @property
     def stored_shape(self) -> list[int]:
-        """Of what fills it."""
+        """The shape of what fills it."""
         return list(self.shape) if self.part is None else self.part.stored_shape(self)
 
 
@@ -63,5 +63,5 @@ def layer_of(tensor: torch.Tensor) -> Any:
 
 
 def stored_shape(tensor: torch.Tensor) -> list[int]:
-    """Of what fills a tensor of the weight-name table, of which this rank may keep a part."""
+    """The shape of what fills a tensor of the weight-name table: a rank may keep a part of it."""
     return tensor.stored_shape if isinstance(tensor, Weight) else list(tensor.shape)

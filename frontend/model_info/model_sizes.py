@@ -77,7 +77,7 @@ class ModelSizes:
         return rest * DTYPE_BYTES[dtype] + wider + packed
 
     def experts_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """Of weights_bytes, those of the routed experts, which engines may divide."""
+        """How many of weights_bytes the routed experts take, which engines may divide."""
         shapes = NATIVE[self.architecture].weight_shapes(self.config)  # type: ignore[arg-type]
         rest = sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
         if quantization is None:
@@ -113,7 +113,7 @@ class StoredSizes(ModelSizes):
     kept: Mapping[str, list[int]]  # of quantized weights that may stay blocks
 
     def weights_bytes(self, dtype: str, quantization: str | None = None) -> int:
-        """As of ModelSizes. Embeddings, experts and vectors keep the dtype."""
+        """See ModelSizes. Embeddings, experts and vectors keep the dtype."""
         if quantization is None:
             return self.num_parameters * DTYPE_BYTES[dtype]
         tables = [n for n, shape in self.shapes.items() if shape[0] == self.config.vocab_size]
@@ -188,7 +188,7 @@ def _linear_shapes(
 
 
 def _expert_shapes(config: DecoderConfig | EncoderConfig) -> list[tuple[int, int]]:
-    """The same of the routed experts alone."""
+    """Those of _linear_shapes that belong to routed experts."""
     if (experts := config.experts) is None:
         return []
     one = [(2 * experts.size, config.hidden_size), (config.hidden_size, experts.size)]

@@ -257,8 +257,8 @@ def _measure_room(config: EngineConfig, cache: _Cache, free: int) -> _Room:
 def _runtime_bytes(
     config: EngineConfig, memory: Memory, num_engines: int, weights_bytes: int
 ) -> int:
-    """Of the processes, those beside the first with their weights. A standby is a second process
-    with weights of its own; it touches its cache when the first is gone.
+    """What the processes take, those beside the first with their weights. A standby is a second
+    process with weights of its own; it touches its cache when the first is gone.
     """
     num_others = num_engines - 1 + config.service_config.standby
     num_bytes = memory.runtime_bytes + num_others * (RUNTIME_BYTES + weights_bytes)

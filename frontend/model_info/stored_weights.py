@@ -79,7 +79,7 @@ def stored_weights(path: Path, hf_config: dict[str, Any]) -> StoredWeights:
 
 
 def file_type(file: GGUFFile) -> str:
-    """As the file's metadata says, else the type that most of its weights have."""
+    """The type that the file's metadata names, else the one that most of its weights have."""
     number = file.metadata.get(FILE_TYPE_KEY)
     if isinstance(number, int) and (name := FILE_TYPES.get(number & ~GUESSED)):
         return name

@@ -222,7 +222,7 @@ class DecoderConfig:
 
     @property
     def base_prefix(self) -> str:
-        """Of the base model's tensors; a checkpoint of it alone may lack it."""
+        """What names of the base model's tensors begin with; a checkpoint of it alone may not."""
         return f"{self.name_prefix}model."
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:

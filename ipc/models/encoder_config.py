@@ -79,7 +79,7 @@ class EncoderConfig:
 
     @property
     def sliding_windows(self) -> tuple[int, ...]:
-        """Of the KV cache, which there is none of."""
+        """Empty: there is no KV cache."""
         return ()
 
     def rope_of(self, layer: int) -> dict[str, Any] | None:

@@ -368,7 +368,7 @@ class _Header:
         return values
 
     def strings_at(self, indices: list[int], field: str) -> dict[int, str]:
-        """Of an array of strings that begins here. indices: ascending."""
+        """Reads some strings of an array that begins here. indices: ascending."""
         found, passed = {}, 0
         for index in indices:
             self.skip_strings(index - passed, field)

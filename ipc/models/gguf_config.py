@@ -181,7 +181,7 @@ def _of_tensors(tensors: Mapping[str, GGUFTensor], known: GGUFArchitecture) -> d
 
 
 def _encoder_config(file: GGUFFile, known: GGUFArchitecture, own: dict[str, Any]) -> dict[str, Any]:
-    """Of a text encoder. Rows of its tables count: keys may leave out padding."""
+    """Reads a text encoder. The rows of its tables count: keys may leave out padding."""
     if own.get("attention.causal"):
         raise ModelLoadError(f"{file.paths[0]}: attention.causal is not supported for encoders")
     keys = {**_ENCODER_KEYS, **known.keys}

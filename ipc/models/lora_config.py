@@ -59,7 +59,7 @@ class LoraConfig:
     layers_to_transform: tuple[int, ...] | None = None
 
     def rank(self, module: str) -> int:
-        """Of a module by its name in transformers' model, model.layers.0.self_attn.q_proj."""
+        """The rank of a module by its name in transformers, model.layers.0.self_attn.q_proj."""
         return _matching(self.rank_pattern, module, self.r)
 
     def scale(self, module: str) -> float:
@@ -81,7 +81,7 @@ class LoraConfig:
 
 
 def parse_lora_config(config: dict[str, Any], path: Path) -> LoraConfig:
-    """Of the object in the file `path`.
+    """Parses the object in the file `path`.
 
     Raises ModelLoadError, naming file and key, for what is malformed or not supported.
     """

@@ -47,7 +47,7 @@ class StoredPart:
 def parts_of(
     shapes: dict[str, list[int]], quantization: CheckpointQuantization | None
 ) -> dict[str, StoredPart]:
-    """As stored_parts, of all quantized weights among `shapes` that have tensors of their own."""
+    """stored_parts of all quantized weights among `shapes` that have tensors of their own."""
     parts: dict[str, StoredPart] = {}
     for name, shape in shapes.items() if quantization is not None else ():
         found = None if quantization is None else quantization.format_of(name, shape)

@@ -127,7 +127,7 @@ def _stored_mode(hf_config: Mapping[str, Any]) -> str | None:
 
 
 def _with_size(pooling: Pooling, hf_config: Mapping[str, Any]) -> Pooling:
-    """With the length of an embedding, as far as config.json has it under this name."""
+    """Adds the length of an embedding, as far as config.json has it under this name."""
     hidden = hf_config.get("hidden_size")
     size = hidden * len(pooling.modes) if isinstance(hidden, int) else 0
     size = pooling.dense[-1].out_features if pooling.dense else size
@@ -144,7 +144,7 @@ def _native_name(hf_config: dict[str, Any], model_impl: str) -> str | None:
 
 
 def encoder_config(hf_config: dict[str, Any], model_impl: str = "auto") -> EncoderConfig | None:
-    """Of a text encoder; None of other models."""
+    """The configuration of a text encoder; None for other models."""
     name = _native_name(hf_config, model_impl)
     if name in ENCODERS:
         return ENCODERS[name].parse(hf_config)
@@ -171,7 +171,7 @@ def _check_generates(must_pool: bool, convert: str) -> None:
 
 
 def _changed(pooling: Pooling, config: PoolerConfig | None) -> Pooling:
-    """As the user wants it."""
+    """Applies what the user changes."""
     if config is None:
         return pooling
     changes: dict[str, Any] = {}

@@ -103,7 +103,7 @@ def is_ignored(name: str, config: Any) -> bool:
 
 
 def find_stored_names(names: Collection[str], config: Any, directory: Path) -> StoredNames:
-    """For the files of `directory`, by their headers; `names` of a GGUF file are its own.
+    """Reads the names from the headers of the files in `directory`; a GGUF file has the model's.
 
     Raises ModelLoadError for files that are not there or not readable.
     """

@@ -24,22 +24,11 @@ from .attention_tile import (
 
 @triton.jit
 def _attend(
-    query,
-    row_positions,
-    key_ptr,
-    value_ptr,
-    table,
-    length,
-    scale,
+    rows,
+    cache,
     first,
     stop,
-    largest,
-    total,
-    acc,
-    key_block_stride,
-    key_slot_stride,
-    value_block_stride,
-    value_slot_stride,
+    state,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -48,10 +37,15 @@ def _attend(
     SOFTCAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds tiles first <= i < stop to the rows' state.
+    """Adds tiles first <= i < stop to the rows' state, which is returned: their largest score,
+    total and sums. rows and cache: as in prefill_kernel.
 
     MASKED: some keys may be hidden from some rows.
     """
+    query, row_positions, scale = rows
+    key_ptr, value_ptr, table, length, strides = cache
+    key_block_stride, key_slot_stride, value_block_stride, value_slot_stride = strides
+    largest, total, acc = state
     columns = tl.arange(0, BLOCK_D)
     for tile in range(first, stop):
         positions = tile * TILE + tl.arange(0, TILE)
@@ -176,25 +170,19 @@ def prefill_kernel(
     if SINKS:
         largest, total = with_sinks(sinks_ptr, heads, in_block)
     full_first, full_stop, stop = 0, (first_position + 1) // TILE, last_position // TILE + 1
+    of_rows = query, row_positions, scale
+    strides = key_block_stride, key_slot_stride, value_block_stride, value_slot_stride
+    cache = key_ptr, value_ptr, table, length, strides
+    state = largest, total, acc
     if WINDOW:
         full_first = tl.cdiv(tl.maximum(last_position + 1 - WINDOW, 0), TILE)
-        largest, total, acc = _attend(
-            query,
-            row_positions,
-            key_ptr,
-            value_ptr,
-            table,
-            length,
-            scale,
-            tl.maximum(first_position + 1 - WINDOW, 0) // TILE,
+        first = tl.maximum(first_position + 1 - WINDOW, 0) // TILE
+        state = _attend(
+            of_rows,
+            cache,
+            first,
             full_first,
-            largest,
-            total,
-            acc,
-            key_block_stride,
-            key_slot_stride,
-            value_block_stride,
-            value_slot_stride,
+            state,
             HEAD_DIM,
             BLOCK_D,
             BLOCK_SIZE,
@@ -203,23 +191,12 @@ def prefill_kernel(
             SOFTCAP,
             True,
         )
-    largest, total, acc = _attend(
-        query,
-        row_positions,
-        key_ptr,
-        value_ptr,
-        table,
-        length,
-        scale,
+    state = _attend(
+        of_rows,
+        cache,
         full_first,
         full_stop,
-        largest,
-        total,
-        acc,
-        key_block_stride,
-        key_slot_stride,
-        value_block_stride,
-        value_slot_stride,
+        state,
         HEAD_DIM,
         BLOCK_D,
         BLOCK_SIZE,
@@ -228,23 +205,13 @@ def prefill_kernel(
         SOFTCAP,
         False,
     )
-    largest, total, acc = _attend(
-        query,
-        row_positions,
-        key_ptr,
-        value_ptr,
-        table,
-        length,
-        scale,
-        tl.maximum(full_first, full_stop),
+    first = tl.maximum(full_first, full_stop)
+    state = _attend(
+        of_rows,
+        cache,
+        first,
         stop,
-        largest,
-        total,
-        acc,
-        key_block_stride,
-        key_slot_stride,
-        value_block_stride,
-        value_slot_stride,
+        state,
         HEAD_DIM,
         BLOCK_D,
         BLOCK_SIZE,
@@ -253,6 +220,7 @@ def prefill_kernel(
         SOFTCAP,
         True,
     )
+    largest, total, acc = state
     out_ptrs = (
         out_ptr
         + ((start + tokens).to(tl.int64) * num_heads + heads)[:, None] * HEAD_DIM

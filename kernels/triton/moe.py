@@ -297,22 +297,37 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         experts.scratch["triton"] = [
             _addresses(layers, x.device) for layers in (experts.gate_up, experts.down)
         ]
-    (gate_up, gate_up_bias), (down, down_bias) = experts.scratch["triton"]
-    activation, gate = experts.activation, (0.0, 0.0)
-    if isinstance(activation, ClampedSwiGLU):
-        gate = activation.scale, activation.limit
-        kind = CLAMPED
-    else:
-        kind = 1 + ACTIVATIONS.index(activation)
+    gate_up, down = experts.scratch["triton"]
     (num_tokens, top_k), count = expert_ids.shape, len(experts.down)
     hidden_size, inner_size = experts.down[0].weight.shape  # type: ignore[attr-defined]
     out = x.new_empty(num_tokens, hidden_size)
     if not num_tokens:
         return out
-    num_pairs = num_tokens * top_k
+    tiles = _tiles(expert_ids, count)
+    inner = x.new_empty(num_tokens * top_k, inner_size)
+    _multiply(x, gate_up, inner, tiles, count, top_k, *_gate(experts.activation))
+    returned = x.new_empty(num_tokens * top_k, hidden_size, dtype=torch.float32)
+    _multiply(inner, down, returned, tiles, count, top_k=1)
+    block = min(TILE, triton.next_power_of_2(hidden_size))
+    combine_kernel[num_tokens, triton.cdiv(hidden_size, block)](
+        returned, weights.contiguous(), out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, **PLAIN
+    )
+    return out
+
+
+def _gate(activation: str | ClampedSwiGLU) -> tuple[int, float, float]:
+    """ACTIVATION, GATE_SCALE and GATE_LIMIT of experts_kernel."""
+    if isinstance(activation, ClampedSwiGLU):
+        return CLAMPED, activation.scale, activation.limit
+    return 1 + ACTIVATIONS.index(activation), 0.0, 0.0
+
+
+def _tiles(expert_ids: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The pairs of token and expert in tiles of one expert each: see align_kernel."""
+    num_pairs = expert_ids.numel()
     num_tiles = min(num_pairs, triton.cdiv(num_pairs, ROWS) + count)
-    pairs = torch.full((num_tiles, ROWS), -1, dtype=torch.int32, device=x.device)
-    of_tiles = torch.empty(num_tiles, dtype=torch.int32, device=x.device)
+    pairs = torch.full((num_tiles, ROWS), -1, dtype=torch.int32, device=expert_ids.device)
+    of_tiles = torch.empty(num_tiles, dtype=torch.int32, device=expert_ids.device)
     align_kernel[1,](
         expert_ids.contiguous(),
         pairs,
@@ -325,50 +340,45 @@ def fused_moe(x: Tensor, expert_ids: Tensor, weights: Tensor, experts: Experts) 
         PAIRS=PAIRS,
         TILES=TILES,
     )
-    tiles = {"COUNT": count, "DTYPE": DTYPES[x.dtype], "ROWS": ROWS, "COLUMNS": COLUMNS}
-    inner = x.new_empty(num_pairs, inner_size)
-    experts_kernel[num_tiles, triton.cdiv(inner_size, COLUMNS)](
+    return pairs, of_tiles
+
+
+def _multiply(
+    x: Tensor,
+    layers: tuple[Tensor, Tensor | None],
+    out: Tensor,
+    tiles: tuple[Tensor, Tensor],
+    count: int,
+    top_k: int,
+    activation: int = 0,
+    gate_scale: float = 0.0,
+    gate_limit: float = 0.0,
+) -> None:
+    """out [pairs, OUT] = x [pairs / top_k, IN] times the layer of each pair's expert; layers: as
+    `_addresses` returns them.
+    """
+    (weights, biases), (pairs, of_tiles) = layers, tiles
+    experts_kernel[len(of_tiles), triton.cdiv(out.shape[1], COLUMNS)](
         x,
         pairs,
         of_tiles,
-        gate_up,
-        gate_up if gate_up_bias is None else gate_up_bias,
-        inner,
+        weights,
+        weights if biases is None else biases,
+        out,
         x.stride(0),
-        IN=hidden_size,
-        OUT=inner_size,
+        IN=x.shape[1],
+        OUT=out.shape[1],
         TOP_K=top_k,
-        HAS_BIAS=gate_up_bias is not None,
-        ACTIVATION=kind,
-        GATE_SCALE=gate[0],
-        GATE_LIMIT=gate[1],
+        HAS_BIAS=biases is not None,
+        ACTIVATION=activation,
+        GATE_SCALE=gate_scale,
+        GATE_LIMIT=gate_limit,
         DEPTH=DEPTH,
-        **tiles,
+        COUNT=count,
+        DTYPE=DTYPES[x.dtype],
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
     )
-    returned = x.new_empty(num_pairs, hidden_size, dtype=torch.float32)
-    experts_kernel[num_tiles, triton.cdiv(hidden_size, COLUMNS)](
-        inner,
-        pairs,
-        of_tiles,
-        down,
-        down if down_bias is None else down_bias,
-        returned,
-        inner_size,
-        IN=inner_size,
-        OUT=hidden_size,
-        TOP_K=1,
-        HAS_BIAS=down_bias is not None,
-        ACTIVATION=0,
-        GATE_SCALE=0.0,
-        GATE_LIMIT=0.0,
-        DEPTH=DEPTH,
-        **tiles,
-    )
-    block = min(TILE, triton.next_power_of_2(hidden_size))
-    combine_kernel[num_tokens, triton.cdiv(hidden_size, block)](
-        returned, weights.contiguous(), out, TOP_K=top_k, SIZE=hidden_size, BLOCK=block, **PLAIN
-    )
-    return out
 
 
 def _addresses(layers: Sequence[Any], device: torch.device) -> tuple[Tensor, Tensor | None]:

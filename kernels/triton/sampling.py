@@ -1,7 +1,7 @@
 """Sampling in Triton: the largest logit, and the draw. It does not sort and does not wait. A row's
 token depends on the row alone.
 
-Must not know: models, requests, how a cut is found.
+Must not know: models, requests, how top_k and top_p are applied.
 """
 
 # pyright: reportPossiblyUnboundVariable=false
@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry import register
-from .cut import GREEDY_BELOW, find_cuts, least_scaled, scale
 from .device import PRIORITY, is_cuda
 from .noise import gumbel, uniform
 from .order import (
@@ -26,6 +25,7 @@ from .order import (
     order_of,
     value_of,
 )
+from .top_k_top_p import GREEDY_BELOW, find_last_kept, least_scaled, scale
 
 
 @triton.jit
@@ -35,7 +35,7 @@ def draw_kernel(
     min_p_ptr,
     seeds_ptr,
     positions_ptr,
-    cuts_ptr,
+    last_kept_ptr,
     parts_ptr,
     drawn_ptr,
     vocab_size,
@@ -47,8 +47,8 @@ def draw_kernel(
     FILTERED: tl.constexpr,
 ):
     """drawn [rows, chunks] i64: the order of the chunk's token with the largest scaled + noise, or,
-    in a greedy row, with the largest logit. FILTERED: only tokens that min_p and the cuts keep are
-    considered.
+    in a greedy row, with the largest logit. FILTERED: only tokens that min_p keeps and that are not
+    after last_kept are considered.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
@@ -56,7 +56,7 @@ def draw_kernel(
     if temperature >= GREEDY_BELOW:
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
         if FILTERED:
-            least, cut = least_scaled(tl.load(min_p_ptr + row)), tl.load(cuts_ptr + row)
+            least, last = least_scaled(tl.load(min_p_ptr + row)), tl.load(last_kept_ptr + row)
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         best = order_of(tl.full([], float("-inf"), tl.float32), chunk * CHUNK)
         for start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, vocab_size), TILE):
@@ -65,7 +65,7 @@ def draw_kernel(
             scaled = scale(x, largest, temperature)
             is_kept = token < vocab_size
             if FILTERED:
-                is_kept = is_kept & (scaled.to(tl.float64) >= least) & (order_of(x, token) >= cut)
+                is_kept = is_kept & (scaled.to(tl.float64) >= least) & (order_of(x, token) >= last)
             if tl.max(is_kept.to(tl.int32), axis=0) > 0:
                 score = tl.where(
                     is_kept, scaled + gumbel(uniform(start, seed, position, TILE)), float("-inf")
@@ -123,13 +123,15 @@ def sample_tokens(
     )
     parts, finite = first_of_chunks(logits)
     is_filtered = False
-    cuts, least = temperature, temperature  # the kernel does not read them
+    last_kept, least = temperature, temperature  # the kernel does not read them
     if top_k is not None and top_p is not None and min_p is not None:
         is_filtered, least = True, min_p.contiguous()
-        cuts = find_cuts(logits, temperature, top_k.contiguous(), top_p.contiguous(), least, parts)
+        last_kept = find_last_kept(
+            logits, temperature, top_k.contiguous(), top_p.contiguous(), least, parts
+        )
     num_chunks, drawn = parts.shape[1], torch.empty_like(parts)
     block = triton.next_power_of_2(num_chunks)
-    columns = temperature, least, seeds, positions, cuts
+    columns = temperature, least, seeds, positions, last_kept
     draw_kernel[num_rows, num_chunks](
         logits,
         *columns,

@@ -22,7 +22,7 @@ struct Request {
 
 // The list of items, equal on every thread.
 struct Plan {
-    const Sight sight;
+    const VisibleRange range;
     Request* requests;
     int64_t num_requests, tokens_per_tile, group, kv_heads;
     int64_t num_items = 0, num_joins = 0;
@@ -31,11 +31,11 @@ struct Plan {
     int64_t tiles_of(const Request& r) const { return ceil_div(r.num_tokens, tokens_per_tile); }
     int64_t cost_of_tile(const Request& r) const {
         int64_t tokens = std::min(r.num_tokens, tokens_per_tile);
-        return (tokens * group + 8) * std::min(r.context, sight.window + tokens);
+        return (tokens * group + 8) * std::min(r.context, range.window + tokens);
     }
 
     Plan(const Attention& a, const Step& step, int num_threads, void* memory)
-        : sight{a.sliding_window ? a.sliding_window : EVERYTHING, (float)(a.softcap * LOG2_E)} {
+        : range{a.sliding_window ? a.sliding_window : EVERYTHING, (float)(a.softcap * LOG2_E)} {
         requests = (Request*)memory;
         num_requests = step.num_requests;
         group = a.heads / a.kv_heads;
@@ -45,7 +45,7 @@ struct Plan {
         for (int64_t i = 0; i < num_requests; i++) {
             int64_t first = step.query_start_loc[i];
             int64_t num_tokens = step.query_start_loc[i + 1] - first, context = step.seq_lens[i];
-            requests[i] = {i, first, num_tokens, context, sight.first(context - num_tokens) / SPLIT,
+            requests[i] = {i, first, num_tokens, context, range.first(context - num_tokens) / SPLIT,
                            1};
             total += cost_of_tile(requests[i]) * tiles_of(requests[i]) * kv_heads;
         }
@@ -133,7 +133,7 @@ struct Attender {
           piece(total + max_rows(a) * running_row),
           positions((int64_t*)(piece + max_rows(a) * running_row)),
           rows(a.head_dim, a.scale * LOG2_E / (IS_SCALED<C> ? hadamard_size(a.head_dim) : 1),
-               plan.sight, max_rows(a), memory + own_bytes(a)) {}
+               plan.range, max_rows(a), memory + own_bytes(a)) {}
 
     // Row: token * group + head.
     void load_queries(const Request& r, int64_t token, int64_t num_rows, int64_t kv_head) {
@@ -178,7 +178,7 @@ struct Attender {
                         Slots<C>& slots) {
         asked = start < item_end || soon;
         if (start < item_end || !soon) return find_slots(r, start, item_end, kv_head, slots);
-        find_slots(*soon, plan.sight.first(soon->context - 1) / KEYS * KEYS, soon->context,
+        find_slots(*soon, plan.range.first(soon->context - 1) / KEYS * KEYS, soon->context,
                    soon_head, slots);
     }
 
@@ -187,9 +187,9 @@ struct Attender {
                       int64_t num_rows, int64_t kv_head, float* running) {
         for (int64_t row = 0; row < num_rows; row++)
             Running::reset(running + row * running_row, running_row);
-        start = std::max(start, plan.sight.first(positions[0]) / KEYS * KEYS);
+        start = std::max(start, plan.range.first(positions[0]) / KEYS * KEYS);
         // the first key that the last row sees
-        int64_t seen_by_last = plan.sight.first(positions[num_rows - 1]);
+        int64_t seen_by_last = plan.range.first(positions[num_rows - 1]);
         Slots<C> slots[2];
         find_slots(r, start, end, kv_head, slots[0]);
         if (!asked) {
@@ -252,7 +252,7 @@ struct Attender {
                          partial(r, partials, token, kv_head, split));
             return;
         }
-        int64_t first = plan.sight.first(positions[0]) / SPLIT * SPLIT;
+        int64_t first = plan.range.first(positions[0]) / SPLIT * SPLIT;
         attend_piece(r, first, std::min(end, first + SPLIT), end, num_rows, kv_head, total);
         for (int64_t start = first + SPLIT; start < end; start += SPLIT) {
             attend_piece(r, start, std::min(end, start + SPLIT), end, num_rows, kv_head, piece);

@@ -11,7 +11,7 @@ struct Bf16Rows {
     // depth: head_dim rounded up to a multiple of 32 and padded with zeros
     const int64_t head_dim, depth;
     const float scale;
-    const Sight sight;
+    const VisibleRange range;
     T* q;       // in the layout of Products, `depth` numbers per row
     T* keys;    // transposed: [depth / 2][KEYS] pairs
     T* values;  // [KEYS / 2][depth] pairs of keys
@@ -25,11 +25,11 @@ struct Bf16Rows {
     static size_t bytes(int64_t head_dim, int64_t max_rows) {
         return (max_rows + 2 * KEYS) * value_row_of(head_dim) * sizeof(T);
     }
-    Bf16Rows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
+    Bf16Rows(int64_t head_dim, double scale, VisibleRange range, int64_t max_rows, char* memory)
         : head_dim(head_dim),
           depth(value_row_of(head_dim)),
           scale((float)scale),
-          sight(sight),
+          range(range),
           q((T*)memory),
           keys(q + max_rows * depth),
           values(keys + KEYS * depth) {
@@ -101,12 +101,12 @@ private:
         alignas(64) float scores[ROWS * KEYS], decay[Vec::LANES];
         alignas(64) T weights[ROWS * KEYS];
         int hidden[ROWS], visible[ROWS];
-        see(sight, positions, rows, start, hidden, visible);
+        see(range, positions, rows, start, hidden, visible);
         const int num_keys = Products::ALL_KEYS ? KEYS : visible[rows - 1];
         if (visible[rows - 1] == hidden[0]) return;
         products.score(rows, block, keys, depth, num_keys, scale, scales.of_keys(), scores,
                        next_keys);
-        if (sight.cap) cap_scores(rows, scores, num_keys, sight.cap);
+        if (range.cap) cap_scores(rows, scores, num_keys, range.cap);
         weigh(rows, scores, hidden, visible, num_keys, scales.of_values(), weights, running,
               running_row, decay);
         scales.scale_seen(rows, weights, hidden, visible);

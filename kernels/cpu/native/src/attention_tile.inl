@@ -165,7 +165,7 @@ struct Scales<int8_t> {
 };
 
 // Which positions a token sees besides its own, and with which soft-cap.
-struct Sight {
+struct VisibleRange {
     // number of visible positions; larger than any context without a sliding window
     int64_t window;
     float cap;  // of logits in powers of 2; 0: none
@@ -174,13 +174,13 @@ struct Sight {
 };
 
 // The keys of the tile that each row sees: from hidden on, before visible.
-inline void see(const Sight& sight, const int64_t* positions, int rows, int64_t tile_start,
+inline void see(const VisibleRange& range, const int64_t* positions, int rows, int64_t tile_start,
                 int* hidden, int* visible) {
     for (int r = 0; r < rows; r++) {
         visible[r] =
             (int)std::min<int64_t>(std::max<int64_t>(positions[r] + 1 - tile_start, 0), KEYS);
         hidden[r] = (int)std::min<int64_t>(
-            std::max<int64_t>(sight.first(positions[r]) - tile_start, 0), visible[r]);
+            std::max<int64_t>(range.first(positions[r]) - tile_start, 0), visible[r]);
     }
 }
 

@@ -108,7 +108,7 @@ struct VecRows {
 
     const int64_t head_dim, value_row;
     const float scale;
-    const Sight sight;
+    const VisibleRange range;
     float* q;   // [head_dim][size] for each block of ROWS rows; the last has size <= ROWS
     T* keys;    // transposed
     T* values;  // [KEYS, value_row]; zeros from head_dim on
@@ -122,11 +122,11 @@ struct VecRows {
         return max_rows * head_dim * sizeof(float) +
                KEYS * (head_dim + value_row_of(head_dim)) * sizeof(T);
     }
-    VecRows(int64_t head_dim, double scale, Sight sight, int64_t max_rows, char* memory)
+    VecRows(int64_t head_dim, double scale, VisibleRange range, int64_t max_rows, char* memory)
         : head_dim(head_dim),
           value_row(value_row_of(head_dim)),
           scale((float)scale),
-          sight(sight),
+          range(range),
           q((float*)memory),
           keys((T*)(q + max_rows * head_dim)),
           values(keys + KEYS * head_dim) {
@@ -200,7 +200,7 @@ private:
         constexpr int N = std::min(R == 1 ? 8 : R == 2 ? 4 : 2, KEYS / Vec::LANES);
         alignas(64) float scores[R * KEYS], decay[Vec::LANES];
         int hidden[R], visible[R];
-        see(sight, positions, R, start, hidden, visible);
+        see(range, positions, R, start, hidden, visible);
         int num_keys = visible[R - 1];
         if (num_keys == hidden[0]) return;
         for (int key = 0; key < num_keys; key += N * Vec::LANES) {
@@ -208,7 +208,7 @@ private:
             score_keys<T, C, R, N>(block, keys + key * Pairs<T>::WIDTH, head_dim, key_scales,
                                    scores + key, fetch_keys);
         }
-        if (sight.cap) cap_scores(R, scores, num_keys, sight.cap);
+        if (range.cap) cap_scores(R, scores, num_keys, range.cap);
         weigh(R, scores, hidden, visible, num_keys, scales.of_values(), scores, running,
               running_row, decay);
         scales.scale_seen(R, scores, hidden, visible);

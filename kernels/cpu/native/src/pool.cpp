@@ -146,7 +146,7 @@ struct alignas(64) Share {
 };
 
 // One thread's own position in the run.
-struct alignas(64) Mate {
+struct alignas(64) ThreadState {
     uint64_t last_call = 0, phase = 0;
     uint64_t phase_number = 0;
     bool takes_pieces = false;
@@ -161,7 +161,7 @@ struct Pool {
     std::vector<std::thread> threads;
     // of each thread, -1: any; the first is where the caller is expected
     std::vector<int> cores{-1};
-    std::vector<Mate> mates{1};
+    std::vector<ThreadState> thread_states{1};
     std::vector<Share> shares = std::vector<Share>(1);
     std::vector<Memory> scratch{1};
     Memory shared;
@@ -186,7 +186,7 @@ struct Pool {
     static_assert(std::atomic<Place>::is_always_lock_free);
 
     // If a call is open, this thread enters it, and takes pieces if it is still in its first phase.
-    bool enter(Mate& me) {
+    bool enter(ThreadState& me) {
         for (Place seen = place.load();;) {
             if (seen.phase == CLOSED || seen.call == me.last_call) return false;
             Place now = seen;
@@ -204,7 +204,7 @@ struct Pool {
 
     // The last thread to leave has seen that no piece is left, and no other thread holds one: the
     // call is done.
-    void leave(Mate& me) {
+    void leave(ThreadState& me) {
         for (Place seen = place.load();;) {
             Place now = seen;
             now.in_call -= 1;
@@ -226,7 +226,7 @@ struct Pool {
 
     // As leave and enter, for the phases of a call. The thread that ends the phase reserves `bytes`
     // of shared memory.
-    void end_phase(Mate& me, size_t bytes) {
+    void end_phase(ThreadState& me, size_t bytes) {
         if (count == 1) {
             me.start_phase(++phase_number);
             if (bytes) shared.reserve(bytes);
@@ -253,7 +253,7 @@ struct Pool {
         }
     }
 
-    bool end_as_last(Mate& me, uint64_t next, size_t bytes) {
+    bool end_as_last(ThreadState& me, uint64_t next, size_t bytes) {
         for (Place seen = place.load();;) {
             Place now = seen;
             now.in_phase -= 1;
@@ -281,7 +281,7 @@ struct Pool {
     int64_t taken_at_once(int64_t pieces) const { return pieces / (Share::MAX_PIECES * count) + 1; }
 
     int64_t next(int mine, int64_t pieces) {
-        Mate& me = mates[mine];
+        ThreadState& me = thread_states[mine];
         if (me.piece < me.end) return me.piece++;
         if (!me.takes_pieces) return Worker::NO_PIECE;
         const int64_t at_once = taken_at_once(pieces), takes = (pieces + at_once - 1) / at_once;
@@ -305,7 +305,7 @@ struct Pool {
     }
 
     void work(int mine) {
-        Mate& me = mates[mine];
+        ThreadState& me = thread_states[mine];
         for (;;) {
             uint32_t change = changes.value.load();
             if (enter(me)) {
@@ -320,7 +320,7 @@ struct Pool {
         }
     }
 
-    static void offer_core(Mate& me) {
+    static void offer_core(ThreadState& me) {
         int64_t now = now_ns();
         if (now < me.next_offer) return;
         sched_yield();
@@ -331,9 +331,9 @@ struct Pool {
     void run() {
         problem.store(0);
         if (count == 1) {
-            mates[0].takes_pieces = true;
+            thread_states[0].takes_pieces = true;
             for (int32_t i = 0; i < num_calls && !problem.load(); i++) {
-                mates[0].start_phase(++phase_number);
+                thread_states[0].start_phase(++phase_number);
                 job(Worker{0, 1, this}, argument, i);
             }
             return;
@@ -397,7 +397,7 @@ struct Pool {
         to_start = false;
         try {
             scratch.resize(new_count);
-            mates.assign(new_count, Mate{place.load().call});
+            thread_states.assign(new_count, ThreadState{place.load().call});
             shares = std::vector<Share>(new_count);
             for (int i = 1; i < new_count; i++) {
                 threads.emplace_back([this, i, seen] { serve(i, seen); });
@@ -441,11 +441,11 @@ void Worker::fail(int32_t problem) const {
     int32_t none = 0;
     pool->problem.compare_exchange_strong(none, problem);
 }
-void Worker::barrier() const { pool->end_phase(pool->mates[index], 0); }
+void Worker::barrier() const { pool->end_phase(pool->thread_states[index], 0); }
 void* Worker::scratch(size_t bytes) const { return pool->scratch[index].reserve(bytes); }
 
 void* Worker::shared(size_t bytes) const {
-    pool->end_phase(pool->mates[index], bytes);
+    pool->end_phase(pool->thread_states[index], bytes);
     return pool->shared.at;
 }
 

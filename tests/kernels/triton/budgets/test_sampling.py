@@ -10,7 +10,7 @@ READS_ROWS = {
     "first_of_chunk_kernel",
     "tally_kernel",
     "list_kernel",
-    "find_cuts_kernel",
+    "find_last_kept_kernel",
     "draw_kernel",
     "chunk_logprobs_kernel",
 }

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from quire.ipc.errors import InvalidParameterError
 from quire.kernels.reference import sampling as reference
-from quire.kernels.triton import cut, noise, sampling
+from quire.kernels.triton import noise, sampling, top_k_top_p
 from quire.tests.kernels.triton import guard  # noqa: F401  patches the interpreter
 
 # numpy's warnings about masked lanes
@@ -112,9 +112,9 @@ def test_noise_is_exact_over_the_whole_range_of_u():
 
 
 def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
-    """[rows, V] bool: what the cut and min_p keep, computed from the kernels' results."""
+    """[rows, V] bool: what top_k, top_p and min_p keep, computed from the kernels' results."""
     temperature, top_k, top_p, min_p = columns(filters)
-    cuts = cut.find_cuts(
+    last_kept = top_k_top_p.find_last_kept(
         logits, temperature, top_k, top_p, min_p, sampling.first_of_chunks(logits)[0]
     )
     bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
@@ -122,7 +122,7 @@ def kept(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
         0x7FFFFFFF - torch.arange(logits.shape[1])
     )
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
-    return (order >= cuts[:, None]) & (scaled.double().exp() >= min_p[:, None])
+    return (order >= last_kept[:, None]) & (scaled.double().exp() >= min_p[:, None])
 
 
 def references(logits: torch.Tensor, filters: list[dict]) -> torch.Tensor:
@@ -186,7 +186,7 @@ def test_the_same_tokens_are_kept(vocab_size, count):
 
 
 def test_a_row_that_does_not_fit_the_list_is_searched_in_full(monkeypatch):
-    monkeypatch.setattr(cut, "CAPACITY", 4)
+    monkeypatch.setattr(top_k_top_p, "CAPACITY", 4)
     torch.manual_seed(4)
     logits = torch.randn(8, 3000)
     logits[::2] = logits[::2].bfloat16().float()

@@ -1,17 +1,17 @@
-"""Finds where top_k and top_p cut a row's order, in Triton, without sorting.
+"""Finds the last token of a row's order that top_k and top_p keep, in Triton, without sorting.
 
 Must not know: the noise, the draw.
 
 There are three launches:
 
 1. tally_kernel counts tokens by their distance below the row's largest logit, in LEVELS steps of
-   1/16, and sums their mass. The counts determine the levels that contain the cut. For top_k it is
-   the level of the k-th token. For top_p it is where the mass of the remaining tokens passes 1 -
-   top_p of the whole, computed once with the smallest and once with the largest weight that each
-   level allows.
+   1/16, and sums their mass. The counts determine the levels that contain the last kept token. For
+   top_k it is the level of the k-th token. For top_p it is where the mass of the remaining tokens
+   passes 1 - top_p of the whole, computed once with the smallest and once with the largest weight
+   that each level allows.
 2. list_kernel lists the tokens of these levels, mostly a few hundred, and sums what precedes them.
-3. find_cuts_kernel searches the list with one program per row. It halves the range that contains
-   the cut, and narrows the range to tokens that exist.
+3. find_last_kept_kernel searches the list with one program per row. It halves the range that
+   contains the last kept token, and narrows the range to tokens that exist.
 
 A row that would need more than CAPACITY listed tokens (nearly all logits within one or two steps)
 is searched without a list, which takes several times longer. The lists of a draw that filters take
@@ -78,7 +78,7 @@ def level_of(x, scaled, largest, counts_only):
 
 
 @triton.jit
-def has_cut(temperature, top_k, top_p, vocab_size):
+def has_last_kept(temperature, top_k, top_p, vocab_size):
     return (temperature >= GREEDY_BELOW) & (has_top_k(top_k, vocab_size) | (top_p < 1))
 
 
@@ -100,7 +100,7 @@ def tally_kernel(
     TALLIES: tl.constexpr,
 ):
     """tallies [rows, TALLIES] i64, zero before the launch: per level the number of tokens that
-    min_p keeps, and their mass if top_p determines the cut.
+    min_p keeps, and their mass if top_p determines the last kept token.
     """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature, top_k, top_p = (
@@ -108,7 +108,7 @@ def tally_kernel(
         tl.load(top_k_ptr + row),
         tl.load(top_p_ptr + row),
     )
-    if has_cut(temperature, top_k, top_p, vocab_size):
+    if has_last_kept(temperature, top_k, top_p, vocab_size):
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
         least = least_scaled(tl.load(min_p_ptr + row))
         counts = tl.zeros([LEVELS], tl.int32)
@@ -136,7 +136,7 @@ def bounds(tallies_ptr, top_k, top_p, vocab_size):
     counts = tl.load(tallies_ptr + level)
     if has_top_k(top_k, vocab_size):
         last = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
-        first = tl.where(top_p < 1, 0, last)  # top_p may cut at any earlier level
+        first = tl.where(top_p < 1, 0, last)  # top_p may end at any earlier level
     else:
         most = counts.to(tl.float64) * tl.exp(-level.to(tl.float64) / PER_UNIT)
         least = tl.where(
@@ -182,7 +182,7 @@ def list_kernel(
         tl.load(top_k_ptr + row),
         tl.load(top_p_ptr + row),
     )
-    if has_cut(temperature, top_k, top_p, vocab_size):
+    if has_last_kept(temperature, top_k, top_p, vocab_size):
         largest = value_of(first_of_row(parts_ptr, row, num_chunks, BLOCK))
         least = least_scaled(tl.load(min_p_ptr + row))
         tallies_ptr += row.to(tl.int64) * TALLIES
@@ -271,7 +271,7 @@ def search(
 
 
 @triton.jit
-def find_cuts_kernel(
+def find_last_kept_kernel(
     logits_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -281,7 +281,7 @@ def find_cuts_kernel(
     tallies_ptr,
     orders_ptr,
     masses_ptr,
-    cuts_ptr,
+    last_kept_ptr,
     vocab_size,
     num_chunks,
     row_stride,
@@ -290,7 +290,7 @@ def find_cuts_kernel(
     TALLIES: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """cuts [rows] i64: the order of the last token that top_k and top_p keep.
+    """last_kept [rows] i64: the order of the last token that top_k and top_p keep.
 
     min_p may keep fewer.
     """
@@ -300,8 +300,8 @@ def find_cuts_kernel(
         tl.load(top_k_ptr + row).to(tl.int64),
         tl.load(top_p_ptr + row),
     )
-    cut = tl.full([], LOWEST, tl.int64)
-    if has_cut(temperature, top_k, top_p, vocab_size):
+    last = tl.full([], LOWEST, tl.int64)
+    if has_last_kept(temperature, top_k, top_p, vocab_size):
         least = least_scaled(tl.load(min_p_ptr + row))
         first = first_of_row(parts_ptr, row, num_chunks, BLOCK)
         scaling = value_of(first), temperature, least
@@ -324,16 +324,16 @@ def find_cuts_kernel(
             if before + count > top_k:
                 low = search(low, first, top_k - before, tokens, scaling, vocab_size, False, TILE)
             if before + count >= top_k:
-                cut = low
+                last = low
             if top_p < 1:
                 mass, _, _ = weigh(low, tokens, scaling, vocab_size, True, TILE)
         if top_p < 1:
             wanted = tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64) - before
-            cut = search(low, first, wanted, tokens, scaling, vocab_size, True, TILE)
-    tl.store(cuts_ptr + row, cut)
+            last = search(low, first, wanted, tokens, scaling, vocab_size, True, TILE)
+    tl.store(last_kept_ptr + row, last)
 
 
-def find_cuts(
+def find_last_kept(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, parts: Tensor
 ) -> Tensor:
     """parts [rows, chunks] i64: the orders of the chunks' first tokens -> [rows] i64.
@@ -350,7 +350,7 @@ def find_cuts(
     num_chunks = parts.shape[1]
     tallies = torch.zeros(num_rows, TALLIES, dtype=torch.int64, device=logits.device)
     orders, masses = torch.empty(2, num_rows, CAPACITY, dtype=torch.int64, device=logits.device)
-    cuts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    last_kept = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     inputs = logits, temperature, top_k, top_p, min_p, parts, tallies
     sizes = vocab_size, num_chunks, logits.stride(0)
     options = {
@@ -362,5 +362,7 @@ def find_cuts(
     tally_kernel[num_rows, num_chunks](*inputs, *sizes, CHUNK=CHUNK, **options)
     options["CAPACITY"] = CAPACITY
     list_kernel[num_rows, num_chunks](*inputs, orders, masses, *sizes, CHUNK=CHUNK, **options)
-    find_cuts_kernel[(num_rows,)](*inputs, orders, masses, cuts, *sizes, **options, num_warps=8)
-    return cuts
+    find_last_kept_kernel[(num_rows,)](
+        *inputs, orders, masses, last_kept, *sizes, **options, num_warps=8
+    )
+    return last_kept

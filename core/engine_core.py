@@ -432,7 +432,7 @@ def import_executor(config: EngineConfig | None = None) -> Callable[[], Any]:
 
     if config is None or num_ranks(config) == 1:  # ranks import it in their own processes
         lean_import.import_torch(config)
-        from ..executor import single_process  # noqa: F401
+        from ..executor import worker  # noqa: F401
     return platform_tuning.unmap_unchanged
 
 

@@ -2,9 +2,10 @@
 
 Must not know: text, requests' lifecycles, clients; no scheduling is decided here.
 
-`executor.py` is the interface. `single_process.py` implements it with one `worker.py`, and `ranks/`
-with several processes. A worker builds models (`model_builder.py`, `head_builder.py`), may have
-another one that drafts (`draft.py`), and keeps evicted blocks (`offload/`).
+`executor.py` is the interface. `worker.py` implements it in the engine's own process, and `ranks/`
+with a worker in each of several processes. `model.py` says what a model is to those that use it. A
+worker builds models (`model_builder.py`, `head_builder.py`), may have another one that drafts
+(`draft.py`), and keeps evicted blocks (`offload/`).
 """
 
 import os

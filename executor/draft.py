@@ -16,21 +16,18 @@ import torch
 
 from ..ipc.config import EngineConfig, LoRAConfig, ModelConfig, resolved
 from ..ipc.errors import InvalidParameterError
-from ..kernels.cpu.native.drafting import Drafting
 from ..kernels.cpu.native.recorder import Limits
-from ..kernels.cpu.native.replay import Program
 from ..kernels.registry import OpTable
 from .head_builder import HeadBuilder
-from .kv_cache_memory import KVCacheMemory
+from .kv_cache_memory import KVCacheMemory, release_caches
+from .model import Forward, Model
 from .model_builder import ModelBuilder
 from .models.draft_heads import DraftHead
 from .program.step_program import record_step
-from .runner.bursts import Bursts
 from .runner.input_batch import InputBatch
 from .runner.speculation.draft_head import HeadDrafter
 from .runner.speculation.draft_model import DraftModel
 from .runner.speculation.draft_passes import DraftPasses
-from .runner.speculation.draft_rounds import DraftRounds
 from .runner.step_inputs import dummy_step
 
 Report = Callable[[str, float], None]
@@ -99,32 +96,33 @@ class Draft:
         isa = builder.cpu_isa
         self._builder: Builder
         max_model_len = resolved(model_config.max_model_len)
-        self.drafter: DraftModel | HeadDrafter  # set by load, as the next
+        self.drafter: DraftModel | HeadDrafter  # made with the model, and with its program
+        self._built: Model
         self._cache: KVCacheMemory
         if method == "draft_model":
             self._builder = own = _DraftModelBuilder(config, builder.dtype, *self._kv_cache, isa)
             if own.shape.is_bidirectional:
                 raise InvalidParameterError("speculative_config", "model: must generate text")
-            self._make_drafter = partial(
+            self._drafter_of = partial(
                 DraftModel, max_num_tokens=max_num_tokens, max_model_len=max_model_len
             )
         else:
             self._builder = HeadBuilder(config, method, builder, model, self._rows)
-            self._make_drafter = partial(
+            self._drafter_of = partial(
                 HeadDrafter, max_model_len=max_model_len, most_held=most_held
             )
 
     def load(self, report: Report) -> None:
-        """Raises ModelLoadError, NotEnoughMemoryError."""
-        built = self._builder.build(report)
+        """Builds what drafts, without a cache. Raises ModelLoadError, NotEnoughMemoryError."""
+        self._built = built = self._builder.build(report)
         self._cache = KVCacheMemory(built.attention_layers(), self._config, *self._kv_cache)
-        ahead = int(isinstance(built, DraftHead))
-        passes = DraftPasses(built, self._builder.ops, self._batch, ahead)
-        self.drafter = self._make_drafter(passes, self._batch)
+        self._make_drafter(None)
 
-    @property
-    def _passes(self) -> DraftPasses:
-        return self.drafter.passes
+    def _make_drafter(self, forward: Forward | None) -> None:
+        """forward: None: operation by operation."""
+        ahead = int(isinstance(self._built, DraftHead))
+        passes = DraftPasses(self._built, self._builder.ops, self._batch, ahead, forward)
+        self.drafter = self._drafter_of(passes, self._batch)
 
     @property
     def weights_bytes(self) -> int:
@@ -136,7 +134,7 @@ class Draft:
         return self._cache.block_bytes(self.attention_layers())
 
     def attention_layers(self) -> list[Any]:
-        return self._passes.model.attention_layers()
+        return self._built.attention_layers()
 
     def host_caches(self, num_blocks: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return self._cache.host_caches(self.attention_layers(), num_blocks)
@@ -150,55 +148,27 @@ class Draft:
         """Takes another model that verifies, before it runs: a head shares its weights. The model
         has to be recorded afterwards.
         """
-        if isinstance(head := self._passes.model, DraftHead):
+        if isinstance(head := self._built, DraftHead):
             head.share(self._model())
             if head.attention_layers()[0].key_cache is not None:
                 self._record()
 
     def _record(self) -> None:
         """A program holds addresses of weights and cache."""
-        passes, max_num_seqs = self._passes, self._config.scheduler_config.max_num_seqs
+        max_num_seqs = self._config.scheduler_config.max_num_seqs
         limits = Limits(self._rows, max_num_seqs, max_num_seqs)
-        program = record_step(passes.model, passes.ops, limits, self._num_groups)
-        passes.program, passes.bursts = program, None
-        if program is not None and "sample_tokens" in passes.ops.native:
-            batch = self._batch
-            passes.bursts = Bursts(program, batch, batch.block_size, passes.make_inputs)
-
-    def make_rounds(self, program: Program | None) -> None:
-        """program: of the model that verifies; several passes of it and of what drafts are one
-        call.
-        """
-        drafter, passes = self.drafter, self._passes
-        drafter.rounds = None
-        draft, can_burst = passes.program, passes.bursts is not None
-        if program is None or not isinstance(draft, Program) or not can_burst:
-            return
-        block_size = self._batch.block_size
-        if isinstance(drafter, HeadDrafter):
-            taps, state = passes.model.taps, passes.model.state
-            hidden = program.hidden if taps is None else taps.state
-            drafting = Drafting(program, draft, block_size, hidden, state, taps is not None)
-        elif program.has_adapters or program.has_token_types:
-            return
-        else:
-            drafting = Drafting(program, draft, block_size)
-        drafter.rounds = DraftRounds(drafting, drafter, self._batch)
+        ops = self._builder.ops
+        self._make_drafter(record_step(self._built, ops, limits, self._num_groups))
 
     def run_pass(self, num_tokens: int) -> None:
         """A pass of one-token rows without effect on the cache."""
-        self._passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
+        self.drafter.passes.run(*dummy_step(num_tokens, num_tokens, self._num_groups))
 
     def release_cache(self) -> None:
-        for layer in self.attention_layers():
-            layer.key_cache = layer.value_cache = None
-        self.make_rounds(None)
-        self._passes.program = self._passes.bursts = None
+        """Frees the cache. No drafts follow until `allocate`."""
+        release_caches(self.attention_layers())
+        self._make_drafter(None)
 
     def release_weights(self) -> None:
-        self.make_rounds(None)
-        self._passes.model = self._passes.program = self._passes.bursts = None
-
-    def reload(self, report: Report) -> None:
-        """Takes the weights again; the cache is allocated afterwards."""
-        self._passes.model = self._builder.build(report)
+        """Frees the weights. `load` takes them again."""
+        del self._built, self.drafter

@@ -202,6 +202,6 @@ def make_executor(config: EngineConfig) -> Executor:
 
             return MultiprocExecutor(config, ray_ranks)
         return MultiprocExecutor(config)
-    from .single_process import SingleProcessExecutor
+    from .worker import Worker
 
-    return SingleProcessExecutor(config)
+    return Worker(config)

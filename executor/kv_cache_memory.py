@@ -97,6 +97,12 @@ class KVCacheMemory:
         return [(cache[0], cache[1]) for cache in caches]
 
 
+def release_caches(layers: Sequence[Any]) -> None:
+    """Frees the caches of a model's layers."""
+    for layer in layers:
+        layer.key_cache = layer.value_cache = None
+
+
 def move_caches(old: Sequence[Any], new: Sequence[Any]) -> None:
     """Gives the caches of a model's layers to those of another one."""
     for layer, other in zip(new, old, strict=True):

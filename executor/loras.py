@@ -5,7 +5,7 @@ Must not know: which adapters should be in memory, requests, names that users gi
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
 from .model import Model
 from .models.adapters import EmbeddingAdapters, LinearAdapters, Modules
+from .weights.file_stamp import stamp_of
 from .weights.lora_files import Adapted, AdapterWeights, read_adapter
 from .weights.table import layer_of
 
@@ -56,6 +57,8 @@ class Loras:
         # by place: the number of the adapter there; the least recently used first
         self._places: dict[int, int | None] = {}
         self._users: dict[int, int] = {}  # slot -> the number of the adapter that it uses
+        self._reader: ThreadPoolExecutor | None = None  # created by the first adapter
+        self._read: dict[int, Future[Adapter]] = {}  # by number, until they are added
 
     @property
     def is_enabled(self) -> bool:
@@ -86,16 +89,59 @@ class Loras:
         except ModelLoadError as error:
             raise InvalidParameterError("lora_path", str(error)) from error
 
+    def begin_read(self, request: LoRARequest) -> Future[str]:
+        """Reads an adapter in a thread, one at a time; see Executor.read_lora."""
+        if self._reader is None:
+            self._reader = start_reader()
+        stamp: Future[str] = Future()
+
+        def read() -> Adapter:
+            try:
+                files = stamp_of(request.lora_path)
+                adapter = self.read(request)
+            except BaseException as error:
+                stamp.set_exception(error)
+                raise
+            stamp.set_result(files)
+            return adapter
+
+        self._read[request.lora_int_id] = self._reader.submit(read)
+        return stamp
+
+    def add_read(self, request: LoRARequest) -> bool:
+        """Makes what `begin_read` has read usable as `request.lora_int_id`; see
+        Executor.add_lora.
+        """
+        number = request.lora_int_id
+        if number in self._adapters:
+            return False
+        if number not in self._read:
+            self.begin_read(request)
+        self.add(request, self._read.pop(number).result())
+        return True
+
     def add(self, request: LoRARequest, adapter: Adapter) -> None:
         """Makes what `read` returned usable as `request.lora_int_id`. Between two steps."""
         self._adapters[request.lora_int_id] = adapter
 
+    def shutdown(self) -> None:
+        """Ends the thread that reads. May be called twice."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+            self._reader = None
+        self._read.clear()
+
     def remove(self, lora_int_id: int) -> bool:
-        """Frees an adapter that no slot uses; False: there is none. Between two steps."""
+        """Frees an adapter, read or added, that no slot uses; False: there is none. Between two
+        steps.
+        """
+        read = self._read.pop(lora_int_id, None)
+        if read is not None:
+            read.cancel()
         for place, number in self._places.items():
             if number == lora_int_id:
                 self._places[place] = None
-        return self._adapters.pop(lora_int_id, None) is not None
+        return self._adapters.pop(lora_int_id, None) is not None or read is not None
 
     def list(self) -> set[int]:
         """The numbers of the adapters that were added."""

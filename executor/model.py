@@ -33,8 +33,8 @@ class AttentionLayer(Protocol):
     head_dim: int
     sliding_window: int  # tokens; 0: none
     # [num_blocks, block_size, num_kv_heads, row of kernels.ops.kv_cache_row]; None: no cache
-    key_cache: torch.Tensor | None
-    value_cache: torch.Tensor | None
+    key_cache: Any
+    value_cache: Any
     kv_cache_group: int  # of AttentionMetadata.groups, set with the cache
 
 
@@ -153,6 +153,30 @@ class Model(Protocol):
     def send_stream(self, hidden: torch.Tensor) -> None:
         """Sends the residual stream to the next stage. hidden: what this stage's call returned."""
         raise TypeError(f"{type(self).__name__} is not divided into stages")
+
+
+class Forward(Protocol):
+    """A way to run one pass of a model: operation by operation, as one native call, or as a graph.
+
+    The results are valid until the next pass.
+    """
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor,
+        token_types: torch.Tensor | None = None,
+        /,
+    ) -> tuple[torch.Tensor, ...]:
+        """token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T,
+        hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
+
+        A model without a head gives the hidden states alone, and logits_indices are not read.
+        token_types [T] i32: of a model that distinguishes them.
+        """
+        ...
 
 
 class TextEncoder(Model, Protocol):

@@ -22,7 +22,7 @@ from ..ipc.models.kv_layout import make_layout
 from ..ipc.params import SamplingParams
 from ..ipc.step_messages import NewRequestData, SchedulerOutput
 from ..kernels.cpu.limits import Multiplier, Reader, gemm_flops, read_bandwidth
-from .single_process import SingleProcessExecutor
+from .worker import Worker
 
 # decodes, then readings of as many bytes and products, then decodes: what is compared was found
 # side by side
@@ -75,7 +75,7 @@ class StepTimer:
 
     def __init__(
         self,
-        executor: SingleProcessExecutor,
+        executor: Worker,
         config: EngineConfig,
         vocab_size: int,
         meters: tuple[Reader, Multiplier] | None = None,
@@ -168,8 +168,8 @@ class StepTimer:
 
 def run(job: Job) -> Result:
     """Limits first: nothing else has touched the machine's memory then."""
-    executor = SingleProcessExecutor(job.config)
-    result = Result(executor.worker.num_threads)
+    executor = Worker(job.config)
+    result = Result(executor.num_threads)
     num_bytes = min(job.weights_bytes, MAX_READ_BYTES)
     if job.measure_limits:
         _measure_limits(job, result, num_bytes)

@@ -1,12 +1,15 @@
-"""One rank: loads its model, sizes and owns its part of the KV cache, runs steps.
+"""One rank: owns its model and its part of the KV cache. Alone, it is the executor of an engine in
+its own process.
 
-Must not know: other ranks, requests, how steps reach it.
+Must not know: other ranks, requests, the scheduler, how a step is run.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,34 +19,42 @@ import torch
 from .. import __version__
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError
+from ..ipc.lora import LoRARequest
 from ..ipc.models.memory_plan import check_cache_size, plan_num_blocks, plan_num_host_blocks
+from ..ipc.params import StructuredOutputsParams
 from ..ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
+from ..ipc.trace import RanksTrace, place_of_function
 from ..kernels.cpu.native.recorder import Limits
 from ..kernels.cpu.native.weights import early_memory
+from ..kernels.registry import OpTable
 from . import device as devices
+from .device import CopyToHost, SecondStream
 from .draft import Draft, draft_config
-from .kv_cache_memory import KVCacheMemory, move_caches
+from .kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from .loras import Loras
-from .model import expert_load
+from .model import AttentionLayer, Forward, Model, expert_load
 from .model_builder import ModelBuilder
 from .offload.block_store import BlockStore
 from .offload.kv_offload import KVOffload, identity_of, open_store
-from .plugins import load_plugins
+from .plugins import load_plugins, naming_plugins
+from .pooling.dense import load_dense
+from .pooling.heads import PoolingHead
 from .pooling.pooler import Pooler
 from .program.step_program import record_step
 from .ranks.expert_group import make_expert_group
 from .ranks.tensor_group import ALONE, TensorGroup
+from .runner.assembly import RunnerState, assemble, on_device
 from .runner.block_mover import BlockMover, caches_of, shortest_time
-from .runner.bursts import Bursts
-from .runner.cuda_graphs import CudaCapture, GraphedStep
+from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.sampled_elsewhere import SampledElsewhere
-from .runner.speculation.verification import make_speculation, max_num_logits
+from .runner.speculation.verification import Speculation, make_speculation, max_num_logits
+from .runner.stage_step import PendingTokens
 from .sampling.grammar import Grammars
-from .sampling.logits_processors import load_logits_processors
+from .sampling.logits_processors import LoadedProcessor, load_logits_processors
 from .sampling.token_stages import make_stages
+from .tracing.measured_limits import measured_limits
 from .tracing.step_tracer import StepTracer
 from .weights.early_memory import take as take_early_memory
 
@@ -55,10 +66,11 @@ MEASURING_BUDGET_S = 0.02  # of start-up; a slower pass is run once
 
 
 class Worker:
-    """Runs steps after load_model, determine_num_blocks and initialize_kv_cache.
+    """Implements Executor and SharingExecutor (executor/executor.py) for one rank.
 
-    Between two steps it can sleep, wake up or take other weights; the scheduler has dropped all KV
-    entries by then.
+    Runs steps after load_model, determine_num_blocks, initialize_kv_cache and
+    initialize_swap_space. Between two steps it can sleep, wake up or take other weights; the
+    scheduler has dropped all KV entries by then. Each of these makes a new ModelRunner.
     """
 
     # by collective_rpc: those that change nothing, and those that change what is in memory
@@ -68,9 +80,14 @@ class Worker:
     )
 
     def __init__(self, config: EngineConfig, group: TensorGroup = ALONE):
-        """`group`: the ranks that have the other parts of the layers."""
-        self.config = config
-        self.group = group
+        """`config` is resolved. `group`: the ranks that have the other parts of the layers; they
+        make the same calls.
+
+        Raises InvalidParameterError for what one rank on this device cannot do.
+        """
+        if group is ALONE:
+            _refuse_ranks(config)
+        self.config, self.group = config, group
         self.expert_group = make_expert_group(config)
         self.device = devices.select_device(config.device_config.device)
         self.dtype = devices.select_dtype(config.model_config.dtype, self.device)
@@ -80,59 +97,135 @@ class Worker:
         self.num_threads = devices.set_num_threads(config.device_config.num_threads)
         self.cpu_isa = devices.select_cpu_isa(config.device_config.cpu_isa)
         logger.info("%d threads, native kernels: %s", self.num_threads, self.cpu_isa)
-        self.model: Any = None  # a Model
-        self.runner: ModelRunner  # set by load_model
-        self.grammars: Grammars | None = None
         self.loras = Loras(config.lora_config, self.dtype)
         self.asleep: set[str] = set()  # of "weights" and "kv_cache": what is not in memory
-        self._directory: Path | None = None  # source of the current weights; None: random ones
         self.tracer: StepTracer | None = None  # while steps are traced
-        self.draft: Draft | None = None  # set by load_model where the engine has a draft model
-        self._cache: KVCacheMemory  # set by load_model
-        self._num_blocks = 0
-        self._num_host_blocks = 0
-        self.offload: KVOffload | None = None  # set by initialize_offload
+        self._stopped_tracer: StepTracer | None = None  # by another runner: its steps are known
+        self.offload: KVOffload | None = None
+        self._thread: ThreadPoolExecutor | None = None  # created by the first overlapped step
+        # None: there is no model, as before it is loaded and while the weights sleep
+        self._model: Model | None = None
+        self._runner: ModelRunner | None = None
+        self._builder: ModelBuilder
+        self._directory: Path | None = None  # source of the current weights; None: random ones
+        self._dense = PoolingHead([])  # of sentence-transformers' Dense modules
+        self._state: RunnerState | None = None  # set with the model, and kept while it sleeps
+        self._cache: KVCacheMemory
+        self._num_blocks = self._cache_bytes = self._num_host_blocks = 0
+        # what the runner is made of besides the model: each None until there is a cache
+        self._forward: Forward | None = None
+        self._mover: BlockMover | None = None
+        self._speculation: Speculation | None = None
+        self._draft: Draft | None = None  # of an engine with a model or head that drafts
+
+    # ------------------------------------------------------------ start
 
     def load_model(self, report: Callable[[str, float], None]) -> None:
-        """Builds the model and fills its weights.
+        """Builds the model and fills its weights; calls report(stage, fraction) as it goes.
 
         Raises ModelLoadError, InvalidParameterError (an unknown kernel or processor).
         """
-        model_config, scheduler_config = self.config.model_config, self.config.scheduler_config
-        block_size = self.config.cache_config.block_size
+        with naming_plugins():
+            self._load_model(report)
+
+    def _load_model(self, report: Callable[[str, float], None]) -> None:
+        model_config = self.config.model_config
         load_plugins()
         processors = load_logits_processors(model_config.logits_processors)
         groups = self.group, self.expert_group
         self._builder = builder = ModelBuilder(
             self.config, self.dtype, self.kv_cache_dtype, self.device, self.cpu_isa, *groups
         )
-        ops, shape = builder.ops, builder.shape
         if self.config.load_config.load_format != "dummy":
             self._directory = Path(model_config.model)
         with early_memory(take_early_memory()):
-            self.model = builder.build(self._directory, report)
-        max_num_seqs = scheduler_config.max_num_seqs
-        max_model_len = resolved(model_config.max_model_len)
-        self.grammars = Grammars(self.config, ops, shape.vocab_size)
-        stages = make_stages(
-            ops, shape.vocab_size, max_num_seqs, max_model_len, processors, self.grammars
-        )
-        layers = self.model.attention_layers()
+            model = builder.build(self._directory, report)
+        layers = model.attention_layers()
         self._cache = KVCacheMemory(layers, self.config, self.kv_cache_dtype, self.device)
-        batch = InputBatch(max_num_seqs, max_model_len, block_size, stages, self.kv_cache_windows)
-        batch.loras = self.loras if self.loras.is_enabled else None
-        self.runner = ModelRunner(self.model, ops, batch, block_size, self.device, self.grammars)
-        self.runner.is_stage = self.group.stages.count > 1
-        if not self.group.stages.is_last:
-            self.runner.elsewhere = SampledElsewhere(batch)
+        self._state = self._make_state(processors)
         if model_config.pooling is not None:
-            self.runner.pooler = Pooler(model_config.pooling, self._directory)
-            self.runner.pooler.use_model(self.model)
+            self._dense = load_dense(model_config.pooling.dense, self._directory)
+        self._use_model(model)
         if (of_draft := draft_config(self.config)) is not None:
-            tables = batch, self.kv_cache_windows
-            self.draft = Draft(self.config, of_draft, builder, lambda: self.model, *tables)
-            self.draft.load(report)
-            self.runner.draft = self.draft
+            tables = self.state.batch, self.kv_cache_windows
+            self._draft = Draft(self.config, of_draft, builder, lambda: self._model, *tables)
+            self._draft.load(report)
+        self._assemble()
+        if (launched := self.runner.launched) is not None:
+            launched.launcher.warm_up()
+
+    def _make_state(self, processors: Sequence[LoadedProcessor]) -> RunnerState:
+        """The tables of requests, and what belongs to their slots."""
+        scheduler_config, ops = self.config.scheduler_config, self.ops
+        vocab_size = self._builder.shape.vocab_size
+        sizes = scheduler_config.max_num_seqs, resolved(self.config.model_config.max_model_len)
+        grammars = Grammars(self.config, ops, vocab_size)
+        batch = InputBatch(
+            *sizes,
+            self.config.cache_config.block_size,
+            make_stages(ops, vocab_size, *sizes, processors, grammars),
+            self.kv_cache_windows,
+            self.loras if self.loras.is_enabled else None,
+        )
+        pending = None if self.group.stages.is_last else PendingTokens(batch)
+        state = RunnerState(batch, self.device, grammars, pending=pending)
+        copy_to_host = self._copy_to_host()
+        return state if copy_to_host is None else on_device(state, ops, copy_to_host)
+
+    def _copy_to_host(self) -> CopyToHost | None:
+        """How tokens come from a device that keeps the tables; None on a CPU."""
+        return None if self.device.type == "cpu" else SecondStream(self.device)
+
+    def _use_model(self, model: Model) -> None:
+        self._model = model
+        if self.loras.is_enabled:
+            self.loras.use_model(model)
+
+    def _assemble(self) -> None:
+        """Makes what runs steps of all that is in memory now."""
+        pooling, model, pooler = self.config.model_config.pooling, self.model, None
+        if pooling is not None:
+            pooler = Pooler(pooling, self._dense, model.head)
+        speculation = self._speculation
+        if speculation is not None and self._draft is not None:
+            speculation = speculation.with_drafter(self._draft.drafter)
+        self._runner = assemble(
+            self.state,
+            model,
+            self.ops,
+            self._forward,
+            self._mover,
+            speculation,
+            pooler,
+            self.group.stages.count > 1,
+        )
+
+    @property
+    def model(self) -> Model:
+        """Raises RuntimeError while there is none."""
+        if self._model is None:
+            self.check_health()
+        assert self._model is not None
+        return self._model
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Raises RuntimeError while there is none."""
+        if self._runner is None:
+            self.check_health()
+        assert self._runner is not None
+        return self._runner
+
+    @property
+    def state(self) -> RunnerState:
+        """The tables of requests; there are some once a model is loaded."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def ops(self) -> OpTable:
+        """The operations that the model is made of."""
+        return self._builder.ops
 
     @property
     def kv_cache_windows(self) -> tuple[int, ...]:
@@ -143,7 +236,12 @@ class Worker:
     def block_bytes(self) -> int:
         """Bytes of one block of the KV cache."""
         num_bytes = self._cache.block_bytes(self.model.attention_layers())
-        return num_bytes if self.draft is None else num_bytes + self.draft.block_bytes
+        return num_bytes if self._draft is None else num_bytes + self._draft.block_bytes
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """All that have a part of each block of the KV cache, those of what drafts too."""
+        layers = self.model.attention_layers()
+        return layers if self._draft is None else [*layers, *self._draft.attention_layers()]
 
     def determine_num_blocks(self) -> int:
         """The number of KV-cache blocks to allocate, including the null block.
@@ -191,85 +289,82 @@ class Worker:
         """Allocates the cache, binds it to the layers and runs the model once; returns its size in
         bytes.
         """
-        self._cache.bind(self.model.attention_layers(), num_blocks)
-        if self.draft is not None:
-            self.draft.allocate(num_blocks)
-        self._num_blocks = self.runner.batch.num_cache_blocks = num_blocks
-        self._make_program()
-        # the first call of an operation may set things up, which must not delay a request; a broken
-        # operation fails here
-        self.runner.execute_dummy_batch()
-        if self.runner.speculation is None:  # else it has slept, and its costs are known
-            self.runner.speculation = make_speculation(
-                self.config.scheduler_config,
-                self.runner.batch,
-                self._run_verification,
-                self.num_threads,
-                *([] if (draft := self.draft) is None else [draft.drafter, draft.run_pass]),
-            )
-        num_bytes = num_blocks * self.block_bytes
+        with naming_plugins():
+            self._make_cache(num_blocks)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.1f MiB",
             num_blocks,
             self.config.cache_config.block_size,
-            num_bytes / 2**20,
+            self._cache_bytes / 2**20,
         )
-        return num_bytes
+        return self._cache_bytes
 
-    def _make_program(self) -> None:
-        """Records the model. Call it when weights or cache have moved: a program holds their
-        addresses.
+    def _make_cache(self, num_blocks: int) -> None:
+        self._cache.bind(self.model.attention_layers(), num_blocks)
+        if self._draft is not None:
+            self._draft.allocate(num_blocks)
+        self._num_blocks, self._cache_bytes = num_blocks, num_blocks * self.block_bytes
+        self.state.batch.use_cache(num_blocks)
+        self._forward = self._make_forward()
+        self._mover = self._make_block_mover()
+        self._assemble()
+        # the first call of an operation may set things up, which must not delay a request; a broken
+        # operation fails here
+        self.runner.execute_dummy_batch()
+        if self._speculation is None:  # else it has slept, and its costs are known
+            self._speculation = make_speculation(
+                self.config.scheduler_config,
+                self.state.batch,
+                lambda num_tokens: self.runner.execute_dummy_batch(num_tokens, num_tokens),
+                self.num_threads,
+                *([] if (draft := self._draft) is None else [draft.drafter, draft.run_pass]),
+            )
+            self._assemble()
+
+    def _make_forward(self) -> Forward | None:
+        """How the model runs; None: operation by operation. Made anew when weights or cache have
+        moved, since programs and graphs hold their addresses.
         """
-        config = self.config
+        config, stages = self.config, self.group.stages
         max_num_seqs = config.scheduler_config.max_num_seqs
         max_num_tokens = resolved(config.scheduler_config.max_num_batched_tokens)
-        num_logits = max_num_logits(config.scheduler_config)
-        if self.group.stages.count > 1:
+        if stages.count > 1:
             self.model.reserve_stream(max_num_tokens)
         is_divided = not self.group.can_record or self.expert_group.size > 1
-        if is_divided or (self.runner.is_stage and self.device.type != "cpu"):
+        if is_divided or (stages.count > 1 and self.device.type != "cpu"):
             logger.info("the model runs operation by operation: others have parts of its layers")
-        elif self.device.type == "cpu":
-            self.runner.program = program = record_step(
-                self.model,
-                self._builder.ops,
-                Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits),
-                len(self.kv_cache_windows),
-                self.group.all_agree,
-            )
-            can_burst = "sample_tokens" in self._builder.ops.native and not self.runner.is_stage
-            batch, block_size = self.runner.batch, config.cache_config.block_size
-            self.runner.bursts = (
-                Bursts(program, batch, block_size, self.runner.host_inputs)
-                if program is not None and can_burst
-                else None
-            )
-            if self.draft is not None:
-                self.draft.make_rounds(program)
-        elif not config.device_config.enforce_eager:
-            max_model_len = resolved(config.model_config.max_model_len)
-            sizes = max_num_seqs, max_model_len, config.cache_config.block_size
-            graphs = GraphedStep(
-                self.model,
-                self._builder.ops,
-                *sizes,
-                self.device,
-                CudaCapture(),
-                len(self.kv_cache_windows),
-                self.loras.is_enabled,
-            )
-            self.runner.program = graphs
-            graphs.prepare()
+            return None
+        num_groups = len(self.kv_cache_windows)
+        if self.device.type == "cpu":
+            num_logits = max_num_logits(config.scheduler_config)
+            limits = Limits(max_num_tokens, max(max_num_seqs, num_logits), num_logits)
+            all_agree = self.group.all_agree
+            return record_step(self.model, self.ops, limits, num_groups, all_agree)
+        if config.device_config.enforce_eager:
+            return None
+        return self._make_graphs(CudaCapture())
+
+    def _make_graphs(self, capture: Capture) -> GraphedStep:
+        graphs = GraphedStep(
+            self.model,
+            self.ops,
+            self.config.scheduler_config.max_num_seqs,
+            resolved(self.config.model_config.max_model_len),
+            self.config.cache_config.block_size,
+            self.device,
+            capture,
+            len(self.kv_cache_windows),
+            self.loras.is_enabled,
+        )
+        graphs.prepare()
+        return graphs
 
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         """Allocates host memory for the blocks of preempted requests.
 
         Returns the number of blocks, and the cost of bringing a request back.
         """
-        mode, block_size = (
-            self.config.scheduler_config.preemption_mode,
-            self.config.cache_config.block_size,
-        )
+        mode = self.config.scheduler_config.preemption_mode
         # ranks would measure different costs, and move other blocks than each other
         if mode != "recompute" and self.group.num_ranks == 1:
             self._num_host_blocks = plan_num_host_blocks(
@@ -278,9 +373,15 @@ class Worker:
                 devices.free_bytes(torch.device("cpu")),
                 self.kv_cache_windows,
             )
-        mover = self._make_block_mover()
+            self._mover = self._make_block_mover()
+            self._assemble()
         if mode != "auto" or not self._num_host_blocks:
             return self._num_host_blocks, PreemptionCosts()
+        costs = self._measure_preemption()
+        logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
+        return self._num_host_blocks, costs
+
+    def _measure_preemption(self) -> PreemptionCosts:
         scheduler_config = self.config.scheduler_config
         most_tokens = min(
             resolved(scheduler_config.max_num_batched_tokens), scheduler_config.max_num_seqs
@@ -297,16 +398,11 @@ class Worker:
             # more tokens would take longer and not change the result: swapping is much cheaper
             if pass_s > MEASURING_BUDGET_S / 4:
                 break
-        swap_s, swap_s_per_block = mover.measure(self.runner.attention_layers())
+        assert self._mover is not None
+        swap_s, swap_s_per_block = self._mover.measure()
         # a token has a part of a block in each group
-        swap_s_per_token = swap_s_per_block * len(self.kv_cache_windows) / block_size
-        costs = PreemptionCosts(recompute_s, swap_s, swap_s_per_token)
-        logger.info("swap space: %d blocks; %s", self._num_host_blocks, costs)
-        return self._num_host_blocks, costs
-
-    def _run_verification(self, num_tokens: int) -> None:
-        """A pass of `num_tokens` with logits of each."""
-        self.runner.execute_dummy_batch(num_tokens, num_tokens)
+        num_groups, block_size = len(self.kv_cache_windows), self.config.cache_config.block_size
+        return PreemptionCosts(recompute_s, swap_s, swap_s_per_block * num_groups / block_size)
 
     @property
     def model_name(self) -> str:
@@ -318,13 +414,11 @@ class Worker:
         return self._builder.weights_bytes if self.runner.bursts is not None else 0
 
     def _make_block_mover(self) -> BlockMover:
-        num_blocks = self._num_host_blocks
-        host_caches = []
+        host_caches, num_blocks = [], self._num_host_blocks
         if num_blocks:
             host_caches = self._cache.host_caches(self.model.attention_layers(), num_blocks)
-            host_caches += [] if self.draft is None else self.draft.host_caches(num_blocks)
-        self.runner.block_mover = mover = BlockMover(host_caches, self._builder.ops)
-        return mover
+            host_caches += [] if self._draft is None else self._draft.host_caches(num_blocks)
+        return BlockMover(self.attention_layers(), host_caches, self.ops)
 
     def initialize_offload(self) -> KVOffload | None:
         """Opens the store of blocks that the cache has no room for, if the configuration asks for
@@ -337,13 +431,11 @@ class Worker:
                     "layers with sliding windows keep no whole context; "
                     "disable_hybrid_kv_cache_manager=True lets them",
                 )
-            self.offload = KVOffload(
-                self._open_store(), lambda: caches_of(self.runner.attention_layers())
-            )
+            self.offload = KVOffload(self._open_store(), lambda: caches_of(self.attention_layers()))
         return self.offload
 
     def _open_store(self) -> BlockStore:
-        layers = self.runner.attention_layers()  # of a drafting model, too
+        layers = self.attention_layers()  # of a drafting model, too
         shapes = [
             [layer.num_kv_heads, layer.head_dim, str(self.kv_cache_dtype)] for layer in layers
         ]
@@ -352,49 +444,152 @@ class Worker:
             self.config, self.block_bytes, identity, devices.free_bytes(torch.device("cpu"))
         )
 
+    # ------------------------------------------------------------ steps
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Nothing dies without this process."""
+
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        run = self.runner.execute_model if self.tracer is None else self.tracer.run
-        step = partial(run, scheduler_output)
-        return self.expert_group.run(step, self.runner.execute_dummy_batch)
+        """Runs one step.
+
+        A failure of one request is a row in `errors`; an exception fails the engine.
+        """
+        step = self.runner if self.tracer is None else self.tracer
+        if self.expert_group.size == 1:
+            return step.execute_model(scheduler_output)
+        run = partial(step.execute_model, scheduler_output)
+        return self.expert_group.run(run, self.runner.execute_dummy_batch)
+
+    def submit_model(
+        self, scheduler_output: SchedulerOutput
+    ) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
+        """Starts a step; the caller schedules and submits the next one before it asks for the
+        `result()`.
+
+        Steps run in the order of submission. On a GPU the step is launched here, which costs less
+        than passing it to a thread; on a CPU a thread computes it.
+        """
+        if self.runner.launched is not None and self.tracer is None:
+            return self._launch(scheduler_output)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-executor")
+        return self._thread.submit(self.execute_model, scheduler_output)
+
+    def _launch(
+        self, scheduler_output: SchedulerOutput
+    ) -> PendingStep | HostStep | Future[ModelRunnerOutput]:
+        try:
+            return self.runner.launch_model(scheduler_output)
+        except Exception as error:
+            # an error of this step; the rows of the previous one are delivered first
+            failed: Future[ModelRunnerOutput] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
+        """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput. Only a stage
+        before the last one is called, before a step that needs these tokens.
+        """
+        assert self.state.pending is not None
+        self.state.pending.append(num_sampled, token_ids)
+
+    def execute_dummy_batch(self) -> None:
+        """A forward pass without effects, to warm up."""
+        self.check_health()
+        self.runner.execute_dummy_batch()
+
+    def check_grammar(
+        self, params: StructuredOutputsParams, *, is_known: bool = False, owner: str = ""
+    ) -> Future[None]:
+        """See Executor. Takes milliseconds, at most a few seconds, once it is the owner's turn."""
+        if self._state is None or self._state.grammars is None:
+            raise RuntimeError("the executor has no model: it was not loaded, or it was shut down")
+        return self._state.grammars.check(params, is_known=is_known, owner=owner)
+
+    def read_lora(self, request: LoRARequest) -> Future[str]:
+        """See Executor. One adapter is read at a time."""
+        return self.loras.begin_read(request)
+
+    def add_lora(self, request: LoRARequest) -> bool:
+        """See Executor."""
+        return self.loras.add_read(request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """See Executor."""
+        return self.loras.remove(lora_int_id)
+
+    def list_loras(self) -> set[int]:
+        """See Executor."""
+        return self.loras.list()
+
+    def join_engines(self) -> None:
+        """See SharingExecutor."""
+        self.expert_group.connect()
+
+    def meet_engines(self, has_work: bool) -> bool:
+        """See SharingExecutor."""
+        return self.expert_group.meet(has_work)
 
     def join_pass(self) -> None:
         """A pass without data, in which this engine's experts compute rows of the others."""
         self.check_health()
         self.expert_group.run(self.runner.execute_dummy_batch, self.runner.execute_dummy_batch)
 
-    def append_sampled(self, num_sampled: list[int], token_ids: list[int]) -> None:
-        """Takes the tokens of the oldest step that has none, as in ModelRunnerOutput. Only a stage
-        before the last one is called, before a step that needs these tokens.
+    def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of CALLABLE on every rank; returns the results in rank order.
+
+        Raises InvalidParameterError.
         """
-        assert self.runner.elsewhere is not None
-        self.runner.elsewhere.append(num_sampled, token_ids, self.runner.tables)
+        if method not in self.CALLABLE:
+            raise InvalidParameterError(
+                "method", f"must be one of {', '.join(sorted(self.CALLABLE))}, got {method!r}"
+            )
+        function = getattr(self, method)
+        try:
+            inspect.signature(function).bind(*args)
+        except TypeError as error:
+            raise InvalidParameterError(
+                "args", f"{method} does not take {list(args)!r}: {error}"
+            ) from None
+        return [function(*args)]
 
     def start_trace(self, num_steps: int) -> None:
-        """Records the next steps, which run one after the other, until `end_trace`."""
+        """Records the next `num_steps` steps, which then run one after the other, until
+        `end_trace`. No step may be in flight here and in `end_trace`.
+        """
         self.check_health()
+        self._stopped_tracer = None
         self.tracer = StepTracer(self.runner, num_steps, self.num_threads)
 
-    def end_trace(self) -> StepTracer | None:
-        """What has been recorded, if anything was."""
+    def end_trace(self) -> RanksTrace:
+        """Ends the recording, and returns what there is. The first call measures the machine, which
+        takes tenths of a second.
+        """
         self._stop_tracer()
-        tracer, self.tracer = self.tracer, None
-        return tracer
+        tracer, self._stopped_tracer = self._stopped_tracer, None
+        if tracer is None:
+            return RanksTrace()
+        functions = Worker.execute_model, ModelRunner.execute_model
+        return RanksTrace(
+            {step: [rank] for step, rank in tracer.take().items()},
+            measured_limits(
+                self.device,
+                self.dtype,
+                self.config.model_config.quantization,
+                self.memory_usage()["weights_bytes"],
+                self.num_threads,
+            ),
+            {function.__qualname__: place_of_function(function) for function in functions},
+            tracer.notes,
+            str(self.cpu_isa) if self.device.type == "cpu" else str(self.device),
+            type(self._model).__name__,
+        )
 
     def _stop_tracer(self) -> None:
+        """The runner that it traces will not run any more, or the trace ends."""
         if self.tracer is not None:
             self.tracer.stop()
-
-    @property
-    def launches(self) -> bool:
-        """Whether launch_model is supported: the device computes while the host continues."""
-        return self.runner.launcher is not None and self.tracer is None
-
-    def launch_model(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
-        return self.runner.launch_model(scheduler_output)
-
-    def execute_dummy_batch(self) -> None:
-        self.check_health()
-        self.runner.execute_dummy_batch()
+            self._stopped_tracer, self.tracer = self.tracer, None
 
     # ------------------------------------------------------------ between steps
 
@@ -404,7 +599,7 @@ class Worker:
             raise RuntimeError(
                 f"the worker sleeps: its {' and '.join(sorted(self.asleep))} must be woken first"
             )
-        if self.model is None:
+        if self._model is None:
             raise RuntimeError("the worker has no model: it was not loaded, or it was shut down")
 
     def memory_usage(self) -> dict[str, int]:
@@ -413,20 +608,18 @@ class Worker:
         """
         return {
             "weights_bytes": 0 if "weights" in self.asleep else self._weights_bytes,
-            "kv_cache_bytes": 0
-            if "kv_cache" in self.asleep
-            else self._num_blocks * self.block_bytes,
+            "kv_cache_bytes": 0 if "kv_cache" in self.asleep else self._cache_bytes,
             "resident_bytes": devices.resident_bytes(),
         }
 
     @property
     def _weights_bytes(self) -> int:
         num_bytes = self._builder.weights_bytes
-        return num_bytes if self.draft is None else num_bytes + self.draft.weights_bytes
+        return num_bytes if self._draft is None else num_bytes + self._draft.weights_bytes
 
     def expert_load(self) -> dict[int, list[int]]:
         """See model.expert_load."""
-        return {} if self.model is None else expert_load(self.model)
+        return {} if self._model is None else expert_load(self._model)
 
     def sleep(self, tags: list[str]) -> None:
         """Releases the memory of "kv_cache" or "weights".
@@ -434,17 +627,18 @@ class Worker:
         On a CPU there is no other place for weights: they are dropped.
         """
         self._stop_tracer()
-        if "kv_cache" in tags:
-            for layer in self.model.attention_layers():
-                layer.key_cache = layer.value_cache = None
-            self.runner.block_mover = self.runner.program = self.runner.bursts = None
-            if self.draft is not None:
-                self.draft.release_cache()
+        # it holds the model and, by their addresses, weights and cache
+        self._runner = self._forward = None
+        if "kv_cache" in tags and "kv_cache" not in self.asleep:
+            if self._model is not None:
+                release_caches(self._model.attention_layers())
+            self._mover = None
+            if self._draft is not None:
+                self._draft.release_cache()
         if "weights" in tags:
-            self.model = None
-            self.runner.use_model(None)
-            if self.draft is not None:
-                self.draft.release_weights()
+            self._model = None
+            if self._draft is not None:
+                self._draft.release_weights()
         self.asleep.update(tags)
         devices.release_memory()
 
@@ -458,13 +652,11 @@ class Worker:
             if tag not in tags or tag not in self.asleep:
                 continue
             if tag == "weights":
-                self.model = self._builder.build(self._directory, _report_nothing)
-                self.runner.use_model(self.model)
-                if self.draft is not None:
-                    self.draft.reload(_report_nothing)
+                self._use_model(self._builder.build(self._directory, _report_nothing))
+                if self._draft is not None:
+                    self._draft.load(_report_nothing)
             else:
-                self.initialize_kv_cache(self._num_blocks)
-                self._make_block_mover()
+                self._make_cache(self._num_blocks)
             self.asleep.discard(tag)
 
     def load_weights(self, path: str) -> None:
@@ -477,34 +669,51 @@ class Worker:
         directory = Path(path)
         self._builder.check_same_architecture(directory)
         model = self._builder.build(directory, _report_nothing)
-        if self.runner.pooler is not None:
-            self.runner.pooler.use_dense(directory)
+        if (pooling := self.config.model_config.pooling) is not None:
+            self._dense = load_dense(pooling.dense, directory)
         self._stop_tracer()
-        if self.model is not None:
-            move_caches(self.model.attention_layers(), model.attention_layers())
-        self.model, self._directory = model, directory
-        self.runner.use_model(model)
-        if self.draft is not None:
+        if self._model is not None:
+            move_caches(self._model.attention_layers(), model.attention_layers())
+        self._directory = directory
+        self._use_model(model)
+        if self._draft is not None:
             if "weights" in self.asleep:
-                self.draft.reload(_report_nothing)
-            self.draft.use_model()
-        if "kv_cache" not in self.asleep:
-            self._make_program()
+                self._draft.load(_report_nothing)
+            self._draft.use_model()
         self.asleep.discard("weights")
+        if not self.asleep:
+            self._forward = self._make_forward()
+            self._mover = self._make_block_mover()
+            self._assemble()
         if self.offload is not None:
             self.offload.use_store(self._open_store())
         devices.release_memory()
 
     def shutdown(self) -> None:
-        """Releases model and cache. May be called twice."""
-        if self.grammars is not None:
-            self.grammars.shutdown()
+        """Frees model and cache after the step in flight. May be called twice."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+            self._thread = None
+        self.loras.shutdown()
+        if self._state is not None and self._state.grammars is not None:
+            self._state.grammars.shutdown()
         if self.offload is not None:
             self.offload.close()
         self.expert_group.close()
-        self.model = self.grammars = self.tracer = self.draft = None
-        if hasattr(self, "runner"):
-            del self.runner
+        self._model = self._runner = self._state = self._forward = self._mover = None
+        self.tracer = self._stopped_tracer = self._draft = self._speculation = None
+
+
+def _refuse_ranks(config: EngineConfig) -> None:
+    device_config = config.device_config
+    for name, size in (
+        ("tensor_parallel_size", device_config.tensor_parallel_size),
+        ("pipeline_parallel_size", device_config.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise InvalidParameterError(
+                name, f"must be 1 for an executor with one rank, got {size}"
+            )
 
 
 def _report_nothing(stage: str, fraction: float) -> None:

@@ -167,7 +167,7 @@ def test_rows_that_are_not_finite_fail_alone_and_at_the_same_token(monkeypatch):
 
     monkeypatch.setattr(Decoder, "compute_logits", poisoned)
     # a recorded step would not hear of it
-    monkeypatch.setattr(Worker, "_make_program", lambda self: None)
+    monkeypatch.setattr(Worker, "_make_forward", lambda self: None)
     jobs = random_jobs(40, vocab_size=1500, seed=5)
     with closing(make_engine()) as engine:
         expected = drive(engine, jobs, aborts=False)

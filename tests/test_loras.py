@@ -170,7 +170,7 @@ def test_steps_do_not_wait_while_an_adapter_is_read(llm, folder, alone, monkeypa
     """
     engine, may_read, readers, placed = llm.llm_engine, threading.Event(), [], []
     executor = engine.client._engine.core.executor
-    put = executor.worker.loras._put
+    put = executor.loras._put
 
     def read(*arguments):
         readers.append(threading.get_ident())
@@ -182,7 +182,7 @@ def test_steps_do_not_wait_while_an_adapter_is_read(llm, folder, alone, monkeypa
         put(place, number)
 
     monkeypatch.setattr("quire.executor.loras.read_adapter", read)
-    monkeypatch.setattr(executor.worker.loras, "_put", watch)
+    monkeypatch.setattr(executor.loras, "_put", watch)
     long = SamplingParams(temperature=0.0, seed=0, max_tokens=150, ignore_eos=True)
     engine.add_request("0-0", PROMPT, long)
     fresh = LoRARequest("fresh", 70, str(folder / "a2"))

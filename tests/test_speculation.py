@@ -63,7 +63,7 @@ class Knowing:
 
 def let_know(engine: LLMEngine, jobs: list[Job], expected: Any) -> None:
     """The engine's proposer knows the answers."""
-    runner = engine.client._engine.core.executor.worker.runner
+    runner = engine.client._engine.core.executor.runner
     texts = [[*job.prompt_token_ids, *expected[0][job.request_id].token_ids] for job in jobs]
     runner.speculation.drafter = LookupDrafter(Knowing(texts), runner.batch)
 
@@ -375,7 +375,7 @@ def test_what_a_grammar_forbids_is_not_verified(jobs, expected):
     structured = jobs[::5]
     settings = {"speculative_config": NGRAM, "enable_jump_forward": False}
     with closing(make_engine(dtype="bfloat16", **settings)) as engine:
-        runner = engine.client._engine.core.executor.worker.runner
+        runner = engine.client._engine.core.executor.runner
         runner.speculation.drafter = LookupDrafter(Knowing([]), runner.batch)
         run(engine, structured, aborts=False)
         refused = engine.get_metrics()["num_draft_tokens"]

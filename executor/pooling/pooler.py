@@ -8,9 +8,6 @@ a result depend neither on the batch nor on how the prompt is cut.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 
@@ -20,7 +17,6 @@ from ...ipc.step_messages import SlotPooled
 from ...kernels.ops import AttentionMetadata
 from ..runner.input_batch import InputBatch
 from ..sampling.logprob_arrays import to_array
-from .dense import load_dense
 from .heads import LAST_ACTIVATIONS, PoolingHead, Rows
 from .modes import Collected, make_modes
 
@@ -29,15 +25,11 @@ MISSING_TOKENS = "pooling reads all tokens of the prompt, and the first were not
 
 
 class Pooler:
-    def __init__(self, pooling: Pooling, directory: Path | None = None):
-        """pooling: how the model pools. directory: of its Dense modules; None: random ones.
-
-        Raises ModelLoadError for a module that cannot be read.
-        """
+    def __init__(self, pooling: Pooling, dense: PoolingHead, classifier: PoolingHead):
+        """pooling: how the model pools. dense: its Dense modules. classifier: the model's head."""
         self.pooling = pooling
         self._modes = make_modes(pooling.modes)
-        self._dense = load_dense(pooling.dense, directory)
-        self._classifier = PoolingHead([])
+        self._dense, self._classifier = dense, classifier
         self._unfinished: dict[int, Collected] = {}  # by slot, between two chunks
 
     def __call__(
@@ -80,15 +72,6 @@ class Pooler:
                 del self._unfinished[slot]
                 done[slot] = collected.result()
         return self._finish(done, batch, errors), errors
-
-    def use_model(self, model: Any) -> None:
-        """Other weights are in use, or none: no request is half pooled."""
-        self._unfinished.clear()
-        self._classifier = PoolingHead([]) if model is None else model.head
-
-    def use_dense(self, directory: Path) -> None:
-        """Raises ModelLoadError as the constructor does; then nothing has changed."""
-        self._dense = load_dense(self.pooling.dense, directory)
 
     def _collected(self, slot: int, params: PoolingParams, first: int) -> Collected:
         """The state of a request whose next token has the index `first` in its prompt."""

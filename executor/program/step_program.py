@@ -16,7 +16,7 @@ from ...kernels.cpu.native.recorder import Guard, Limits, Recorder, Unrecordable
 from ...kernels.cpu.native.replay import Program
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
-from ..model import Model, uncounted
+from ..model import Forward, Model, Taps, uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -51,33 +51,69 @@ LORA_OPERATIONS = ("add_lora", "add_lora_embedding")  # if its layers take adapt
 TRIED_TOKENS = 5  # of the prompt that a program is checked with; fits in one block
 
 
-def run_op_by_op(
-    model: Model,
-    ops: OpTable,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    metadata: AttentionMetadata,
-    logits_indices: torch.Tensor,
-    token_types: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """What a program computes.
+class OpByOp:
+    """A Forward that calls the model's code."""
 
-    token_ids [T] i32, positions [T] i64, logits_indices [R] i64, ascending -> hidden [T,
-    hidden_size], logits [R, vocab_size] f32, and the results of argmax over them.
+    def __init__(self, model: Model, ops: OpTable):
+        self.model, self.ops = model, ops
 
-    A model without a head gives the hidden states alone, and logits_indices are not read.
-    token_types [T] i32 are the last argument of a model that distinguishes them.
-    """
-    types = (token_types,) if model.num_token_types else ()
-    if model.adapter_rows is not None:  # which adapters the rows of this step use
-        model.adapter_rows.begin(metadata.adapters, logits_indices)
-    hidden = model(token_ids, positions, metadata, *types)
-    if not model.has_head:
-        return (hidden,)
-    logits = model.compute_logits(
-        hidden if len(logits_indices) == len(hidden) else ops.gather_rows(hidden, logits_indices)
-    )
-    return hidden, logits, *ops.argmax(logits)
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        logits_indices: torch.Tensor,
+        token_types: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """See Forward."""
+        model, ops = self.model, self.ops
+        types = (token_types,) if model.num_token_types else ()
+        if model.adapter_rows is not None:  # which adapters the rows of this step use
+            model.adapter_rows.begin(metadata.adapters, logits_indices)
+        hidden = model(token_ids, positions, metadata, *types)
+        if not model.has_head:
+            return (hidden,)
+        logits = model.compute_logits(
+            hidden
+            if len(logits_indices) == len(hidden)
+            else ops.gather_rows(hidden, logits_indices)
+        )
+        return hidden, logits, *ops.argmax(logits)
+
+
+class WrappedForward:
+    """A Forward around another one."""
+
+    def __init__(self, forward: Forward):
+        self.forward = forward
+
+
+class StagedForward(WrappedForward):
+    """A Forward of a model that is divided into stages."""
+
+    def __init__(self, model: Model, forward: Forward):
+        super().__init__(forward)
+        self._model = model
+
+    def __call__(self, token_ids: torch.Tensor, *step: Any) -> tuple[torch.Tensor, ...]:
+        """See Forward."""
+        self._model.receive_stream(len(token_ids))
+        results = self.forward(token_ids, *step)
+        self._model.send_stream(results[0])
+        return results
+
+
+class TappedForward(WrappedForward):
+    """A Forward of a model whose layers a head that drafts reads."""
+
+    def __init__(self, taps: Taps, forward: Forward):
+        super().__init__(forward)
+        self._taps = taps
+
+    def __call__(self, token_ids: torch.Tensor, *step: Any) -> tuple[torch.Tensor, ...]:
+        """See Forward."""
+        self._taps.state[: len(token_ids)].zero_()
+        return self.forward(token_ids, *step)
 
 
 def record_step(
@@ -170,9 +206,7 @@ def _recorder_for(model: Model, limits: Limits, num_groups: int) -> Recorder:
 @torch.inference_mode()
 def _record(model: Model, ops: OpTable, recorder: Recorder) -> Program:
     with recording(recorder, Guard()):
-        results = run_op_by_op(
-            model,
-            ops,
+        results = OpByOp(model, ops)(
             recorder.token_ids,
             recorder.positions,
             recorder.metadata,
@@ -215,7 +249,7 @@ def _try(program: Program, model: Model, ops: OpTable, num_groups: int) -> None:
     for name, mine, own in zip(
         ("hidden states", "logits", "argmax", "finite rows"),
         recorded,
-        run_op_by_op(model, ops, *step),
+        OpByOp(model, ops)(*step),
     ):
         if (
             mine.shape != own.shape

@@ -1,8 +1,8 @@
-"""The program of one rank: `python -m quire.executor.ranks.rank`, started by LocalRanks.
+"""The program of one rank: `python -m quire.worker.ranks.rank`, started by LocalRanks.
 
 Must not know: the scheduler, clients, how many steps are under way.
 
-It runs what a SingleProcessExecutor runs, with its part of every layer, and answers each command
+It runs a Worker, with its part of every layer, and answers each command
 but CheckGrammar before it reads the next one.
 """
 
@@ -48,7 +48,7 @@ from .messages import (
 from .ring import RingReader, RingWriter, join_frames, split_frames
 
 if TYPE_CHECKING:
-    from ..single_process import SingleProcessExecutor
+    from ..worker import Worker
     from .tensor_group import TensorGroup
 
 logger = logging.getLogger("quire.rank")
@@ -106,7 +106,7 @@ class SharedLinks:
 class Rank:
     """Serves one engine until it is told to leave."""
 
-    # of SingleProcessExecutor, by Call
+    # of Worker, by Call
     CALLS = frozenset(
         {"determine_num_blocks", "initialize_kv_cache", "execute_dummy_batch", "collective_rpc"}
         | {"start_trace", "check_health"}
@@ -118,7 +118,7 @@ class Rank:
         self._decoder = Decoder(Command, MAX_MESSAGE_BYTES)
         self._encoder = Encoder(MAX_MESSAGE_BYTES)
         self._lock = threading.Lock()  # of replies: a grammar's comes from another thread
-        self._executor: SingleProcessExecutor
+        self._worker: Worker
 
     def run(self) -> None:
         """Returns when it is told to leave."""
@@ -131,13 +131,13 @@ class Rank:
 
     def _obey(self, command: Any) -> None:
         if isinstance(command, Step):
-            self._reply(run_step(self._executor, command))
+            self._reply(run_step(self._worker, command))
         elif isinstance(command, Call):
             self._reply(self._call(command))
         elif isinstance(command, CheckGrammar):
             number = command.number
             params, is_known, owner = command.params, command.is_known, command.owner
-            check = self._executor.check_grammar(params, is_known=is_known, owner=owner)
+            check = self._worker.check_grammar(params, is_known=is_known, owner=owner)
             check.add_done_callback(lambda check: self._reply(_checked(number, check)))
         elif isinstance(command, Configure):
             self._configure(command.config)
@@ -148,28 +148,28 @@ class Rank:
 
         lean_import.import_torch(config)
         from ..device import use_gpu_of_rank
-        from ..single_process import SingleProcessExecutor
+        from ..worker import Worker
 
         if config.device_config.device == "cuda":
             use_gpu_of_rank(config, self._links.rank)
         group = self._links.make_group(config)
-        self._executor = SingleProcessExecutor(with_threads(config, self._num_threads), group)
+        self._worker = Worker(with_threads(config, self._num_threads), group)
 
     def _call(self, call: Call) -> Reply:
-        executor = self._executor
+        worker = self._worker
         if call.method == "load_model":
-            executor.load_model(lambda *progress: self._reply(Loading(*progress)))
-            return Result(list(executor.kv_cache_windows))
+            worker.load_model(lambda *progress: self._reply(Loading(*progress)))
+            return Result(list(worker.kv_cache_windows))
         if call.method == "end_trace":
-            return Trace.of(executor.end_trace())
+            return Trace.of(worker.end_trace())
         if call.method == "initialize_kv_cache":
-            num_bytes = executor.initialize_kv_cache(*call.args)
-            executor.initialize_swap_space()
+            num_bytes = worker.initialize_kv_cache(*call.args)
+            worker.initialize_swap_space()
             platform_tuning.end_start()
-            return Result([num_bytes, executor.burst_weights_bytes])
+            return Result([num_bytes, worker.burst_weights_bytes])
         if call.method not in self.CALLS:
             raise ValueError(f"a rank has no method {call.method!r}")
-        return Result(getattr(executor, call.method)(*call.args))
+        return Result(getattr(worker, call.method)(*call.args))
 
     def _receive(self) -> Any:
         return self._decoder.decode(split_frames(self._links.receive()))
@@ -179,15 +179,15 @@ class Rank:
             self._links.send(join_frames(self._encoder.encode(reply)))
 
 
-def run_step(executor: SingleProcessExecutor, step: Step) -> StepDone:
+def run_step(worker: Worker, step: Step) -> StepDone:
     """Runs a step on a rank."""
-    group = executor.worker.group
+    group = worker.group
     if not group.stages.is_last:
         for one in step.sampled:
-            executor.worker.append_sampled(one.num_sampled, one.token_ids)
-        executor.execute_model(step.output)
+            worker.append_sampled(one.num_sampled, one.token_ids)
+        worker.execute_model(step.output)
         return StepDone()
-    output = executor.execute_model(step.output)
+    output = worker.execute_model(step.output)
     return StepDone(digest_of(output), output if group.rank == 0 else None)
 
 
@@ -226,7 +226,7 @@ def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
 def main(argv: list[str] | None = None) -> None:
     """The program. Ends with its engine."""
     parser = argparse.ArgumentParser(
-        prog="quire.executor.ranks.rank", description="Runs one rank. Started by an engine."
+        prog="quire.worker.ranks.rank", description="Runs one rank. Started by an engine."
     )
     parser.add_argument("--ends", required=True, help="what it inherits, as JSON")
     parser.add_argument("--parent-pid", type=int, required=True)

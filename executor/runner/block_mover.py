@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from ...ipc.step_messages import SchedulerOutput
+from ...kernels.registry import OpTable
 from ..device import synchronize
+from ..model import AttentionLayer
 
 Pairs = Sequence[tuple[int, int]]  # (from, to)
 MEASURED_BLOCKS = 8
@@ -23,56 +25,60 @@ class BlockMover:
     """Owns the host blocks.
 
     `host_caches`: for each page of a block keys and values, each [num_host_blocks, block_size,
-    num_kv_heads, head_dim]; empty without swapping. Layers are passed to each call, because their
-    caches may change.
+    num_kv_heads, head_dim]; empty without swapping. `layers`: all that have a part of each block.
     """
 
-    def __init__(self, host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]], ops: Any):
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        host_caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        ops: OpTable,
+    ):
+        self._layers = layers
         # in the order of caches_of
         self._host_caches = [cache for layer in host_caches for cache in layer]
         self._copy_blocks = ops.copy_blocks
 
-    def move(self, layers: Sequence[Any], step: SchedulerOutput) -> None:
-        """Swaps out first, since swapped-in blocks may take their places; copies last, since
-        they may
-        read swapped-in blocks.
+    def move(self, step: SchedulerOutput) -> None:
+        """Swaps out first, since swapped-in blocks may take their places; copies last, since they
+        may read swapped-in blocks.
         """
         if step.blocks_to_swap_out:
-            self.swap_out(layers, step.blocks_to_swap_out)
+            self.swap_out(step.blocks_to_swap_out)
         if step.blocks_to_swap_in:
-            self.swap_in(layers, step.blocks_to_swap_in)
+            self.swap_in(step.blocks_to_swap_in)
         if step.blocks_to_copy:
-            caches = caches_of(layers)
+            caches = caches_of(self._layers)
             self._copy_blocks(caches, caches, torch.tensor(step.blocks_to_copy))
 
-    def swap_out(self, layers: Sequence[Any], pairs: Pairs) -> None:
+    def swap_out(self, pairs: Pairs) -> None:
         """pairs: (device block, host block)"""
-        self._copy_blocks(caches_of(layers), self._host_caches, torch.tensor(pairs))
+        self._copy_blocks(caches_of(self._layers), self._host_caches, torch.tensor(pairs))
 
-    def swap_in(self, layers: Sequence[Any], pairs: Pairs) -> None:
+    def swap_in(self, pairs: Pairs) -> None:
         """pairs: (host block, device block)"""
-        self._copy_blocks(self._host_caches, caches_of(layers), torch.tensor(pairs))
+        self._copy_blocks(self._host_caches, caches_of(self._layers), torch.tensor(pairs))
 
-    def measure(self, layers: Sequence[Any]) -> tuple[float, float]:
+    def measure(self) -> tuple[float, float]:
         """Seconds for a swap out and in of any size, and per block.
 
         Call it while the cache is empty.
         """
-        most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(layers[0].key_cache) - 1)
-        one_s, all_s = (self._time(layers, count) for count in (1, most))
+        most = min(MEASURED_BLOCKS, len(self._host_caches[0]), len(self._layers[0].key_cache) - 1)
+        one_s, all_s = (self._time(count) for count in (1, most))
         per_block_s = max(0.0, all_s - one_s) / max(1, most - 1)
         return max(0.0, one_s - per_block_s), per_block_s
 
-    def _time(self, layers: Sequence[Any], num_blocks: int) -> float:
+    def _time(self, num_blocks: int) -> float:
         def both_ways() -> None:
-            self.swap_out(layers, [(block + 1, block) for block in range(num_blocks)])
-            self.swap_in(layers, [(block, block + 1) for block in range(num_blocks)])
-            synchronize(layers[0].key_cache.device)
+            self.swap_out([(block + 1, block) for block in range(num_blocks)])
+            self.swap_in([(block, block + 1) for block in range(num_blocks)])
+            synchronize(self._layers[0].key_cache.device)
 
         return shortest_time(both_ways)
 
 
-def caches_of(layers: Sequence[Any]) -> list[torch.Tensor]:
+def caches_of(layers: Sequence[AttentionLayer]) -> list[torch.Tensor]:
     """Of each page of a block: layers of different groups have the same memory."""
     caches = [cache for layer in layers for cache in (layer.key_cache, layer.value_cache)]
     return [*{cache.data_ptr(): cache for cache in caches}.values()]

@@ -1,4 +1,4 @@
-"""Runs a step with lookahead tokens in one call of a recorded program.
+"""Steps with lookahead tokens, in one call of a recorded program.
 
 Must not know: the model, who decides how far to look ahead.
 """
@@ -11,8 +11,9 @@ import torch
 from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ...kernels.cpu.native.passes import Passes
 from ...kernels.cpu.native.replay import Program
-from ..sampling.sampler import NOT_FINITE, draw_parameters, draws
+from ..sampling.sampler import NOT_FINITE, draw_parameters
 from .input_batch import InputBatch
+from .plain_step import StepRunner
 from .step_inputs import StepInputMaker
 
 
@@ -22,11 +23,9 @@ class Bursts:
     Only for rows whose tokens depend on nothing but logits and parameters.
     """
 
-    def __init__(
-        self, program: Program, batch: InputBatch, block_size: int, make_inputs: StepInputMaker
-    ):
+    def __init__(self, program: Program, batch: InputBatch, make_inputs: StepInputMaker):
         self.program, self.make_inputs = program, make_inputs
-        self._passes = Passes(program, block_size)
+        self.passes = Passes(program, batch.block_size)
         self._batch = batch
 
     def fits(self, scheduler_output: SchedulerOutput) -> bool:
@@ -35,9 +34,11 @@ class Bursts:
         """
         wanted, slots = scheduler_output.num_lookahead_tokens, scheduler_output.slots
         if (
-            not wanted[0]
+            not wanted
+            or not wanted[0]
             or wanted.count(wanted[0]) != len(wanted)
             or scheduler_output.num_scheduled_tokens.count(1) != len(slots)
+            or not self._batch.special_slots.isdisjoint(slots)
         ):
             return False
         return (self._batch.num_tokens[slots] - 1).tolist() == scheduler_output.num_computed_tokens
@@ -51,12 +52,12 @@ class Bursts:
         inputs = self.make_inputs.for_burst(scheduler_output, count)
         slots = inputs.slots
         draw = None
-        if draws(self._batch, slots):
+        if self._batch.draws(slots):
             draw = (
                 *draw_parameters(self._batch, slots, torch.device("cpu")),
                 torch.from_numpy(self._batch.num_tokens[slots]),
             )
-        tokens, is_finite = self._passes(
+        tokens, is_finite = self.passes(
             inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices, count, draw
         )
         by_row = tokens.numpy().T
@@ -76,3 +77,16 @@ class Bursts:
             [token for row, n in zip(by_row.tolist(), num_good) for token in row[:n]],
             errors=errors,
         )
+
+
+class BurstStep:
+    """A StepRunner: a burst where one fits, else `step`."""
+
+    def __init__(self, bursts: Bursts, step: StepRunner):
+        self._bursts, self._step = bursts, step
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """See StepRunner."""
+        if self._bursts.fits(scheduler_output):
+            return self._bursts.run(scheduler_output)
+        return self._step.execute_model(scheduler_output)

@@ -17,14 +17,13 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from ...kernels.ops import AttentionMetadata, make_metadata
 from ...kernels.registry import OpTable
-from ..model import padded, uncounted
-from ..program.step_program import run_op_by_op
+from ..model import Model, padded, uncounted
+from ..program.step_program import OpByOp
 
 logger = logging.getLogger(__name__)
 
@@ -47,14 +46,14 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 class GraphedStep:
-    """Serves as ModelRunner.program.
+    """A Forward that replays graphs of decodes.
 
     Holds addresses of weights and caches: make it again when any of them moves.
     """
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         ops: OpTable,
         max_num_seqs: int,
         max_model_len: int,
@@ -67,7 +66,7 @@ class GraphedStep:
         """num_groups: of layers that have block tables of their own. has_adapters: whether the
         model's layers take LoRA adapters.
         """
-        self._run = partial(run_op_by_op, model, ops)
+        self._run = OpByOp(model, ops)
         self._uncounted, self._padded = partial(uncounted, model), partial(padded, model)
         self._capture = capture
         self._sizes = graph_sizes(max_num_seqs)
@@ -128,11 +127,12 @@ class GraphedStep:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         logits_indices: torch.Tensor,
+        token_types: torch.Tensor | None = None,
     ) -> Tensors:
-        """As run_op_by_op. The next replayed step overwrites a graph's results."""
+        """See Forward. The next replayed step overwrites a graph's results."""
         count = len(metadata.query_lens)
         if not count == metadata.num_decodes == len(logits_indices) or count > self._sizes[-1]:
-            return self._run(token_ids, positions, metadata, logits_indices)
+            return self._run(token_ids, positions, metadata, logits_indices, token_types)
         size = self._sizes[bisect_left(self._sizes, count)]
         if token_ids.data_ptr() != self._token_ids.data_ptr():
             self._copy(count, size, token_ids, positions, metadata)

@@ -14,7 +14,7 @@ import numpy as np
 from ...ipc.errors import InvalidParameterError
 from ...ipc.lora import LoRARequest
 from ...ipc.params import ALL_LOGPROBS, PoolingParams, SamplingParams
-from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
+from ...ipc.step_messages import NewRequestData, RowError, RowRefusal, SchedulerOutput
 from ..loras import Loras
 
 # a smaller share would round to 0 in 32 bits, and no token would be left
@@ -41,14 +41,14 @@ class InputBatch:
         block_size: int,
         stages: Any,
         kv_cache_windows: Sequence[int] = (0,),
+        loras: Loras | None = None,
     ):
-        """kv_cache_windows: see Executor."""
+        """kv_cache_windows: see Executor. loras: of an engine with LoRA adapters."""
         self.block_size = block_size
         self.num_groups = len(kv_cache_windows)
         # the null block stands where a window has been
         self._least_block = 0 if any(kv_cache_windows) else 1
-        # Ids of the KV cache are below this; the worker sets it when it makes the cache.
-        self.num_cache_blocks = 2**31
+        self.num_cache_blocks = 2**31  # ids of the KV cache are below this: see use_cache
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)  # prompt + output
         # of a request that pools one more than it has: its last token is never sampled
@@ -78,28 +78,74 @@ class InputBatch:
         # the cache_salt and the number of the adapter, of the slots whose requests have any: text
         # is remembered for requests with the same ones
         self.salts: dict[int, tuple[str | None, int | None]] = {}
+        # slots whose rows are sampled by SpecialRows: pooling, log-probabilities, stages, refusals
+        self.special_slots: set[int] = set()
         self.refusals: dict[int, RowError] = {}  # slot -> why this request cannot be served
         self.pooling: dict[int, PoolingParams] = {}  # of the slots whose requests pool
         self.second_text_start = np.zeros(max_num_seqs, np.int64)  # of a pair; 0: one text
-        self.loras: Loras | None = None  # set by the worker of an engine with LoRA adapters
+        self.loras = loras
         # the place of each slot's LoRA adapter; -1: it has none
         self.adapters = np.full(max_num_seqs, -1, np.int32)
 
+    def use_cache(self, num_blocks: int) -> None:
+        """The KV cache has so many blocks from now on."""
+        self.num_cache_blocks = num_blocks
+
+    def apply(self, scheduler_output: SchedulerOutput) -> None:
+        """Applies the differences of a step, which moves its blocks before."""
+        for slot in scheduler_output.freed_slots:
+            self.remove(slot)
+        for request in scheduler_output.new_requests:
+            self.add(request)
+        for slot, block_ids in zip(scheduler_output.slots, scheduler_output.new_block_ids):
+            if block_ids:
+                self.append_blocks(slot, block_ids)
+
     def add(self, request: NewRequestData) -> None:
         slot, count = request.slot, len(request.token_ids)
+        self.remove(slot)
         self.num_added += 1
         self.entries[slot] = self.num_added
-        self._forget_options(slot)
         self.token_ids[slot, :count] = request.token_ids
         self.num_tokens[slot] = self.num_entry_tokens[slot] = count
-        lora_int_id = request.lora_request.lora_int_id if request.lora_request else None
-        if request.cache_salt is not None or lora_int_id is not None:
-            self.salts[slot] = request.cache_salt, lora_int_id
         self.num_prompt_tokens[slot] = request.num_prompt_tokens
-        self.num_blocks[slot] = 0
-        if request.lora_request is not None:
-            self._enter_adapter(slot, request.lora_request)
         params = request.params
+        if self._is_special(request):
+            params = self._add_special(request)
+        assert isinstance(params, SamplingParams)
+        self.temperature[slot] = params.temperature
+        self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
+        self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
+        self.min_p[slot] = params.min_p
+        self.seeds[slot] = params.seed or 0
+        if params.temperature > 0:
+            self.random_slots.add(slot)
+            if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+                self.filtered_slots.add(slot)
+
+    def _is_special(self, request: NewRequestData) -> bool:
+        """Whether the request needs more than its tokens, blocks and the columns of
+        sample_tokens.
+        """
+        params = request.params
+        return (
+            isinstance(params, PoolingParams)
+            or params.seed is None
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+            or request.lora_request is not None
+            or request.cache_salt is not None
+            or self.stages.are_asked_for(params)
+        )
+
+    def _add_special(self, request: NewRequestData) -> SamplingParams:
+        """Returns what it is sampled with."""
+        slot, params, lora_request = request.slot, request.params, request.lora_request
+        if lora_request is not None:
+            self._enter_adapter(slot, lora_request)
+        if request.cache_salt is not None or lora_request is not None:
+            lora_int_id = None if lora_request is None else lora_request.lora_int_id
+            self.salts[slot] = request.cache_salt, lora_int_id
         if isinstance(params, PoolingParams):
             self.pooling[slot] = params
             self.second_text_start[slot] = params.second_text_start
@@ -108,28 +154,32 @@ class InputBatch:
         elif (refusal := find_unsupported(params) or self._enter_stages(request)) is not None:
             self.refusals[slot] = refusal
             params = NOT_SAMPLED
-        self.temperature[slot] = params.temperature
-        self.top_k[slot] = max(0, min(params.top_k, 2**31 - 1))
-        self.top_p[slot] = max(params.top_p, LEAST_TOP_P)
-        self.min_p[slot] = params.min_p
-        self.seeds[slot] = params.seed or 0
-        self.num_logprobs[slot] = _num_logprobs(params.logprobs)
-        self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
-        options = (
-            (self.prompt_logprobs_slots, params.prompt_logprobs is not None),
-            (self.logprobs_slots, params.logprobs is not None),
-        )
-        is_random, is_filtered = (
-            params.temperature > 0,
-            params.top_k > 0 or params.top_p < 1 or params.min_p > 0,
-        )
-        for slots, is_wanted in (
-            *options,
-            (self.random_slots, is_random),
-            (self.filtered_slots, is_random and is_filtered),
+        if params.logprobs is not None:
+            self.num_logprobs[slot] = _num_logprobs(params.logprobs)
+            self.logprobs_slots.add(slot)
+        if params.prompt_logprobs is not None:
+            self.num_prompt_logprobs[slot] = _num_logprobs(params.prompt_logprobs)
+            self.prompt_logprobs_slots.add(slot)
+        self._find_special(slot)
+        return params
+
+    def _find_special(self, slot: int) -> None:
+        """Notes whether the host has to sample the slot's rows by other means than a draw."""
+        if (
+            slot in self.logprobs_slots
+            or slot in self.prompt_logprobs_slots
+            or slot in self.pooling
+            or slot in self.refusals
+            or self.stages.are_wanted_by([slot])
         ):
-            if is_wanted:
-                slots.add(slot)
+            self.special_slots.add(slot)
+        else:
+            self.special_slots.discard(slot)
+
+    def end_prompt_logprobs(self, slot: int) -> None:
+        """The prompt of this slot has been scored."""
+        self.prompt_logprobs_slots.discard(slot)
+        self._find_special(slot)
 
     def _enter_stages(self, request: NewRequestData) -> RowError | None:
         try:
@@ -151,24 +201,31 @@ class InputBatch:
             self.refusals[slot] = RowRefusal(error.parameter, error.problem)
 
     def remove(self, slot: int) -> None:
-        if self.loras is not None:
-            self.adapters[slot] = -1
-            self.loras.leave(slot)
+        """May be called for free slots, too."""
         self.num_tokens[slot] = self.num_blocks[slot] = 0
-        self._forget_options(slot)
+        self.random_slots.discard(slot)
+        self.filtered_slots.discard(slot)
+        if slot in self.special_slots:
+            self._remove_special(slot)
+        if slot in self.salts:
+            del self.salts[slot]
+            self._leave_adapter(slot)
+
+    def _remove_special(self, slot: int) -> None:
+        self.special_slots.discard(slot)
+        self.logprobs_slots.discard(slot)
+        self.prompt_logprobs_slots.discard(slot)
+        self.num_logprobs[slot] = NO_LOGPROBS
+        self.num_prompt_logprobs[slot] = NO_LOGPROBS
         self.stages.leave(slot)
         self.refusals.pop(slot, None)
         self.pooling.pop(slot, None)
-        self.salts.pop(slot, None)
+        self.second_text_start[slot] = 0
 
-    def _forget_options(self, slot: int) -> None:
-        for slots in (
-            self.prompt_logprobs_slots,
-            self.logprobs_slots,
-            self.random_slots,
-            self.filtered_slots,
-        ):
-            slots.discard(slot)
+    def _leave_adapter(self, slot: int) -> None:
+        if self.loras is not None:
+            self.adapters[slot] = -1
+            self.loras.leave(slot)
 
     def append_blocks(self, slot: int, block_ids: list[int]) -> None:
         """block_ids: those of the first group, then equally many of the next, and so on.
@@ -198,6 +255,10 @@ class InputBatch:
                 f"num_computed_tokens: must end within the blocks of slot {slots[row]}, which hold "
                 f"{room[row]} tokens, got {num_tokens[row]}"
             )
+
+    def draws(self, slots: np.ndarray) -> bool:
+        """Whether any of `slots` [R] is not greedy."""
+        return bool(self.random_slots) and bool(self.temperature[slots].any())
 
     def append_tokens(self, slots: np.ndarray, token_ids: np.ndarray) -> None:
         """Appends one token to each of `slots` [R], all different."""

@@ -1,8 +1,8 @@
 """Steps whose tokens stay on the device: launched without waiting, finished when the result is
 needed.
 
-Must not know: stages and log-probabilities (model_runner.py runs such steps in the plain order),
-requests beyond their slot.
+Must not know: how rows that need more than their logits and parameters are sampled, requests beyond
+their slot. Steps with such rows run in the plain order.
 
     host          launch N      launch N + 1     finish N            launch N + 2     finish N + 1
                      │               │         waits for (a)              │         waits for (b)
@@ -25,11 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
+from ...ipc.step_messages import ModelRunnerOutput, RowError, SchedulerOutput
 from ..device import CopyToHost
+from ..model import Forward
 from ..sampling.sampler import NOT_FINITE
 from .device_inputs import WORDS_ALIGNED, DeviceInputMaker, DeviceTables, aligned
 from .input_batch import InputBatch
+from .look_ahead import LookAhead
 from .step_inputs import StepInputs, StepLayout, lay_out
 
 
@@ -65,12 +67,7 @@ class PendingStep:
         self._slots = scheduler_output.slots
         self._passes = passes
         self._wait = wait
-        self._refusals = (
-            {slot: batch.refusals[slot] for slot in self._slots if slot in batch.refusals}
-            if batch.refusals
-            else {}
-        )
-        self._is_plain = is_plain and not self._refusals
+        self._is_plain = is_plain
         self._result: ModelRunnerOutput | None = None
 
     def result(self) -> ModelRunnerOutput:
@@ -96,12 +93,10 @@ class PendingStep:
                 True,
             )
         is_good = np.logical_and.accumulate(is_expected & (token_ids >= 0), axis=1)
-        errors = {
+        errors: dict[int, RowError] = {
             self._slots[row]: NOT_FINITE
             for row in np.flatnonzero((is_good != is_expected).any(axis=1)).tolist()
-        } | self._refusals
-        if self._refusals:
-            is_good[[slot in self._refusals for slot in self._slots]] = False
+        }
         return ModelRunnerOutput(
             is_good.sum(axis=1).tolist(), token_ids[is_good].tolist(), errors=errors
         )
@@ -124,7 +119,7 @@ class HostStep:
 
 
 class StepLauncher:
-    """Launches steps. `forward`: maps StepInputs to the results of run_op_by_op."""
+    """Launches steps of rows that need nothing but their logits and parameters."""
 
     def __init__(
         self,
@@ -132,7 +127,7 @@ class StepLauncher:
         ops: Any,
         tables: DeviceTables,
         inputs: DeviceInputMaker,
-        forward: Callable,
+        forward: Forward,
         copy_to_host: CopyToHost,
     ):
         self._batch = batch
@@ -270,3 +265,57 @@ class StepLauncher:
         return Expected(
             layout.order[layout.sampled_rows], slots, positions, self._batch.entries[slots], place
         )
+
+
+class LaunchedSteps:
+    """A StepRunner whose steps may be launched without waiting. `apply`: puts a step's differences
+    into the tables. `look_ahead`: the plain order.
+    """
+
+    def __init__(
+        self,
+        batch: InputBatch,
+        apply: Callable[[SchedulerOutput], None],
+        launcher: StepLauncher,
+        look_ahead: LookAhead,
+    ):
+        self._batch, self._apply = batch, apply
+        self.launcher, self._look_ahead = launcher, look_ahead
+        self._host_step: HostStep | None = None  # the previous step, if the host samples it
+
+    def apply(self, scheduler_output: SchedulerOutput) -> None:
+        """Puts the differences of the next step into the tables, after the step before has been
+        sampled with what they hold.
+        """
+        if self._host_step is not None:
+            self._host_step.result()
+            self._host_step = None
+        self._apply(scheduler_output)
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """See StepRunner."""
+        return self.launch(scheduler_output).result()
+
+    def launch(self, scheduler_output: SchedulerOutput) -> PendingStep | HostStep:
+        """As execute_model, but returns without waiting.
+
+        `result()` of the returned object waits, in this same thread. A step may be launched before
+        the previous ones have finished.
+        """
+        slots = scheduler_output.slots
+        if slots and self._batch.special_slots.isdisjoint(slots):
+            return self.launcher.launch(scheduler_output)
+        # Plain order: all previous steps are finished first, and this one before the next is
+        # launched. The model runs meanwhile.
+        self.launcher.finish_all()
+        step = self._look_ahead.step
+        begun = step.begin(scheduler_output) if slots else None
+
+        @torch.inference_mode()
+        def finish() -> ModelRunnerOutput:
+            if begun is None:
+                return ModelRunnerOutput([], [])
+            return self._look_ahead.follow(scheduler_output, step.end(*begun))
+
+        self._host_step = HostStep(finish)
+        return self._host_step

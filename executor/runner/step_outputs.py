@@ -7,8 +7,21 @@ from __future__ import annotations
 
 from itertools import islice
 
+import numpy as np
+
 from ...ipc.step_messages import ModelRunnerOutput
 from ..sampling.logprob_arrays import join_logprobs
+from .step_inputs import StepInputs
+
+
+def in_order_of_step(
+    inputs: StepInputs, rows: np.ndarray, token_ids: np.ndarray
+) -> ModelRunnerOutput:
+    """The output of a step whose `rows` [R] have sampled `token_ids` [R]."""
+    by_request = np.full(len(inputs.slots), -1, np.int64)
+    by_request[inputs.order[rows]] = token_ids
+    has_token = by_request >= 0
+    return ModelRunnerOutput(has_token.astype(int).tolist(), by_request[has_token].tolist())
 
 
 def tokens_by_row(output: ModelRunnerOutput) -> list[list[int]]:

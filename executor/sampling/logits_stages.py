@@ -27,13 +27,14 @@ step uses is not called; if no request uses any, a step pays one comparison.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData, RowError, RowRefusal
 from ..runner.input_batch import InputBatch
 
@@ -72,10 +73,19 @@ class LogitsStage(Protocol):
 
 
 class LogitsStages:
-    """All stages in order, and the table of which slot uses which."""
+    """All stages in order, and the table of which slot uses which.
 
-    def __init__(self, stages: Sequence[LogitsStage] = (), max_num_seqs: int = 0):
+    `are_asked_for`: whether a request's parameters may ask for any; others enter none.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LogitsStage] = (),
+        max_num_seqs: int = 0,
+        are_asked_for: Callable[[SamplingParams], bool] = lambda params: True,
+    ):
         self.stages = list(stages)
+        self.are_asked_for = are_asked_for
         self._wants = np.zeros((len(self.stages), max_num_seqs), bool)
         self.num_slots = 0  # that use any stage
 

@@ -30,15 +30,16 @@ NOT_FINITE = "the model's logits for this request's prompt are not finite (NaN o
 class PromptScorer:
     def __init__(
         self,
-        compute_logits: Callable[[torch.Tensor], torch.Tensor] | None,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
         ops: Any,
         vocab_size: int,
+        adapter_rows: AdapterRows | None = None,
     ):
+        """adapter_rows: of a model whose head may have LoRA adapters."""
         self.compute_logits = compute_logits
         self.ops = ops
         self.vocab_size = vocab_size
-        # of a model whose head may have LoRA adapters
-        self.adapter_rows: AdapterRows | None = None
+        self.adapter_rows = adapter_rows
         self.max_piece = max(1, LOGITS_BYTES // (4 * vocab_size))  # tokens
 
     def __call__(
@@ -80,7 +81,7 @@ class PromptScorer:
                     else:
                         errors[slot] = NOT_FINITE
                 if end == num_prompt_tokens:  # the last chunk: the slot is done
-                    batch.prompt_logprobs_slots.discard(slot)
+                    batch.end_prompt_logprobs(slot)
             start += query_len
         return scored, errors
 
@@ -99,7 +100,6 @@ class PromptScorer:
         targets = torch.from_numpy(token_ids.astype(np.int64)).to(hidden.device)
         for start in range(0, num_tokens, self.max_piece):
             piece = slice(start, start + self.max_piece)
-            assert self.compute_logits is not None  # no step runs without a model
             if self.adapter_rows is not None:
                 self.adapter_rows.use_one(adapter, len(hidden[piece]))
             found = self.ops.gather_logprobs(self.compute_logits(hidden[piece]), targets[piece], k)

@@ -27,14 +27,28 @@ class SamplerOutput:
     logprobs: list[SlotLogprobs]
 
 
+class ParameterColumns:
+    """The columns of sample_tokens for the slots of a step, kept while the same requests continue:
+    the step's array of slots is the same object then.
+    """
+
+    def __init__(self, batch: InputBatch):
+        self._batch = batch
+        self._slots: np.ndarray | None = None
+        self._num_added = -1
+        self._columns: list[torch.Tensor | None] = []
+
+    def of(self, slots: np.ndarray, device: torch.device) -> list[torch.Tensor | None]:
+        """See draw_parameters."""
+        if slots is not self._slots or self._batch.num_added != self._num_added:
+            self._slots, self._num_added = slots, self._batch.num_added
+            self._columns = draw_parameters(self._batch, slots, device)
+        return self._columns
+
+
 class Sampler:
     def __init__(self, ops: Any):
         self.ops = ops
-        # The parameters of the last rows: if the same requests continue, the runner passes the same
-        # array of slots.
-        self._slots: np.ndarray | None = None
-        self._num_added = -1
-        self._parameters: list[torch.Tensor | None] = []
 
     def __call__(
         self,
@@ -68,7 +82,7 @@ class Sampler:
             staged = batch.stages(logits, slots, batch)
             self._clear(logits, staged)
             errors = staged | errors
-        if draws(batch, slots):
+        if batch.draws(slots):
             token_ids = self._draw(logits, batch, slots, positions)
         elif batch.stages.num_slots:  # the stages may have changed which logit is largest
             token_ids = self.ops.argmax(logits)[0].numpy(force=True)
@@ -100,13 +114,11 @@ class Sampler:
         positions: np.ndarray | None,
     ) -> np.ndarray:
         """[R] i64"""
-        if slots is not self._slots or batch.num_added != self._num_added:
-            self._slots, self._num_added = slots, batch.num_added
-            self._parameters = draw_parameters(batch, slots, logits.device)
         if positions is None:
             positions = batch.num_tokens[slots]
         on_device = torch.from_numpy(positions).to(logits.device)
-        return self.ops.sample_tokens(logits, *self._parameters, on_device).numpy(force=True)
+        parameters = draw_parameters(batch, slots, logits.device)
+        return self.ops.sample_tokens(logits, *parameters, on_device).numpy(force=True)
 
     def _gather_logprobs(
         self,
@@ -140,11 +152,6 @@ class Sampler:
                     to_array(ranks[one]),
                 )
         return [entries[row] for row in rows.tolist() if row not in errors]
-
-
-def draws(batch: InputBatch, slots: np.ndarray) -> bool:
-    """Whether any of `slots` [R] is not greedy."""
-    return bool(batch.random_slots) and bool(batch.temperature[slots].any())
 
 
 def draw_parameters(

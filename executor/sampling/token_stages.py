@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...ipc.errors import InvalidParameterError
+from ...ipc.params import SamplingParams
 from ...ipc.step_messages import NewRequestData
 from ..runner.input_batch import InputBatch
 from .logits_processors import LoadedProcessor, UserProcessors
@@ -43,7 +44,22 @@ def make_stages(
         UserProcessors(processors),
         Penalties(ops, max_num_seqs, max_model_len),
     ]
-    return LogitsStages(stages, max_num_seqs)
+    if processors:  # any request may use one
+        return LogitsStages(stages, max_num_seqs)
+    return LogitsStages(stages, max_num_seqs, asks_for_stage)
+
+
+def asks_for_stage(params: SamplingParams) -> bool:
+    """Whether one of the stages may apply to a request with these parameters."""
+    return (
+        params.structured_outputs is not None
+        or params.allowed_token_ids is not None
+        or bool(params.bad_words_token_ids or params.bad_words)
+        or bool(params.min_tokens or params.logit_bias)
+        or params.repetition_penalty != 1.0
+        or params.frequency_penalty != 0.0
+        or params.presence_penalty != 0.0
+    )
 
 
 def check_token_ids(parameter: str, token_ids: Iterable[int], vocab_size: int) -> np.ndarray:

@@ -24,7 +24,9 @@ from ...kernels.cpu.native.calls import Op
 from ...kernels.cpu.native.library import library
 from ...kernels.cpu.native.replay import Program
 from ...kernels.cpu.native.timing import CallTimer, timed_calls
-from ..program.step_program import record_origins
+from ..model import Forward
+from ..program.step_program import OpByOp, WrappedForward, record_origins
+from ..runner.cuda_graphs import GraphedStep
 from ..runner.model_runner import ModelRunner
 from .instruments import Instruments, Site
 from .operations import (
@@ -68,7 +70,7 @@ class _Recorded(NamedTuple):
 
 
 class StepTracer:
-    """Runs the steps of a runner, of which it records the first `num_steps`."""
+    """A StepRunner: runs the steps of a runner, of which it records the first `num_steps`."""
 
     def __init__(self, runner: ModelRunner, num_steps: int, num_threads: int):
         self._runner, self._num_left = runner, num_steps
@@ -82,7 +84,7 @@ class StepTracer:
         self._spans: list[tuple[str, float, float, str]] = []
         self._inputs: tuple[Any, ...] = ()
         # kept until the trace is taken: their calls are read then
-        self._program = runner.program if isinstance(runner.program, Program) else None
+        self._program = runner.forward if isinstance(runner.forward, Program) else None
         self._bursts = runner.bursts
         self._origins: dict[int, tuple[Site, str, str]] = {}  # by the address of a call
         self._counts = {i: one.counts for i, one in runner.model.routed_tokens().items()}
@@ -98,26 +100,39 @@ class StepTracer:
             program.set_timer(CallTimer(num_threads))
         put = self.instruments
         put.attach(runner.model)
-        for owner in (runner.sampler, runner.prompt_scorer, runner.grammars, runner.launcher):
+        plain, special, launched = runner.plain, runner.plain.special, runner.launched
+        launcher = None if launched is None else launched.launcher
+        for owner in (plain, special.sampler, special.prompt_scorer, special.grammars, launcher):
             if owner is not None:
                 for name, value in list(vars(owner).items()):
                     if value is runner.ops:
                         put.replace(owner, name, put.table("sampler"))
-        put.replace(runner, "ops", put.table(""))
-        forward = self._spanned("model", runner._forward)
-        put.replace(runner, "_forward", forward)
-        if runner.launcher is not None:
-            put.replace(runner.launcher, "_forward", forward)
-        put.replace(runner, "make_inputs", self._spanned("inputs", runner.make_inputs))
-        put.replace(runner, "_sample", self._spanned("sampler", runner._sample))
-        if runner.bursts is not None:
-            passes = runner.bursts._passes
-            put.replace(runner.bursts, "_passes", self._spanned("model", passes))
-            for_burst = self._spanned("inputs", runner.host_inputs.for_burst)
-            put.replace(runner.host_inputs, "for_burst", for_burst)
-        if self._is_on_gpu and runner.program is not None:
-            put.replace(runner, "program", None)
+        run_pass = self._spanned("model", self._instrumented())
+        put.replace(plain, "forward", run_pass)
+        if launcher is not None:
+            put.replace(launcher, "_forward", run_pass)
+        put.replace(plain, "make_inputs", self._spanned("inputs", plain.make_inputs))
+        put.replace(plain, "end", self._spanned("sampler", plain.end))
+        if (bursts := runner.bursts) is not None:
+            put.replace(bursts, "passes", self._spanned("model", bursts.passes))
+            for_burst = self._spanned("inputs", bursts.make_inputs.for_burst)
+            put.replace(bursts.make_inputs, "for_burst", for_burst)
+
+    def _instrumented(self) -> Forward:
+        """The runner's passes with instruments: operation by operation unless they are recorded."""
+        runner, put = self._runner, self.instruments
+        if isinstance(runner.forward, Program):
+            return runner.run_pass
+        if isinstance(runner.forward, GraphedStep):
             self.notes.append("traced steps run without CUDA graphs")
+        op_by_op = OpByOp(runner.model, put.table(""))
+        if runner.run_pass is runner.forward:
+            return op_by_op
+        around = runner.run_pass
+        while isinstance(around, WrappedForward) and around.forward is not runner.forward:
+            around = around.forward
+        put.replace(around, "forward", op_by_op)
+        return runner.run_pass
 
     def _find_origins(self, program: Program) -> None:
         """Finds the module of each call of the program: it is recorded again, with instruments."""
@@ -154,7 +169,7 @@ class StepTracer:
 
     # ------------------------------------------------------------ while a step runs
 
-    def run(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Runs one step, and records it while there are steps to record."""
         if not self._num_left or not scheduler_output.slots:
             return self._runner.execute_model(scheduler_output)
@@ -307,7 +322,7 @@ def _on_host(operation: _Operation, origin: Any, begin_s: float) -> _Operation:
 
 
 def _shapes(args: tuple[Any, ...]) -> list[tuple[torch.Size, torch.dtype] | None]:
-    """Shapes and dtypes of the tensors that the model is given: args as of ModelRunner._forward."""
+    """Shapes and dtypes of the tensors that the model is given: args as of Forward."""
     tensors: list[Any] = []
     for name, value in zip(INPUTS, args):
         tensors += OF_METADATA(value) if name == "metadata" else [value]

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 from quire import LLM, EngineArgs, SamplingParams, __version__
-from quire.executor.single_process import SingleProcessExecutor
 from quire.executor.step_costs import StepTimer, Times
+from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.ops import AttentionMetadata
@@ -165,7 +165,7 @@ class Bench:
             (CONTEXT, BATCHES, PROMPTS) if self.is_gpu else (64, (1, 4), (32, 128))
         )
         config = EngineArgs(**self.engine_args(model)).create_engine_config()
-        executor = SingleProcessExecutor(config)
+        executor = Worker(config)
         executor.load_model(lambda stage, fraction: None)
         executor.initialize_kv_cache(executor.determine_num_blocks())
         timer = StepTimer(executor, config, SHAPES[model]["vocab_size"])

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from quire import LoRARequest
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.tests.bench.bench_step import make_step, time_in_turn
 from quire.tests.bench.gpu_shapes import SHAPES
@@ -32,7 +32,7 @@ from quire.tests.lora_adapters import random_pairs, write_peft
 BUNDLED = Path(bundled_model.__file__).parent
 
 
-def start(threads: int, **arguments: Any) -> SingleProcessExecutor:
+def start(threads: int, **arguments: Any) -> Worker:
     return start_executor(
         BUNDLED,
         SHAPES["0.5B"],
@@ -44,10 +44,10 @@ def start(threads: int, **arguments: Any) -> SingleProcessExecutor:
     )
 
 
-def write_adapter(executor: SingleProcessExecutor, directory: Path, rank: int, seed: int) -> Path:
+def write_adapter(executor: Worker, directory: Path, rank: int, seed: int) -> Path:
     shapes = {
         name: torch.empty(module.out_features, module.in_features, device="meta")
-        for name, module in executor.worker.loras._shapes.items()
+        for name, module in executor.loras._shapes.items()
         if name.endswith("_proj")
     }
     pairs = random_pairs(shapes, rank, seed, size=0.02)
@@ -64,7 +64,7 @@ def measure(quantization: str | None, arguments: argparse.Namespace) -> dict[str
         max_loras=arguments.rows,
         max_lora_rank=arguments.rank,
     )
-    loras, loads = lora.worker.loras, []
+    loras, loads = lora.loras, []
     with tempfile.TemporaryDirectory() as directory:
         paths = {
             number: write_adapter(lora, Path(directory) / str(number), arguments.rank, number)
@@ -80,11 +80,11 @@ def measure(quantization: str | None, arguments: argparse.Namespace) -> dict[str
             loads.append((read - begin, perf_counter() - read))
     inputs = make_step(arguments.rows)
 
-    def step(executor: SingleProcessExecutor, adapters: list[int] | None) -> Any:
+    def step(executor: Worker, adapters: list[int] | None) -> Any:
         token_ids, positions, metadata, indices = inputs
         if adapters is not None:
             metadata = replace(metadata, adapters=torch.tensor(adapters, dtype=torch.int32))
-        program = executor.worker.runner.program
+        program = executor.runner.program
         assert program is not None
         return lambda: program(token_ids, positions, metadata, indices)
 

@@ -22,6 +22,7 @@ from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.frontend.clients.inproc_client import InprocClient
 from quire.frontend.clients.mp_client import MPClient
 from quire.tests.bench.report import hardware
+from quire.tests.executor.on_device import use_forward
 from quire.tests.fake_engine import open_blocking
 
 # tokens per mean; steps left out at both ends of a round; tokens of each request
@@ -121,8 +122,9 @@ def main() -> None:
         f"{name}, steps of one": make(client, num_scheduler_steps=1)
         for name, client in clients.items()
     }
-    runner = engines["inproc, steps of one"].client._engine.core.executor.worker.runner
-    runner.program = witness = Witness(runner.program)
+    worker = engines["inproc, steps of one"].client._engine.core.executor
+    witness = Witness(worker.runner.program)
+    use_forward(worker, witness)
     print(f"{hardware()}; microseconds per token")
     try:
         for batch in args.batches:

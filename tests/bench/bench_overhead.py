@@ -26,6 +26,7 @@ from typing import Any
 
 from quire import EngineArgs, LLMEngine, RequestOutputKind, SamplingParams
 from quire.tests.bench.report import hardware, write_result
+from quire.tests.executor.on_device import use_forward
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.95, "top_k": 50}
 CHOICES = {
@@ -80,14 +81,13 @@ class StubProgram:
 
 
 def make_executor(config: Any) -> Any:
-    from quire.executor.single_process import SingleProcessExecutor
+    from quire.executor.worker import Worker
 
-    class StubExecutor(SingleProcessExecutor):
+    class StubExecutor(Worker):
         def initialize_kv_cache(self, num_blocks: int) -> int:
             num_bytes = super().initialize_kv_cache(num_blocks)
-            self.worker.runner.program = StubProgram(
-                self.worker.model.config.vocab_size, config.scheduler_config.max_num_seqs
-            )
+            vocab_size = self.model.config.vocab_size
+            use_forward(self, StubProgram(vocab_size, config.scheduler_config.max_num_seqs))
             return num_bytes
 
     return StubExecutor(config)
@@ -140,7 +140,7 @@ def add_timers(engine: LLMEngine) -> dict[str, list[float]]:
     objects = SimpleNamespace(
         core=core,
         executor=core.executor,
-        runner=core.executor.worker.runner,
+        runner=core.executor.runner,
         output_processor=engine.session.output_processor,
     )
     spent: dict[str, list[float]] = {part: [] for part in PARTS}

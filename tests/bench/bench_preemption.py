@@ -15,7 +15,7 @@ import time
 
 from quire import LLM, EngineArgs, SamplingParams
 from quire.executor.runner.block_mover import shortest_time
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 from quire.tests.bench.report import hardware, write_result
 
@@ -39,11 +39,11 @@ def measure_one_request(arguments: dict) -> list[dict]:
     config = EngineArgs(
         max_model_len=1536, max_num_seqs=2, max_num_batched_tokens=2048, swap_space=1.0, **arguments
     ).create_engine_config()
-    executor = SingleProcessExecutor(config)
+    executor = Worker(config)
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     executor.initialize_swap_space()
-    runner, block_size = executor.worker.runner, config.cache_config.block_size
+    runner, block_size = executor.runner, config.cache_config.block_size
     rows = []
     for length in LENGTHS:
         blocks = list(range(1, 1 + -(-length // block_size)))

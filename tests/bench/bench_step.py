@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from quire.executor.program.step_program import OPERATIONS, run_op_by_op
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.program.step_program import OPERATIONS, OpByOp
+from quire.executor.worker import Worker
 from quire.frontend import bundled_model
 from quire.kernels import registry
 from quire.kernels.cpu.native.library import library
@@ -86,19 +86,17 @@ def time_in_turn(
 
 
 def build_forms(
-    torchs: SingleProcessExecutor, native: SingleProcessExecutor, step: tuple[Any, ...]
+    torchs: Worker, native: Worker, step: tuple[Any, ...]
 ) -> dict[str, Callable[[], Any]]:
-    def op_by_op(executor: SingleProcessExecutor) -> Callable[[], Any]:
-        worker = executor.worker
-        return lambda: run_op_by_op(
-            worker.model,
-            worker.runner.ops,
+    def op_by_op(executor: Worker) -> Callable[[], Any]:
+        run = OpByOp(executor.model, executor.ops)
+        return lambda: run(
             *step[:2],
             dataclasses.replace(step[2], scratch={}),
             step[3],
         )
 
-    program = native.worker.runner.program
+    program = native.runner.program
     return {
         "torch": op_by_op(torchs),
         "native": op_by_op(native),
@@ -106,8 +104,8 @@ def build_forms(
     }
 
 
-def time_without_calls(executor: SingleProcessExecutor, rounds: int) -> dict[str, float]:
-    program, step = executor.worker.runner.program, make_step(1)
+def time_without_calls(executor: Worker, rounds: int) -> dict[str, float]:
+    program, step = executor.runner.program, make_step(1)
     pointers, program._pointers = program._pointers, (ctypes.c_void_p * 0)()
     try:
         return time_in_turn({"empty": lambda: program(*step)}, rounds)["empty"]
@@ -133,7 +131,7 @@ def measure(model: str, dtype: str, args: argparse.Namespace) -> list[dict[str, 
         start_executor(BUNDLED, kernels=torch_kernels(), **settings),
         start_executor(BUNDLED, **settings),
     )
-    if native.worker.runner.program is None:
+    if native.runner.program is None:
         raise SystemExit("the model cannot be recorded here: are the native kernels built?")
     results = []
     for num_requests in args.batches:
@@ -158,7 +156,7 @@ def measure(model: str, dtype: str, args: argparse.Namespace) -> list[dict[str, 
         )
     empty = time_without_calls(native, 20 * args.rounds)
     print(
-        f"{model:8} {dtype:9} without its {len(native.worker.runner.program.calls)} calls: "
+        f"{model:8} {dtype:9} without its {len(native.runner.program.calls)} calls: "
         f"{empty['quiet'] * 1e6:.1f} us, {empty['median'] * 1e6:.1f}"
     )
     return [*results, {"model": model, "dtype": dtype, "without_calls_s": empty}]

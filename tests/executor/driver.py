@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.config import EngineConfig, config_fields
 from quire.ipc.lora import LoRARequest
 from quire.ipc.messages import Array
@@ -49,11 +49,9 @@ def make_config(model: str | Path, hf_overrides: dict | None = None, **arguments
     return msgspec.convert(sections, EngineConfig)
 
 
-def start_executor(
-    model: str | Path, hf_overrides: dict | None = None, **arguments
-) -> SingleProcessExecutor:
+def start_executor(model: str | Path, hf_overrides: dict | None = None, **arguments) -> Worker:
     """Start an executor: load its model and allocate its cache."""
-    executor = SingleProcessExecutor(make_config(model, hf_overrides, **arguments))
+    executor = Worker(make_config(model, hf_overrides, **arguments))
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor
@@ -110,12 +108,9 @@ class Driver:
     the highest id down and never reordered.
     """
 
-    def __init__(
-        self, executor: SingleProcessExecutor | MultiprocExecutor, num_blocks: int | None = None
-    ):
+    def __init__(self, executor: Worker | MultiprocExecutor, num_blocks: int | None = None):
         self.executor = executor
-        is_single = isinstance(executor, SingleProcessExecutor)
-        config = executor.worker.config if is_single else executor.config
+        config = executor.config
         self.block_size = config.cache_config.block_size
         self.num_groups = len(executor.kv_cache_windows)
         max_num_seqs = config.scheduler_config.max_num_seqs
@@ -251,7 +246,7 @@ class Driver:
 
 
 def generate(
-    executor: SingleProcessExecutor | MultiprocExecutor,
+    executor: Worker | MultiprocExecutor,
     prompts: list[list[int]],
     max_tokens: int,
     params: SamplingParams | None = None,

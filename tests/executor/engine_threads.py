@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.tests.executor.driver import make_config
 
 
-class Sharing(SingleProcessExecutor):
+class Sharing(Worker):
     """Meets the other engines before each step, as the core does."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:

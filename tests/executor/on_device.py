@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from quire.executor.model import Forward
+from quire.executor.runner.assembly import on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.worker import Worker
 
@@ -68,36 +70,52 @@ def capture_decodes(worker: Worker) -> FakeCapture:
             "torch's attention takes lengths from the lists on the host, which stay as they were "
             "in a graph; there are no native kernels"
         )
-    capture, config = FakeCapture(), worker.config
+    capture = FakeCapture()
+    config = worker.config
     sizes = (
         config.scheduler_config.max_num_seqs,
         config.model_config.max_model_len,
         config.cache_config.block_size,
     )
-    worker.runner.program = GraphedStep(
+    graphs = GraphedStep(
         worker.model,
-        worker._builder.ops,
+        worker.ops,
         *sizes,
         worker.device,
         capture,
         len(worker.kv_cache_windows),
         worker.loras.is_enabled,
     )
+    use_forward(worker, graphs)
     return capture
+
+
+def use_forward(worker: Worker, forward: Forward | None) -> None:
+    """Run the model in this way from now on; None: operation by operation."""
+    worker._forward = forward
+    worker._assemble()
+
+
+def keep_state_on_device(worker: Worker, copies: Any) -> None:
+    """Keep the state of a worker that has loaded its model as on a GPU from now on."""
+    worker._state = on_device(worker.state, worker.ops, copies)
+    worker._assemble()
+    worker.runner.launched.launcher.warm_up()
+    copies.forget()
 
 
 def keep_on_device(patch: pytest.MonkeyPatch, copies: Any, with_graphs: bool = False) -> None:
     """Keep the state of every worker that is loaded from now on as on a GPU."""
-    load_model, make_program = Worker.load_model, Worker._make_program
+    load_model, make_forward = Worker.load_model, Worker._make_forward
 
     def load(self: Worker, *args: Any) -> None:
         load_model(self, *args)
-        self.runner.keep_state_on_device(copies)
         copies.forget()
 
+    def graphs(self: Worker) -> Forward | None:
+        capture_decodes(self)
+        return self._forward
+
     patch.setattr(Worker, "load_model", load)
-    patch.setattr(
-        Worker,
-        "_make_program",
-        lambda self: capture_decodes(self) if with_graphs else make_program(self),
-    )
+    patch.setattr(Worker, "_copy_to_host", lambda self: copies)
+    patch.setattr(Worker, "_make_forward", graphs if with_graphs else make_forward)

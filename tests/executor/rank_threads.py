@@ -13,7 +13,7 @@ from quire.executor.ranks.messages import Sampled, Step
 from quire.executor.ranks.multiproc_executor import PendingRanks
 from quire.executor.ranks.rank import run_step
 from quire.executor.ranks.shared_links import shared_group
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.step_messages import ModelRunnerOutput, PreemptionCosts, SchedulerOutput
 from quire.tests.executor.driver import make_config
 
@@ -32,7 +32,7 @@ class RankThreads:
         self._size = size  # of a stage
         self._threads = [ThreadPoolExecutor(1) for _ in all_ends]
         self._sampled: list[Sampled] = []
-        self.ranks = [SingleProcessExecutor(self.config, shared_group(ends)) for ends in all_ends]
+        self.ranks = [Worker(self.config, shared_group(ends)) for ends in all_ends]
         for rank in self.ranks:  # in turn: random weights come from the process's generator
             rank.load_model(lambda stage, fraction: None)
         num_blocks = self.determine_num_blocks()
@@ -42,7 +42,7 @@ class RankThreads:
     def load_model(self, report: Callable[[str, float], None]) -> None:
         """It is loaded."""
 
-    def on_each(self, call: Callable[[SingleProcessExecutor], Any]) -> list[Any]:
+    def on_each(self, call: Callable[[Worker], Any]) -> list[Any]:
         pairs = zip(self._threads, self.ranks, strict=True)
         return [future.result() for future in [thread.submit(call, rank) for thread, rank in pairs]]
 

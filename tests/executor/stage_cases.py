@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from quire.executor.runner.input_batch import InputBatch
-from quire.executor.sampling.logits_stages import LogitsStage
+from quire.executor.sampling.logits_stages import LogitsStage, LogitsStages
 from quire.executor.sampling.token_stages import make_stages
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import NewRequestData
@@ -55,7 +55,10 @@ def make_batch(
         num_slots,
         max_model_len,
         16,
-        make_stages(OPS, VOCAB_SIZE, num_slots, max_model_len, processors, *first),
+        LogitsStages(  # each is asked about each request
+            make_stages(OPS, VOCAB_SIZE, num_slots, max_model_len, processors, *first).stages,
+            num_slots,
+        ),
     )
     for slot, request in enumerate(requests):
         batch.add(request.entering(slot))

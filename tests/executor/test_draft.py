@@ -32,11 +32,11 @@ def test_blocks_weights_and_swap_space_hold_both_models():
     assert usage[1] == 2 * usage[0]
     small = make_worker(speculative_config=DRAFTING | {"quantization": "int4"})
     assert usage[0] < small.memory_usage()["weights_bytes"] < usage[1]
-    layers = drafting.runner.attention_layers()
+    layers = drafting.attention_layers()
     drafting.initialize_kv_cache(9)
     drafting.initialize_swap_space()
     assert len(layers) == 10 and len({layer.key_cache.data_ptr() for layer in layers}) == 10
-    assert len(drafting.runner.block_mover._host_caches) == 20
+    assert len(drafting._mover._host_caches) == 20
 
 
 def test_a_model_without_whole_context_is_refused():

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from quire.executor.executor import Executor, make_executor
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.tests.executor.driver import make_config
 from quire.tests.fakes import FakeExecutor
 
@@ -20,7 +20,7 @@ CORE = Path(__file__).resolve().parents[2] / "core"
 OFFERED = {name for name in vars(Executor) if not name.startswith("_")}
 
 
-@pytest.mark.parametrize("implementation", [SingleProcessExecutor, MultiprocExecutor, FakeExecutor])
+@pytest.mark.parametrize("implementation", [Worker, MultiprocExecutor, FakeExecutor])
 def test_implementations_have_every_method_with_these_parameters(implementation) -> None:
     for name in OFFERED - {"burst_weights_bytes", "kv_cache_windows"}:
         wanted = inspect.signature(getattr(Executor, name)).parameters.values()
@@ -28,8 +28,8 @@ def test_implementations_have_every_method_with_these_parameters(implementation)
         assert [p.kind for p in offered] == [p.kind for p in wanted], name
 
 
-def test_one_rank_is_the_single_process_executor(tiny) -> None:
-    assert type(make_executor(make_config(tiny()))) is SingleProcessExecutor
+def test_one_rank_is_a_worker_in_this_process(tiny) -> None:
+    assert type(make_executor(make_config(tiny()))) is Worker
 
 
 def reached(tree: ast.Module) -> Iterator[str]:

@@ -16,7 +16,7 @@ from quire.kernels.cpu.native.library import library
 from quire.kernels.cpu.native.replay import Program
 from quire.tests.client_forms import closing, make_engine
 from quire.tests.executor.driver import generate, start_executor
-from quire.tests.executor.on_device import capture_decodes
+from quire.tests.executor.on_device import capture_decodes, use_forward
 from quire.tests.workloads import drive, random_jobs
 
 # some requests preempt others all the time, and prompts are cut
@@ -26,7 +26,7 @@ PROMPT = [5, 9, 250, 17, 100, 3, 3, 41, 77, 201, 6]
 
 
 def worker_of(engine: LLMEngine) -> Any:
-    return engine.client._engine.core.executor.worker
+    return engine.client._engine.core.executor
 
 
 def blocks_of(model: Any) -> list[MixtureOfExperts]:
@@ -95,7 +95,7 @@ def test_of_random_workloads_operation_by_operation(kernels, tiny):
         make_engine("inproc", model=str(tiny("qwen3_moe")), kernels=kernels, **FEW)
     ) as engine:
         worker = worker_of(engine)
-        worker.runner.program = worker.runner.bursts = None
+        use_forward(worker, None)
         counted = Counted(worker.model)
         for block in blocks_of(worker.model):
             block.ops = WatchedOps(block.ops, counted)
@@ -120,7 +120,7 @@ def test_each_token_counts_once_per_expert_and_steps_without_tokens_do_not(tiny)
     generate(executor, [PROMPT, PROMPT[:4]], 5)
     (after,) = executor.collective_rpc("expert_load")
     num_tokens = len(PROMPT) + 4 + 2 * (5 - 1)
-    per_token = executor.worker.model.layers[0].mlp.config.per_token
+    per_token = executor.model.layers[0].mlp.config.per_token
     assert [sum(tokens) for tokens in after.values()] == [num_tokens * per_token] * len(after)
     executor.execute_dummy_batch()
     assert executor.collective_rpc("expert_load") == [after]
@@ -128,12 +128,12 @@ def test_each_token_counts_once_per_expert_and_steps_without_tokens_do_not(tiny)
 
 def test_padding_of_graphs_is_not_counted(tiny):
     plain, graphed = (start_executor(tiny("qwen3_moe"), max_num_seqs=13) for _ in range(2))
-    capture_decodes(graphed.worker)
+    capture_decodes(graphed)
     prompts = [PROMPT[:n] for n in (3, 5, 7, 8, 11)]  # a graph of eight rows
     for executor in (plain, graphed):
         generate(executor, prompts, 6)
     assert graphed.collective_rpc("expert_load") == plain.collective_rpc("expert_load")
-    assert all(one.slots is None for one in graphed.worker.model.routed_tokens().values())
+    assert all(one.slots is None for one in graphed.model.routed_tokens().values())
 
 
 class EqualLogits(WatchedOps):
@@ -146,7 +146,7 @@ class EqualLogits(WatchedOps):
 def test_one_expert_that_all_tokens_choose(tiny):
     with closing(make_engine("inproc", model=str(tiny("mixtral")))) as engine:
         worker = worker_of(engine)
-        worker.runner.program = worker.runner.bursts = None
+        use_forward(worker, None)
         blocks = blocks_of(worker.model)
         for block in blocks:
             block.config = replace(block.config, per_token=1)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from quire import InvalidParameterError, LoRARequest
 from quire.executor.loras import Loras, start_reader
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.config import LoRAConfig
 from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.executor.driver import Driver, Row, greedy, make_config, start_executor
+from quire.tests.executor.on_device import use_forward
 from quire.tests.gguf_checkpoints import write_gguf
 from quire.tests.lora_adapters import (
     PROJECTIONS,
@@ -33,28 +34,28 @@ PROMPTS = [[5, 9, 2, 7, 1, 8, 44, 3, 17], [11, 200, 30], [4] * 40]
 LORA = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 16}
 
 
-def start(model: Path, **arguments) -> SingleProcessExecutor:
+def start(model: Path, **arguments) -> Worker:
     return start_executor(model, **{**LORA, **arguments})
 
 
-def start_gguf(checkpoint: Path, path: Path, **arguments) -> SingleProcessExecutor:
+def start_gguf(checkpoint: Path, path: Path, **arguments) -> Worker:
     """With the weights of a GGUF file that was made of the checkpoint."""
     config = make_config(checkpoint, dtype="bfloat16", **arguments)
     model_config = msgspec.structs.replace(config.model_config, model=str(path))
-    executor = SingleProcessExecutor(msgspec.structs.replace(config, model_config=model_config))
+    executor = Worker(msgspec.structs.replace(config, model_config=model_config))
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor
 
 
-def add(executor: SingleProcessExecutor, number: int, path: Path) -> LoRARequest:
+def add(executor: Worker, number: int, path: Path) -> LoRARequest:
     request = LoRARequest(f"adapter-{number}", number, str(path))
     assert executor.add_lora(request)
     return request
 
 
 def run(
-    executor: SingleProcessExecutor,
+    executor: Worker,
     requests: list[tuple[list[int], LoRARequest | None]],
     max_tokens: int = 6,
     chunk=None,
@@ -172,7 +173,7 @@ def test_a_row_has_the_bits_that_it_has_alone(tiny, tmp_path, dtype, quantizatio
     model = tiny("qwen2")
     options = {"dtype": dtype, "quantization": quantization, "num_threads": num_threads}
     executor = start(model, **options)
-    assert executor.worker.runner.program is not None  # recorded
+    assert executor.runner.program is not None  # recorded
     paths = write_adapters(model, tmp_path)
     requests = mixed([add(executor, n, path) for n, path in enumerate(paths, 1)])
     together = run(executor, requests)
@@ -229,7 +230,7 @@ def test_op_by_op_gives_the_bits_of_the_recorded_program(tiny, tmp_path):
     for is_recorded in (True, False):
         executor = start(model, dtype="bfloat16")
         if not is_recorded:
-            executor.worker.runner.program = executor.worker.runner.bursts = None
+            use_forward(executor, None)
         paths = write_adapters(model, tmp_path / str(is_recorded))
         requests = mixed([add(executor, n, path) for n, path in enumerate(paths, 1)])
         results.append(bits(run(executor, requests)))
@@ -294,7 +295,7 @@ def test_more_adapters_than_places_take_turns(tiny, tmp_path):
     """The least recently used one that no slot uses leaves its place."""
     model = tiny("qwen2")
     executor = start(model, max_loras=2)
-    loras = executor.worker.loras
+    loras = executor.loras
     paths = write_adapters(model, tmp_path, 4)
     adapters = [add(executor, n, path) for n, path in enumerate(paths, 1)]
     alone = [bits(run(executor, [(PROMPTS[0], adapter)])) for adapter in adapters]

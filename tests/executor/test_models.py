@@ -249,7 +249,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks_nor_on_cached_prefixes(
     executor = start_executor(
         tiny(kind, **overrides), dtype="bfloat16", quantization=quantization, block_size=BLOCK_SIZE
     )
-    assert executor.worker.runner.program is not None
+    assert executor.runner.program is not None
     prompts = [random_prompt(n, seed=n) for n in (3, 40, 75)]
 
     def bits(rows: list[Row]) -> list[tuple[list[int], bytes]]:

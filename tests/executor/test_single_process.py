@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.errors import InvalidParameterError
 from quire.tests.executor.driver import generate, make_config, start_executor
 
@@ -14,18 +14,18 @@ def test_more_than_one_rank_is_refused(tiny, name):
         InvalidParameterError,
         match=f"{name}: must be 1 for an executor with one rank, got 2",
     ):
-        SingleProcessExecutor(make_config(tiny(), **{name: 2}))
+        Worker(make_config(tiny(), **{name: 2}))
 
 
 def test_the_life_of_an_executor(tiny):
-    executor = SingleProcessExecutor(make_config(tiny("llama"), max_num_seqs=2, max_model_len=64))
+    executor = Worker(make_config(tiny("llama"), max_num_seqs=2, max_model_len=64))
     with pytest.raises(RuntimeError, match="has no model"):
         executor.check_health()
     stages = set()
     executor.load_model(lambda stage, fraction: stages.add(stage))
     assert stages == {"load weights"}
     num_blocks = executor.determine_num_blocks()
-    assert executor.initialize_kv_cache(num_blocks) == num_blocks * executor.worker.block_bytes
+    assert executor.initialize_kv_cache(num_blocks) == num_blocks * executor.block_bytes
     executor.check_health()
     executor.execute_dummy_batch()
     (row,) = generate(executor, [[1, 2, 3]], 5)

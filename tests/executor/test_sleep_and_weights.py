@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.errors import ModelLoadError
 from quire.tests.executor.driver import generate, start_executor
 
@@ -19,7 +19,7 @@ PROMPTS = [[1, 2, 3], list(range(5, 45))]
 MIB = 2**20
 
 
-def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
+def outputs(executor: Worker) -> list[list[int]]:
     return [row.output for row in generate(executor, PROMPTS, 12)]
 
 
@@ -27,18 +27,18 @@ def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
 @pytest.mark.parametrize("tags", [["kv_cache"], ["kv_cache", "weights"]])
 def test_the_same_model_wakes_up(tiny, kind, tags):
     executor = start_executor(tiny(kind))
-    before, usage = outputs(executor), executor.worker.memory_usage()
+    before, usage = outputs(executor), executor.memory_usage()
     executor.collective_rpc("sleep", tags)
     with pytest.raises(RuntimeError, match="the worker sleeps: its kv_cache"):
         executor.check_health()
     with pytest.raises(RuntimeError, match="sleeps"):
         executor.execute_dummy_batch()
-    asleep = executor.worker.memory_usage()
+    asleep = executor.memory_usage()
     assert asleep["kv_cache_bytes"] == 0 and (asleep["weights_bytes"] == 0) == ("weights" in tags)
     executor.collective_rpc("wake_up", ["weights", "kv_cache"])
     executor.check_health()
     assert outputs(executor) == before
-    after = executor.worker.memory_usage()
+    after = executor.memory_usage()
     assert [after[name] for name in ("kv_cache_bytes", "weights_bytes")] == [
         usage[name] for name in ("kv_cache_bytes", "weights_bytes")
     ]
@@ -63,7 +63,7 @@ from quire.tests.executor.driver import start_executor
 executor = start_executor(sys.argv[1], load_format="dummy", kv_cache_memory_bytes=128 * 2**20)
 
 def write_everywhere():
-    for layer in executor.worker.model.attention_layers():
+    for layer in executor.model.attention_layers():
         layer.key_cache.fill_(1.0)
         layer.value_cache.fill_(1.0)
     return resident_bytes()
@@ -181,10 +181,10 @@ def test_the_cache_survives_new_weights(tiny):
     prefix cache.
     """
     executor = start_executor(tiny(seed=0))
-    [layer, *_] = executor.worker.model.attention_layers()
+    [layer, *_] = executor.model.attention_layers()
     layer.key_cache.fill_(2.0)
     executor.collective_rpc("load_weights", str(tiny(seed=1)))
-    [other, *_] = executor.worker.model.attention_layers()
+    [other, *_] = executor.model.attention_layers()
     assert (
         other is not layer
         and torch.equal(other.key_cache, layer.key_cache)

@@ -88,7 +88,7 @@ def test_the_program(tiny):
 
 def test_a_failed_row_is_an_error(tiny, monkeypatch):
     executor = start_executor(tiny())
-    for layer in executor.worker.model.attention_layers():
+    for layer in executor.model.attention_layers():
         layer.value_cache.fill_(float("nan"))
     with pytest.raises(RuntimeError, match="a row failed: "):
         StepTimer(executor, make_config(tiny()), 100).decode(1, 8, 0.0)

@@ -60,7 +60,7 @@ def test_a_small_cache_has_one_byte_per_number(tiny, kv_cache_dtype, head_bytes,
         kernels=SLOW,
         kv_cache_memory_bytes=2**20,
     )
-    worker = executor.worker
+    worker = executor
     assert worker.block_bytes == 16 * 3 * 2 * 2 * head_bytes
     assert (
         worker.memory_usage()["kv_cache_bytes"]
@@ -68,7 +68,7 @@ def test_a_small_cache_has_one_byte_per_number(tiny, kv_cache_dtype, head_bytes,
         == 2**20 // worker.block_bytes * worker.block_bytes
     )
     worker.initialize_swap_space()
-    host = worker.runner.block_mover._host_caches
+    host = worker._mover._host_caches
     caches = [
         cache
         for layer in worker.model.attention_layers()

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.tests.executor.driver import generate, make_config
 
 NUM_TOKENS = 40
@@ -27,7 +27,7 @@ FORMS = (
 PROMPTS = [form.format(topic) for topic in TOPICS for form in FORMS][:50]
 
 
-def start(path: Path, hf_config: dict[str, Any], directory: Path) -> SingleProcessExecutor:
+def start(path: Path, hf_config: dict[str, Any], directory: Path) -> Worker:
     """The engine's executor in fp32 on the file's weights, with room for PROMPTS.
 
     directory: empty, for config.json.
@@ -36,7 +36,7 @@ def start(path: Path, hf_config: dict[str, Any], directory: Path) -> SingleProce
     config = make_config(directory, max_num_seqs=len(PROMPTS), max_num_batched_tokens=2048)
     model_config = msgspec.structs.replace(config.model_config, model=str(path))
     cache_config = msgspec.structs.replace(config.cache_config, kv_cache_memory_bytes=2**29)
-    executor = SingleProcessExecutor(
+    executor = Worker(
         msgspec.structs.replace(config, model_config=model_config, cache_config=cache_config)
     )
     executor.load_model(lambda stage, fraction: None)
@@ -44,9 +44,7 @@ def start(path: Path, hf_config: dict[str, Any], directory: Path) -> SingleProce
     return executor
 
 
-def count_equal(
-    executor: SingleProcessExecutor, oracle: Any, prompts: list[list[int]], near_tie: float
-) -> int:
+def count_equal(executor: Worker, oracle: Any, prompts: list[list[int]], near_tie: float) -> int:
     """The number of tokens that are the oracle's first choice, given the tokens before them; a row
     is compared up to its first difference.
 

@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.frontend.text.tokenizer import Tokenizer
 from quire.ipc.models.gguf import read_gguf
 from quire.ipc.models.gguf_architectures import GGUF_ARCHITECTURES
@@ -58,7 +58,7 @@ def oracle(path):
 
 
 @pytest.fixture(scope="module")
-def executor(path, tmp_path_factory) -> SingleProcessExecutor:
+def executor(path, tmp_path_factory) -> Worker:
     """With the configuration that the file's metadata gives."""
     return start(path, gguf_config(read_gguf(path)), tmp_path_factory.mktemp("config"))
 

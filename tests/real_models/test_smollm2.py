@@ -12,7 +12,7 @@ import gguf
 import pytest
 import torch
 from quire import LLM, SamplingParams
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.tests.gguf_checkpoints import gguf_name
 from quire.tests.real_models.fetch import fetch
 from quire.tests.real_models.greedy import PROMPTS, count_equal, start
@@ -56,7 +56,7 @@ def oracle(path):
 
 
 @pytest.fixture(scope="module")
-def executor(path, oracle, tmp_path_factory) -> SingleProcessExecutor:
+def executor(path, oracle, tmp_path_factory) -> Worker:
     return start(path, oracle.config.to_dict(), tmp_path_factory.mktemp("config"))
 
 

@@ -14,13 +14,9 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ....ipc.step_messages import SchedulerOutput
 from ..input_batch import InputBatch
-
-if TYPE_CHECKING:
-    from .draft_rounds import Rounds
 
 MEASURING_ROUNDS, MEASURING_BUDGET_S = 20, 0.3
 MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
@@ -29,9 +25,6 @@ MEASURED_AT_LEAST = 4  # counts: up to 8 tokens
 HOST_S = 120e-6
 # Work of the host for the drafts of a model or a head.
 DRAFTING_S = 300e-6
-# Work of the host for several rounds of drafts and their verification in one call.
-ROUNDS_S = 400e-6
-MOST_ROUNDS = 8  # in one call, where the gain of an engine is estimated
 PRIOR_DECAY = 0.98  # of what models have drafted for earlier requests, per pass with drafts
 PRIOR, PRIOR_WEIGHT = 0.6, 2.0  # of the probability of a request without history, and its weight
 DECAY = 0.9  # of what is known, per pass with drafts
@@ -118,23 +111,20 @@ class DraftDepth:
         self._num_without = [0] * num_slots  # passes
         # how many passes like this one get no drafts without another choice
         self._num_idle = 0
-        self._idle_step: tuple[int, int, int, bool] | None = None
+        self._idle_step: tuple[int, int, int] | None = None
 
-    def choose(self, scheduler_output: SchedulerOutput, rounds: Rounds | None = None) -> list[int]:
-        """Of each row. Rows without lookahead tokens get none.
-
-        rounds: what runs several passes in one call.
-        """
+    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """Of each row. Rows without lookahead tokens get none."""
         slots, allowed = scheduler_output.slots, scheduler_output.num_lookahead_tokens
         num_tokens = scheduler_output.total_num_scheduled_tokens
         base = len(slots) / self._cost(num_tokens)
         none = [0] * len(slots)
-        step = len(slots), num_tokens, self._batch.num_added, rounds is None
+        step = len(slots), num_tokens, self._batch.num_added
         if self._num_idle and step == self._idle_step:
             self._num_idle -= 1
             return none
         # even if all drafts are accepted
-        if self._best_rate(len(slots), num_tokens, rounds is not None) <= base:
+        if self._best_rate(len(slots), num_tokens) <= base:
             return none
         rows = [row for row, most in enumerate(allowed) if most > 0]
         if not rows:
@@ -145,8 +135,6 @@ class DraftDepth:
             {p: min(self.most, int(threshold / math.log(p))) for p in counts}
             for threshold in LOG_THRESHOLDS
         ]
-        if rounds is not None and not rounds.is_ragged:
-            candidates += [dict.fromkeys(counts, depth) for depth in range(1, self.most + 1)]
         depth_of, best_rate = dict.fromkeys(counts, 0), base
         for depths in candidates:
             gained, num_drafts, num_drafting = len(slots), 0, 0
@@ -154,12 +142,8 @@ class DraftDepth:
                 gained += counts[p] * p * (1 - p**depth) / (1 - p)
                 num_drafts += counts[p] * depth
                 num_drafting += counts[p] if depth else 0
-            deepest, num_rounds = max(depths.values()), 1
-            if rounds is not None and (rounds.is_ragged or deepest == min(depths.values())):
-                num_rounds = (1 + min(allowed)) // (deepest + 1)
-                num_rounds = max(1, min(scheduler_output.num_passes, num_rounds))
             seconds = self._cost(num_tokens + num_drafts)
-            seconds += self._drafting_s(num_drafting, deepest, num_rounds)
+            seconds += self._drafting_s(num_drafting, max(depths.values()))
             if gained / seconds > best_rate:
                 depth_of, best_rate = depths, gained / seconds
         best = none
@@ -176,31 +160,25 @@ class DraftDepth:
                 self._num_without[slots[row]] += IDLE_PASSES
         return best
 
-    def can_gain(self, num_rows: int, in_rounds: bool) -> bool:
+    def can_gain(self, num_rows: int) -> bool:
         """Whether drafts are worth their cost in a step of so many decodes if all are accepted."""
-        return self._best_rate(num_rows, num_rows, in_rounds) > num_rows / self._cost(num_rows)
+        return self._best_rate(num_rows, num_rows) > num_rows / self._cost(num_rows)
 
-    def _best_rate(self, num_rows: int, num_tokens: int, in_rounds: bool) -> float:
+    def _best_rate(self, num_rows: int, num_tokens: int) -> float:
         """Tokens per second if all drafts were accepted, at the best depth."""
-        num_rounds = MOST_ROUNDS if in_rounds else 1
         return max(
             num_rows
             * (depth + 1)
-            / (
-                self._cost(num_tokens + num_rows * depth)
-                + self._drafting_s(num_rows, depth, num_rounds)
-            )
+            / (self._cost(num_tokens + num_rows * depth) + self._drafting_s(num_rows, depth))
             for depth in {1, (self.most + 1) // 2, self.most}
         )
 
-    def _drafting_s(self, num_rows: int, depth: int, num_rounds: int) -> float:
+    def _drafting_s(self, num_rows: int, depth: int) -> float:
         """Seconds beyond those of the model's pass: for drafts of so many rows, at most `depth` of
-        each, where so many passes share a call.
+        each.
         """
         costs = self._draft_costs
         passes = 0.0 if costs is None else depth * costs(num_rows)
-        if num_rounds > 1:
-            return passes + ROUNDS_S / num_rounds
         return passes + HOST_S + (DRAFTING_S if costs is not None and num_rows else 0.0)
 
     def _probability(self, slot: int) -> float:

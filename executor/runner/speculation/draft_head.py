@@ -15,7 +15,6 @@ A pass with more positions than may be held, as of a prompt, is computed at once
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,10 +24,6 @@ from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
-
-if TYPE_CHECKING:
-    from ..bursts import Bursts
-    from .draft_rounds import DraftRounds
 
 
 class HeadDrafter:
@@ -43,7 +38,6 @@ class HeadDrafter:
 
     def __init__(self, passes: DraftPasses, batch: InputBatch, max_model_len: int, most_held: int):
         self.passes = passes
-        self.rounds: DraftRounds | None = None  # set by the rank
         self._batch = batch
         self.max_model_len = max_model_len
         num_slots = len(batch.num_tokens)
@@ -61,9 +55,6 @@ class HeadDrafter:
     def enter(self, slot: int, num_computed: int) -> None:
         # what the prefix cache holds, the head has mostly computed too
         self._num_computed[slot], self._num_held[slot] = num_computed, 0
-
-    def connect(self, bursts: Bursts | None) -> None:
-        pass
 
     def leave(self, slot: int) -> None:
         pass
@@ -134,31 +125,22 @@ class HeadDrafter:
         """The order of `slots` [B] in a pass over what is held: one position first (StepInputs)."""
         return np.argsort(self._num_held[slots] != 1, kind="stable")
 
-    def first_inputs(self, slots: np.ndarray, num_ahead: int = 0) -> StepInputs:
+    def _first_inputs(self, slots: np.ndarray) -> StepInputs:
         """The inputs of a pass over what is held of `slots` [B], and its state."""
         counts = self._num_held[slots].tolist()
         step = SchedulerOutput(0, slots.tolist(), counts, self._num_computed[slots].tolist(), [])
         self.passes.make_inputs.restart()
-        inputs = self.passes.make_inputs.for_burst(step, 1 + num_ahead)
+        inputs = self.passes.make_inputs(step)
         held = [self._held[slot, : self._num_held[slot]] for slot in inputs.slots.tolist()]
         torch.cat(held, out=self._state[: sum(counts)])
         return inputs
-
-    def end_rounds(self, slots: np.ndarray, num_drafts: int, num_accepted: np.ndarray) -> None:
-        """Holds the rows of `state`: those of accepted positions, before the last token."""
-        end, counts = 0, 1 + num_accepted
-        for slot, count in zip(slots.tolist(), counts.tolist()):
-            self._held[slot, :count] = self._state[end : end + count]
-            end += count
-        self._num_computed[slots] = self._batch.num_tokens[slots] - 1 - counts
-        self._num_held[slots] = counts
 
     def _first_drafts(self, slots: np.ndarray) -> np.ndarray:
         """Computes the positions that are held of `slots` [B] and appends the first draft of each;
         the state has a row for each then. Returns [B] bool: whose logits are finite.
         """
         before, state = self._batch.num_tokens[slots], self._state
-        inputs = self.first_inputs(slots)
+        inputs = self._first_inputs(slots)
         self.passes.append(slots, *self.passes.forward(inputs))
         if len(inputs.token_ids) > len(slots):
             state[: len(slots)] = state[inputs.logits_indices]

@@ -17,20 +17,15 @@ It computes a request's tokens only once drafts of it are wanted, then from wher
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from ....ipc.step_messages import SchedulerOutput
-from ..bursts import Bursts
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
 from .draft_passes import DraftPasses, within
 from .proposers import NOTHING
-
-if TYPE_CHECKING:
-    from .draft_rounds import DraftRounds
 
 
 class DraftModel:
@@ -44,7 +39,6 @@ class DraftModel:
         self, passes: DraftPasses, batch: InputBatch, max_num_tokens: int, max_model_len: int
     ):
         self.passes = passes
-        self.rounds: DraftRounds | None = None  # set by the rank
         self.max_model_len = max_model_len
         self._batch, self._max_num_tokens = batch, max_num_tokens
         num_slots = len(batch.num_tokens)
@@ -56,9 +50,6 @@ class DraftModel:
         # what the prefix cache holds, the draft model has mostly computed too; where it has not,
         # its drafts are bad
         self._num_computed[slot], self._drafts[slot] = num_computed, NOTHING
-
-    def connect(self, bursts: Bursts | None) -> None:
-        pass
 
     def leave(self, slot: int) -> None:
         pass
@@ -85,29 +76,8 @@ class DraftModel:
             self._num_computed[slot] = start
         return drafts
 
-    def is_ready(self, slots: np.ndarray) -> np.ndarray:
-        return np.ones(len(slots), bool)
-
-    @torch.inference_mode()
-    def first_inputs(self, slots: np.ndarray, num_ahead: int) -> StepInputs:
-        self.passes.make_inputs.restart()
-        self._catch_up(slots, 2)
-        starts = self._num_computed[slots]
-        counts = self._batch.num_tokens[slots] - starts
-        step = SchedulerOutput(0, slots.tolist(), counts.tolist(), starts.tolist(), [])
-        return self.passes.make_inputs.for_burst(step, num_ahead)
-
-    def end_rounds(self, slots: np.ndarray, num_drafts: int, num_accepted: np.ndarray) -> None:
-        # neither the last token nor the last draft was computed
-        num_missing = 1 + (num_accepted == num_drafts)
-        self._num_computed[slots] = self._batch.num_tokens[slots] - num_missing
-        for slot in slots.tolist():
-            self._drafts[slot] = NOTHING
-
-    def _catch_up(self, slots: np.ndarray, most_left: int = 1) -> None:
-        """Computes all known tokens but the last of each slot, or nothing of one where at most
-        most_left are missing.
-        """
+    def _catch_up(self, slots: np.ndarray) -> None:
+        """Computes all known tokens but the last of each slot."""
         batch, computed = self._batch, self._num_computed
         ends = batch.num_tokens[slots] - 1
         for slot, end in zip(slots.tolist(), ends.tolist()):
@@ -116,7 +86,7 @@ class DraftModel:
             is_wrong = known != drafted[: len(known)]
             num_right = int(np.argmax(is_wrong)) if is_wrong.any() else len(known)
             computed[slot] = min(end, start + num_right)
-        while len(behind := np.flatnonzero(computed[slots] + most_left <= ends)):
+        while len(behind := np.flatnonzero(computed[slots] < ends)):
             step, room = [], self._max_num_tokens
             for slot, end in zip(slots[behind].tolist(), ends[behind].tolist()):
                 if count := min(end - int(computed[slot]), room):

@@ -6,16 +6,17 @@ Must not know: whose drafts they are, how a draft is verified, files.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
 from ....ipc.step_messages import SchedulerOutput
+from ....kernels.cpu.native.replay import Program
 from ....kernels.registry import OpTable
-from ...program.step_program import run_op_by_op
-from ...sampling.sampler import draw_parameters, draws
+from ...model import Forward, Model
+from ...program.step_program import OpByOp
+from ...sampling.sampler import draw_parameters
 from ..bursts import Bursts
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputMaker, StepInputs
@@ -26,24 +27,26 @@ class DraftPasses:
     1 of a head, which reads the next token.
     """
 
-    def __init__(self, model: Any, ops: OpTable, batch: InputBatch, ahead: int = 0):
-        self.model = model
-        self.ops = ops
-        self.program: Callable | None = None  # set by the rank, as the next
-        self.bursts: Bursts | None = None
+    def __init__(
+        self,
+        model: Model,
+        ops: OpTable,
+        batch: InputBatch,
+        ahead: int = 0,
+        forward: Forward | None = None,
+    ):
+        """forward: None: operation by operation."""
+        self.model, self.ops = model, ops
+        self.run = forward or OpByOp(model, ops)
         self.make_inputs = StepInputMaker(batch, batch.block_size, tokens_ahead=ahead)
+        self._bursts: Bursts | None = None
+        if isinstance(forward, Program) and "sample_tokens" in ops.native:
+            self._bursts = Bursts(forward, batch, self.make_inputs)
         self._batch = batch
         self._ahead = ahead
 
-    def run(self, *step: Any) -> tuple[torch.Tensor, ...]:
-        """The arguments and results of run_op_by_op."""
-        return (
-            run_op_by_op(self.model, self.ops, *step)
-            if self.program is None
-            else self.program(*step)
-        )
-
     def forward(self, inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+        """The results of Forward."""
         return self.run(inputs.token_ids, inputs.positions, inputs.metadata, inputs.logits_indices)
 
     def decode(
@@ -62,9 +65,9 @@ class DraftPasses:
             count, known = int(left.min()), batch.num_tokens[slots]
             starts = (known - 1 - self._ahead).tolist()
             step = SchedulerOutput(0, slots.tolist(), [1] * len(slots), starts, [])
-            if self.bursts is not None:
+            if self._bursts is not None:
                 ahead = [count - 1] * len(slots)
-                self.bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
+                self._bursts.run(msgspec.structs.replace(step, num_lookahead_tokens=ahead))
             else:
                 count = 1
                 self.append(slots, *self.forward(self.make_inputs(step)))
@@ -86,7 +89,7 @@ class DraftPasses:
         batch, drawn, good = self._batch, largest, is_finite.numpy()
         if not good.all():
             logits[~is_finite] = 0.0  # safe to draw from
-        if draws(batch, slots):
+        if batch.draws(slots):
             positions = torch.from_numpy(batch.num_tokens[slots])
             parameters = draw_parameters(batch, slots, logits.device)
             drawn = self.ops.sample_tokens(logits, *parameters, positions)

@@ -6,35 +6,24 @@ Must not know: how a draft is verified, how many drafts are worth their cost, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from ..input_batch import InputBatch
 from ..step_inputs import StepInputs
-from .draft_rounds import Rounds
-from .lookup_rounds import LookupRounds
-from .proposers import NOTHING, NgramProposer, Proposer
-
-if TYPE_CHECKING:
-    from ..bursts import Bursts
+from .proposers import NOTHING, Proposer
 
 
 class Drafter(Protocol):
     # Whether it has to see every pass of the model; one that does not is never shown any.
     sees_every_pass: bool
-    # Drafts and verification of several passes in one call, if this is possible.
-    rounds: Rounds | None
 
     def enter(self, slot: int, num_computed: int) -> None:
         """A request entered the slot. The cache has the keys and values of `num_computed` of its
         tokens.
         """
-        ...
-
-    def connect(self, bursts: Bursts | None) -> None:
-        """Takes what runs several passes of the model in one call, or None; before each step."""
         ...
 
     def leave(self, slot: int) -> None:
@@ -61,19 +50,7 @@ class LookupDrafter:
 
     def __init__(self, proposer: Proposer, batch: InputBatch):
         self.proposer = proposer
-        self.rounds: Rounds | None = None
-        self._bursts: Bursts | None = None
         self._batch = batch
-
-    def connect(self, bursts: Bursts | None) -> None:
-        if self._bursts is bursts:
-            return
-        self._bursts, self.rounds = bursts, None
-        proposer = self.proposer
-        if bursts is None or bursts.program.has_adapters or bursts.program.has_token_types:
-            return
-        if isinstance(proposer, NgramProposer):
-            self.rounds = LookupRounds(proposer, bursts, self._batch)
 
     def enter(self, slot: int, num_computed: int) -> None:
         pass

@@ -131,11 +131,15 @@ class Speculation:
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
 
-    def choose(self, scheduler_output: SchedulerOutput, in_rounds: bool) -> list[int]:
-        """How many drafts each row is to have. in_rounds: whether `run_rounds` may follow."""
+    def with_drafter(self, drafter: Drafter) -> Speculation:
+        """The same with what drafts now; what is known of drafts that were accepted stays."""
+        sizes = self.most, self._max_num_tokens, self._max_num_rows
+        return Speculation(drafter, self.depth, self._batch, *sizes)
+
+    def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
+        """How many drafts each row is to have."""
         slots, limits = scheduler_output.slots, scheduler_output.num_lookahead_tokens
-        rounds = self.drafter.rounds if in_rounds else None
-        most = limits if self.depth is None else self.depth.choose(scheduler_output, rounds)
+        most = limits if self.depth is None else self.depth.choose(scheduler_output)
         self._are_wanted = any(most)
         # a pass whose rows have no room for drafts is followed by passes that have some
         self._drafts_decodes = self._are_wanted or not any(limits)
@@ -165,23 +169,9 @@ class Speculation:
         self._num_misses = 0 if any(map(len, drafts)) else min(self._num_misses + 1, 8)
         return drafts, 1 << self._num_misses if self._are_wanted else scheduler_output.num_passes
 
-    def run_rounds(
-        self, step: SchedulerOutput, counts: list[int], num_passes: int
-    ) -> tuple[int, ModelRunnerOutput] | None:
-        """Several passes in one call, for rows whose tokens depend on nothing but logits and
-        parameters: how many, and their output. None where this is not possible.
-        """
-        rounds = self.drafter.rounds
-        if rounds is None or not (num_rounds := rounds.count(step, counts, num_passes)):
-            return None
-        output = rounds.run(step, counts, num_rounds)
-        if self.depth is not None:
-            self.depth.learn(output.slots, output.num_drafted, output.num_accepted)
-        return num_rounds, output.result
-
     def is_worth(self, num_rows: int) -> bool:
         """Whether drafts can gain anything in a step of so many rows."""
-        return self.depth is None or self.depth.can_gain(num_rows, self.drafter.rounds is not None)
+        return self.depth is None or self.depth.can_gain(num_rows)
 
     def observe(self, inputs: StepInputs, hidden: torch.Tensor) -> None:
         """Shows a pass of the model to a drafter that has to see it, unless no drafts are worth

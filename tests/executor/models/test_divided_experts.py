@@ -80,7 +80,7 @@ def test_each_engine_loads_its_experts(tiny, tmp_path) -> None:
     """Also of a checkpoint with all experts of a layer in one tensor."""
     stacked = stacked_copy(tiny("mixtral"), tmp_path / "stacked", "mixtral")
     for directory in (tiny("mixtral"), stacked):
-        whole = start_executor(directory).worker
+        whole = start_executor(directory)
         engines = EngineThreads(directory, tmp_path / directory.name, size=2)
         for rank, engine in enumerate(engines.engines):
             block, expected = (
@@ -89,7 +89,7 @@ def test_each_engine_loads_its_experts(tiny, tmp_path) -> None:
                     for layer in worker.model.layers
                     if isinstance(layer.mlp, MixtureOfExperts)
                 )
-                for worker in (engine.worker, whole)
+                for worker in (engine, whole)
             )
             assert list(block.own) == [2 * rank, 2 * rank + 1]
             x = torch.randn(3, 64)
@@ -97,7 +97,7 @@ def test_each_engine_loads_its_experts(tiny, tmp_path) -> None:
                 inner = torch.randn(3, 96)
                 assert torch.equal(mine(inner), expected.down[expert](inner))
             assert torch.equal(block.router.logits(x), expected.router.logits(x))
-            assert engine.worker.memory_usage()["weights_bytes"] == (
+            assert engine.memory_usage()["weights_bytes"] == (
                 whole.memory_usage()["weights_bytes"] - 3 * 2 * 3 * 64 * 96 * 4
             )
         engines.shutdown()
@@ -109,7 +109,7 @@ def test_requests_that_cannot_be_computed_keep_no_engine_waiting(tiny, tmp_path)
 
     def step_without_rows(engine: Any) -> int:
         engine.execute_model(SchedulerOutput(0, [], [], [], []))
-        return engine.worker.expert_group.num_passes
+        return engine.expert_group.num_passes
 
     assert engines.run([step_without_rows, nothing])[0] == 1
     engines.shutdown()

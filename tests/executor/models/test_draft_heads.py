@@ -13,6 +13,7 @@ from quire import LLM, SamplingParams
 from quire.frontend import bundled_model
 from quire.ipc.errors import InvalidParameterError, ModelLoadError
 from quire.kernels.cpu.native.calls import Op
+from quire.kernels.cpu.native.replay import Program
 from quire.kernels.ops import ABSENT
 from quire.tests.bundled_model import heads
 from safetensors.torch import load_file, save_file
@@ -64,7 +65,7 @@ def test_drafts_are_those_of_the_same_head_in_torch(kind, kernels, target, tmp_p
     heads.save(head, tmp_path, torch.float32)
     text = "Once upon a time there was a little dog who liked to play with a red ball."
     with make_llm(kind, tmp_path, kernels=kernels, max_num_batched_tokens=13) as llm:
-        runner = llm.llm_engine.client._engine.core.executor.worker.runner
+        runner = llm.llm_engine.client._engine.core.executor.runner
         drafter, seen = runner.speculation.drafter, []
 
         def watch(slots: Any, counts: Any, room: int) -> Any:
@@ -77,8 +78,6 @@ def test_drafts_are_those_of_the_same_head_in_torch(kind, kernels, target, tmp_p
 
         draft = drafter.draft
         monkeypatch.setattr(drafter, "draft", watch)
-        # what these give: tests/executor/runner/speculation/test_draft_rounds.py
-        monkeypatch.setattr(drafter, "rounds", None)
         params = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
         llm.generate([text, text[:30]], params, use_tqdm=False)
     assert len(seen) > 8 and sum(len(drafts) for _, drafts in seen) > 24
@@ -97,7 +96,7 @@ def test_tokens_outside_the_head_are_never_drafted(kind, target, tmp_path):
 
 
 def drafting_passes(llm: LLM) -> Any:
-    return llm.llm_engine.client._engine.core.executor.worker.draft.drafter.passes
+    return llm.llm_engine.client._engine.core.executor._draft.drafter.passes
 
 
 def test_a_heads_own_vocabulary_has_any_order(target, tmp_path):
@@ -120,7 +119,7 @@ def test_a_heads_own_vocabulary_has_any_order(target, tmp_path):
         with make_llm("eagle3", tmp_path / name) as llm:
             passes = drafting_passes(llm)
             assert passes.model.own_head.shards == {"lm_head": 900}
-            calls = [] if passes.program is None else passes.program.calls
+            calls = passes.run.calls if isinstance(passes.run, Program) else []
             assert not calls or [c.op for c in calls].count(Op.SPREAD_LOGITS) == 1
             found.append(passes.model.compute_logits(hidden))
     expected = torch.full_like(found[0], ABSENT)

@@ -101,7 +101,7 @@ def test_scaled_angles(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["bert", "mpnet", "modernbert", "nomic_bert", "gemma3_text"])
 def test_a_batch_changes_no_bit(encoder, kind, dtype):
     core = start_core(encoder(kind), dtype=dtype)
-    assert core.executor.worker.runner.program is not None  # one native call per step
+    assert core.executor.runner.program is not None  # one native call per step
     for text, own in zip(TEXTS, raw_rows(core, TEXTS)):
         assert raw_rows(core, [text])[0].tobytes() == own.tobytes()
     for text, own in zip(TEXTS, pool(core, TEXTS)):
@@ -178,6 +178,6 @@ def test_a_decoder_without_an_output_head_pools(tmp_path):
     right = pool(whole, TEXTS)
     save_file(bare, path)
     core = start_core(directory, runner="pooling")
-    assert not core.executor.worker.model.has_head
+    assert not core.executor.model.has_head
     assert [x.tobytes() for x in pool(core, TEXTS)] == [x.tobytes() for x in right]
     whole.shutdown(), core.shutdown()

@@ -16,6 +16,7 @@ from quire.ipc.models.stacked_experts import stacked_pieces
 from quire.kernels import registry
 from quire.tests.executor.driver import generate, greedy, start_executor
 from quire.tests.executor.models.fallback.test_gguf import start
+from quire.tests.executor.on_device import use_forward
 from quire.tests.gguf_fallbacks import write_fallback_gguf
 from quire.tests.tiny_fallbacks import save_tiny_fallback
 from quire.tests.tiny_models import make_tiny_config
@@ -38,8 +39,8 @@ def test_every_token_has_the_experts_that_transformers_chooses(kind, tiny, oracl
         hook.remove()
     executor = start_executor(directory)
     ours: list[torch.Tensor] = []
-    executor.worker.runner.program = None  # a record of calls cannot be watched
-    for layer in executor.worker.model.layers:
+    use_forward(executor, None)  # a record of calls cannot be watched
+    for layer in executor.model.layers:
         if isinstance(block := layer.mlp, MixtureOfExperts):
             block.ops = _Watched(block.ops, ours)
     generate(executor, [PROMPT], 1)
@@ -101,8 +102,8 @@ def test_stacked_checkpoints_give_the_same_tokens(kind, tiny, tmp_path):
 def test_experts_of_a_gguf_file_stay_blocks_in_one_recorded_step(kind, tmp_path):
     write_fallback_gguf(tmp_path / "m.gguf", save_tiny_fallback(tmp_path, kind))
     executor = start(tmp_path / "m.gguf", dtype="bfloat16")
-    assert executor.worker.runner.program is not None
-    experts = executor.worker.model.layers[-1].mlp.experts
+    assert executor.runner.program is not None
+    experts = executor.model.layers[-1].mlp.experts
     for layer in (*experts.gate_up, *experts.down):
         assert [part.type for part in layer.parts] == ["Q8_0"]
     prompts = [PROMPT, PROMPT[:2], PROMPT[3:8]]

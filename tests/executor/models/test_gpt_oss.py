@@ -65,18 +65,18 @@ def test_experts_stay_blocks_and_take_the_bytes_of_the_file(
 ) -> None:
     packed, plain = checkpoints
     executor = start_executor(packed, dtype="bfloat16")
-    assert executor.worker.runner.program is not None
+    assert executor.runner.program is not None
     stored, meant = (load_file(path / "model.safetensors") for path in checkpoints)
     of_blocks = {name for name in stored if name.endswith(("_blocks", "_scales"))}
     num_bytes = sum(
         tensor.nbytes if name in of_blocks or name.endswith(FP32) else tensor.nbytes // 2
         for name, tensor in stored.items()
     )
-    assert executor.worker._builder.weights_bytes == num_bytes
+    assert executor._builder.weights_bytes == num_bytes
     plan = make_plan(EngineArgs(str(packed), dtype="bfloat16", max_model_len=128))
     assert plan.keeps_blocks and plan.weights_bytes == num_bytes
     held = 0
-    for index, layer in enumerate(executor.worker.model.layers):
+    for index, layer in enumerate(executor.model.layers):
         experts = layer.mlp.experts
         for packed_layer in (*experts.gate_up, *experts.down):
             [part] = packed_layer.parts
@@ -97,13 +97,13 @@ def test_bits_depend_neither_on_the_batch_nor_on_chunks(form, checkpoints, tmp_p
     if form == "gguf":
         write_fallback_gguf(tmp_path / "m.gguf", save_tiny_fallback(tmp_path, "gpt_oss"), "MXFP4")
         executor = start(tmp_path / "m.gguf", dtype="bfloat16")
-        experts = executor.worker.model.layers[-1].mlp.experts
+        experts = executor.model.layers[-1].mlp.experts
         for layer in (*experts.gate_up, *experts.down):
             assert [part.type for part in layer.parts] == ["MXFP4"]
     else:
         quantization = "int8" if form == "int8" else None
         executor = start_executor(checkpoints[0], dtype="bfloat16", quantization=quantization)
-    assert executor.worker.runner.program is not None
+    assert executor.runner.program is not None
     prompts = [PROMPT, PROMPT[:2], PROMPT[3:8]]
     params = greedy(logprobs=3)
     together = generate(executor, prompts, NUM_TOKENS, params, lambda row: 3)

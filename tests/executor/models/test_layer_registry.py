@@ -39,7 +39,7 @@ def generate(quantization: str | None) -> tuple[list[int], Any]:
     """Greedy tokens, and the engine's worker."""
     with LLM(engine="inproc", quantization=quantization) as llm:
         [output] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
-        worker = llm.llm_engine.client._engine.core.executor.worker
+        worker = llm.llm_engine.client._engine.core.executor
         assert worker.runner.program is not None
         parts = [part for layer in worker.model.layers for part in (layer.mlp, layer.self_attn)]
         return output.outputs[0].token_ids, {type(part) for part in (*parts, worker.model.norm)}

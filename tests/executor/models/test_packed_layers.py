@@ -65,7 +65,7 @@ def test_a_second_start_has_the_bits_of_the_first(
         second = start(directory, tmp_path, quantization=quantization)
     assert "packed weights from" in caplog.text
     assert outputs(first) == outputs(second) == outputs(without)
-    usages = [e.worker.memory_usage()["weights_bytes"] for e in (first, second)]
+    usages = [e.memory_usage()["weights_bytes"] for e in (first, second)]
     assert usages[0] == usages[1]
 
 

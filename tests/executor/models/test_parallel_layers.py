@@ -73,7 +73,7 @@ def test_stages_give_the_tokens_of_one(tiny, kind, size, num_stages, arguments) 
     model = tiny(kind, num_hidden_layers=4, **arguments)
     options = {"disable_hybrid_kv_cache_manager": True}
     one, stages = start_executor(model, **options), RankThreads(model, size, num_stages, **options)
-    runners = [rank.worker.runner for rank in stages.ranks]
+    runners = [rank.runner for rank in stages.ranks]
     assert all((runner.program is not None) == (size == 1) for runner in runners)
     assert all(runner.bursts is None for runner in runners)  # they need a step's own tokens
     for seed in range(3):
@@ -113,7 +113,7 @@ def test_heads_that_ranks_have_in_common(tiny, size: int) -> None:
     model = tiny("llama", num_attention_heads=4, num_key_value_heads=1)
     one, several = start_executor(model), RankThreads(model, size)
     check_equal(random_workload(one, 5), random_workload(several, 5))
-    assert {rank.worker.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}
+    assert {rank.model.layers[0].self_attn.num_kv_heads for rank in several.ranks} == {1}
     several.shutdown()
 
 
@@ -123,7 +123,7 @@ def test_each_rank_has_its_part(tiny) -> None:
     for rank in two.ranks:
         [part] = rank.collective_rpc("memory_usage")
         assert part["weights_bytes"] < 0.55 * whole["weights_bytes"]
-        assert rank.worker.block_bytes == one.worker.block_bytes // 2
+        assert rank.block_bytes == one.block_bytes // 2
     two.shutdown()
 
 

@@ -94,7 +94,7 @@ def test_other_weights_bring_their_dense_modules(gemma, tmp_path):
     assert weights[0].shape == others[0].shape
     (tmp_path / "2_Dense" / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match=r"2_Dense has no model\.safetensors"):
-        core.executor.worker.load_weights(str(tmp_path))
+        core.executor.load_weights(str(tmp_path))
     assert [x.tobytes() for x in pool(core, TEXTS)] == [x.tobytes() for x in raw]
     core.shutdown()
 

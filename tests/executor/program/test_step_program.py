@@ -16,13 +16,14 @@ from quire.executor.model import TextEncoder
 from quire.executor.models import ModelKind
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import RMSNorm
-from quire.executor.program.step_program import OPERATIONS, record_step, run_op_by_op
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.program.step_program import OPERATIONS, OpByOp, record_step
+from quire.executor.worker import Worker
 from quire.ipc.models.architectures import ARCHITECTURES
 from quire.ipc.params import SamplingParams
 from quire.kernels import registry
 from quire.kernels.cpu.native.recorder import Limits
 from quire.tests.executor.driver import Row, generate, greedy, start_executor
+from quire.tests.executor.on_device import use_forward
 from quire.tests.kernels.encoder_cases import encoder_metadata
 
 is_native = all(
@@ -66,7 +67,7 @@ def logged(caplog):
     ]
 
 
-def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
+def run_randomly(executor: Worker, seed: int) -> list[Row]:
     """Run greedy and sampled requests with log-probabilities of prompt and output. Their prompts
     are chunked at random.
     """
@@ -102,9 +103,9 @@ def assert_same_bits(rows: list[Row], others: list[Row]) -> None:
 def test_one_call_gives_the_bits_of_single_operations(model, dtype, tiny, logged):
     kind, overrides = MODELS[model]
     executor = start_executor(tiny(kind, **overrides), dtype=dtype, max_num_batched_tokens=512)
-    assert executor.worker.runner.program is not None, logged()
+    assert executor.runner.program is not None, logged()
     recorded = [run_randomly(executor, seed) for seed in range(3)]
-    executor.worker.runner.program = None
+    use_forward(executor, None)
     for seed, rows in enumerate(recorded):
         assert_same_bits(rows, run_randomly(executor, seed))
 
@@ -125,7 +126,7 @@ def test_engines_do_not_share_buffers(tiny):
 @needs_native
 def test_a_program_is_recorded_again_if_weights_or_cache_move(tiny):
     executor = start_executor(tiny("qwen2"))
-    worker, made = executor.worker, []
+    worker, made = executor, []
     expected = run_randomly(executor, 0)
 
     def program_is_new() -> None:
@@ -134,7 +135,8 @@ def test_a_program_is_recorded_again_if_weights_or_cache_move(tiny):
 
     program_is_new()
     worker.sleep(["kv_cache"])
-    assert worker.runner.program is None
+    with pytest.raises(RuntimeError, match="sleeps"):
+        worker.check_health()
     worker.wake_up(["kv_cache"])
     program_is_new()
     assert_same_bits(run_randomly(executor, 0), expected)
@@ -150,7 +152,6 @@ def test_a_program_is_recorded_again_if_weights_or_cache_move(tiny):
     worker.sleep(["kv_cache"])
     # while there is no cache; recorded when the cache is back
     worker.load_weights(str(tiny("qwen2")))
-    assert worker.runner.program is None
     worker.wake_up(["kv_cache"])
     program_is_new()
     assert_same_bits(run_randomly(executor, 0), expected)
@@ -169,7 +170,7 @@ def test_a_step_beyond_the_limits_is_refused(tiny):
 # ------------------------------------------------------------ operation by operation
 
 
-def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
+def outputs(executor: Worker) -> list[list[int]]:
     return [row.output for row in generate(executor, PROMPTS, 8, greedy())]
 
 
@@ -178,7 +179,7 @@ def outputs(executor: SingleProcessExecutor) -> list[list[int]]:
 def test_a_mixed_table_runs_op_by_op_and_logs_it(op, tiny, logged):
     expected = outputs(start_executor(tiny("qwen2")))
     executor = start_executor(tiny("qwen2"), kernels={op: "cpu"})
-    assert executor.worker.runner.program is None
+    assert executor.runner.program is None
     assert logged()[-1].endswith(f"since not all are native: {op}=cpu")
     assert outputs(executor) == expected
 
@@ -188,7 +189,7 @@ def test_a_mixed_table_runs_op_by_op_and_logs_it(op, tiny, logged):
 )
 def test_without_native_kernels_it_runs_op_by_op(arguments, tiny, logged):
     executor = start_executor(tiny("qwen2"), **arguments)
-    assert executor.worker.runner.program is None
+    assert executor.runner.program is None
     assert logged() == ["the model runs operation by operation: there are no native kernels for it"]
     assert all(len(output) == 8 for output in outputs(executor))
 
@@ -254,7 +255,7 @@ def test_a_model_that_cannot_be_recorded_runs_op_by_op(
     kind = ModelKind(model_class.__name__, QWEN2.parse, partial(model_class.of_row, QWEN2))
     monkeypatch.setattr("quire.executor.model_builder.find_model", lambda *_: kind)
     executor = start_executor(tiny("qwen2"))
-    assert executor.worker.runner.program is None
+    assert executor.runner.program is None
     assert logged()[-1].endswith(reason)
     assert all(len(output) == 8 for output in outputs(executor))
 
@@ -271,7 +272,7 @@ def test_a_users_layer_works(tiny, logged, monkeypatch):
     monkeypatch.setattr("quire.executor.models.layers.RMSNorm", Norm)
     executor = start_executor(tiny("qwen3"))
     assert (
-        executor.worker.runner.program is None
+        executor.runner.program is None
         and "aten.square.default is none of the native kernels" in logged()[-1]
     )
     assert outputs(executor) == expected
@@ -349,7 +350,7 @@ def test_an_encoder_is_one_call_without_logits(dtype, bits, logged):
         for lengths in ([1], [5, 1, 30], [64], [9] * 6):
             step = texts(lengths)
             (hidden,) = (result.clone() for result in program(*step))
-            (expected,) = run_op_by_op(model, ops, *step)
+            (expected,) = OpByOp(model, ops)(*step)
             assert hidden.shape == (sum(lengths), 32) and torch.equal(hidden, expected)
             # the last text alone
             start = sum(lengths[:-1])

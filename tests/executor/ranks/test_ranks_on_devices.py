@@ -13,7 +13,7 @@ from quire.executor.ranks.local_ranks import LocalRanks
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.ipc.params import SamplingParams
 from quire.tests.executor.driver import generate, make_config, start_executor
-from quire.tests.executor.on_device import LateCopies, keep_on_device
+from quire.tests.executor.on_device import LateCopies, keep_on_device, use_forward
 from quire.tests.executor.rank_threads import RankThreads
 from quire.tests.executor.ranks.test_steps_in_flight import check_equal, jobs_of, run_jobs
 
@@ -28,11 +28,10 @@ def test_state_on_the_device(tiny, monkeypatch, size: int, num_stages: int) -> N
         keep_on_device(patch, LateCopies())
         ranks = RankThreads(model, size, num_stages, num_gpu_blocks_override=20, **options)
     for rank in ranks.ranks:
-        runner = rank.worker.runner
-        runner.program = runner.bursts = None
-        assert runner.launcher is not None
+        use_forward(rank, None)
+        assert rank.state.tables is not None
     jobs = jobs_of(10 * num_stages + size, 10)
-    wanted, _ = run_jobs(one, one.worker.config, jobs)
+    wanted, _ = run_jobs(one, one.config, jobs)
     answers, core = run_jobs(ranks, ranks.config, jobs)
     check_equal(wanted, answers)
     assert core.observer.get_metrics()["num_preemptions"] > 0

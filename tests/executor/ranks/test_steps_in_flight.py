@@ -88,7 +88,7 @@ def test_tokens_are_those_of_one_rank(tiny, size: int, num_stages: int, num_seed
     one = start_executor(model, **options)
     for seed in range(num_seeds):
         jobs = jobs_of(1000 * num_stages + seed, 10)
-        wanted, _ = run_jobs(one, one.worker.config, jobs)
+        wanted, _ = run_jobs(one, one.config, jobs)
         answers, core = run_jobs(stages, stages.config, jobs)
         check_equal(wanted, answers)
         num_preemptions += core.observer.get_metrics()["num_preemptions"]
@@ -102,7 +102,7 @@ def test_log_probabilities_have_the_bits_of_one_rank(tiny, dtype: str) -> None:
     stages = RankThreads(model, 1, 2, dtype=dtype)
     one = start_executor(model, dtype=dtype, num_scheduler_steps=1)
     params = greedy(max_tokens=9, temperature=0.7, logprobs=3, prompt_logprobs=2)
-    for executor, config in ((one, one.worker.config), (stages, stages.config)):
+    for executor, config in ((one, one.config), (stages, stages.config)):
         core, rows = EngineCore(config, executor), []
         core.scheduler.least_samples = 1
         for i in range(6):
@@ -123,7 +123,7 @@ def test_a_stage_begins_a_step_before_the_next_stage_has_ended_the_last_one(
 ) -> None:
     """The last stage ends no step before the first stage has ended the one after it."""
     stages = RankThreads(tiny("qwen2"), 1, 2)
-    first, last = (rank.worker.runner for rank in stages.ranks)
+    first, last = stages.ranks
     ended, condition, num_waits = set(), threading.Condition(), 0
 
     def run_first(step: Any, run_step: Any = first.execute_model) -> Any:
@@ -165,7 +165,7 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
     )
     answers, counts = [], []
     stages = RankThreads(model, 1, 2)
-    elsewhere = stages.ranks[0].worker.runner.elsewhere
+    elsewhere = stages.ranks[0].state.pending
     append = elsewhere.append
 
     def count(num_sampled: list[int], *args: Any) -> None:
@@ -174,7 +174,7 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
 
     monkeypatch.setattr(elsewhere, "append", count)
     one = start_executor(model)
-    for executor, config in ((one, one.worker.config), (stages, stages.config)):
+    for executor, config in ((one, one.config), (stages, stages.config)):
         core = EngineCore(config, executor)
         core.scheduler.least_samples = 1
         for i in range(4):
@@ -232,7 +232,7 @@ def test_kv_events_and_a_pause_with_steps_in_flight(tiny, tmp_path) -> None:
         assert subscriber.known == cached_in(core) and subscriber.num_checked > 10
     core.shutdown()
     one = start_executor(model)
-    alone = EngineCore(one.worker.config, one)
+    alone = EngineCore(one.config, one)
     for request in requests:
         alone.add_request(request)
     check_equal(run(alone)[0], answers)

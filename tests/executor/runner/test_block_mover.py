@@ -17,7 +17,7 @@ from quire.tests.executor.driver import make_config, start_executor
 def executor(tiny):
     made = start_executor(tiny(), num_gpu_blocks_override=20)
     made.num_host_blocks, made.costs = made.initialize_swap_space()
-    for layer in made.worker.model.attention_layers():
+    for layer in made.model.attention_layers():
         for cache in (layer.key_cache, layer.value_cache):
             cache.copy_(torch.randn(cache.shape))
     yield made
@@ -27,7 +27,7 @@ def executor(tiny):
 def caches(executor) -> list[torch.Tensor]:
     return [
         cache
-        for layer in executor.worker.model.attention_layers()
+        for layer in executor.model.attention_layers()
         for cache in (layer.key_cache, layer.value_cache)
     ]
 

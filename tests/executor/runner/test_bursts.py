@@ -10,7 +10,7 @@ import pytest
 import torch
 from quire.executor.runner.bursts import Bursts
 from quire.executor.sampling.sampler import NOT_FINITE
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from quire.kernels import registry
@@ -48,7 +48,7 @@ def random_prompts(chance: random.Random, count: int) -> list[list[int]]:
 
 
 def look_ahead(
-    executor: SingleProcessExecutor,
+    executor: Worker,
     prompts: list[list[int]],
     params: list[SamplingParams],
     max_tokens: int,
@@ -148,7 +148,7 @@ def test_a_row_that_fails_keeps_its_earlier_tokens_and_fails_alone(params, tiny,
         for i in range(2, 8)
         if expected[1][i] not in {*sum(prompts, []), *expected[0], *expected[2], *expected[1][:i]}
     )
-    executor.worker.model.embed_tokens.weight[expected[1][bad]] = float("nan")
+    executor.model.embed_tokens.weight[expected[1][bad]] = float("nan")
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     driver.step({row.request_id: len(row.prompt) for row in rows})
@@ -159,17 +159,18 @@ def test_a_row_that_fails_keeps_its_earlier_tokens_and_fails_alone(params, tiny,
         and result.num_sampled == [8, bad, 8]
     )
     assert [row.output for row in rows] == [expected[0], expected[1][: bad + 1], expected[2]]
-    held = executor.worker.runner.batch
+    held = executor.runner.batch
     assert held.num_tokens[rows[1].slot] == len(prompts[1]) + bad + 1
 
 
 def test_bursts_are_recorded_again_with_the_program(tiny, counted):
     """After new weights or a new cache the next burst uses them."""
     executor, params = start_executor(tiny("qwen2")), [greedy()]
-    worker, prompt = executor.worker, [list(range(20))]
+    worker, prompt = executor, [list(range(20))]
     expected = look_ahead(executor, prompt, params, 30, random.Random(4))[0].output
     worker.sleep(["kv_cache"])
-    assert worker.runner.bursts is None
+    with pytest.raises(RuntimeError, match="sleeps"):
+        worker.runner.bursts
     worker.wake_up(["kv_cache"])
     assert look_ahead(executor, prompt, params, 30, random.Random(5))[0].output == expected
     worker.load_weights(str(tiny("qwen2", seed=1)))
@@ -198,7 +199,7 @@ def test_the_cache_equals_that_of_single_steps(tiny):
         else:
             look_ahead(executor, prompts, [greedy()] * 3, 33, chance)
         # Blocks are allocated in another order, so they are compared by content.
-        layer = executor.worker.model.attention_layers()[-1]
+        layer = executor.model.attention_layers()[-1]
         caches.append(
             sorted(
                 torch.stack([layer.key_cache, layer.value_cache], 1)[1:]

@@ -12,26 +12,26 @@ import pytest
 import torch
 from quire.executor.model import Model
 from quire.executor.runner.cuda_graphs import GraphedStep, graph_sizes
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.kernels.ops import AttentionMetadata
 from quire.tests.executor.driver import Driver, Row, generate, start_executor
-from quire.tests.executor.on_device import FakeCapture, capture_decodes
+from quire.tests.executor.on_device import FakeCapture, capture_decodes, use_forward
 
 MAX_NUM_SEQS = 13
 
 
-def started(tiny, dtype: str = "float32", **arguments) -> SingleProcessExecutor:
+def started(tiny, dtype: str = "float32", **arguments) -> Worker:
     return start_executor(
         tiny("qwen3"), dtype=dtype, max_num_seqs=MAX_NUM_SEQS, max_model_len=128, **arguments
     )
 
 
-def with_graphs(executor: SingleProcessExecutor) -> FakeCapture:
-    return capture_decodes(executor.worker)
+def with_graphs(executor: Worker) -> FakeCapture:
+    return capture_decodes(executor)
 
 
-def run_randomly(executor: SingleProcessExecutor, seed: int) -> list[Row]:
+def run_randomly(executor: Worker, seed: int) -> list[Row]:
     chance = random.Random(seed)
     prompts = [
         [chance.randrange(300) for _ in range(chance.choice((1, 3, 16, 40, 70)))]
@@ -53,7 +53,7 @@ def test_graphs_for_every_number_of_requests_with_little_padding(max_num_seqs):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_steps_give_the_same_tokens_and_caches(dtype, tiny):
     plain, graphed = started(tiny, dtype), started(tiny, dtype)
-    plain.worker.runner.program = None
+    use_forward(plain, None)
     capture = with_graphs(graphed)
     for seed in range(6):
         rows, others = run_randomly(graphed, seed), run_randomly(plain, seed)
@@ -63,7 +63,7 @@ def test_replayed_steps_give_the_same_tokens_and_caches(dtype, tiny):
             for mine, theirs in zip(row.logprobs, other.logprobs, strict=True):
                 np.testing.assert_allclose(mine[1], theirs[1], rtol=0, atol=1e-4)
     for mine, theirs in zip(
-        graphed.worker.model.attention_layers(), plain.worker.model.attention_layers(), strict=True
+        graphed.model.attention_layers(), plain.model.attention_layers(), strict=True
     ):
         torch.testing.assert_close(mine.key_cache, theirs.key_cache)
         torch.testing.assert_close(mine.value_cache, theirs.value_cache)
@@ -84,13 +84,13 @@ def test_padding_rows_store_nothing_after_larger_steps(tiny):
     driver.run(3)
     before = [
         cache.clone()
-        for layer in executor.worker.model.attention_layers()
+        for layer in executor.model.attention_layers()
         for cache in (layer.key_cache, layer.value_cache)
     ]
     # 3 requests in a graph of 4; the mapping of r3 is still in the buffers
     driver.step(dict.fromkeys(("r0", "r1", "r2"), 1))
     mine = [block for row in rows[:3] for block in row.block_ids]
-    for layer, *_ in zip(executor.worker.model.attention_layers()):
+    for layer, *_ in zip(executor.model.attention_layers()):
         for cache in (layer.key_cache, layer.value_cache):
             kept = before.pop(0)
             cache = cache.clone()
@@ -118,9 +118,9 @@ def test_only_steps_of_sampled_decodes_are_captured(tiny):
 def test_the_largest_graph_is_captured_first(tiny):
     executor = started(tiny)
     capture = with_graphs(executor)
-    executor.worker.runner.program.prepare()
+    executor.runner.program.prepare()
     assert capture.sizes == [MAX_NUM_SEQS, 1]
-    executor.worker.runner.program.prepare()
+    executor.runner.program.prepare()
     assert capture.sizes == [MAX_NUM_SEQS, 1] and capture.num_replays == 0
 
 

@@ -9,11 +9,16 @@ import torch
 from quire.executor.runner.input_batch import NOT_KNOWN
 from quire.executor.runner.launched_steps import PendingStep
 from quire.executor.sampling.sampler import NOT_FINITE
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
-from quire.tests.executor.on_device import LateCopies, capture_decodes
+from quire.tests.executor.on_device import (
+    LateCopies,
+    capture_decodes,
+    keep_state_on_device,
+    use_forward,
+)
 
 PROMPTS = [[5, 6, 7], [40], list(range(60, 100)), [9, 8, 7, 6, 5]]
 DRAWN = SamplingParams(temperature=0.9, top_p=0.95, top_k=60, min_p=0.01, seed=7)
@@ -23,7 +28,7 @@ NUM_BLOCKS = 6  # blocks of each slot: slot s has 1 + NUM_BLOCKS * s and those t
 class Steps:
     """Submits steps like the core with overlap, without waiting for one before the next."""
 
-    def __init__(self, executor: SingleProcessExecutor):
+    def __init__(self, executor: Worker):
         self.executor = executor
         self.pending: list = []
 
@@ -69,23 +74,21 @@ def copies() -> LateCopies:
 
 
 @pytest.fixture(params=["eager", "graphs"])
-def executor(tiny, copies, request) -> SingleProcessExecutor:
+def executor(tiny, copies, request) -> Worker:
     executor = start_executor(tiny("qwen2"), max_num_seqs=5)
-    executor.worker.runner.keep_state_on_device(copies)
+    keep_state_on_device(executor, copies)
     copies.forget()
     if request.param == "graphs":
-        capture_decodes(executor.worker)
+        capture_decodes(executor)
     return executor
 
 
 @pytest.fixture(scope="module")
-def plain(tiny) -> SingleProcessExecutor:
+def plain(tiny) -> Worker:
     return start_executor(tiny("qwen2"), max_num_seqs=5)
 
 
-def alone(
-    plain: SingleProcessExecutor, prompt: list[int], params: SamplingParams, count: int
-) -> list[int]:
+def alone(plain: Worker, prompt: list[int], params: SamplingParams, count: int) -> list[int]:
     return generate(plain, [prompt], count, params)[0].output
 
 
@@ -99,7 +102,7 @@ def test_six_steps_are_launched_before_the_first_is_awaited(executor, plain, cop
     for step in range(5):
         steps.submit({slot: (len(prompt) + step, 1) for slot, prompt in enumerate(PROMPTS)})
     assert copies.events == [f"launched {n}" for n in range(6)]
-    batch = executor.worker.runner.batch
+    batch = executor.runner.batch
     assert all(
         (batch.token_ids[slot, len(prompt) : len(prompt) + 6] == NOT_KNOWN).all()
         for slot, prompt in enumerate(PROMPTS)
@@ -155,7 +158,7 @@ def test_a_token_for_a_slot_that_has_another_request(executor, plain, copies):
     steps.submit({0: (5, 1), 1: (4, 1)})
     assert copies.events == [f"launched {n}" for n in range(5)]
     assert steps.pending[2].result().num_sampled == [1, 1]
-    batch = executor.worker.runner.batch
+    batch = executor.runner.batch
     assert (
         batch.token_ids[0, :5].tolist() == PROMPTS[3]
         and (batch.token_ids[0, 5:7] == NOT_KNOWN).all()
@@ -191,9 +194,9 @@ def test_a_row_that_needs_the_host_makes_the_step_synchronous(executor, plain, c
     steps.submit({0: (4, 1), 2: (0, 5)}, {2: (PROMPTS[3], params)}, lookahead=2)
     assert copies.events == ["launched 0", "launched 1", "waits for 0", "waits for 1"]
     # the model has run, but nothing is sampled
-    assert executor.worker.runner.batch.num_tokens[[0, 2]].tolist() == [5, 5]
+    assert executor.runner.batch.num_tokens[[0, 2]].tolist() == [5, 5]
     steps.submit({0: (5 + 2, 1)})
-    assert executor.worker.runner.batch.num_tokens[[0, 2]].tolist() == [9, 8]
+    assert executor.runner.batch.num_tokens[[0, 2]].tolist() == [9, 8]
     expected = alone(plain, PROMPTS[0], greedy(), 7), alone(plain, PROMPTS[3], params, 6)
     if "prompt_logprobs" not in options:  # the prompt is complete
         steps.submit({0: (8, 1), 2: (5 + 2, 1)}, lookahead=0)
@@ -209,9 +212,9 @@ def test_a_row_that_needs_the_host_makes_the_step_synchronous(executor, plain, c
     assert bool(steps.pending[2].result().prompt_logprobs) == ("prompt_logprobs" in options)
 
 
-def poison(executor: SingleProcessExecutor, monkeypatch, passes: set[int], row: int) -> None:
+def poison(executor: Worker, monkeypatch, passes: set[int], row: int) -> None:
     """Set the logits of `row` to NaN in these passes of the model, counted from now."""
-    logits, count = executor.worker.model.compute_logits, iter(range(99))
+    logits, count = executor.model.compute_logits, iter(range(99))
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
         values = logits(hidden)
@@ -221,9 +224,9 @@ def poison(executor: SingleProcessExecutor, monkeypatch, passes: set[int], row: 
             else values
         )
 
-    monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
+    monkeypatch.setattr(executor.model, "compute_logits", poisoned)
     # a recorded step would not call it
-    monkeypatch.setattr(executor.worker.runner, "program", None)
+    use_forward(executor, None)
 
 
 @pytest.mark.parametrize("params", [greedy(), DRAWN], ids=["greedy", "drawn"])
@@ -236,7 +239,7 @@ def test_non_finite_logits_are_found_when_the_step_is_finished(
     steps.submit({0: (0, 3), 3: (0, 5)}, {0: (PROMPTS[0], params), 3: (PROMPTS[3], params)})
     for step in range(3):
         steps.submit({0: (3 + step, 1), 3: (5 + step, 1)})
-    assert executor.worker.runner.tables.token_ids[3, 6:8].tolist() == [0, 0]
+    assert executor.state.tables.token_ids[3, 6:8].tolist() == [0, 0]
     results = [step.result() for step in steps.pending]
     assert [one.errors for one in results] == [{}, {3: NOT_FINITE}, {3: NOT_FINITE}, {}]
     assert [one.num_sampled for one in results] == [[1, 1], [1, 0], [1, 0], [1, 1]]
@@ -294,7 +297,7 @@ def test_a_step_of_unfinished_prompts_is_awaited(executor, copies):
 def test_a_failed_launch_is_raised_in_order(executor, plain, monkeypatch):
     steps = Steps(executor)
     steps.submit({0: (0, 3)}, {0: (PROMPTS[0], greedy())})
-    monkeypatch.setattr(executor.worker.runner.launcher, "launch", lambda output: 1 / 0)
+    monkeypatch.setattr(executor.runner.launched.launcher, "launch", lambda output: 1 / 0)
     failed = steps.submit({0: (3, 1)})
     assert steps.pending[0].result().token_ids == alone(plain, PROMPTS[0], greedy(), 1)
     with pytest.raises(ZeroDivisionError):

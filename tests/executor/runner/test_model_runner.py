@@ -9,16 +9,17 @@ import random
 import pytest
 import torch
 from quire.executor.runner.step_outputs import insert_forced
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.params import SamplingParams
 from quire.ipc.step_messages import SchedulerOutput
 from quire.tests.executor.driver import Driver, generate, greedy, start_executor
+from quire.tests.executor.on_device import use_forward
 
 NAN_TOKEN = 311  # not in any prompt or output of these tests
 
 
 @pytest.fixture(scope="module")
-def executor(tiny) -> SingleProcessExecutor:
+def executor(tiny) -> Worker:
     return start_executor(tiny("qwen2"), max_model_len=512, max_num_seqs=8)
 
 
@@ -90,17 +91,15 @@ def test_a_row_that_fails_in_the_lookahead_keeps_its_earlier_tokens(executor, mo
     driver = Driver(executor)
     rows = [driver.add(str(i), prompt) for i, prompt in enumerate(random_prompts(9, 12))]
     driver.step({"0": 9, "1": 12})
-    logits, passes = executor.worker.model.compute_logits, []
+    logits, passes = executor.model.compute_logits, []
 
     def poisoned(hidden: torch.Tensor) -> torch.Tensor:
         passes.append(len(hidden))
         values = logits(hidden)
         return values.index_fill(0, torch.tensor([1]), float("nan")) if len(passes) == 2 else values
 
-    monkeypatch.setattr(executor.worker.model, "compute_logits", poisoned)
-    # a recorded step would not call it,
-    monkeypatch.setattr(executor.worker.runner, "program", None)
-    monkeypatch.setattr(executor.worker.runner, "bursts", None)  # and neither would a burst
+    monkeypatch.setattr(executor.model, "compute_logits", poisoned)
+    use_forward(executor, None)  # a recorded step would not call it, and neither would a burst
     result = driver.step({"0": 1, "1": 1}, lookahead={"0": 3, "1": 3})
     executor.execute_model(
         SchedulerOutput(0, [], [], [], [], freed_slots=[row.slot for row in rows])
@@ -241,14 +240,12 @@ def test_dummy_batch_changes_nothing(executor):
     expected = outputs(generate(executor, prompts, 6))
     driver = Driver(executor)
     rows = [driver.add(name, prompt) for name, prompt in zip("ab", prompts)]
-    cache = [
-        (layer.key_cache, layer.value_cache) for layer in executor.worker.model.attention_layers()
-    ]
+    cache = [(layer.key_cache, layer.value_cache) for layer in executor.model.attention_layers()]
     while len(rows[0].output) < 6:
         driver.step({row.request_id: row.num_tokens - row.num_computed for row in rows})
         before = [tensor.clone() for pair in cache for tensor in pair]
         executor.execute_dummy_batch()
-        executor.worker.runner.execute_dummy_batch(5, 3, is_sampled=True)
+        executor.runner.execute_dummy_batch(5, 3, is_sampled=True)
         assert all(
             torch.equal(a, b) for a, b in zip(before, (tensor for pair in cache for tensor in pair))
         )
@@ -259,14 +256,14 @@ def test_dummy_batch_changes_nothing(executor):
 
 
 @pytest.fixture(scope="module")
-def poisoned(tiny) -> SingleProcessExecutor:
+def poisoned(tiny) -> Worker:
     """A model whose embedding of NAN_TOKEN is NaN. A request with that token has NaN in hidden
     states, keys, values and logits.
     """
     executor = start_executor(
         tiny("qwen2"), max_model_len=512, max_num_seqs=8, kv_cache_memory_bytes=2**21
     )
-    executor.worker.model.embed_tokens.weight[NAN_TOKEN] = float("nan")
+    executor.model.embed_tokens.weight[NAN_TOKEN] = float("nan")
     return executor
 
 
@@ -314,7 +311,7 @@ def test_nan_in_a_decode_step(executor, poisoned):
     driver = Driver(poisoned)
     good, bad = driver.add("good", prompts[0]), driver.add("bad", prompts[1])
     driver.step({"good": 10, "bad": 10})
-    poisoned.worker.runner.batch.token_ids[bad.slot, 10] = NAN_TOKEN
+    poisoned.runner.batch.token_ids[bad.slot, 10] = NAN_TOKEN
     driver.step({"good": 1, "bad": 1})
     assert bad.error and len(bad.output) == 1
     driver.run(6)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire.executor.sampling import prompt_logprobs
 from quire.executor.sampling.prompt_logprobs import PromptScorer
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.tests.executor.driver import Driver, Row, generate, greedy, start_executor
 from quire.tests.tiny_models import VOCAB_SIZE
 
@@ -19,7 +19,7 @@ PROMPTS = [random.Random(n).choices(range(256), k=n) for n in (1, 2, 17, 60)]
 
 
 @pytest.fixture(scope="module")
-def executor(tiny) -> SingleProcessExecutor:
+def executor(tiny) -> Worker:
     return start_executor(tiny("qwen2"))
 
 
@@ -73,16 +73,17 @@ def test_pieces_change_nothing(piece, tiny, oracle, monkeypatch):
 
 
 def test_a_piece_stays_within_its_bytes(executor):
-    runner, sizes = executor.worker.runner, []
+    runner, sizes = executor.runner, []
 
     def compute_logits(hidden):
         sizes.append(len(hidden))
-        return executor.worker.model.compute_logits(hidden)
+        return executor.model.compute_logits(hidden)
 
-    runner.prompt_scorer = PromptScorer(compute_logits, runner.sampler.ops, VOCAB_SIZE)
-    assert runner.prompt_scorer.max_piece == 64 * 2**20 // (4 * VOCAB_SIZE)
-    assert PromptScorer(compute_logits, runner.sampler.ops, 10**9).max_piece == 1
-    runner.prompt_scorer.max_piece = 8
+    scorer = PromptScorer(compute_logits, runner.ops, VOCAB_SIZE)
+    runner.plain.special.prompt_scorer = scorer
+    assert scorer.max_piece == 64 * 2**20 // (4 * VOCAB_SIZE)
+    assert PromptScorer(compute_logits, runner.ops, 10**9).max_piece == 1
+    scorer.max_piece = 8
     generate(executor, PROMPTS[3:], 1, greedy(prompt_logprobs=0))
     assert sizes == [8] * 7 + [3]
 
@@ -98,7 +99,7 @@ def test_only_requests_that_enable_them_are_scored(executor):
         (entry.slot, entry.first_index, entry.token_ids.shape) for entry in result.prompt_logprobs
     ] == [(asking.slot, 1, (16, 2))]
     # all prompt tokens are scored
-    assert executor.worker.runner.batch.prompt_logprobs_slots == set()
+    assert executor.runner.batch.prompt_logprobs_slots == set()
     result = driver.step({"b": 30, "a": 1})  # the last prompt token predicts the sampled token
     assert result.prompt_logprobs == [] and result.num_sampled == [1, 1]
     for row in (asking, other):
@@ -124,7 +125,7 @@ def test_a_preempted_prompt_is_scored_again_with_equal_results(executor):
 
 def test_nan_in_a_prompt_fails_only_its_request_at_once(tiny, oracle):
     executor = start_executor(tiny("qwen2"))
-    executor.worker.model.embed_tokens.weight[311] = float("nan")
+    executor.model.embed_tokens.weight[311] = float("nan")
     driver = Driver(executor)
     bad = driver.add("bad", [1, 2, 3, 311, *PROMPTS[2]], greedy(prompt_logprobs=1))
     good = driver.add("good", PROMPTS[2], greedy(prompt_logprobs=1))

@@ -9,7 +9,7 @@ from quire.tests.executor.driver import start_executor
 
 @pytest.fixture(scope="module")
 def runner(tiny):
-    return start_executor(tiny("llama"), cpu_isa="auto" if library else "none").worker.runner
+    return start_executor(tiny("llama"), cpu_isa="auto" if library else "none").runner
 
 
 def test_layers_have_the_names_of_the_checkpoint(runner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.step_messages import SchedulerOutput
 from quire.ipc.trace import RanksTrace, RankTrace
 from quire.kernels.cpu.native.library import library
@@ -15,7 +15,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [7, 8]]
 native = pytest.mark.skipif(library is None, reason="the native library is not built")
 
 
-def run(executor: SingleProcessExecutor, num_steps: int) -> list[list[int]]:
+def run(executor: Worker, num_steps: int) -> list[list[int]]:
     driver = Driver(executor)
     rows = [driver.add(f"r{i}", prompt, greedy(logprobs=2)) for i, prompt in enumerate(PROMPTS)]
     for _ in range(num_steps):
@@ -28,7 +28,7 @@ def run(executor: SingleProcessExecutor, num_steps: int) -> list[list[int]]:
     return found
 
 
-def traced(executor: SingleProcessExecutor, num_steps: int = 3) -> tuple[list, RanksTrace]:
+def traced(executor: Worker, num_steps: int = 3) -> tuple[list, RanksTrace]:
     executor.start_trace(num_steps)
     answers = run(executor, num_steps)
     return answers, executor.end_trace()
@@ -51,7 +51,7 @@ def test_a_traced_step_gives_the_same_bits(tiny, kind, isa):
 @native
 def test_the_program_is_the_same_object_afterwards(tiny):
     executor = start_executor(tiny())
-    runner = executor.worker.runner
+    runner = executor.runner
     before, attributes = runner.program, {name: id(value) for name, value in vars(runner).items()}
     layer = runner.model.layers[0]
     of_layer = dict(vars(layer.self_attn)), dict(vars(layer.mlp))
@@ -59,14 +59,14 @@ def test_the_program_is_the_same_object_afterwards(tiny):
     assert runner.program is before and before.timer is None
     assert {name: id(value) for name, value in vars(runner).items()} == attributes
     assert (vars(layer.self_attn), vars(layer.mlp)) == of_layer
-    assert executor.worker.tracer is None
+    assert executor.tracer is None
 
 
 @pytest.mark.parametrize("isa", [pytest.param("auto", marks=native), "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_weight_is_counted_once(tiny, isa, dtype):
     executor = start_executor(tiny("llama"), cpu_isa=isa, dtype=dtype)
-    model, (_, trace) = executor.worker.model, traced(executor)
+    model, (_, trace) = executor.model, traced(executor)
     size = {"float32": 4, "bfloat16": 2}[dtype]
     config = model.config
     heads = (config.num_attention_heads + 2 * config.num_key_value_heads) * config.head_dim
@@ -86,7 +86,7 @@ def test_the_experts_that_are_read_are_counted_once(tiny, isa):
     plain = run(executor, 3)
     answers, trace = traced(executor)
     assert answers == plain
-    config = executor.worker.model.config
+    config = executor.model.config
     expert_bytes = 4 * 3 * config.hidden_size * config.experts.size
     for rank, num_tokens in zip(ranks(trace), (7, 2, 2), strict=True):
         assert list(rank.experts) == list(range(config.num_hidden_layers))
@@ -118,7 +118,7 @@ def test_kernels_are_those_of_the_model_in_order(tiny):
         ("layers.0.self_attn", "rotary_and_write_kv"),
         ("layers.0.self_attn", "attention"),
     ]
-    config = executor.worker.model.config
+    config = executor.model.config
     gate = next(one for one in first.kernels if one.module == "layers.1.mlp.gate_up_proj")
     columns, rows, tokens = config.hidden_size, 2 * config.intermediate_size, 7
     assert gate.shape == f"[{tokens}, {columns}] · [{rows}, {columns}]ᵀ"
@@ -144,7 +144,7 @@ def test_kernels_fill_the_time_of_the_model(tiny):
     assert best_share(executor) >= 0.85
 
 
-def best_share(executor: SingleProcessExecutor) -> float:
+def best_share(executor: Worker) -> float:
     """The largest share of the model's time in a step that its kernels fill, of several tries: a
     busy machine takes the core away now and then.
     """
@@ -171,7 +171,7 @@ def test_the_fallback_names_transformers_modules(tiny):
     assert "transformers" in {kernel.implementation for kernel in rank.kernels}
     # every module's own time is counted, so that together they are the model's
     assert best_share(executor) >= 0.85
-    hooks = [module._forward_hooks for module in executor.worker.model._model.modules()]
+    hooks = [module._forward_hooks for module in executor.model._model.modules()]
     assert not any(hooks)
 
 
@@ -187,8 +187,8 @@ def test_sleep_ends_the_recording(tiny):
     executor = start_executor(tiny())
     executor.start_trace(8)
     run(executor, 2)
-    executor.worker.sleep(["kv_cache"])
-    executor.worker.wake_up(["kv_cache"])
+    executor.sleep(["kv_cache"])
+    executor.wake_up(["kv_cache"])
     run(executor, 2)
     assert len(executor.end_trace().steps) == 2
 

@@ -16,7 +16,6 @@ import torch
 from quire.executor import device as devices
 from quire.executor.models import find_model
 from quire.executor.models.layers import LayerFactory
-from quire.executor.single_process import SingleProcessExecutor
 from quire.executor.weights.gguf import PackedRows, halves_apart
 from quire.executor.weights.loader import load_weights
 from quire.executor.worker import Worker
@@ -80,11 +79,11 @@ def rope_overrides(directory: Path) -> dict:
     return {"rope_parameters": rope}
 
 
-def start(path: Path, directory: Path, **arguments) -> SingleProcessExecutor:
+def start(path: Path, directory: Path, **arguments) -> Worker:
     """Start an executor of the model with the config of `directory` and the weights of `path`."""
     config = make_config(directory, rope_overrides(directory), **arguments)
     model_config = msgspec.structs.replace(config.model_config, model=str(path))
-    executor = SingleProcessExecutor(msgspec.structs.replace(config, model_config=model_config))
+    executor = Worker(msgspec.structs.replace(config, model_config=model_config))
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor

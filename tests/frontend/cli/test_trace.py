@@ -15,7 +15,6 @@ def test_the_path_of_a_token(capsys):
         "LLMEngine.step  frontend/llm_engine.py:",
         "EngineCore._step  core/engine_core.py:",
         "Scheduler.schedule  core/scheduling/scheduler.py:",
-        "SingleProcessExecutor.execute_model  executor/single_process.py:",
         "Worker.execute_model  executor/worker.py:",
         "ModelRunner.execute_model  executor/runner/model_runner.py:",
         "token_ids [4] int32",

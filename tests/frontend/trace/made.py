@@ -100,7 +100,6 @@ def made(slowness: float = 1.0) -> Trace:
                 "EngineCore._step": "core/engine_core.py:1",
                 "Scheduler.schedule": "core/scheduling/scheduler.py:2",
                 "Scheduler.update_from_output": "core/scheduling/scheduler.py:3",
-                "SingleProcessExecutor.execute_model": "executor/single_process.py:4",
                 "Worker.execute_model": "executor/worker.py:5",
                 "ModelRunner.execute_model": "executor/runner/model_runner.py:6",
             },

@@ -125,7 +125,7 @@ def test_a_model_that_calls_it_stays_one_native_call(compiled):
         answers = []
         for kernels in ({}, {"silu_and_mul": "from_c"}):
             with LLM(engine="inproc", dtype="float32", kernels=kernels) as llm:
-                runner = llm.llm_engine.client._engine.core.executor.worker.runner
+                runner = llm.llm_engine.client._engine.core.executor.runner
                 assert runner.program is not None
                 names = {type(call).__name__ for call in runner.program.calls}
                 assert ("External" in names) == bool(kernels)

@@ -13,6 +13,7 @@ from quire.executor.loras import Loras, adapted_modules
 from quire.executor.models.decoder import Decoder
 from quire.executor.models.layers import LayerFactory
 from quire.executor.runner import device_inputs
+from quire.executor.runner.assembly import RunnerState, assemble, on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
@@ -64,16 +65,21 @@ def make_runner(copies: LateCopies, with_graphs: bool, config: LoRAConfig) -> Mo
     fill_with_random_weights(model, 0, lambda stage, fraction: None, make.fill)
     for layer in model.attention_layers():
         layer.key_cache, layer.value_cache = torch.empty(2, 17, BLOCK_SIZE, 2, 16)
-    batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
-    batch.loras = Loras(config, torch.float32) if config.enable_lora else None
-    runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
-    runner.keep_state_on_device(copies)
-    copies.forget()
+    loras = None
+    if config.enable_lora:
+        loras = Loras(config, torch.float32)
+        loras.use_model(model)
+    stages = make_stages(ops, 100, NUM_SLOTS, MAX_LEN)
+    batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, stages, loras=loras)
+    graphs = None
     if with_graphs:
-        runner.program = GraphedStep(
+        graphs = GraphedStep(
             *(model, ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()),
             has_adapters=config.enable_lora,
         )
+    runner = assemble(on_device(RunnerState(batch, CPU), ops, copies), model, ops, graphs)
+    runner.launched.launcher.warm_up()
+    copies.forget()
     return runner
 
 

@@ -63,7 +63,7 @@ def merged(oracle, pairs) -> torch.nn.Module:
 def test_rows_are_those_of_merged_weights_and_of_the_base(model_type, tmp_path):
     oracle = save_tiny_fallback(tmp_path / "model", model_type)
     executor = start(tmp_path / "model", enable_lora=True, max_loras=2)
-    model = executor.worker.model
+    model = executor.model
     oracles, loras = [oracle], [None]
     for number in (1, 2):
         pairs = pairs_for(model, oracle, number)
@@ -97,7 +97,7 @@ def test_rows_are_those_of_merged_weights_and_of_the_base(model_type, tmp_path):
 def test_modules_of_experts_take_none(tmp_path):
     save_tiny_fallback(tmp_path, "qwen2_moe")
     executor = start(tmp_path, enable_lora=True)
-    modules = executor.worker.model.adapted_modules
+    modules = executor.model.adapted_modules
     assert "model.layers.0.mlp.shared_expert.down_proj" in modules
     assert not {name for name in modules if name.endswith("mlp.gate") or ".experts" in name}
     assert isinstance(modules["model.layers.0.self_attn.q_proj"][0], LinearAdapters)

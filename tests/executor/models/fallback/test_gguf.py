@@ -11,7 +11,7 @@ import pytest
 import torch
 from quire import LLM, SamplingParams
 from quire.executor.models.fallback.model import TransformersModel
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.frontend.engine_args import EngineArgs
 from quire.frontend.model_info.model_diagnosis import check_model
 from quire.frontend.model_info.plan import make_plan
@@ -54,7 +54,7 @@ def test_every_architecture_is_compared():
     assert MIXTRAL.model_type in ARCHITECTURES
 
 
-def start(path: Path, **arguments: Any) -> SingleProcessExecutor:
+def start(path: Path, **arguments: Any) -> Worker:
     args = EngineArgs(
         str(path),
         **{
@@ -67,7 +67,7 @@ def start(path: Path, **arguments: Any) -> SingleProcessExecutor:
             **arguments,
         },
     )
-    executor = SingleProcessExecutor(args.create_engine_config())
+    executor = Worker(args.create_engine_config())
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(executor.determine_num_blocks())
     return executor
@@ -75,7 +75,7 @@ def start(path: Path, **arguments: Any) -> SingleProcessExecutor:
 
 def assert_same(oracle: Any, path: Path, model_impl: str = "transformers") -> None:
     executor = start(path, model_impl=model_impl)
-    assert isinstance(executor.worker.model, TransformersModel) == (model_impl == "transformers")
+    assert isinstance(executor.model, TransformersModel) == (model_impl == "transformers")
     driver = Driver(executor)
     row = driver.add("row", prompt(37, 1), greedy(logprobs=2))
     driver.run(NUM_TOKENS)
@@ -95,7 +95,7 @@ def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path
 def test_plans_know_the_windows(model_type: str, tmp_path: Path) -> None:
     oracle = save_tiny_fallback(tmp_path, model_type, **SPECIAL.get(model_type, {}))
     write_fallback_gguf(tmp_path / "m.gguf", oracle)
-    model = start(tmp_path / "m.gguf").worker.model
+    model = start(tmp_path / "m.gguf").model
     windows = tuple(layer.sliding_window for layer in model.attention_layers())
     assert sum(windows) > 0 and model.config.sliding_windows == windows
 
@@ -155,7 +155,7 @@ def test_blocks_are_kept_and_planned(model_type: str, tmp_path: Path) -> None:
     write_fallback_gguf(tmp_path / "m.gguf", oracle)
     executor = start(tmp_path / "m.gguf", dtype="bfloat16")
     args = EngineArgs(str(tmp_path / "m.gguf"), dtype="bfloat16", max_model_len=128)
-    assert make_plan(args).weights_bytes == executor.worker._builder.weights_bytes
+    assert make_plan(args).weights_bytes == executor._builder.weights_bytes
     findings = {finding.name: finding for finding in check_model(args)}
     assert findings["weights"].status == "pass" and "GGUF" in findings["weights"].detail
     driver = Driver(executor)
@@ -164,7 +164,7 @@ def test_blocks_are_kept_and_planned(model_type: str, tmp_path: Path) -> None:
     again, _ = driver.add("again", prompt(30, 3), greedy(logprobs=2)), driver.add("b", prompt(9, 4))
     driver.run(4, chunk=lambda row: 7)
     assert again.output == alone.output
-    if not getattr(executor.worker.model, "torch_products", None):
+    if not getattr(executor.model, "torch_products", None):
         assert seen(again) == seen(alone)
 
 

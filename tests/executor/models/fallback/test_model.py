@@ -92,7 +92,7 @@ def start(directory: Path, **arguments: Any) -> Any:
 def test_exact_whole_chunked_cached_alone_and_batched(model_type, tmp_path):
     oracle = save_tiny_fallback(tmp_path, model_type)
     executor = start(tmp_path)
-    model = executor.worker.model
+    model = executor.model
     assert isinstance(model, TransformersModel)
     # the plan, which does not run the model, has the same groups of layers
     layers = model.attention_layers()
@@ -144,9 +144,9 @@ def copy(directory: Path, to: Path, **changes: Any) -> Path:
 
 def test_auto_prefers_quires_own_page(tiny):
     directory = tiny("qwen2")
-    assert not isinstance(start_executor(directory).worker.model, TransformersModel)
+    assert not isinstance(start_executor(directory).model, TransformersModel)
     forced = start(directory)
-    assert isinstance(forced.worker.model, TransformersModel)
+    assert isinstance(forced.model, TransformersModel)
     with pytest.raises(ModelLoadError, match="GemmaForCausalLM is not supported"):
         changes = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"}
         start_executor(directory, changes, model_impl="quire")
@@ -156,7 +156,7 @@ def test_quantized_layers_give_the_same_bits_in_any_batch(made):
     """int4 of such small weights is far from fp32; the bits are what matters."""
     directory, _ = made("gemma3_text")
     executor = start(directory, quantization="int8", dtype="bfloat16")
-    assert executor.worker.model.torch_products == []
+    assert executor.model.torch_products == []
     params = greedy(logprobs=2)
     driver = Driver(executor)
     alone = driver.add("alone", prompt(30, 3), params)
@@ -217,7 +217,7 @@ def test_heads_that_the_plan_did_not_expect_are_refused(made, monkeypatch):
     directory, _ = made("gpt_bigcode")
     executor = start(directory)
     with pytest.raises(ModelLoadError, match="config.json says"):
-        executor.worker.model._check(executor.worker.model.attention_layers()[:2])
+        executor.model._check(executor.model.attention_layers()[:2])
 
 
 def test_code_beside_a_checkpoint_does_not_run(made, tmp_path):
@@ -230,7 +230,7 @@ def test_code_beside_a_checkpoint_does_not_run(made, tmp_path):
 
 def test_layers_know_their_windows(made):
     directory, oracle = made("gemma3_text")
-    layers = start(directory).worker.model.attention_layers()
+    layers = start(directory).model.attention_layers()
     assert [layer.head_dim for layer in layers] == [HEAD_DIM] * 3
     windows = {"full_attention": 0, "sliding_attention": oracle.config.sliding_window}
     assert [layer.sliding_window for layer in layers] == [
@@ -241,9 +241,7 @@ def test_layers_know_their_windows(made):
 def test_a_window_that_is_only_in_the_mask_is_found(tmp_path):
     """Phimoe's attention does not pass its window."""
     save_tiny_fallback(tmp_path, "phimoe", sliding_window=9)
-    assert {layer.sliding_window for layer in start(tmp_path).worker.model.attention_layers()} == {
-        9
-    }
+    assert {layer.sliding_window for layer in start(tmp_path).model.attention_layers()} == {9}
 
 
 @pytest.mark.parametrize(
@@ -252,7 +250,7 @@ def test_a_window_that_is_only_in_the_mask_is_found(tmp_path):
 @pytest.mark.parametrize("model_type", ["cohere2", "phi"])
 def test_the_plan_knows_the_bytes(model_type, dtype, quantization, made):
     directory, _ = made(model_type)
-    worker = start(directory, dtype=dtype, quantization=quantization).worker
+    worker = start(directory, dtype=dtype, quantization=quantization)
     hf_config = json.loads((directory / "config.json").read_text())
     sizes = measure_model(hf_config, directory)
     # merged projections round up to whole panels once, not once each
@@ -325,7 +323,7 @@ def test_longrope_beyond_its_original_length_is_refused(made, tmp_path):
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_norms_and_gated_mlps_are_quires_where_they_are_equal(model_type, norms, mlps, dtype, made):
-    modules = list(start(made(model_type)[0], dtype=dtype).worker.model._model.modules())
+    modules = list(start(made(model_type)[0], dtype=dtype).model._model.modules())
     assert sum(isinstance(module, QuireNorm) for module in modules) == norms
     assert sum(isinstance(module, QuireMLP) for module in modules) == mlps
 
@@ -333,7 +331,7 @@ def test_norms_and_gated_mlps_are_quires_where_they_are_equal(model_type, norms,
 @pytest.mark.skipif(library is None, reason="native kernels are not built here")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_gated_mlp_is_two_calls_with_the_bits_of_three(quantization, made):
-    model = start(made("cohere2")[0], dtype="bfloat16", quantization=quantization).worker.model
+    model = start(made("cohere2")[0], dtype="bfloat16", quantization=quantization).model
     mlps = [module for module in model._model.modules() if isinstance(module, QuireMLP)]
     assert len(mlps) == 3
     for mlp in mlps:
@@ -362,9 +360,7 @@ class OddMLP(torch.nn.Module):
 
 
 def test_other_formulas_stay_as_they_are(made):
-    make = LayerFactory(
-        start(made("gpt2")[0]).worker._builder.ops, torch.bfloat16, torch.device("cpu")
-    )
+    make = LayerFactory(start(made("gpt2")[0]).ops, torch.bfloat16, torch.device("cpu"))
     odd = OddRMSNorm(8)
     assert is_norm(odd) and norm_form(odd, make) is None
     assert gated_form(OddMLP(), make) is None

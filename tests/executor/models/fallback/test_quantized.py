@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_transformers(
     directory, oracle = make(tmp_path, case)
     with caplog.at_level(logging.INFO):
         executor = start(directory)
-    assert isinstance(executor.worker.model, TransformersModel)
+    assert isinstance(executor.model, TransformersModel)
     has_experts = "several weights in one tensor" in caplog.text
     assert has_experts == ("experts" in case)
     driver = Driver(executor)
@@ -74,7 +74,7 @@ def test_blocks_are_kept_and_planned(case: str, tmp_path: Path) -> None:
     plan = make_plan(args)
     # the bias of dots1's router is a buffer, which the worker does not count
     assert plan.keeps_blocks
-    assert plan.weights_bytes == pytest.approx(executor.worker._builder.weights_bytes, rel=1e-4)
+    assert plan.weights_bytes == pytest.approx(executor._builder.weights_bytes, rel=1e-4)
     driver = Driver(executor)
     row = driver.add("row", prompt(30, 3))
     driver.run(4)

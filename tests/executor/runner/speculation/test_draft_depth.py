@@ -6,7 +6,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 from quire.executor.runner.speculation.draft_depth import (
     MOST_PASSES_WITHOUT,
@@ -18,7 +17,6 @@ from quire.executor.runner.speculation.draft_depth import (
 from quire.ipc.step_messages import SchedulerOutput
 
 FLAT = {1: 1.0, 8: 1.2, 64: 5.0}  # seconds of a pass by its tokens
-EQUAL, RAGGED = SimpleNamespace(is_ragged=False), SimpleNamespace(is_ragged=True)
 STEEP = {1: 1.0, 8: 8.0, 64: 64.0}
 
 
@@ -148,22 +146,3 @@ def test_each_request_tells_how_well_a_model_drafts():
         plain.learn([0], [4], [4])
     plain._batch.entries[0] = 100
     assert plain._probability(0) == first
-
-
-def test_rounds_share_the_work_of_the_host():
-    """A pass takes less time than the host's work for its drafts."""
-    seconds = {count: 1e-4 * (1 + count / 50) for count in (1, 8, 64)}
-    depth = make_depth(seconds, most=4, draft_costs={1: 1e-5, 8: 2e-5})
-    depth.choose(step(3), EQUAL)  # from now on it knows the requests
-    for _ in range(20):
-        depth.learn([0, 1], [4, 4], [3, 3])
-        depth.learn([2], [4], [1])
-    wide = msgspec.structs.replace(step(3, lookahead=31), num_passes=8)
-    assert depth.choose(wide) == [0, 0, 0]
-    first, *others = depth.choose(wide, EQUAL)
-    assert first > 1 and others == [first, first]  # rows of a round have equally many
-    first, _, last = depth.choose(wide, RAGGED)
-    assert first > last
-    short = msgspec.structs.replace(wide, num_lookahead_tokens=[31, 31, 1])
-    assert depth.choose(short, EQUAL) == [0, 0, 0]
-    assert depth.can_gain(1, in_rounds=True) and not depth.can_gain(64, in_rounds=False)

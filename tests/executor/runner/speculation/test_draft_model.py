@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from quire import EngineArgs, SamplingParams
-from quire.executor.single_process import SingleProcessExecutor
+from quire.executor.worker import Worker
 from quire.ipc.step_messages import NewRequestData, SchedulerOutput
 
 PROMPTS = [[5, 9, 2, 7, 1, 8, 44, 3, 17], [11, 200, 30], [4] * 40]
@@ -19,17 +19,17 @@ PARAMS = [
 REFERENCE = {"sample_tokens": "reference"}
 
 
-def start(**arguments: Any) -> SingleProcessExecutor:
+def start(**arguments: Any) -> Worker:
     config = {"method": "draft_model", "model": "bundled", "adaptive": False}
     settings = {"max_num_seqs": 8, "max_model_len": 256, "speculative_config": config} | arguments
     args = EngineArgs("bundled", dtype="bfloat16", **settings)
-    executor = SingleProcessExecutor(args.create_engine_config())
+    executor = Worker(args.create_engine_config())
     executor.load_model(lambda stage, fraction: None)
     executor.initialize_kv_cache(60)
     return executor
 
 
-def enter(executor: SingleProcessExecutor) -> Any:
+def enter(executor: Worker) -> Any:
     """Puts the prompts into slots 0, 1, 2, and computes them; returns the drafter and the batch."""
     requests = [
         NewRequestData(slot, str(slot), prompt, len(prompt), params)
@@ -37,7 +37,7 @@ def enter(executor: SingleProcessExecutor) -> Any:
     ]
     lengths, blocks = [len(prompt) for prompt in PROMPTS], [[1, 2], [3, 4], [5, 6, 7, 8]]
     executor.execute_model(SchedulerOutput(0, [0, 1, 2], lengths, [0] * 3, blocks, requests))
-    runner = executor.worker.runner
+    runner = executor.runner
     return runner.speculation.drafter, runner.batch
 
 

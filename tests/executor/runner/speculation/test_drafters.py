@@ -54,13 +54,12 @@ def test_which_passes_a_head_sees(room: int, wanted: int, is_seen: bool):
     seen = []
     head = SimpleNamespace(
         sees_every_pass=True,
-        rounds=None,
         observe=lambda inputs, hidden: seen.append(inputs),
     )
     depth = SimpleNamespace(choose=lambda *_: [wanted], can_gain=lambda *_: True)
     speculation = Speculation(head, depth, SimpleNamespace(refusals={}), 4, 64, 64)
     step = SchedulerOutput(0, [0], [1], [5], [], num_lookahead_tokens=[room])
-    speculation.choose(step, in_rounds=False)
+    speculation.choose(step)
     decode = SimpleNamespace(slots=[0], metadata=SimpleNamespace(num_decodes=1))
     speculation.observe(decode, torch.zeros(1, 8))
     assert bool(seen) is is_seen

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from quire.executor.loras import Loras
+from quire.executor.runner.assembly import RunnerState, assemble, on_device
 from quire.executor.runner.cuda_graphs import GraphedStep
 from quire.executor.runner.input_batch import InputBatch
 from quire.executor.runner.model_runner import ModelRunner
@@ -29,14 +30,22 @@ GREEDY, DRAWN = (
 )
 
 
-def make_runner(device: str) -> ModelRunner:
+def make_runner(device: str, copies: LateCopies | None = None) -> ModelRunner:
+    """With its state on the device, and with graphs, if there are `copies`."""
     config = LoRAConfig(enable_lora=True, max_loras=2, max_lora_rank=4)
     model, ops = build("Qwen3ForCausalLM", device, config)
-    batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, make_stages(ops, 100, NUM_SLOTS, MAX_LEN))
-    batch.loras = Loras(config, torch.float32)
-    runner = ModelRunner(model, ops, batch, BLOCK_SIZE, CPU)
+    stages, loras = make_stages(ops, 100, NUM_SLOTS, MAX_LEN), Loras(config, torch.float32)
+    loras.use_model(model)
     for number in (1, 2):
-        batch.loras.add(lora(number), random_adapter(model, number))
+        loras.add(lora(number), random_adapter(model, number))
+    batch = InputBatch(NUM_SLOTS, MAX_LEN, BLOCK_SIZE, stages, loras=loras)
+    if copies is None:
+        return assemble(RunnerState(batch, CPU), model, ops)
+    sizes = NUM_SLOTS, MAX_LEN, BLOCK_SIZE
+    graphs = GraphedStep(model, ops, *sizes, CPU, FakeCapture(), has_adapters=True)
+    runner = assemble(on_device(RunnerState(batch, CPU), ops, copies), model, ops, graphs)
+    runner.launched.launcher.warm_up()
+    copies.forget()
     return runner
 
 
@@ -90,17 +99,12 @@ def steps(first: int, second: int) -> list[SchedulerOutput]:
 
 
 def test_the_tokens_equal_the_references():
-    reference, copies, runner = make_runner("cpu"), LateCopies(), make_runner("cuda")
+    copies = LateCopies()
+    reference, runner = make_runner("cpu"), make_runner("cuda", copies)
     todo = steps(2, 1)
     expected = [reference.execute_model(step) for step in todo]
     plain = make_runner("cpu")
     assert expected != [plain.execute_model(step) for step in steps(0, 0)]
-    runner.keep_state_on_device(copies)
-    copies.forget()
-    runner.program = GraphedStep(
-        *(runner.model, runner.ops, NUM_SLOTS, MAX_LEN, BLOCK_SIZE, CPU, FakeCapture()),
-        has_adapters=True,
-    )
     launched = [runner.launch_model(step) for step in todo]
     assert copies.events == [f"launched {n}" for n in range(len(todo))]
     assert [step.result() for step in launched] == expected

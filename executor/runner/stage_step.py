@@ -16,15 +16,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ...ipc.step_messages import ModelRunnerOutput, SchedulerOutput
 from .device_inputs import DeviceTables
 from .input_batch import InputBatch
+from .plain_step import OnePass
 
 
-class SampledElsewhere:
-    """The steps whose tokens are not known here, the oldest first."""
+class PendingTokens:
+    """The steps whose tokens the last stage has sampled or will, the oldest first.
 
-    def __init__(self, batch: InputBatch):
-        self._batch = batch
+    tables: of a device, which get the tokens with the next step.
+    """
+
+    def __init__(self, batch: InputBatch, tables: DeviceTables | None = None):
+        self._batch, self._tables = batch, tables
         self._steps: deque[tuple[np.ndarray, np.ndarray]] = deque()  # slots, InputBatch.entries
 
     def expect(self, slots: Sequence[int]) -> None:
@@ -32,15 +37,9 @@ class SampledElsewhere:
         rows = np.array(slots, np.int64)
         self._steps.append((rows, self._batch.entries[rows]))
 
-    def append(
-        self,
-        num_sampled: Sequence[int],
-        token_ids: Sequence[int],
-        tables: DeviceTables | None = None,
-    ) -> None:
+    def append(self, num_sampled: Sequence[int], token_ids: Sequence[int]) -> None:
         """Appends the tokens of the oldest step, as in its ModelRunnerOutput. A slot may have
-        another request by now; its tokens are not changed. tables: of a device, which get the
-        tokens with the next step.
+        another request by now; its tokens are not changed.
         """
         batch, counts = self._batch, np.array(num_sampled, np.int64)
         slots, entries = self._steps.popleft()
@@ -48,8 +47,22 @@ class SampledElsewhere:
             raise ValueError(f"num_sampled: must be of {len(slots)} rows, got {list(num_sampled)}")
         starts, mine = np.cumsum(counts) - counts, batch.entries[slots] == entries
         tokens = np.array(token_ids, np.int32)
-        if tables is not None:
-            tables.note_sampled_by_host(slots[mine])
+        if self._tables is not None:
+            self._tables.note_sampled_by_host(slots[mine])
         for row in np.flatnonzero(mine & (counts > 0)).tolist():
             run = tokens[starts[row] : starts[row] + counts[row]]
             batch.append_runs(slots[row : row + 1], run[None])
+
+
+class StageStep:
+    """A StepRunner: runs this stage's layers and samples nothing."""
+
+    def __init__(self, step: OnePass, pending: PendingTokens):
+        self.step, self._pending = step, pending
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """See StepRunner."""
+        self._pending.expect(scheduler_output.slots)
+        if scheduler_output.slots:
+            self.step.begin(scheduler_output)
+        return ModelRunnerOutput([0] * len(scheduler_output.slots), [])

@@ -1,0 +1,183 @@
+"""Builds what runs the steps of a model, from the model, its weights and caches, and the tables.
+
+Must not know: how memory is allocated, files, what a request asks for.
+
+    on a CPU          SpeculativeStep ▶ BurstStep ▶ LookAhead ▶ PlainStep ▶ Forward
+                      the first two where the engine has them
+    on a device       LaunchedSteps ▶ LookAhead ▶ PlainStep ▶ Forward
+    stage before the  StageStep ▶ PlainStep ▶ Forward
+    last one
+
+A Forward is a native program, CUDA graphs, or the model's code operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...ipc.step_messages import SchedulerOutput
+from ...kernels.cpu.native.replay import Program
+from ...kernels.registry import OpTable
+from ..device import CopyToHost
+from ..model import Forward, Model
+from ..pooling.pooler import Pooler
+from ..program.step_program import OpByOp, StagedForward, TappedForward
+from ..sampling.grammar import Grammars
+from ..sampling.prompt_logprobs import PromptScorer
+from ..sampling.sampler import Sampler
+from .block_mover import BlockMover
+from .bursts import Bursts, BurstStep
+from .cuda_graphs import GraphedStep
+from .device_inputs import DeviceInputMaker, DeviceTables
+from .input_batch import InputBatch
+from .launched_steps import LaunchedSteps, StepLauncher
+from .look_ahead import LookAhead
+from .model_runner import ModelRunner
+from .plain_step import PlainStep, StepRunner
+from .special_rows import SpecialRows
+from .speculation.speculative_step import ObservedStep, SpeculativeStep
+from .speculation.verification import Speculation
+from .stage_step import PendingTokens, StageStep
+from .step_inputs import StepInputMaker
+
+Apply = Callable[[SchedulerOutput], None]  # puts a step's differences into the tables
+
+
+@dataclass(frozen=True, eq=False)
+class RunnerState:
+    """What outlives a ModelRunner: the tables of requests and what belongs to their slots.
+
+    tables and copy_to_host: of a device that steps are launched on. pending: of a stage before the
+    last one.
+    """
+
+    batch: InputBatch
+    device: torch.device
+    grammars: Grammars | None = None
+    tables: DeviceTables | None = None
+    copy_to_host: CopyToHost | None = None
+    pending: PendingTokens | None = None
+
+
+def on_device(state: RunnerState, ops: OpTable, copy_to_host: CopyToHost) -> RunnerState:
+    """The state with its tables on the device, before the first request; tokens return through
+    `copy_to_host`.
+    """
+    tables = DeviceTables(state.batch, ops, state.device)
+    pending = None if state.pending is None else PendingTokens(state.batch, tables)
+    return replace(state, tables=tables, copy_to_host=copy_to_host, pending=pending)
+
+
+def assemble(
+    state: RunnerState,
+    model: Model,
+    ops: OpTable,
+    forward: Forward | None = None,
+    mover: BlockMover | None = None,
+    speculation: Speculation | None = None,
+    pooler: Pooler | None = None,
+    is_divided: bool = False,
+) -> ModelRunner:
+    """forward: None: operation by operation. mover: None as long as there is no cache. is_divided:
+    into stages.
+    """
+    batch, forward = state.batch, forward or OpByOp(model, ops)
+    run_pass = forward
+    if model.taps is not None:
+        run_pass = TappedForward(model.taps, run_pass)
+    if is_divided:
+        run_pass = StagedForward(model, run_pass)
+    scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
+    special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
+    apply = differences(batch, mover)
+    bursts = launched = None
+    step: StepRunner
+    if state.tables is not None:
+        apply = in_turn(apply, state.tables.note_differences)
+        buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
+        on_device = DeviceInputMaker(state.tables, batch.block_size, ops, buffers)
+        plain = PlainStep(batch, on_device, run_pass, ops, special)
+        step = look_ahead = LookAhead(batch, plain)
+        if state.pending is None:
+            assert state.copy_to_host is not None
+            launcher = StepLauncher(
+                batch, ops, state.tables, on_device, run_pass, state.copy_to_host
+            )
+            step = launched = LaunchedSteps(batch, apply, launcher, look_ahead)
+            apply = launched.apply
+    else:
+        inputs = StepInputMaker(batch, batch.block_size, model.num_token_types)
+        parts = batch, inputs, run_pass, ops, special
+        observed = None
+        if speculation is not None:
+            observed = ObservedStep(*parts, speculation=speculation, taps=model.taps)
+            apply = tell_drafter(speculation, apply)
+        plain = observed or PlainStep(*parts)
+        step = LookAhead(batch, plain)
+        if isinstance(forward, Program) and "sample_tokens" in ops.native and not is_divided:
+            bursts = Bursts(forward, batch, inputs)
+            step = BurstStep(bursts, step)
+        if speculation is not None and observed is not None:
+            step = SpeculativeStep(batch, speculation, bursts, observed, step)
+    if state.pending is not None:
+        step = StageStep(plain, state.pending)
+    return ModelRunner(
+        model=model,
+        ops=ops,
+        batch=batch,
+        device=state.device,
+        forward=forward,
+        run_pass=run_pass,
+        plain=plain,
+        bursts=bursts,
+        speculation=speculation,
+        launched=launched,
+        apply=apply,
+        step=step,
+    )
+
+
+def no_buffers(count: int) -> None:
+    """GraphedStep.buffers where there are no graphs."""
+
+
+def differences(batch: InputBatch, mover: BlockMover | None) -> Apply:
+    """Moves a step's blocks, then applies its other differences to the tables."""
+
+    def apply(scheduler_output: SchedulerOutput) -> None:
+        if (
+            scheduler_output.blocks_to_swap_out
+            or scheduler_output.blocks_to_swap_in
+            or scheduler_output.blocks_to_copy
+        ):
+            assert mover is not None  # there is a cache
+            mover.move(scheduler_output)
+        batch.apply(scheduler_output)
+
+    return apply
+
+
+def in_turn(first: Apply, second: Apply) -> Apply:
+    def apply(scheduler_output: SchedulerOutput) -> None:
+        first(scheduler_output)
+        second(scheduler_output)
+
+    return apply
+
+
+def tell_drafter(speculation: Speculation, apply: Apply) -> Apply:
+    """Tells the drafter of requests that leave and enter slots, while their tokens are there."""
+
+    def apply_and_tell(scheduler_output: SchedulerOutput) -> None:
+        for slot in scheduler_output.freed_slots:
+            speculation.drafter.leave(slot)
+        apply(scheduler_output)
+        for request in scheduler_output.new_requests:
+            row = scheduler_output.slots.index(request.slot)
+            num_computed = scheduler_output.num_computed_tokens[row]
+            speculation.drafter.enter(request.slot, num_computed)
+
+    return apply_and_tell

@@ -15,8 +15,7 @@ from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.lora import LoRARequest
 from .model import Model
 from .models.adapters import EmbeddingAdapters, LinearAdapters, Modules
-from .weights.file_stamp import stamp_of
-from .weights.lora_files import Adapted, AdapterWeights, read_adapter
+from .weights.lora_files import Adapted, AdapterWeights, read_adapter, stamp_of
 from .weights.table import layer_of
 
 Adapter = dict[str, AdapterWeights]  # by the name of the module

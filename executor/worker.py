@@ -582,7 +582,7 @@ class Worker:
             {function.__qualname__: place_of_function(function) for function in functions},
             tracer.notes,
             str(self.cpu_isa) if self.device.type == "cpu" else str(self.device),
-            type(self._model).__name__,
+            self.model_name,
         )
 
     def _stop_tracer(self) -> None:

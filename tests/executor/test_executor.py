@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from quire.executor.executor import Executor, make_executor
+from quire.executor.executor import Executor, SharingExecutor, make_executor
 from quire.executor.ranks.multiproc_executor import MultiprocExecutor
 from quire.executor.worker import Worker
 from quire.tests.executor.driver import make_config
@@ -18,6 +18,7 @@ from quire.tests.fakes import FakeExecutor
 
 CORE = Path(__file__).resolve().parents[2] / "core"
 OFFERED = {name for name in vars(Executor) if not name.startswith("_")}
+OF_SHARED_EXPERTS = {name for name in vars(SharingExecutor) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize("implementation", [Worker, MultiprocExecutor, FakeExecutor])
@@ -40,7 +41,9 @@ def reached(tree: ast.Module) -> Iterator[str]:
         if not isinstance(node, ast.Attribute):
             continue
         owner = ast.unparse(node.value).split(".")[-1]
-        if node.attr in {"worker", "workers"} or (owner == "executor" and node.attr not in OFFERED):
+        if node.attr in {"worker", "workers"} or (
+            owner == "executor" and node.attr not in OFFERED | OF_SHARED_EXPERTS
+        ):
             yield f"line {node.lineno}: {ast.unparse(node)}"
 
 

@@ -28,7 +28,7 @@ QUANTIZED_HEAD_BYTES = 1.0  # whatever the layers have
 
 
 @dataclass(frozen=True)
-class Limits:
+class CpuLimits:
     """Measured limits in bytes and operations per second."""
 
     read_bandwidth: dict[int, float]  # threads -> for as much memory as the weights take
@@ -48,7 +48,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What a step must read and compute."""
 
     num_bytes: float
@@ -100,20 +100,20 @@ class ModelWork:
         # of one query with one key and value
         self._attention_flops = 4 * config.num_hidden_layers * heads
 
-    def decode(self, batch: int, context: int) -> Work:
+    def decode(self, batch: int, context: int) -> StepWork:
         keys = batch * (context + 1)
         weight_flops = 2 * batch * (self.layer_weights + self.head_weights)
-        return Work(
+        return StepWork(
             self.weights_bytes + keys * self.kv_bytes_per_token,
             weight_flops,
             self._attention_flops * keys,
         )
 
-    def prefill(self, num_tokens: int) -> Work:
+    def prefill(self, num_tokens: int) -> StepWork:
         """Logits of one row; each token attends to itself and those before it."""
         pairs = num_tokens * (num_tokens + 1) / 2
         weight_flops = 2 * (num_tokens * self.layer_weights + self.head_weights)
-        return Work(
+        return StepWork(
             self.weights_bytes + num_tokens * self.kv_bytes_per_token,
             weight_flops,
             self._attention_flops * pairs,
@@ -121,7 +121,7 @@ class ModelWork:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What to measure in one engine with a given number of threads."""
 
     decode: list[tuple[int, int]]  # (requests, tokens before each)
@@ -157,8 +157,8 @@ def model_work(config: EngineConfig) -> ModelWork:
 
 
 def run_plan(
-    config: EngineConfig, plan: Plan, work: ModelWork, limits: Limits | None
-) -> tuple[Limits, list[Phase]]:
+    config: EngineConfig, plan: StepPlan, work: ModelWork, limits: CpuLimits | None
+) -> tuple[CpuLimits, list[Phase]]:
     """Runs the measurements in a separate process, which prints nothing.
 
     `limits` None: they are measured first. `config` is resolved and fits the plan. Raises
@@ -182,7 +182,7 @@ def run_plan(
         raise QuireError(f"measuring failed: {STEP_COSTS} ended with code {done.returncode}")
     result = msgspec.json.decode(done.stdout)
     if limits is None:
-        limits = Limits(
+        limits = CpuLimits(
             {int(count): rate for count, rate in result["read_bandwidth"].items()},
             result["gemm_flops"],
         )
@@ -197,9 +197,9 @@ def run_plan(
 def _phase(
     name: str,
     row: dict[str, Any],
-    work: Work,
+    work: StepWork,
     quantized: bool,
-    limits: Limits,
+    limits: CpuLimits,
     num_threads: int,
 ) -> Phase:
     """Compares each turn's steps with the bandwidth and the products measured right after them.

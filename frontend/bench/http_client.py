@@ -75,7 +75,7 @@ class Answer:
             self.done.set_exception(failure)
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One connection with one request at a time. httptools calls the on_* methods from
     data_received.
     """
@@ -181,7 +181,7 @@ class HttpClient:
         host = f"[{self.host}]" if ":" in self.host else self.host
         fixed = {"host": f"{host}:{self.port}", "user-agent": "quire-bench", "accept": "*/*"}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in (fixed | headers).items())
-        self._idle: list[Connection] = []
+        self._idle: list[HttpConnection] = []
 
     async def exchange(
         self, method: str, path: str, body: bytes = b"", on_data: OnData | None = None
@@ -223,17 +223,17 @@ class HttpClient:
                 connection.close()
             return answer
 
-    def _kept_connection(self) -> Connection | None:
+    def _kept_connection(self) -> HttpConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_reusable and not connection.transport.is_closing():
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> HttpConnection:
         try:
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self.host, self.port, ssl=self._tls
+                HttpConnection, self.host, self.port, ssl=self._tls
             )
         except ConnectionRefusedError:
             raise Failure(

@@ -19,7 +19,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 from .openai_client import Outcome
-from .workloads import Request
+from .workloads import WorkloadRequest
 
 LAG_INTERVAL_S = 0.05
 Send = Callable[[Any, int], Awaitable[Outcome]]  # (prompt or messages, max_tokens)
@@ -76,7 +76,7 @@ class LoadRunner:
         self._num_under_way = 0
         self._dispatcher: asyncio.Task[None] | None = None
 
-    async def run(self, requests: list[Request], times: list[float]) -> LoadReport:
+    async def run(self, requests: list[WorkloadRequest], times: list[float]) -> LoadReport:
         """Sends request i at times[i], or as soon as the limit allows.
 
         Returns one outcome per turn, in the order of the requests.
@@ -105,7 +105,7 @@ class LoadRunner:
             self._report.was_interrupted = True
             self._dispatcher.cancel()
 
-    async def _dispatch(self, requests: list[Request], times: list[float]) -> None:
+    async def _dispatch(self, requests: list[WorkloadRequest], times: list[float]) -> None:
         held_until = 0.0  # when a slot became free
         async with asyncio.TaskGroup() as tasks:  # cancelling it cancels all requests in progress
             for request, turns, at in zip(requests, self._turns, times):
@@ -119,7 +119,7 @@ class LoadRunner:
                 self._report.send_delays.append(perf_counter() - max(due, held_until))
                 tasks.create_task(self._converse(request, turns))
 
-    async def _converse(self, request: Request, turns: list[Outcome | None]) -> None:
+    async def _converse(self, request: WorkloadRequest, turns: list[Outcome | None]) -> None:
         """Sends a request, then each of its follow-ups after the conversation so far. A failure
         ends the conversation.
         """

@@ -19,7 +19,7 @@ from ...ipc.params import SamplingParams
 from ..model_info.model_sizes import DTYPE_BYTES
 from .machine import measure_read_bandwidth
 from .statistics import Summary, summarize
-from .workloads import Request
+from .workloads import WorkloadRequest
 
 if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
@@ -63,7 +63,7 @@ class OfflineRun:
 
 
 def sampling_params(
-    requests: list[Request], *, ignore_eos: bool, temperature: float, seed: int
+    requests: list[WorkloadRequest], *, ignore_eos: bool, temperature: float, seed: int
 ) -> list[SamplingParams]:
     """Each request has a seed of its own, from `seed` on."""
     return [
@@ -77,14 +77,14 @@ def sampling_params(
     ]
 
 
-def engine_prompts(requests: list[Request]) -> list[Any]:
+def engine_prompts(requests: list[WorkloadRequest]) -> list[Any]:
     """Texts, or token ids as LLM.generate takes them."""
     prompts = [request.prompt for request in requests]
     return [{"prompt_token_ids": p} if isinstance(p, list) else p for p in prompts]
 
 
 def run_throughput(
-    llm: LLM, requests: list[Request], params: list[SamplingParams], use_tqdm: bool
+    llm: LLM, requests: list[WorkloadRequest], params: list[SamplingParams], use_tqdm: bool
 ) -> OfflineRun:
     """Runs all requests at once.
 
@@ -130,7 +130,7 @@ def summarize_steps(records: list[Any]) -> Steps:
 
 def run_latency(
     llm: LLM,
-    requests: list[Request],
+    requests: list[WorkloadRequest],
     params: list[SamplingParams],
     num_iters: int,
     use_tqdm: bool,

@@ -18,7 +18,7 @@ from .http_client import CONNECTION_FAILED, CONNECTION_REFUSED, Failure, HttpCli
 from .load import LoadReport, LoadRunner, arrival_times
 from .openai_client import Outcome, RequestOptions, first_model, stream_request
 from .options import ServeOptions
-from .workloads import Request, Tokenizer
+from .workloads import PromptTokenizer, WorkloadRequest
 
 POLL_INTERVAL_S = 1.0
 # for single-model servers without /v1/models, which ignore the name
@@ -44,9 +44,9 @@ def with_v1(base_url: str) -> str:
 async def run_serve(
     options: ServeOptions,
     request_options: RequestOptions,
-    requests: list[Request],
-    warmups: list[Request],
-    tokenizer: Tokenizer | None = None,
+    requests: list[WorkloadRequest],
+    warmups: list[WorkloadRequest],
+    tokenizer: PromptTokenizer | None = None,
     on_start: Callable[[], None] = lambda: None,
     on_outcome: Callable[[Outcome], None] = lambda outcome: None,
 ) -> ServeRun:
@@ -105,7 +105,9 @@ async def _model_name(client: HttpClient, options: ServeOptions, model: str | No
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _warm_up(options: ServeOptions, runner: LoadRunner, warmups: list[Request]) -> None:
+async def _warm_up(
+    options: ServeOptions, runner: LoadRunner, warmups: list[WorkloadRequest]
+) -> None:
     report = await runner.run(warmups, [0.0] * len(warmups))
     outcomes = [outcome for outcome in report.outcomes if outcome is not None]
     if outcomes and all(outcome.failure is not None for outcome in outcomes):
@@ -138,7 +140,7 @@ def _interrupted_by_ctrl_c(runner: LoadRunner) -> Iterator[None]:
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def _count_tokens(report: LoadReport, tokenizer: Tokenizer) -> None:
+def _count_tokens(report: LoadReport, tokenizer: PromptTokenizer) -> None:
     """Counts the tokens of answers without usage. Runs after the load, so that it does not
     affect it.
     """

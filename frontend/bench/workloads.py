@@ -29,7 +29,7 @@ place year live me back give most very after thing our
 WORDS = WORD_TEXT.split()
 
 
-class Tokenizer(Protocol):
+class PromptTokenizer(Protocol):
     """The part of a tokenizer that is used; frontend/text/tokenizer.py implements it."""
 
     special_ids: frozenset[int]
@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class WorkloadRequest:
     """One request, or, with follow_ups, a conversation of consecutive turns."""
 
     prompt: str | list[int]
@@ -52,7 +52,9 @@ class Request:
     follow_ups: tuple[str, ...] = ()
 
 
-def make_requests(options: WorkloadOptions, tokenizer: Tokenizer | None = None) -> list[Request]:
+def make_requests(
+    options: WorkloadOptions, tokenizer: PromptTokenizer | None = None
+) -> list[WorkloadRequest]:
     """The requests in order. Raises InvalidParameterError for an unusable file."""
     if options.token_ids and tokenizer is None:
         raise InvalidParameterError("--token-ids", "needs --tokenizer")
@@ -83,7 +85,7 @@ def length(middle: int, options: WorkloadOptions, rng: random.Random) -> int:
 class TextSource:
     """Random prompts of a given length, in tokens if there is a tokenizer, otherwise in words."""
 
-    def __init__(self, tokenizer: Tokenizer | None, token_ids: bool, rng: random.Random):
+    def __init__(self, tokenizer: PromptTokenizer | None, token_ids: bool, rng: random.Random):
         self.tokenizer, self.token_ids, self.rng = tokenizer, token_ids, rng
         self._ids: list[int] = []
         if tokenizer is not None:
@@ -92,7 +94,7 @@ class TextSource:
 
     def request(
         self, num_tokens: int, max_tokens: int, beginning: str | list[int] | None = None
-    ) -> Request:
+    ) -> WorkloadRequest:
         """`beginning`, if any, followed by num_tokens of its own."""
         prompt = self.piece(num_tokens)
         if beginning:
@@ -103,10 +105,10 @@ class TextSource:
         """Part of a prompt: ids or text."""
         return self.ids(num_tokens) if self.token_ids else self.text(num_tokens)
 
-    def of(self, prompt: str | list[int], max_tokens: int) -> Request:
+    def of(self, prompt: str | list[int], max_tokens: int) -> WorkloadRequest:
         if self.token_ids and self.tokenizer is not None and isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt)
-        return Request(prompt, self.count(prompt), max_tokens)
+        return WorkloadRequest(prompt, self.count(prompt), max_tokens)
 
     def count(self, prompt: str | list[int]) -> int | None:
         if isinstance(prompt, list):
@@ -134,7 +136,9 @@ class TextSource:
         return best
 
 
-def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Random) -> list[Request]:
+def _with_prefixes(
+    options: WorkloadOptions, text: TextSource, rng: random.Random
+) -> list[WorkloadRequest]:
     """input_len counts prefix and rest; the prefixes rotate."""
     own = options.input_len - options.prefix_len
     if own < 1:
@@ -153,7 +157,9 @@ def _with_prefixes(options: WorkloadOptions, text: TextSource, rng: random.Rando
     ]
 
 
-def _from_file(options: WorkloadOptions, text: TextSource, rng: random.Random) -> list[Request]:
+def _from_file(
+    options: WorkloadOptions, text: TextSource, rng: random.Random
+) -> list[WorkloadRequest]:
     """A random selection of the file's conversations, repeated if there are too few."""
     pairs = list(_read_pairs(Path(options.dataset_path or "")))
     if not pairs:

@@ -21,7 +21,7 @@ from .table import print_table
 
 if TYPE_CHECKING:
     from ...ipc.config import EngineConfig
-    from ..bench.cpu import Limits, ModelWork, Phase, Plan
+    from ..bench.cpu import CpuLimits, ModelWork, Phase, StepPlan
 
 COLUMNS: dict[str, Callable[[Phase], str]] = {
     "phase": lambda phase: phase.name,
@@ -66,13 +66,13 @@ def cpu_parser(argv: list[str]) -> Parser:
 def cpu(argv: list[str]) -> int:
     args = cpu_parser(argv).parse(argv)
     _check(args)
-    from ..bench.cpu import ROOM, Plan, model_work, run_plan
+    from ..bench.cpu import ROOM, StepPlan, model_work, run_plan
     from ..engine_args import EngineArgs
 
     arguments = given(args, engine_flags())
     asked = EngineArgs(arguments.pop("model", "bundled"), **arguments).create_engine_config()
     work, longest = model_work(asked), resolved(asked.model_config.max_model_len)
-    plan = Plan(
+    plan = StepPlan(
         [(batch, args.context) for batch in args.batch_sizes],
         [max(1, min(args.prefill_len, longest - ROOM))],
         args.seconds,
@@ -113,7 +113,7 @@ def _check(args: argparse.Namespace) -> None:
     require(is_directory, "--svg", f"must be a directory, got {args.svg!r}")
 
 
-def fitting(config: EngineConfig, plan: Plan, work: ModelWork) -> EngineConfig:
+def fitting(config: EngineConfig, plan: StepPlan, work: ModelWork) -> EngineConfig:
     """Returns the configuration with exactly as much room as the plan needs."""
     from ..engine_args import replace as replaced
 
@@ -142,27 +142,31 @@ def sweeps(
     """(name of the varied quantity, configuration of the engine, phases to measure) of each
     sweep.
     """
-    from ..bench.cpu import ROOM, Plan
+    from ..bench.cpu import ROOM, StepPlan
     from ..engine_args import replace as replaced
 
     contexts = [context for context in CONTEXTS if context + ROOM <= longest] or [args.context]
     found: list[tuple[str, EngineConfig, Any]] = [
-        ("requests", config, Plan([(batch, args.context) for batch in BATCHES], [], args.seconds)),
+        (
+            "requests",
+            config,
+            StepPlan([(batch, args.context) for batch in BATCHES], [], args.seconds),
+        ),
         (
             "tokens of context",
             config,
-            Plan([(1, context) for context in contexts], [], args.seconds),
+            StepPlan([(1, context) for context in contexts], [], args.seconds),
         ),
     ]
     counts = sorted({2**i for i in range(most_threads.bit_length())} | {most_threads})
     for count in counts:
         device_config = replaced(config.device_config, num_threads=count)
-        plan = Plan([(1, args.context)], [min(512, longest - ROOM)], args.seconds)
+        plan = StepPlan([(1, args.context)], [min(512, longest - ROOM)], args.seconds)
         found.append(("threads", replaced(config, device_config=device_config), plan))
     return found
 
 
-def format_limits(limits: Limits) -> str:
+def format_limits(limits: CpuLimits) -> str:
     rates = ", ".join(
         f"{rate / 1e9:.1f} GB/s with {count} thread{'s' * (count > 1)}"
         for count, rate in limits.read_bandwidth.items()

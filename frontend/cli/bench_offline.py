@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...ipc.errors import InvalidParameterError
 from ..bench.options import WorkloadOptions, require_at_least
-from ..bench.workloads import Request, make_requests
+from ..bench.workloads import WorkloadRequest, make_requests
 from .bench_flags import (
     add_ignore_eos,
     add_json,
@@ -249,7 +249,7 @@ def open_llm(args: argparse.Namespace) -> Iterator[LLM]:
 
 def _prepare(
     llm: LLM, options: WorkloadOptions, args: argparse.Namespace
-) -> tuple[list[Request], list[SamplingParams], ReadLimit]:
+) -> tuple[list[WorkloadRequest], list[SamplingParams], ReadLimit]:
     """The requests and their parameters, and the limit, measured while the engine is idle."""
     from ..bench.offline import measure_read_limit, sampling_params
 

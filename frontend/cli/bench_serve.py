@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ...ipc.checks import require
 from ...ipc.errors import InvalidParameterError
 from ..bench.options import ServeOptions, WorkloadOptions
-from ..bench.workloads import Request, make_requests
+from ..bench.workloads import WorkloadRequest, make_requests
 from .bench_flags import (
     add_ignore_eos,
     add_json,
@@ -121,8 +121,8 @@ def serve(argv: list[str]) -> int:
 def _run_serve(
     options: ServeOptions,
     request_options: RequestOptions,
-    requests: list[Request],
-    warmups: list[Request],
+    requests: list[WorkloadRequest],
+    warmups: list[WorkloadRequest],
     tokenizer: Any,
 ) -> ServeRun:
     """Runs on uvloop, which halves the client's cost per chunk."""
@@ -134,7 +134,7 @@ def _run_serve(
         from uvloop import new_event_loop
     except ImportError:  # uvloop does not support Windows
         from asyncio import new_event_loop
-    bar = Bar(sum(1 + len(request.follow_ups) for request in requests))
+    bar = RequestBar(sum(1 + len(request.follow_ups) for request in requests))
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             return runner.run(
@@ -146,7 +146,7 @@ def _run_serve(
         bar.close()
 
 
-class Bar:
+class RequestBar:
     """One line on stderr if that is a terminal: completed requests, including failures."""
 
     def __init__(self, total: int):

@@ -26,7 +26,7 @@ MAX_FILE_BYTES = 64 * 2**20
 ROLES = ["user", "assistant"]
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
+class SavedTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: str
     content: str
 
@@ -34,7 +34,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
 class Saved(msgspec.Struct):
     """The file of /save."""
 
-    messages: list[Turn]
+    messages: list[SavedTurn]
     system: str | None = None
 
 

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         damaged.append(blob)
         print(f"quire: {blob.name} in the cache is damaged; downloading it again", file=sys.stderr)
 
-    bar = Bar(wanted.num_bytes)
+    bar = DownloadBar(wanted.num_bytes)
     try:
         with bar:
             path = pull(
@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-class Bar:
+class DownloadBar:
     """A progress bar over all files on stderr, if that is a terminal."""
 
     def __init__(self, num_bytes: int):
@@ -97,7 +97,7 @@ class Bar:
             total=num_bytes, unit="B", unit_scale=True, unit_divisor=1024, disable=None, leave=False
         )
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> DownloadBar:
         return self
 
     def __exit__(self, *_: Any) -> None:

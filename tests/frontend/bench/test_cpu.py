@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from quire import EngineArgs, QuireError
 from quire.frontend.bench import cpu
-from quire.frontend.bench.cpu import Limits, ModelWork, Plan, model_work, run_plan
+from quire.frontend.bench.cpu import CpuLimits, ModelWork, StepPlan, model_work, run_plan
 from quire.frontend.model_info.model_sizes import kv_bytes_per_token, measure_model
 
-LIMITS = Limits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
+LIMITS = CpuLimits({1: 1e9, 2: 3e9}, {"bfloat16": 1e10, "float32": 4e10})
 
 
 def bundled(**arguments):
@@ -67,14 +67,14 @@ def test_limits() -> None:
         3e9,
         4e10,
     )
-    in_int8 = Limits({1: 1e9}, {"bfloat16": 2e9, "float32": 1e9, "int8": 5e9})
+    in_int8 = CpuLimits({1: 1e9}, {"bfloat16": 2e9, "float32": 1e9, "int8": 5e9})
     assert (in_int8.flops(False), in_int8.flops(True)) == (2e9, 5e9)
-    assert Limits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
-    assert cpu.Work(6e9, 8e10, 3e10).arithmetic_seconds(4e10, 1e10) == 5.0
+    assert CpuLimits({1: 5e9, 2: 3e9}, {"float32": 1.0}).bandwidth(2) == 5e9
+    assert cpu.StepWork(6e9, 8e10, 3e10).arithmetic_seconds(4e10, 1e10) == 5.0
 
 
 def test_a_plan_fits_the_engine() -> None:
-    plan = Plan([(1, 1000), (32, 100)], [500], 1.0)
+    plan = StepPlan([(1, 1000), (32, 100)], [500], 1.0)
     assert plan.max_num_seqs == 32 and plan.max_model_len == 1000 + cpu.ROOM
     assert plan.kv_cache_bytes(10, 16) >= 10 * (32 * (100 + cpu.ROOM) + plan.max_model_len)
 
@@ -120,7 +120,9 @@ def test_the_programs_output_becomes_phases(monkeypatch) -> None:
     monkeypatch.setattr(cpu.subprocess, "run", run)
     config = bundled()
     work = model_work(config)
-    limits, [decode, computed, prefill] = run_plan(config, Plan([(1, 9)], [64], 0.5), work, None)
+    limits, [decode, computed, prefill] = run_plan(
+        config, StepPlan([(1, 9)], [64], 0.5), work, None
+    )
     assert (
         jobs[0]["weights_bytes"] == work.weights_bytes
         and jobs[0]["measure_limits"]
@@ -147,7 +149,7 @@ def test_the_programs_output_becomes_phases(monkeypatch) -> None:
         "prefill",
         "arithmetic",
     ) and prefill.least_s == pytest.approx(work.prefill(64).arithmetic_seconds(4e10, 4e10))
-    run_plan(config, Plan([(1, 9)], [64], 0.5), work, limits)
+    run_plan(config, StepPlan([(1, 9)], [64], 0.5), work, limits)
     assert not jobs[1]["measure_limits"]  # they are known
 
 
@@ -157,4 +159,4 @@ def test_a_program_that_fails_is_an_error(monkeypatch) -> None:
     )
     config = bundled()
     with pytest.raises(QuireError, match="ended with code 3"):
-        run_plan(config, Plan([(1, 9)], [], 0.5), model_work(config), None)
+        run_plan(config, StepPlan([(1, 9)], [], 0.5), model_work(config), None)

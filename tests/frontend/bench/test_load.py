@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from quire.frontend.bench.load import LoadReport, LoadRunner, arrival_times
 from quire.frontend.bench.openai_client import Outcome
-from quire.frontend.bench.workloads import Request
+from quire.frontend.bench.workloads import WorkloadRequest
 
 
 def gaps(rate: float, burstiness: float, seed: int = 0) -> list[float]:
@@ -70,13 +70,13 @@ class Server:
         )
 
 
-def requests(count: int, *follow_ups: str) -> list[Request]:
-    return [Request(f"prompt {i}", 5, 8, follow_ups) for i in range(count)]
+def requests(count: int, *follow_ups: str) -> list[WorkloadRequest]:
+    return [WorkloadRequest(f"prompt {i}", 5, 8, follow_ups) for i in range(count)]
 
 
 def run(
     server: Server,
-    asked: list[Request],
+    asked: list[WorkloadRequest],
     times: list[float] | None = None,
     as_messages: bool = False,
     max_concurrency: int | None = None,

@@ -16,7 +16,7 @@ from quire.frontend.bench.offline import (
     summarize_steps,
 )
 from quire.frontend.bench.options import WorkloadOptions
-from quire.frontend.bench.workloads import Request, make_requests
+from quire.frontend.bench.workloads import WorkloadRequest, make_requests
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.model_info.model_sizes import DTYPE_BYTES
 from quire.frontend.outputs import RequestMetrics
@@ -30,7 +30,7 @@ def llm() -> Iterator[LLM]:
         yield llm
 
 
-def workload(llm: LLM, **options) -> tuple[list[Request], list[SamplingParams]]:
+def workload(llm: LLM, **options) -> tuple[list[WorkloadRequest], list[SamplingParams]]:
     requests = make_requests(WorkloadOptions(**options), llm.get_tokenizer())
     return requests, sampling_params(requests, ignore_eos=True, temperature=0.0, seed=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from quire import InvalidParameterError
 from quire.frontend.bench.options import WorkloadOptions
-from quire.frontend.bench.workloads import Request, make_requests
+from quire.frontend.bench.workloads import WorkloadRequest, make_requests
 from quire.frontend.model_info.model_files import find_model_directory
 from quire.frontend.text.tokenizer import Tokenizer
 
@@ -17,7 +17,7 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(find_model_directory("bundled"))
 
 
-def make(tokenizer: Tokenizer | None = None, **options: Any) -> list[Request]:
+def make(tokenizer: Tokenizer | None = None, **options: Any) -> list[WorkloadRequest]:
     return make_requests(WorkloadOptions(**options), tokenizer)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from quire import EngineArgs, InvalidParameterError
 from quire.frontend.bench import cpu
-from quire.frontend.bench.cpu import ROOM, Limits, Phase, Plan, model_work
+from quire.frontend.bench.cpu import ROOM, CpuLimits, Phase, StepPlan, model_work
 from quire.frontend.cli.bench_cpu import BATCHES, cpu_parser, draw, fitting, format_limits, sweeps
 from quire.ipc.config import EngineConfig
 from quire.tests.frontend.cli import command
@@ -61,18 +61,18 @@ def test_the_defaults_fit_the_bundled_model(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default prompt is as long as the model's context and leaves room for its answer."""
-    measured: list[Plan] = []
+    measured: list[StepPlan] = []
 
-    def measure(config: EngineConfig, plan: Plan, *_: Any) -> tuple[Limits, list[Phase]]:
+    def measure(config: EngineConfig, plan: StepPlan, *_: Any) -> tuple[CpuLimits, list[Phase]]:
         assert config.model_config.max_model_len >= plan.max_model_len
         measured.append(plan)
-        return Limits({1: 1e9}, {"float32": 1e9}), []
+        return CpuLimits({1: 1e9}, {"float32": 1e9}), []
 
     monkeypatch.setattr(cpu, "run_plan", measure)
     code, _, err = call(capsys)
     assert (code, err) == (0, "")
     context = EngineArgs().create_engine_config().model_config.max_model_len
-    assert measured == [Plan([(1, 128), (32, 128)], [context - ROOM], 1.0)]
+    assert measured == [StepPlan([(1, 128), (32, 128)], [context - ROOM], 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_a_sweep_varies_one_value_at_a_time() -> None:
 
 def test_an_engine_fits_its_plan() -> None:
     config = EngineArgs(max_model_len=300).create_engine_config()
-    made = fitting(config, Plan([(5, 100)], [200], 1.0), model_work(config))
+    made = fitting(config, StepPlan([(5, 100)], [200], 1.0), model_work(config))
     assert made.scheduler_config.max_num_seqs == 5
     with pytest.raises(InvalidParameterError, match="maximum is 300"):
-        fitting(config, Plan([(1, 290)], [], 1.0), model_work(config))
+        fitting(config, StepPlan([(1, 290)], [], 1.0), model_work(config))
 
 
 def test_limits_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    text = format_limits(Limits({1: 2e9, 2: 3.5e9}, {"float32": 1.5e11}))
+    text = format_limits(CpuLimits({1: 2e9, 2: 3.5e9}, {"float32": 1.5e11}))
     assert (
         "2.0 GB/s with 1 thread, 3.5 GB/s with 2 threads" in text and "float32 150 GFLOP/s" in text
     )

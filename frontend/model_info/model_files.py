@@ -183,8 +183,7 @@ def _read_gguf_generation_config(path: Path, mtime_ns: int) -> dict[str, Any]:
 
 
 def eos_token_ids(generation_config: dict[str, Any], hf_config: dict[str, Any]) -> list[int]:
-    """End-of-sequence ids: those of generation_config.json, or those of config.json if there
-    are none.
+    """End-of-sequence ids: those of generation_config.json, or of config.json if it has none.
 
     The value may be one id, a list, null, or absent.
     """

@@ -292,11 +292,6 @@ def packed(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, 
 CopyToHost = Callable[[torch.Tensor], Callable[[], np.ndarray]]
 
 
-def there_already(values: torch.Tensor) -> Callable[[], np.ndarray]:
-    """The CopyToHost of a CPU, where a launch is the computation itself."""
-    return values.numpy
-
-
 class SecondStream:
     """The CopyToHost of a GPU: a stream of its own copies to pinned memory, while the first one
     goes on with the next step.

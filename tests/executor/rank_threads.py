@@ -57,6 +57,9 @@ class RankThreads:
     def initialize_swap_space(self) -> tuple[int, PreemptionCosts]:
         return 0, PreemptionCosts()
 
+    def execute_dummy_batch(self) -> None:
+        self.on_each(lambda rank: rank.execute_dummy_batch())
+
     def initialize_offload(self) -> None:
         return None
 

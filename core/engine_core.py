@@ -324,7 +324,8 @@ class EngineCore:
         """The next step, if there is something to compute and the engine may."""
         if self.gate.has_checked():
             self.arrivals.admit_checked()
-        end_late_requests(self.scheduler, self.rows)
+        if self.scheduler.has_deadlines:
+            end_late_requests(self.scheduler, self.rows)
         if self.loras.is_enabled:
             self.loras.settle()
         if not self.pausing.can_step:

@@ -5,14 +5,16 @@ Must not know: queues, slots, when a step runs.
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from .request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from .kv_cache.kv_cache_manager import ParkedBlocks
+    from .kv_cache.block_pool import ParkedBlocks
 
 
+@dataclass(slots=True, eq=False)
 class Family:
     """The unfinished requests of one message, in order of arrival.
 
@@ -20,25 +22,19 @@ class Family:
     (`find_source`), or, if that member has ended, from the blocks that it left (`parked`).
     """
 
-    __slots__ = (
-        "_source",
-        "_started",
-        "_unstarted",
-        "last_key",
-        "members",
-        "parked",
-        "request_id",
-    )
+    request_id: str  # the message's
+    first_members: InitVar[list[Request]]  # with consecutive keys
+    members: dict[str, Request] = field(init=False)
+    last_key: tuple[int, int] = field(init=False)
+    parked: ParkedBlocks | None = None
+    _source: Request | None = None
+    _started: list[Request] = field(default_factory=list)  # admitted members; some may have ended
+    _unstarted: set[str] = field(init=False)  # never admitted
 
-    def __init__(self, request_id: str, members: list[Request]):
-        """`request_id` is the message's; `members` have consecutive keys."""
-        self.request_id = request_id
-        self.members = {member.request_id: member for member in members}
-        self.last_key = members[-1].key
-        self.parked: ParkedBlocks | None = None
-        self._source: Request | None = None
-        self._started: list[Request] = []  # admitted members; some may have ended
-        self._unstarted = set(self.members)  # never admitted
+    def __post_init__(self, first_members: list[Request]) -> None:
+        self.members = {member.request_id: member for member in first_members}
+        self.last_key = first_members[-1].key
+        self._unstarted = set(self.members)
 
     @property
     def first(self) -> Request:

@@ -26,8 +26,8 @@ import msgspec
 from ..ipc.config import LoRAConfig, resolved
 from ..ipc.errors import InvalidParameterError
 from ..ipc.lora import LoRARequest
+from .lora_slots import Adapter
 from .output_rows import OutputRows
-from .scheduling.lora_slots import Adapter
 from .scheduling.results import fail_requests
 from .scheduling.scheduler import Scheduler
 
@@ -237,7 +237,7 @@ class LoraRegistry:
             return self._fail(adapter, failure)
         adapter.number, adapter.last_used = number, self._scheduler.num_steps
         self._resident.append(adapter)
-        self._scheduler.lora_slots.is_stuck = False
+        self._scheduler.lora_slots.reconsider()
         self._answer(adapter)
 
     def _answer(self, adapter: Adapter) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import time
+from dataclasses import InitVar, dataclass, field
 from enum import IntEnum
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,10 @@ import msgspec
 from ..ipc.config import resolved
 from ..ipc.messages import EngineCoreRequest, FinishReason, RequestTiming, child_request_id
 from ..ipc.params import PoolingParams, SamplingParams, child_seed, require_sampling
-from .scheduling.owners import Owner
+from .lora_slots import Adapter
 
 if TYPE_CHECKING:
     from .forks import Family
-    from .scheduling.lora_slots import Adapter
 
 MAX_PREEMPTION_TIMES = 32
 MAX_PREFILL_CHUNKS = 512
@@ -92,6 +92,20 @@ def split(message: EngineCoreRequest) -> list[EngineCoreRequest]:
     ]
 
 
+@dataclass(slots=True, eq=False)
+class RequestOwner:
+    """Who sends requests. `served`: computed tokens divided by `weight`; only differences between
+    owners have a meaning.
+    """
+
+    identity: tuple[int, str] = (0, "")  # client index, name
+    served: float = 0.0
+    weight: float = 1.0
+    num_requests: int = 0  # unfinished ones
+    waiting: list[Request] = field(default_factory=list)  # sorted by key
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """The only owner of a request's token ids.
 
@@ -101,113 +115,79 @@ class Request:
     in `token_ids` yet.
     """
 
-    __slots__ = (
-        "_hash_root",
-        "adapter",
-        "block_hashes",
-        "cache_salt",
-        "client_index",
-        "eos_token_ids",
-        "family",
-        "first_token_time",
-        "grammar_s",
-        "is_pooling",
-        "key",
-        "max_output_tokens",
-        "min_tokens",
-        "num_cached_tokens",
-        "num_computed_before_preemption",
-        "num_computed_tokens",
-        "num_executed_tokens",
-        "num_pending_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_recomputed_tokens",
-        "num_resumed_tokens",
-        "num_swapped_tokens",
-        "owner",
-        "params",
-        "preemption_times",
-        "prefill_chunks",
-        "queued_time",
-        "reads_prefix_cache",
-        "report_index",
-        "request_id",
-        "scheduled_time",
-        "slot",
-        "status",
-        "stop_reason",
-        "stop_token_ids",
-        "token_ids",
-    )
+    message: InitVar[EngineCoreRequest]  # validated
+    max_model_len: InitVar[int]
+    client_index: int = 0
+    # orders requests: the smallest is scheduled first, the largest is preempted first
+    key: tuple[int, int] = (0, 0)
+    queued_time: float = field(default_factory=lambda: time.monotonic())
+    owner: RequestOwner = field(default_factory=lambda: RequestOwner())
+    adapter: Adapter | None = None
+    # of the message
+    request_id: str = field(init=False)
+    params: SamplingParams | PoolingParams = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_resumed_tokens: int = field(init=False)
+    eos_token_ids: list[int] = field(init=False)
+    cache_salt: str | None = field(init=False)
+    grammar_s: float | None = field(init=False)  # CPU time of its grammar, if it has one
+    # of the parameters; the defaults are those of a request that pools, whose only output is the
+    # pooled result
+    is_pooling: bool = True
+    reads_prefix_cache: bool = True
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    max_output_tokens: int = 1
+    # its way through the scheduler
+    status: RequestStatus = RequestStatus.WAITING
+    family: Family | None = None  # of the message with n > 1 that this request belongs to
+    slot: int | None = None  # in the model runner, while RUNNING
+    stop_reason: int | None = None
+    num_computed_tokens: int = 0
+    num_executed_tokens: int = 0  # computed tokens whose step has run and is accounted for
+    num_pending_tokens: int = 0
+    # computed tokens whose KV entries wait in host memory, while SWAPPED
+    num_swapped_tokens: int = 0
+    # tokens below this index are computed a second time
+    num_computed_before_preemption: int = 0
+    # prompt tokens found in the prefix cache at first admission; None: not admitted yet
+    num_cached_tokens: int | None = None
+    block_hashes: list[bytes] = field(default_factory=list)
+    # times and counts for the client
+    scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    preemption_times: list[float] = field(default_factory=list)  # the first MAX_PREEMPTION_TIMES
+    # the first MAX_PREFILL_CHUNKS; see RequestTiming
+    prefill_chunks: list[tuple[int, float, float, int]] = field(default_factory=list)
+    # with the output token of this index, the client receives the times again
+    report_index: int = field(init=False)
 
-    def __init__(
-        self,
-        message: EngineCoreRequest,
-        *,
-        max_model_len: int,
-        client_index: int = 0,
-        key: tuple[int, int] = (0, 0),
-        queued_time: float | None = None,
-        owner: Owner | None = None,
-        adapter: Adapter | None = None,
-    ):
-        """`message` is validated. `key` orders requests: the smallest is scheduled first, the
-        largest
-        is preempted first.
-        """
+    def __post_init__(self, message: EngineCoreRequest, max_model_len: int) -> None:
         self.request_id = message.request_id
-        self.client_index = client_index
-        self.key = key
-        self.owner = Owner() if owner is None else owner
-        self.adapter = adapter
         self.params = message.params
-        self.grammar_s = None if message.structured_outputs is None else 0.0
-        self.is_pooling = isinstance(message.params, PoolingParams)
         self.token_ids = message.prompt_token_ids + message.resume_tokens
         self.num_prompt_tokens = len(message.prompt_token_ids)
-        self.num_resumed_tokens = len(message.resume_tokens)
-        self.status = RequestStatus.WAITING
-        self.num_computed_tokens = 0
-        self.num_executed_tokens = 0  # computed tokens whose step has run and is accounted for
-        self.num_pending_tokens = 0
-        # computed tokens whose KV entries wait in host memory, while SWAPPED
-        self.num_swapped_tokens = 0
-        self.family: Family | None = None  # of the message with n > 1 that this request belongs to
-        # tokens below this index are computed a second time
-        self.num_computed_before_preemption = 0
-        # prompt tokens found in the prefix cache at first admission; None: not admitted yet
-        self.num_cached_tokens: int | None = None
-        self.slot: int | None = None  # in the model runner, while RUNNING
+        self.num_resumed_tokens = self.report_index = len(message.resume_tokens)
         self.eos_token_ids = message.eos_token_ids
-        self._set_ends(message.params, max_model_len)
-        self.stop_reason: int | None = None
-        self.queued_time = time.monotonic() if queued_time is None else queued_time
-        self.scheduled_time = self.first_token_time = 0.0
-        self.num_preemptions = self.num_recomputed_tokens = 0
-        self.preemption_times: list[float] = []  # the first MAX_PREEMPTION_TIMES
-        # the first MAX_PREFILL_CHUNKS; see RequestTiming
-        self.prefill_chunks: list[tuple[int, float, float, int]] = []
-        # with the output token of this index, the client receives the times again
-        self.report_index = self.num_resumed_tokens
-        self.block_hashes: list[bytes] = []
         self.cache_salt = message.cache_salt
-        self._hash_root = hash_root(message.cache_salt, adapter)
+        self.grammar_s = None if message.structured_outputs is None else 0.0
+        self._set_ends(message.params, max_model_len)
 
     def _set_ends(self, params: SamplingParams | PoolingParams, max_model_len: int) -> None:
         if isinstance(params, PoolingParams):
             self.reads_prefix_cache = not params.skip_reading_prefix_cache
-            self.stop_token_ids: frozenset[int] = frozenset()
-            self.min_tokens, self.max_output_tokens = 0, 1  # which is the pooled result
             return
+        self.is_pooling = False
         # Cached tokens are not computed, so they would have no log-probabilities. The request's own
         # blocks are still offered to others.
         self.reads_prefix_cache = params.prompt_logprobs is None
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         self.min_tokens = params.min_tokens
-        self.max_output_tokens = min(
-            resolved(params.max_tokens), max_model_len - self.num_prompt_tokens
-        )
+        most = max_model_len - self.num_prompt_tokens
+        self.max_output_tokens = min(resolved(params.max_tokens), most)
 
     @property
     def sampling_params(self) -> SamplingParams:
@@ -291,7 +271,7 @@ class Request:
         """
         hashes, token_ids = self.block_hashes, self.token_ids
         for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-            parent = hashes[-1] if hashes else self._hash_root
+            parent = hashes[-1] if hashes else hash_root(self.cache_salt, self.adapter)
             hashes.append(hash_block(parent, token_ids[start : start + block_size]))
         return hashes
 

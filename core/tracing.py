@@ -306,7 +306,7 @@ class StepRecorder:
             step.times[0],
             step.times[2],
             step.times[3],
-            self._scheduler.max_num_batched_tokens,
+            self._scheduler.limits.max_num_batched_tokens,
             rows,
             known.waiting,
             known.preempted,

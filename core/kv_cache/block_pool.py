@@ -6,6 +6,7 @@ Must not know: requests, tokens, or the memory behind a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 
 class KVCacheBlock:
@@ -27,6 +28,17 @@ class KVCacheBlock:
     def __repr__(self) -> str:
         cached = "" if self.block_hash is None else f", cached as {self.block_hash.hex()[:8]}"
         return f"KVCacheBlock({self.block_id}, ref_cnt={self.ref_cnt}{cached})"
+
+
+Blocks = list[list[KVCacheBlock]]  # of each group of layers; equally long lists
+
+
+class ParkedBlocks(NamedTuple):
+    """Blocks that an ended request left for others. A reallocated block has lost its name."""
+
+    blocks: Blocks
+    names: list[tuple[KVCacheBlock, bytes]]  # a block's hash, or a name of its own if it has none
+    own_names: frozenset[bytes]  # given by KVCacheManager.park
 
 
 class FreeBlockQueue:
@@ -148,9 +160,8 @@ class BlockPool:
         return block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """One more request holds these cached blocks; free ones leave the free list, so that
-        they are
-        not evicted.
+        """One more request holds these cached blocks; free ones leave the free list, so that they
+        are not evicted.
         """
         for block in blocks:
             if block.ref_cnt == 0:

@@ -10,30 +10,52 @@ from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...ipc.models.kv_layout import KVLayout
 from ..request import Request
-from .block_pool import BlockPool, KVCacheBlock
+from .block_pool import BlockPool, Blocks, KVCacheBlock, ParkedBlocks
 from .events import KEY_BYTES, KVEvents
 from .offload import OffloadedBlocks
-from .watched_pool import WatchedBlockPool
 
 NOT_KEPT = -1  # in a table of host blocks
-Blocks = list[list[KVCacheBlock]]  # of each group of layers; equally long lists
-
-
-class ParkedBlocks(NamedTuple):
-    """Blocks that an ended request left for others. A reallocated block has lost its name."""
-
-    blocks: Blocks
-    names: list[tuple[KVCacheBlock, bytes]]  # a block's hash, or a name of its own if it has none
-    own_names: frozenset[bytes]  # given by `park`
 
 
 def key_of(block_hash: bytes, group: int) -> bytes:
     """The name under which the pool finds a group's block with this content."""
     return block_hash + group.to_bytes(2) if group else block_hash
+
+
+class WatchedBlockPool(BlockPool):
+    """Reports what it forgets, to those who publish events and to the place where evicted blocks
+    go. KVCacheManager, which knows the tokens, reports what it caches.
+    """
+
+    def __init__(self, num_blocks: int, events: KVEvents | None, offload: OffloadedBlocks | None):
+        super().__init__(num_blocks)
+        self._events, self._offload = events, offload
+
+    def _take(self) -> KVCacheBlock:
+        block = super()._take()
+        if self._offload is not None:
+            self._offload.evict(block)
+        return block
+
+    def uncache(self, block: KVCacheBlock) -> None:
+        name = block.block_hash
+        super().uncache(block)
+        if name is not None:
+            if self._offload is not None:
+                self._offload.note_forgotten(name)
+            if self._events is not None:
+                self._events.removed(name)
+
+    def reset_prefix_cache(self) -> bool:
+        was_reset = super().reset_prefix_cache()
+        # what is elsewhere can still be found
+        if was_reset and self._events is not None and self._offload is None:
+            self._events.cleared()
+        return was_reset
 
 
 class KVCacheManager:
@@ -72,8 +94,6 @@ class KVCacheManager:
         self._free_host_blocks = array("q", range(num_host_blocks - 1, -1, -1))  # may be long
         # entries of the tables that were offered to the cache; absent: none
         self._num_cached: dict[str, int] = {}
-        self.prefix_cache_queries = 0  # tokens
-        self.prefix_cache_hits = 0  # tokens
 
     @property
     def num_free_blocks(self) -> int:
@@ -313,14 +333,9 @@ class KVCacheManager:
     def num_swapped_requests(self) -> int:
         return len(self._host_tables)
 
-    @property
-    def num_free_host_blocks(self) -> int:
-        return len(self._free_host_blocks)
-
     def swap_out(self, request: Request) -> list[tuple[int, int]] | None:
         """Frees the request's blocks and allocates a host block for each; returns the copies to
-        make,
-        (device, host). None if the host is full.
+        make, (device, host). None if the host is full.
         """
         null, num_used = (
             self.block_pool.null_block,
@@ -378,9 +393,11 @@ class KVCacheManager:
 
     # ------------------------------------------------------------ the prefix cache
 
-    def record_prefix_query(self, num_query_tokens: int, num_hit_tokens: int) -> None:
-        self.prefix_cache_queries += num_query_tokens
-        self.prefix_cache_hits += num_hit_tokens
+    def note_executed(self, request: Request, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of the request are computed, and their step has run."""
+        if num_tokens // self.block_size > request.num_executed_tokens // self.block_size:
+            self.cache_blocks(request, num_tokens)
+        request.num_executed_tokens = num_tokens
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Offers the request's full blocks to the cache, after their tokens were computed (not when
@@ -427,8 +444,7 @@ class KVCacheManager:
 
     def check_integrity(self, running: Sequence[Request], swapped: Sequence[Request] = ()) -> None:
         """Raises AssertionError unless running requests have tables that cover their tokens, a
-        block
-        counts the tables it is in, and swapped requests have host blocks.
+        block counts the tables it is in, and swapped requests have host blocks.
         """
         self.block_pool.check_integrity()
         null = self.block_pool.null_block

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 from ...ipc.models.kv_layout import KVLayout
 from ..forks import Family
-from ..kv_cache.block_pool import KVCacheBlock
-from ..kv_cache.kv_cache_manager import Blocks, KVCacheManager
+from ..kv_cache.block_pool import Blocks, KVCacheBlock
+from ..kv_cache.kv_cache_manager import KVCacheManager
 from ..request import Request
 
 
-class Start(NamedTuple):
+class StartPoint(NamedTuple):
     """Where an admitted request starts: its first `num_tokens` tokens are already computed."""
 
     num_tokens: int
@@ -25,10 +25,9 @@ class Start(NamedTuple):
     num_loaded: int = 0  # blocks after `blocks` that are to be loaded
 
 
-def find_start(manager: KVCacheManager, request: Request) -> Start | None:
+def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
     """The tokens that need not be computed: cached ones, those it had when it was swapped out,
-    or the
-    prompt of its family.
+    or the prompt of its family.
 
     None: it must wait until the family's first member has computed the prompt.
     """
@@ -41,13 +40,14 @@ def find_start(manager: KVCacheManager, request: Request) -> Start | None:
             return None
     blocks = manager.get_computed_blocks(request)
     if request.num_swapped_tokens:
-        return Start(max(len(blocks[0]) * manager.block_size, request.num_swapped_tokens), blocks)
+        num_cached = len(blocks[0]) * manager.block_size
+        return StartPoint(max(num_cached, request.num_swapped_tokens), blocks)
     num_loaded = 0 if manager.offload is None else manager.count_offloaded(request, blocks)
     num_tokens = (len(blocks[0]) + num_loaded) * manager.block_size
-    return Start(num_tokens, blocks, num_loaded=num_loaded)
+    return StartPoint(num_tokens, blocks, num_loaded=num_loaded)
 
 
-def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> Start | None:
+def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> StartPoint | None:
     """All but the last token of the prompt, whose logits each member needs for its own sample.
 
     None if no member has it, or if a window has left it.
@@ -61,12 +61,12 @@ def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> S
     if blocks is None:
         return None
     if num_tokens % manager.block_size == 0:
-        return Start(num_tokens, blocks, is_fork=True)
+        return StartPoint(num_tokens, blocks, is_fork=True)
     if blocks[0][-1].ref_cnt == 0:
         # No request holds the partial block, so the request takes it instead of a copy: a free
         # block could be reallocated before it is copied.
-        return Start(num_tokens, blocks, is_fork=True)
-    return Start(
+        return StartPoint(num_tokens, blocks, is_fork=True)
+    return StartPoint(
         num_tokens, [row[:-1] for row in blocks], [row[-1] for row in blocks], is_fork=True
     )
 
@@ -78,10 +78,11 @@ def num_missing_blocks(layout: KVLayout, request: Request) -> int:
     )
 
 
-def has_room(manager: KVCacheManager, num_reserved: int, request: Request, start: Start) -> bool:
+def has_room(
+    manager: KVCacheManager, num_reserved: int, request: Request, start: StartPoint
+) -> bool:
     """Whether all tokens of the request fit beside the `num_reserved` blocks that running ones
-    still
-    need.
+    still need.
 
     Otherwise prompts computed in chunks would be admitted together and preempt each other half-way.
     If no request runs, it always fits.

@@ -21,31 +21,14 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from ..request import Request
+from ..request import Request, RequestOwner
 
 _by_key = attrgetter("key")
 
 # What a second of a grammar's CPU time counts for: about the tokens that a small model decodes in
 # it. The usual 50 us per token then are no service to speak of.
 TOKENS_PER_S = 1000.0
-
-
-class Owner:
-    """`served`: computed tokens divided by `weight`. Only differences between owners have a
-    meaning.
-    """
-
-    __slots__ = ("identity", "num_requests", "served", "waiting", "weight")
-
-    def __init__(self, identity: tuple[int, str] = (0, ""), served: float = 0.0):
-        self.identity = identity  # client index, name
-        self.weight = 1.0
-        self.served = served
-        self.num_requests = 0  # unfinished ones
-        self.waiting: list[Request] = []  # sorted by key
 
 
 class WaitingQueue:
@@ -58,9 +41,9 @@ class WaitingQueue:
         """`max_debt`: an owner that begins to wait is at most this many tokens behind the others,
         however many it has received while nobody else waited.
         """
-        self.owners: dict[tuple[int, str], Owner] = {}
+        self.owners: dict[tuple[int, str], RequestOwner] = {}
         self._max_debt = max_debt
-        self._last_started = Owner()
+        self._last_started = RequestOwner()
         self._num_waiting = 0
 
     def __len__(self) -> int:
@@ -76,17 +59,17 @@ class WaitingQueue:
 
     # ------------------------------------------------------------ owners
 
-    def enter(self, client_index: int, name: str, weight: float) -> Owner:
+    def enter(self, client_index: int, name: str, weight: float) -> RequestOwner:
         """The owner of a new request, which counts until `leave`. The last weight applies."""
         identity = (client_index, name)
         owner = self.owners.get(identity)
         if owner is None:
-            owner = self.owners[identity] = Owner(identity, self._last_started.served)
+            owner = self.owners[identity] = RequestOwner(identity, self._last_started.served)
         owner.weight = weight
         owner.num_requests += 1
         return owner
 
-    def leave(self, owner: Owner) -> None:
+    def leave(self, owner: RequestOwner) -> None:
         """One of the owner's requests has ended."""
         owner.num_requests -= 1
         if not owner.num_requests:
@@ -125,12 +108,12 @@ class WaitingQueue:
         self.remove(request)
         self._last_started = request.owner
 
-    def next(self, passed: dict[Owner, int]) -> Request | None:
+    def next(self, passed: dict[RequestOwner, int]) -> Request | None:
         """The request whose turn it is, leaving out the first `passed[owner]` of each owner.
 
         Among owners with equal service, that of the one with the fewest requests.
         """
-        best: Owner | None = None
+        best: RequestOwner | None = None
         for owner in self.owners.values():
             if len(owner.waiting) > passed.get(owner, 0) and (
                 best is None

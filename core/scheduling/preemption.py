@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from ...ipc.models.kv_layout import KVLayout
 from ...ipc.step_messages import PreemptionCosts
-from ..request import Request
-from .owners import Owner
+from ..request import Request, RequestOwner
 
 
 class PreemptionPolicy:
@@ -52,7 +51,7 @@ class PreemptionPolicy:
         `order`.
         """
         candidates = range(max(index, 1), len(running)) if len(running) > 1 else range(1)
-        held: dict[Owner, float] = {}
+        held: dict[RequestOwner, float] = {}
         for request in running:
             owner = request.owner
             held[owner] = held.get(owner, 0.0) + request.num_computed_tokens / owner.weight

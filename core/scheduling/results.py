@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from itertools import repeat
 from operator import sub
-from typing import TYPE_CHECKING
 
 from ...ipc.errors import InvalidParameterError
 from ...ipc.messages import FinishReason
@@ -23,10 +22,8 @@ from ...ipc.step_messages import (
 )
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus
+from .state import SchedulerState
 from .step import ScheduledStep
-
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ GRAMMAR_S, GRAMMAR_S_PER_COMPLETION, GRAMMAR_S_PER_TOKEN = 0.15, 0.01, 0.001
 
 
 def update_from_output(
-    scheduler: Scheduler, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
+    state: SchedulerState, step: ScheduledStep, result: ModelRunnerOutput, rows: OutputRows
 ) -> None:
     """Takes the sampled tokens, ends the requests that end with them, and writes the clients'
     rows.
@@ -45,24 +42,16 @@ def update_from_output(
     rows.stamp()
     for request, num_tokens in step.prefills:
         request.note_prefill(step.output.step, step.execute_time, rows.now, num_tokens)
-    scheduled, logprobs = step.output, {entry.slot: entry for entry in result.logprobs}
+    logprobs = {entry.slot: entry for entry in result.logprobs}
     prompt_logprobs = {entry.slot: entry for entry in result.prompt_logprobs}
     pooled = {entry.slot: entry for entry in result.pooled}
     cursor, errors, running = 0, result.errors, RequestStatus.RUNNING
-    block_size = scheduler.kv_cache_manager.block_size
-    # of each row, tokens that the step counts as computed and that are not: drafts not accepted
-    surplus = repeat(0)
-    if result.num_ahead:
-        surplus = map(sub, scheduled.num_lookahead_tokens, result.num_ahead)
-        scheduler.counters.count_drafts(result.num_drafted, result.num_accepted)
-        for count in result.num_accepted:
-            for position in range(count):
-                scheduler.accepted_per_pos[position] += 1
+    surplus = count_surplus(state, step, result) if result.num_ahead else repeat(0)
     if result.grammar_s:
-        errors = spend_on_grammars(scheduler, step, result.grammar_s) | errors
+        errors = spend_on_grammars(state, step, result.grammar_s) | errors
     for request, slot, num_sampled, num_expected, num_computed, num_surplus in zip(
         step.requests,
-        scheduled.slots,
+        step.output.slots,
         result.num_sampled,
         step.num_expected,
         step.num_computed,
@@ -72,44 +61,58 @@ def update_from_output(
         cursor += num_sampled
         request.num_pending_tokens -= num_expected
         is_running = request.status is running
-        if num_surplus and is_running:
-            request.num_computed_tokens -= num_surplus
-            num_computed -= num_surplus
-        elif num_surplus and request.num_swapped_tokens:  # swapped out while the step ran
-            request.num_swapped_tokens -= num_surplus
-            scheduler.kv_cache_manager.trim_host_blocks(request, request.num_swapped_tokens)
+        if num_surplus:
+            num_computed -= take_back(state, request, num_surplus)
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:
             client_rows = rows.of(request.client_index)
             client_rows.add(request.request_id, request.num_output_tokens, [])
             client_rows.add_prompt_logprobs(prompt_logprobs[slot])
-        reason = (
-            append_tokens(scheduler, request, token_ids, rows, logprobs.get(slot))
-            if num_sampled
-            else None
-        )
+        reason = None
+        if num_sampled:
+            reason = append_tokens(state, request, token_ids, rows, logprobs.get(slot))
         if slot in pooled:
             reason = write_pooled(request, pooled[slot], rows)
         # after the tokens that it did sample; if one of them ended the request, the failed ones
         # were computed in vain
         if slot in errors:
             if reason is None:
-                fail(scheduler, request, errors[slot], rows)
+                fail(state, request, errors[slot], rows)
                 continue
         elif is_running:  # else it was preempted while the step ran
-            if num_computed > (num_known := len(request.token_ids)):
-                # tokens decoded after a stop are dropped, too
-                num_computed = num_known
-            if num_computed // block_size > request.num_executed_tokens // block_size:
-                scheduler.kv_cache_manager.cache_blocks(request, num_computed)
-            request.num_executed_tokens = num_computed
+            # tokens decoded after a stop are dropped, too
+            state.kv_cache_manager.note_executed(request, min(num_computed, request.num_tokens))
         if reason is not None:
-            scheduler.finish(request, reason)
+            state.finish(request, reason)
+
+
+def count_surplus(
+    state: SchedulerState, step: ScheduledStep, result: ModelRunnerOutput
+) -> Iterable[int]:
+    """Of each row, the tokens that the step counts as computed and that are not: drafts that were
+    not accepted.
+    """
+    state.counters.count_drafts(result.num_drafted, result.num_accepted)
+    for count in result.num_accepted:
+        for position in range(count):
+            state.accepted_per_pos[position] += 1
+    return map(sub, step.output.num_lookahead_tokens, result.num_ahead)
+
+
+def take_back(state: SchedulerState, request: Request, num_surplus: int) -> int:
+    """These last tokens of the request are not computed. Returns their number if it runs."""
+    if request.status is RequestStatus.RUNNING:
+        request.num_computed_tokens -= num_surplus
+        return num_surplus
+    if request.num_swapped_tokens:  # swapped out while the step ran
+        request.num_swapped_tokens -= num_surplus
+        state.kv_cache_manager.trim_host_blocks(request, request.num_swapped_tokens)
+    return 0
 
 
 def spend_on_grammars(
-    scheduler: Scheduler, step: ScheduledStep, grammar_s: dict[int, float]
+    state: SchedulerState, step: ScheduledStep, grammar_s: dict[int, float]
 ) -> dict[int, RowError]:
     """Charges the CPU time of grammars, slot -> seconds, to requests and their owners. Returns the
     errors of those that have taken too much, by slot.
@@ -122,7 +125,7 @@ def spend_on_grammars(
     for request, slot in constrained:
         if seconds := grammar_s.get(slot, 0.0):
             request.grammar_s = (request.grammar_s or 0.0) + seconds
-            scheduler.waiting.charge_time(request, seconds)
+            state.waiting.charge_time(request, seconds)
     refusals: dict[str, RowRefusal | None] = {}  # by message: completions have a common allowance
     errors: dict[int, RowError] = {}
     for request, slot in constrained:
@@ -151,7 +154,7 @@ def grammar_refusal(completions: list[Request]) -> RowRefusal | None:
 
 
 def append_tokens(
-    scheduler: Scheduler,
+    state: SchedulerState,
     request: Request,
     token_ids: list[int],
     rows: OutputRows,
@@ -167,7 +170,7 @@ def append_tokens(
         if reason is not None:
             token_ids = token_ids[:count]
             break
-    scheduler.counters.num_generation_tokens += len(token_ids)
+    state.counters.num_generation_tokens += len(token_ids)
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, first_index, token_ids)
     if first_index == request.report_index:  # the first token, or the first after a preemption
@@ -196,27 +199,27 @@ def write_pooled(request: Request, pooled: SlotPooled, rows: OutputRows) -> Fini
     return FinishReason.STOP
 
 
-def fail(scheduler: Scheduler, request: Request, error: RowError, rows: OutputRows) -> None:
+def fail(state: SchedulerState, request: Request, error: RowError, rows: OutputRows) -> None:
     parameter = error.parameter if isinstance(error, RowRefusal) else None
-    scheduler.finish(request, FinishReason.ERROR)
+    state.finish(request, FinishReason.ERROR)
     write_end(request, FinishReason.ERROR, rows, rows.now, str(error), parameter)
 
 
 def fail_requests(
-    scheduler: Scheduler, requests: Iterable[Request], error: BaseException, rows: OutputRows
+    state: SchedulerState, requests: Iterable[Request], error: BaseException, rows: OutputRows
 ) -> None:
     """Ends requests between two steps. An error that names no parameter is the engine's own."""
     parameter = error.parameter if isinstance(error, InvalidParameterError) else None
     for request in requests:
-        scheduler.finish(request, FinishReason.ERROR)
+        state.finish(request, FinishReason.ERROR)
         write_end(request, FinishReason.ERROR, rows, time.monotonic(), str(error), parameter)
 
 
-def end_late_requests(scheduler: Scheduler, rows: OutputRows) -> None:
+def end_late_requests(state: SchedulerState, rows: OutputRows) -> None:
     """Ends the requests whose deadline has passed. Called between steps."""
-    while scheduler.has_late_requests():
-        request = scheduler.pop_late_request()
-        scheduler.finish(request, FinishReason.TIMEOUT)
+    while state.has_late_requests():
+        request = state.pop_late_request()
+        state.finish(request, FinishReason.TIMEOUT)
         write_end(request, FinishReason.TIMEOUT, rows, time.monotonic())
 
 

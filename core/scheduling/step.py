@@ -1,21 +1,33 @@
-"""A step while it is scheduled and runs: its rows, their requests, and the tokens expected from it.
+"""A step and how it is filled: tokens for requests that run, then for requests that wait.
 
-Must not know: who is chosen for a step, torch, sockets.
+Must not know: how a token is computed, torch, sockets.
 
-A step may be scheduled while previous ones run. The tokens that these sample are
-then pending: counted in `num_pending_tokens`, and not yet in `token_ids`.
+A step may be scheduled while previous ones run. The tokens that these sample are then pending:
+counted in `num_pending_tokens`, and not yet in `token_ids`.
 """
 
 from __future__ import annotations
 
+import heapq
+import time
+from bisect import bisect_right, insort
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from operator import attrgetter
 
-from ...ipc.step_messages import SchedulerOutput
-from ..request import Request
+from ...ipc.models.kv_layout import MAX_BURST, lookahead_of
+from ...ipc.step_messages import NewRequestData, SchedulerOutput
+from ..request import Request, RequestOwner, RequestStatus
+from .admission import StartPoint, find_start, has_room, num_missing_blocks
+from .state import SchedulerState
 
-if TYPE_CHECKING:
-    from .scheduler import Scheduler
+_by_key = attrgetter("key")
+
+# For num_scheduler_steps=0 the scheduler chooses how many tokens a step decodes. They share a
+# step's cost outside the model, and requests that arrive meanwhile wait for all of them. This many
+# bytes of weights, read once per token, take about 8 ms. The number is fixed, not measured, so that
+# results are deterministic.
+MAX_BURST_BYTES = 320 * 10**6
 
 
 @dataclass(slots=True)
@@ -26,6 +38,7 @@ class ScheduledStep:
     """
 
     output: SchedulerOutput
+    max_lookahead: int = 0  # tokens that a row may decode after its first sample
     requests: list[Request] = field(default_factory=list)
     # tokens that the row samples unless it fails
     num_expected: list[int] = field(default_factory=list)
@@ -35,20 +48,67 @@ class ScheduledStep:
     prefills: list[tuple[Request, int]] = field(default_factory=list)
     # its begin and end, by time.monotonic(), and preemptions; observation.py writes it
     scheduling: tuple[float, float, int] = (0.0, 0.0, 0)
-    stopped_by: str = ""  # why the head of the queue waits: schedule_waiting, or "preemption"
+    stopped_by: str = ""  # why the head of the queue waits: see admit_waiting, or "preemption"
     execute_time: float = 0.0  # its execution began; only for steps with prefills
 
 
-def most_samples(scheduler: Scheduler, num_requests: int) -> int:
+def most_samples(state: SchedulerState, num_requests: int) -> int:
     """How many of `num_requests` may sample a token in a step, so that the steps in flight have
     equally many: all, unless the model has stages. Requests with a pending token count, too.
     """
-    even = -(-min(num_requests, scheduler.max_num_seqs) // scheduler.num_stages)
-    return max(even, scheduler.least_samples)
+    limits = state.limits
+    even = -(-min(num_requests, limits.max_num_seqs) // limits.num_stages)
+    return max(even, limits.least_samples)
+
+
+def choose_num_passes(state: SchedulerState) -> int:
+    """Passes of the model that the next step may take, each for a token of each request or more.
+
+    As many as are configured, if they are. Else, and where a model drafts, more than one if no
+    request waits, none has a prompt to compute, all can have as many, and it takes little time.
+    Where a grammar forces tokens, they come without the model, and no lookahead follows.
+    """
+    limits = state.limits
+    length = limits.num_scheduler_steps
+    if limits.burst_weights_bytes:
+        weights_bytes = limits.burst_weights_bytes * max(1, len(state.running))
+        length = min(MAX_BURST, MAX_BURST_BYTES // weights_bytes)
+    elif not limits.drafts:
+        return max(1, length)
+    if state.waiting or length < 2:
+        return 1
+    for request in state.running:
+        decodes = request.num_prompt_tokens < request.num_tokens == request.num_computed_tokens + 1
+        if not decodes or request.grammar_s is not None:
+            return 1
+        length = min(length, request.num_tokens_left)
+    return length
+
+
+def begin_step(
+    state: SchedulerState, freed_slots: list[int], swap_out: list[tuple[int, int]]
+) -> ScheduledStep:
+    """A step without rows."""
+    num_passes = choose_num_passes(state)
+    output = SchedulerOutput(
+        step=state.num_steps,
+        slots=[],
+        num_scheduled_tokens=[],
+        num_computed_tokens=[],
+        new_block_ids=[],
+        new_requests=[],
+        freed_slots=freed_slots,
+        num_lookahead_tokens=[],
+        blocks_to_swap_out=swap_out,
+        blocks_to_swap_in=[],
+        blocks_to_copy=[],
+        num_passes=num_passes if state.limits.drafts else 1,
+    )
+    return ScheduledStep(output, lookahead_of(num_passes, state.limits.num_tokens_per_pass))
 
 
 def add_row(
-    scheduler: Scheduler,
+    state: SchedulerState,
     step: ScheduledStep,
     request: Request,
     num_tokens: int,
@@ -62,25 +122,237 @@ def add_row(
     output.num_scheduled_tokens.append(num_tokens)
     output.num_computed_tokens.append(computed)
     output.new_block_ids.append(block_ids)
-    if scheduler.num_lookahead_slots:
+    if step.max_lookahead:
         output.num_lookahead_tokens.append(num_lookahead)
     end = computed + num_tokens
-    num_expected = (
-        1 + num_lookahead if end == len(request.token_ids) + request.num_pending_tokens else 0
-    )
+    is_sampled = end == len(request.token_ids) + request.num_pending_tokens
+    num_expected = 1 + num_lookahead if is_sampled else 0
     request.num_pending_tokens += num_expected
     request.num_computed_tokens = end = end + num_lookahead
     step.num_expected.append(num_expected)
     step.num_computed.append(end)
-    if len(scheduler.waiting.owners) > 1:
-        scheduler.waiting.charge(request, num_tokens + num_lookahead)
+    if len(state.waiting.owners) > 1:
+        state.waiting.charge(request, num_tokens + num_lookahead)
     if computed < request.num_prompt_tokens or computed < request.num_computed_before_preemption:
         step.prefills.append((request, num_tokens))
-        scheduler.counters.num_prompt_tokens += min(
-            num_tokens, max(0, request.num_prompt_tokens - computed)
+        num_prompt = min(num_tokens, max(0, request.num_prompt_tokens - computed))
+        num_again = min(num_tokens, max(0, request.num_computed_before_preemption - computed))
+        state.counters.num_prompt_tokens += num_prompt
+        state.counters.num_recomputed_tokens += num_again
+        request.num_recomputed_tokens += num_again
+
+
+# -------------------------------------------------------------------- requests that run
+
+
+def schedule_running(
+    state: SchedulerState, step: ScheduledStep, shares: dict[RequestOwner, int] | None
+) -> tuple[int, bool]:
+    """Gives every running request its tokens, in order, preempting others for blocks.
+
+    `shares`: see divide_budget; None: the budget is not divided. Returns (budget left, whether any
+    was preempted).
+    """
+    limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
+    has_stages = limits.num_stages > 1
+    num_samples_left = most_samples(state, len(state.running))
+    running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
+    index = 0
+    while index < len(running) and budget > 0:
+        request = running[index]
+        num_pending = request.num_pending_tokens
+        num_tokens = len(request.token_ids) + num_pending - request.num_computed_tokens
+        if num_tokens > 1:
+            num_tokens = min(num_tokens, limits.max_chunk_tokens, budget)
+        # its last token is being sampled, or nobody knows how many drafts will be accepted, or the
+        # first stage would have to wait for the token
+        if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
+            num_tokens = 0
+        if shares is not None:
+            num_tokens = min(num_tokens, shares[request.owner])
+        if has_stages and num_samples_left <= 0:
+            is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
+            num_tokens = 0 if is_sampled else num_tokens
+        if not num_tokens:
+            index += 1
+            continue
+        num_lookahead = lookahead_for(step, request, num_tokens) if step.max_lookahead else 0
+        block_ids = allocate_slots(request, num_tokens + num_lookahead)
+        # no preemption for what can be done one step later
+        if block_ids is None and num_lookahead:
+            num_lookahead = 0
+            block_ids = allocate_slots(request, num_tokens)
+        if block_ids is None:
+            # possibly `request`; if not, it tries again
+            state.preempt(running.pop(state.preemption.choose_victim(running, index)))
+            preempted = True
+            continue
+        add_row(state, step, request, num_tokens, num_lookahead, block_ids)
+        num_samples_left -= step.num_expected[-1] > 0
+        budget -= num_tokens
+        if shares is not None:
+            shares[request.owner] -= num_tokens
+        index += 1
+    return budget, preempted
+
+
+def lookahead_for(step: ScheduledStep, request: Request, num_tokens: int) -> int:
+    """Tokens to decode after the row's first sample, if `num_tokens` are all that remain to
+    compute.
+    """
+    if request.num_computed_tokens + num_tokens < request.num_tokens + request.num_pending_tokens:
+        return 0
+    return min(step.max_lookahead, request.num_tokens_left - 1)
+
+
+# -------------------------------------------------------------------- requests that wait
+
+
+def admit_waiting(
+    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
+) -> str:
+    """Admits the request whose turn it is while there are budget, slots and blocks.
+
+    No request overtakes one that does not fit; a request that waits for its sibling's prompt, or
+    for an adapter, is passed over. Those in `made_room` were preempted in this step. Returns what
+    the first lacks, "budget", "slots", "blocks" or "adapter", or "preemption" if it is one of
+    these, or was preempted while a step samples its token; "" if none waits for these.
+    """
+    passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
+    manager, limits, reason = state.kv_cache_manager, state.limits, ""
+    num_reserved: int | None = None
+    num_samples_left = most_samples(state, len(state.running) + len(state.waiting))
+    num_samples_left -= sum(map(bool, step.num_expected))
+    while (request := state.waiting.next(passed)) is not None:
+        if budget <= 0 or not state.free_slots:
+            return "budget" if budget <= 0 else "slots"
+        if request in made_room or request.num_pending_tokens:
+            return "preemption"
+        if request.adapter is not None and not state.lora_slots.may_start(request.adapter):
+            passed[request.owner] = passed.get(request.owner, 0) + 1
+            reason = "adapter"
+            continue
+        start = find_start(manager, request)
+        if start is None:
+            _pass_family(state, request, passed)
+            continue
+        num_tokens = min(request.num_tokens - start.num_tokens, limits.max_chunk_tokens)
+        if num_tokens > budget:
+            if not limits.enable_chunked_prefill:
+                return "budget"
+            num_tokens = budget
+        is_whole = start.num_tokens + num_tokens == request.num_tokens
+        if is_whole and num_samples_left <= 0:
+            return "budget"
+        if num_reserved is None:
+            num_reserved = sum(num_missing_blocks(manager.layout, one) for one in state.running)
+        if not has_room(manager, num_reserved, request, start):
+            return "blocks"
+        block_ids = manager.begin(request, num_tokens, start.blocks, start.num_tokens)
+        if block_ids is None:
+            return "blocks"
+        if start.num_loaded and not manager.load(request, len(start.blocks[0]), start.num_loaded):
+            continue  # it starts without them
+        state.waiting.start(request)
+        _admit(state, step, request, start, block_ids)
+        add_row(state, step, request, num_tokens, 0, block_ids)
+        budget -= num_tokens
+        num_samples_left -= is_whole
+        num_reserved += num_missing_blocks(manager.layout, request)
+    return reason
+
+
+def admit_with_adapters(
+    state: SchedulerState, step: ScheduledStep, budget: int, made_room: Collection[Request] = ()
+) -> str:
+    """As admit_waiting, where requests may have adapters."""
+    lora_slots = state.lora_slots
+    if lora_slots.is_stuck:
+        return "adapter"
+    lora_slots.begin_pass()
+    reason = admit_waiting(state, step, budget, made_room)
+    # a request that waits for a sibling may start without a change here
+    is_stuck = reason == "adapter" and not (step.output.new_requests or lora_slots.has_siblings)
+    lora_slots.end_pass(is_stuck=is_stuck)
+    return reason
+
+
+def _pass_family(state: SchedulerState, request: Request, passed: dict[RequestOwner, int]) -> None:
+    """None of its family may start before the prompt is computed."""
+    assert request.family is not None
+    state.lora_slots.note_sibling()
+    waiting, last_key = request.owner.waiting, request.family.last_key
+    passed[request.owner] = bisect_right(waiting, last_key, key=_by_key)
+
+
+def _admit(
+    state: SchedulerState,
+    step: ScheduledStep,
+    request: Request,
+    start: StartPoint,
+    block_ids: list[int],
+) -> None:
+    if start.source is not None:
+        _copy_partial_blocks(state, step, start, block_ids)
+    if request.num_swapped_tokens:
+        _swap_in(state, step, request, len(start.blocks[0]))
+    request.status = RequestStatus.RUNNING
+    request.num_computed_tokens = start.num_tokens
+    request.slot = heapq.heappop(state.free_slots)
+    insort(state.running, request, key=_by_key)
+    if request.adapter is not None:
+        state.lora_slots.start(request.adapter, state.num_steps)
+    if request.family is not None:
+        request.family.note_start(request)
+    if request.scheduled_time == 0.0:
+        request.scheduled_time = time.monotonic()
+    # hits after a preemption are its own old blocks and say nothing about the cache
+    if request.num_cached_tokens is None:
+        request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
+        if request.reads_prefix_cache and not start.is_fork:
+            _count_hits(state, request, start)
+    step.output.new_requests.append(
+        NewRequestData(
+            slot=request.slot,
+            request_id=request.request_id,
+            token_ids=request.token_ids.copy(),  # the runner's copy grows by itself
+            num_prompt_tokens=request.num_prompt_tokens,
+            params=request.params,
+            eos_token_ids=request.eos_token_ids,
+            lora_request=None if request.adapter is None else request.adapter.numbered(),
+            cache_salt=request.cache_salt,
         )
-        num_recomputed_tokens = min(
-            num_tokens, max(0, request.num_computed_before_preemption - computed)
-        )
-        request.num_recomputed_tokens += num_recomputed_tokens
-        scheduler.counters.num_recomputed_tokens += num_recomputed_tokens
+    )
+
+
+def _copy_partial_blocks(
+    state: SchedulerState, step: ScheduledStep, start: StartPoint, block_ids: list[int]
+) -> None:
+    """Of each group, the block that another request holds, too, and that both will fill."""
+    assert start.source is not None
+    num_in_group = len(block_ids) // len(start.source)
+    copies = block_ids[len(start.blocks[0]) :: num_in_group]
+    step.output.blocks_to_copy.extend(
+        (source.block_id, copy) for source, copy in zip(start.source, copies, strict=True)
+    )
+    state.counters.num_blocks_copied += len(copies)
+
+
+def _swap_in(
+    state: SchedulerState, step: ScheduledStep, request: Request, num_computed_blocks: int
+) -> None:
+    pairs = state.kv_cache_manager.swap_in(request, num_computed_blocks)
+    step.output.blocks_to_swap_in.extend(pairs)
+    state.counters.num_blocks_swapped_in += len(pairs)
+    request.num_swapped_tokens = 0
+
+
+def _count_hits(state: SchedulerState, request: Request, start: StartPoint) -> None:
+    manager = state.kv_cache_manager
+    if manager.enable_caching:
+        num_loaded = start.num_loaded * manager.block_size
+        num_hit = start.num_tokens - num_loaded
+        state.counters.prefix_cache_queries += request.num_tokens
+        state.counters.prefix_cache_hits += num_hit
+        if manager.offload is not None:
+            manager.offload.record_query(request.num_tokens - num_hit, num_loaded)

@@ -25,7 +25,9 @@ def make_core(
     executor.kv_cache_windows = windows
     core = EngineCore(config, executor, host=host)
     core.check_every_step = True
-    core.scheduler.least_samples = 1  # few requests are in several steps, where there are stages
+    core.scheduler.limits.least_samples = (
+        1  # few requests are in several steps, where there are stages
+    )
     return core
 
 

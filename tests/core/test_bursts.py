@@ -1,7 +1,7 @@
 """The number of tokens that a step decodes if the scheduler chooses it (num_scheduler_steps=0)."""
 
 import pytest
-from quire.core.scheduling.running import MAX_BURST, MAX_BURST_BYTES
+from quire.core.scheduling.step import MAX_BURST, MAX_BURST_BYTES
 from quire.ipc.messages import EngineCoreRequest, FinishReason
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import assert_nothing_left, make_core, run, step

@@ -7,7 +7,8 @@ from concurrent.futures import Future
 import pytest
 from quire.core import arrivals, engine_core, observation, output_rows
 from quire.core import request as request_module
-from quire.core.scheduling import scheduler, waiting
+from quire.core.scheduling import state
+from quire.core.scheduling import step as step_module
 from quire.ipc.messages import EngineCoreRequest, FinishReason, RequestTiming
 from quire.ipc.params import SamplingParams, StructuredOutputsParams
 from quire.tests.core.engine_loop import make_core, step
@@ -28,8 +29,8 @@ def clock(monkeypatch):
     for module in (
         output_rows,
         request_module,
-        scheduler,
-        waiting,
+        state,
+        step_module,
         engine_core,
         arrivals,
         observation,

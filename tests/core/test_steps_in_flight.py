@@ -65,7 +65,7 @@ def make_core(num_stages: int = 2, least_samples: int = 1, **arguments) -> Engin
     config = make_config(pipeline_parallel_size=num_stages, **arguments)
     core = EngineCore(config, StagesExecutor(config))
     core.check_every_step = True
-    core.scheduler.least_samples = least_samples
+    core.scheduler.limits.least_samples = least_samples
     return core
 
 

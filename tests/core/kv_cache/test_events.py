@@ -7,8 +7,7 @@ import pytest
 from quire.core.engine_core import EngineCore
 from quire.core.kv_cache.block_pool import BlockPool
 from quire.core.kv_cache.events import KEY_BYTES, KVEvents
-from quire.core.kv_cache.kv_cache_manager import KVCacheManager
-from quire.core.kv_cache.watched_pool import WatchedBlockPool
+from quire.core.kv_cache.kv_cache_manager import KVCacheManager, WatchedBlockPool
 from quire.ipc.kv_events import (
     CPU,
     GPU,

@@ -300,7 +300,7 @@ def test_a_swapped_request_comes_back_with_what_it_sees():
         compute(manager, request, 16)
     assert kept(manager, request)[1] == [3, 4, 5, 6]
     pairs = manager.swap_out(request)
-    assert len(pairs) == 7 + 4 and manager.num_free_host_blocks == 20 - 11
+    assert len(pairs) == 7 + 4 and len(manager._free_host_blocks) == 20 - 11
     request.num_computed_tokens, request.num_swapped_tokens = 0, 112
     manager.check_integrity([], [request])
     manager.begin(request, 8, manager.get_computed_blocks(request), 112)
@@ -310,7 +310,7 @@ def test_a_swapped_request_comes_back_with_what_it_sees():
     assert kept(manager, request) == [list(range(8)), [4, 5, 6, 7]]
     request.num_computed_tokens, request.num_swapped_tokens = 120, 0
     manager.check_integrity([request])
-    assert manager.num_free_host_blocks == 20
+    assert len(manager._free_host_blocks) == 20
 
 
 def test_integrity_check_detects_a_block_that_is_seen_and_gone():

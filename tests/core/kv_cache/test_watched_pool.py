@@ -1,8 +1,8 @@
 """A pool that reports what it forgets, and what it is about to overwrite."""
 
 from quire.core.kv_cache.events import KVEvents
+from quire.core.kv_cache.kv_cache_manager import WatchedBlockPool
 from quire.core.kv_cache.offload import OffloadedBlocks
-from quire.core.kv_cache.watched_pool import WatchedBlockPool
 from quire.ipc.counters import EngineCounters
 from quire.ipc.kv_events import GPU, AllBlocksCleared, BlockRemoved, hash_for_routers
 from quire.ipc.models.kv_layout import KVLayout

@@ -3,7 +3,7 @@
 from quire.core.forks import Family
 from quire.core.kv_cache.kv_cache_manager import KVCacheManager
 from quire.core.request import Request, RequestStatus
-from quire.core.scheduling.admission import Start, find_start, has_room, num_missing_blocks
+from quire.core.scheduling.admission import StartPoint, find_start, has_room, num_missing_blocks
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.models.kv_layout import KVLayout
 from quire.ipc.params import SamplingParams
@@ -26,7 +26,7 @@ def compute(manager: KVCacheManager, request: Request) -> None:
 
 def test_a_request_starts_behind_its_cached_tokens():
     manager, first, second = KVCacheManager(20, LAYOUT), request("a", 40), request("b", 40)
-    assert find_start(manager, second) == Start(0, [[]])
+    assert find_start(manager, second) == StartPoint(0, [[]])
     compute(manager, first)
     start = find_start(manager, second)
     assert (start.num_tokens, [b.block_id for b in start.blocks[0]], start.source) == (
@@ -41,7 +41,7 @@ def test_a_swapped_request_starts_where_it_was():
     compute(manager, swapped)
     manager.swap_out(swapped)
     swapped.num_computed_tokens, swapped.num_swapped_tokens = 0, 40
-    assert find_start(manager, swapped) == Start(40, [[]])
+    assert find_start(manager, swapped) == StartPoint(40, [[]])
 
 
 def test_a_sibling_waits_for_the_prompt_and_then_starts_at_its_last_token():
@@ -50,7 +50,7 @@ def test_a_sibling_waits_for_the_prompt_and_then_starts_at_its_last_token():
     family = Family("r", members)
     for member in members:
         member.family = family
-    assert find_start(manager, members[0]) == Start(0, [[]])
+    assert find_start(manager, members[0]) == StartPoint(0, [[]])
     assert find_start(manager, members[1]) is None
     compute(manager, members[0])
     members[0].status = RequestStatus.RUNNING
@@ -64,7 +64,7 @@ def test_a_sibling_waits_for_the_prompt_and_then_starts_at_its_last_token():
     )
     family.leave(members[0])
     manager.free(members[0])
-    assert find_start(manager, members[1]) == Start(0, [[]])
+    assert find_start(manager, members[1]) == StartPoint(0, [[]])
     assert find_start(manager, members[2]) is None
 
 
@@ -75,6 +75,6 @@ def test_admission_needs_blocks_for_the_whole_prompt_and_the_demand_of_others():
     running.num_computed_tokens = 32
     # 8 are free, 3 of them reserved, 6 needed
     assert num_missing_blocks(LAYOUT, running) == 3
-    assert not has_room(manager, 3, new, Start(0, [[]]))
-    assert has_room(manager, 3, request("c", 80), Start(0, [[]]))
-    assert has_room(manager, 0, new, Start(0, [[]]))
+    assert not has_room(manager, 3, new, StartPoint(0, [[]]))
+    assert has_room(manager, 3, request("c", 80), StartPoint(0, [[]]))
+    assert has_room(manager, 0, new, StartPoint(0, [[]]))

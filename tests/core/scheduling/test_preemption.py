@@ -1,8 +1,7 @@
 """Which request is preempted and how: the policy alone, and the scheduler under memory pressure."""
 
 import pytest
-from quire.core.request import Request
-from quire.core.scheduling.owners import Owner
+from quire.core.request import Request, RequestOwner
 from quire.core.scheduling.preemption import PreemptionPolicy
 from quire.ipc.messages import EngineCoreRequest
 from quire.ipc.models.kv_layout import KVLayout
@@ -11,7 +10,7 @@ from quire.ipc.step_messages import PreemptionCosts
 from quire.tests.core.scheduling.loop import Loop, distinct
 
 # swapping is cheaper from 40 tokens on
-OWNER = Owner()
+OWNER = RequestOwner()
 COSTS = PreemptionCosts(recompute_s_per_token=1.0, swap_s=20.0, swap_s_per_token=0.5)
 
 
@@ -83,7 +82,7 @@ def test_swapped_blocks_come_back_and_nothing_is_computed_twice():
     assert computed == 32 + 31 + 30 + 3 * 23
     assert (
         swapped in loop.ends
-        and loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+        and len(loop.scheduler.kv_cache_manager._free_host_blocks) == loop.executor.num_host_blocks
     )
 
 
@@ -111,7 +110,7 @@ def test_a_swapped_request_can_be_aborted():
     assert [r.request_id for r in loop.scheduler.abort_requests([request_id], 0)] == [request_id]
     loop.scheduler.check_integrity()
     loop.run()
-    assert loop.scheduler.kv_cache_manager.num_free_host_blocks == loop.executor.num_host_blocks
+    assert len(loop.scheduler.kv_cache_manager._free_host_blocks) == loop.executor.num_host_blocks
 
 
 def test_preempt_all_discards_swapped_blocks():

@@ -45,7 +45,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_and_caches_its_
     loop.add("scored", prompt, max_tokens=1, prompt_logprobs=0)
     assert loop.step() == {"scored": 40}
     # only those of the filler
-    assert loop.cached["scored"] == 0 and loop.scheduler.kv_cache_manager.prefix_cache_queries == 40
+    assert loop.cached["scored"] == 0 and loop.scheduler.counters.prefix_cache_queries == 40
     assert loop.scheduler.reset_prefix_cache()
     loop.add("scored too", prompt, max_tokens=1, prompt_logprobs=0)
     loop.run()

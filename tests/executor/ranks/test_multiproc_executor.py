@@ -46,7 +46,7 @@ def ranks(tiny) -> Iterator[MultiprocExecutor]:
 @pytest.fixture
 def own_core(tiny) -> Iterator[EngineCore]:
     core = EngineCore(make_config(tiny("qwen2"), pipeline_parallel_size=2))
-    core.scheduler.least_samples = 1
+    core.scheduler.limits.least_samples = 1
     yield core
     core.shutdown()
     core.shutdown()

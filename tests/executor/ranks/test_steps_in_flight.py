@@ -64,7 +64,7 @@ def check_equal(one: dict[str, Answer], other: dict[str, Answer]) -> None:
 def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Answer], EngineCore]:
     core = EngineCore(config, executor)
     core.check_every_step = True
-    core.scheduler.least_samples = 1
+    core.scheduler.limits.least_samples = 1
     answers = drive(core, jobs)
     assert_nothing_left(core)
     return answers, core
@@ -104,7 +104,7 @@ def test_log_probabilities_have_the_bits_of_one_rank(tiny, dtype: str) -> None:
     params = greedy(max_tokens=9, temperature=0.7, logprobs=3, prompt_logprobs=2)
     for executor, config in ((one, one.config), (stages, stages.config)):
         core, rows = EngineCore(config, executor), []
-        core.scheduler.least_samples = 1
+        core.scheduler.limits.least_samples = 1
         for i in range(6):
             core.add_request(make_request(f"r{i}", [i + 1, 2, 3], params))
         while core.has_work():
@@ -145,7 +145,7 @@ def test_a_stage_begins_a_step_before_the_next_stage_has_ended_the_last_one(
     monkeypatch.setattr(first, "execute_model", run_first)
     monkeypatch.setattr(last, "execute_model", run_last)
     core = EngineCore(stages.config, stages)
-    core.scheduler.least_samples = 1
+    core.scheduler.limits.least_samples = 1
     for i in range(8):
         core.add_request(make_request(f"r{i}", [i + 1, 2], greedy(max_tokens=10)))
     answers = run(core)[0]
@@ -176,7 +176,7 @@ def test_grammars_with_forced_tokens(tiny, monkeypatch) -> None:
     one = start_executor(model)
     for executor, config in ((one, one.config), (stages, stages.config)):
         core = EngineCore(config, executor)
-        core.scheduler.least_samples = 1
+        core.scheduler.limits.least_samples = 1
         for i in range(4):
             core.add_request(make_request(f"r{i}", [i + 1, 2, 3], params, eos_token_ids=[2]))
         core.add_request(make_request("free", [7], greedy(max_tokens=12)))
@@ -209,7 +209,7 @@ def test_kv_events_and_a_pause_with_steps_in_flight(tiny, tmp_path) -> None:
         for i in range(6)
     ]
     core = EngineCore(stages.config, stages)
-    core.scheduler.least_samples = 1
+    core.scheduler.limits.least_samples = 1
     answers: dict[str, Answer] = {}
     with closing(Subscriber(*endpoints)) as subscriber:
         for request in requests:

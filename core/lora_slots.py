@@ -11,39 +11,30 @@ that waits has its place.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import msgspec
 
-from ...ipc.config import resolved
-from ...ipc.lora import LoRARequest
+from ..ipc.config import resolved
+from ..ipc.lora import LoRARequest
 
 MAX_OVERTAKES = 16
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Adapter:
     """One load of an adapter. Its weights never change: a reload is another Adapter, with another
     generation. The prefix cache shares blocks within one generation.
     """
 
-    __slots__ = (
-        "generation",
-        "is_pinned",
-        "last_used",
-        "num_overtakes",
-        "num_running",
-        "num_users",
-        "number",
-        "request",
-    )
-
-    def __init__(self, request: LoRARequest, generation: int):
-        self.request = request  # the user's
-        self.generation = generation
-        self.number: int | None = None  # in the executor, while it is in memory there
-        self.num_users = 0  # unfinished requests in the scheduler
-        self.num_running = 0  # of these, those that hold a slot
-        self.num_overtakes = 0  # requests that started while one with this adapter waited for it
-        self.last_used = 0  # a step
-        self.is_pinned = False
+    request: LoRARequest  # the user's
+    generation: int
+    number: int | None = None  # in the executor, while it is in memory there
+    num_users: int = 0  # unfinished requests in the scheduler
+    num_running: int = 0  # of these, those that hold a slot
+    num_overtakes: int = 0  # requests that started while one with this adapter waited for it
+    last_used: int = 0  # a step
+    is_pinned: bool = False
 
     @property
     def name(self) -> str:
@@ -59,8 +50,8 @@ class Adapter:
 
 
 class LoraSlots:
-    """Owns the set of adapters in use. One pass over the queue is begin_pass, may_start and
-    note_start for its requests, end_pass.
+    """Owns the set of adapters in use. One pass over the queue is begin_pass, then may_start and
+    start for its requests, then end_pass.
     """
 
     def __init__(self, max_loras: int):
@@ -78,6 +69,28 @@ class LoraSlots:
     def wanted(self) -> list[Adapter]:
         """The adapters that requests waited for in the last pass, in the order of the queue."""
         return [adapter for adapter in self._blocked if adapter.num_users]
+
+    def enter(self, adapter: Adapter | None) -> None:
+        """A request comes, with this adapter."""
+        self.is_stuck = False
+        if adapter is not None:
+            adapter.num_users += 1
+
+    def leave(self, adapter: Adapter | None) -> Adapter | None:
+        """A request with this adapter has ended. Returns the adapter if no other one uses it."""
+        self.is_stuck = False
+        if adapter is not None:
+            adapter.num_users -= 1
+            return None if adapter.num_users else adapter
+        return None
+
+    def reconsider(self) -> None:
+        """Something has changed: the next pass looks at all waiting requests again."""
+        self.is_stuck = False
+
+    def note_sibling(self) -> None:
+        """A request is passed over in this pass because it waits for a sibling."""
+        self.has_siblings = True
 
     def begin_pass(self) -> None:
         self._blocked, self._barred, self._num_started = {}, set(), 0

@@ -3,7 +3,7 @@ number of times.
 """
 
 import pytest
-from quire.core.scheduling.lora_slots import MAX_OVERTAKES, Adapter
+from quire.core.lora_slots import MAX_OVERTAKES, Adapter
 from quire.ipc.lora import LoRARequest
 from quire.tests.core.scheduling.loop import Loop, distinct
 

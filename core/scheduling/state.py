@@ -1,0 +1,388 @@
+"""The requests of an engine: which list each is in, and what it holds.
+
+Must not know: which request runs in a step, torch, sockets, rows for clients.
+
+    add_request ──▶ waiting ──▶ running ──▶ finish
+                    ▲    held   │
+                    └─ preempt ─┘
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+import time
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from ...ipc.config import EngineConfig, resolved
+from ...ipc.counters import EngineCounters
+from ...ipc.kv_events import CPU, DISK, KVCacheEvent
+from ...ipc.messages import EngineCoreRequest, FinishReason
+from ..forks import Family
+from ..kv_cache.kv_cache_manager import KVCacheManager
+from ..lora_slots import Adapter, LoraSlots
+from ..request import Request, RequestStatus, split
+from .owners import WaitingQueue
+from .preemption import PreemptionPolicy
+
+_by_key = attrgetter("key")
+
+# Of one prompt in a step, where a model has stages: so that all have a part of a long prompt at the
+# same time. A smaller number would use the weights less.
+MAX_STAGE_CHUNK_TOKENS = 256
+# Where a model has stages: so many requests take about the time of half of them, since a step reads
+# all weights (tests/bench/LEDGER.md), and to divide them among two steps would gain nothing.
+LEAST_SAMPLES, LEAST_SAMPLES_INT4 = 8, 4
+
+
+@dataclass(slots=True)
+class StepLimits:
+    """What a step may hold, from the configuration."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_chunk_tokens: int  # of one request
+    enable_chunked_prefill: bool
+    uses_priority: bool
+    uses_loras: bool
+    num_stages: int  # so many steps run at the same time, of different requests
+    least_samples: int  # requests in a step before others are kept for the next one
+    drafts: bool
+    num_tokens_per_pass: int  # that a row may get in a pass of the model, drafts included
+    # passes of the model in a step; 0: the scheduler chooses
+    num_scheduler_steps: int
+    # of the weights, by which the scheduler chooses the number of passes; 0: it takes one
+    burst_weights_bytes: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, burst_weights_bytes: int = 0) -> StepLimits:
+        """burst_weights_bytes: see Executor."""
+        scheduling = config.scheduler_config
+        budget = resolved(scheduling.max_num_batched_tokens)
+        num_stages = config.device_config.pipeline_parallel_size
+        max_chunk_tokens = budget
+        # without chunks a prompt is computed at once or waits, so there is nothing to split
+        if scheduling.enable_chunked_prefill:
+            max_chunk_tokens = scheduling.long_prefill_token_threshold or budget
+            if num_stages > 1:
+                max_chunk_tokens = min(max_chunk_tokens, MAX_STAGE_CHUNK_TOKENS)
+        is_int4 = config.model_config.quantization == "int4"
+        drafting = scheduling.speculative_config
+        num_drafts = 0 if drafting is None else drafting.num_speculative_tokens
+        # overlapped stepping hides the work outside the model and does not need bursts
+        is_free = scheduling.num_scheduler_steps == 0 and not scheduling.async_scheduling
+        return cls(
+            max_model_len=resolved(config.model_config.max_model_len),
+            max_num_seqs=scheduling.max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_chunk_tokens=max_chunk_tokens,
+            enable_chunked_prefill=scheduling.enable_chunked_prefill,
+            uses_priority=scheduling.scheduling_policy == "priority",
+            uses_loras=config.lora_config.enable_lora,
+            num_stages=num_stages,
+            least_samples=LEAST_SAMPLES_INT4 if is_int4 else LEAST_SAMPLES,
+            drafts=drafting is not None,
+            num_tokens_per_pass=1 + num_drafts,
+            num_scheduler_steps=scheduling.num_scheduler_steps,
+            burst_weights_bytes=burst_weights_bytes if is_free else 0,
+        )
+
+
+class SchedulerState:
+    """Owns the requests, their slots, and what a step must tell the runner of them."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: StepLimits,
+        kv_cache_manager: KVCacheManager,
+        preemption: PreemptionPolicy,
+        counters: EngineCounters,
+    ):
+        self.limits = limits
+        self.kv_cache_manager = kv_cache_manager
+        self.preemption = preemption
+        self.counters = counters
+        self.requests: dict[str, Request] = {}
+        self.families: dict[str, Family] = {}  # by the id of a message with n > 1
+        self.waiting = WaitingQueue(max_debt=limits.max_num_batched_tokens)
+        self.running: list[Request] = []  # sorted by key
+        self.held: dict[str, Request] = {}  # in order of arrival; see hold_arrivals
+        self.lora_slots = LoraSlots(config.lora_config.max_loras)
+        self.unused_adapters: list[Adapter] = []  # their last request has ended; core/loras.py
+        # a heap: the lowest is taken first, which keeps the runner's batch compact
+        self.free_slots = list(range(limits.max_num_seqs))
+        self.num_steps = 0
+        # of the draft tokens at each position of a draft, those that were accepted
+        self.accepted_per_pos = [0] * (limits.num_tokens_per_pass - 1)
+        self._is_holding = False
+        self._first_held_arrival = 0
+        self._num_arrivals = 0
+        self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
+        # since the last step; not sent to the runner yet
+        self._freed_slots: list[int] = []
+        self._blocks_to_swap_out: list[tuple[int, int]] = []
+        self._offload_medium = DISK if config.cache_config.kv_offloading_path else CPU
+
+    # ------------------------------------------------------------ requests come
+
+    def add_request(
+        self,
+        message: EngineCoreRequest,
+        client_index: int = 0,
+        arrival: int | None = None,
+        queued_time: float | None = None,
+        adapter: Adapter | None = None,
+    ) -> None:
+        """Adds a validated request whose id is not in use; n > 1 makes n of it.
+
+        Arrival is the order of these calls, or a reserved place: clients' clocks are not trusted.
+        `queued_time`: when the engine received it, if not now. `adapter`: of its lora_request.
+        """
+        if arrival is None:
+            arrival = self.reserve_arrivals(message.num_completions)
+        queued_time = time.monotonic() if queued_time is None else queued_time
+        if message.num_completions == 1:
+            self._add(message, client_index, arrival, queued_time, adapter)
+        else:
+            self._add_family(message, client_index, arrival, queued_time, adapter)
+
+    def _add(
+        self,
+        message: EngineCoreRequest,
+        client_index: int,
+        arrival: int,
+        queued_time: float,
+        adapter: Adapter | None,
+    ) -> Request:
+        request = Request(
+            message,
+            max_model_len=self.limits.max_model_len,
+            client_index=client_index,
+            key=(message.priority if self.limits.uses_priority else 0, arrival),
+            queued_time=queued_time,
+            owner=self.waiting.enter(client_index, message.owner, message.owner_weight),
+            adapter=adapter,
+        )
+        self.requests[request.request_id] = request
+        if message.deadline:
+            heapq.heappush(self._deadlines, (message.deadline, request.request_id))
+        if self.limits.uses_loras:
+            self.lora_slots.enter(adapter)
+        if self._is_holding and self.is_held_back(arrival):
+            self.held[request.request_id] = request
+        else:
+            self.waiting.add(request)
+        return request
+
+    def _add_family(
+        self,
+        message: EngineCoreRequest,
+        client_index: int,
+        arrival: int,
+        queued_time: float,
+        adapter: Adapter | None,
+    ) -> None:
+        """The requests of a message with n > 1 are held back together, or not."""
+        members = [
+            self._add(child, client_index, place, queued_time, adapter)
+            for place, child in enumerate(split(message), start=arrival)
+        ]
+        family = self.families[message.request_id] = Family(message.request_id, members)
+        for member in members:
+            member.family = family
+
+    def is_in_use(self, request_id: str) -> bool:
+        return request_id in self.requests or request_id in self.families
+
+    def reserve_arrivals(self, count: int) -> int:
+        """Reserves `count` places in the order of arrival for a request that is added later;
+        returns the first.
+        """
+        self._num_arrivals += count
+        return self._num_arrivals - count
+
+    def hold_arrivals(self) -> None:
+        """Holds requests that arrive from now on: they are not scheduled until release_arrivals."""
+        if not self._is_holding:
+            self._is_holding, self._first_held_arrival = True, self._num_arrivals
+
+    def is_held_back(self, arrival: int) -> bool:
+        """Whether a request with this place in the order arrived after hold_arrivals."""
+        return self._is_holding and arrival >= self._first_held_arrival
+
+    def release_arrivals(self) -> None:
+        self._is_holding = False
+        self.lora_slots.reconsider()
+        for request in self.held.values():
+            self.waiting.add(request)
+        self.held.clear()
+
+    # ------------------------------------------------------------ requests go
+
+    def abort_requests(self, request_ids: Iterable[str], client_index: int) -> list[Request]:
+        """Ends this client's requests among `request_ids`; a parent's id means all its children.
+
+        Returns those that were alive. Called between steps.
+        """
+        aborted = []
+        for request_id in request_ids:
+            known, family = self.requests.get(request_id), self.families.get(request_id)
+            members = list(family.members.values()) if family is not None else []
+            for request in [known] if known is not None else members:
+                if request.client_index == client_index:
+                    self.finish(request, FinishReason.ABORT)
+                    aborted.append(request)
+        return aborted
+
+    @property
+    def has_deadlines(self) -> bool:
+        return bool(self._deadlines)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """By time.monotonic(), of the requests there are."""
+        while self._deadlines and self._deadlines[0][1] not in self.requests:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def has_late_requests(self) -> bool:
+        """Whether the deadline of a request has passed."""
+        deadline = self.next_deadline
+        return deadline is not None and deadline <= time.monotonic()
+
+    def pop_late_request(self) -> Request:
+        """The one with the earliest deadline, which no longer counts."""
+        return self.requests[heapq.heappop(self._deadlines)[1]]
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """The only way out: the request leaves its list, its slot and its blocks."""
+        if request.status is RequestStatus.RUNNING:
+            del self.running[bisect_left(self.running, request.key, key=_by_key)]
+        elif self.held.pop(request.request_id, None) is None:
+            self.waiting.remove(request)
+        self._release_slot(request)
+        if request.family is not None:
+            self._leave_family(request, request.family, reason)
+        if reason is FinishReason.ERROR:
+            self.kv_cache_manager.discard(request)
+        else:
+            self.kv_cache_manager.free(request)
+        if request.num_swapped_tokens:
+            self._leave_host(request)
+        del self.requests[request.request_id]
+        self.waiting.leave(request.owner)
+        if self.limits.uses_loras and (unused := self.lora_slots.leave(request.adapter)):
+            self.unused_adapters.append(unused)
+        request.finish(reason)
+        self.counters.count_end(str(reason))
+
+    def _release_slot(self, request: Request) -> None:
+        if request.slot is not None:
+            heapq.heappush(self.free_slots, request.slot)
+            self._freed_slots.append(request.slot)
+            request.slot = None
+            if request.adapter is not None:
+                self.lora_slots.release(request.adapter, self.num_steps)
+
+    def _leave_host(self, request: Request) -> None:
+        """Frees its host memory, and cancels copies to it."""
+        freed = self.kv_cache_manager.free_host_blocks(request)
+        self._blocks_to_swap_out = [
+            pair for pair in self._blocks_to_swap_out if pair[1] not in freed
+        ]
+        request.num_swapped_tokens = 0
+
+    def _leave_family(self, request: Request, family: Family, reason: FinishReason) -> None:
+        """Called while the request still holds its blocks.
+
+        If it was the last to hold the prompt's blocks, these stay findable for members that have
+        not started.
+        """
+        manager = self.kv_cache_manager
+        has_prompt = family.has_prompt(request) and reason is not FinishReason.ERROR
+        family.leave(request)
+        is_parked = family.parked is not None and manager.holds_parked(family.parked)
+        if family.parked is not None and not (is_parked and family.members):
+            manager.unpark(family.parked)
+            family.parked = None
+        if not family.members:
+            del self.families[family.request_id]
+        elif has_prompt and not is_parked and family.find_source() is None:
+            family.parked = manager.park(request, request.num_prompt_tokens - 1)
+
+    # ------------------------------------------------------------ requests lose their place
+
+    def preempt(self, victim: Request, may_swap: bool = True) -> None:
+        """Preempts the request, which is already out of `running`.
+
+        It loses its slot and blocks and waits in its place, to be recomputed or with its KV entries
+        in host memory.
+        """
+        self._release_slot(victim)
+        may_swap = may_swap and self.preemption.prefers_swap(victim)
+        pairs = self.kv_cache_manager.swap_out(victim) if may_swap else None
+        if pairs is not None:
+            self._blocks_to_swap_out.extend(pairs)
+            self.counters.num_blocks_swapped_out += len(pairs)
+            victim.status = RequestStatus.SWAPPED
+            victim.num_swapped_tokens = victim.num_computed_tokens
+        else:
+            self.kv_cache_manager.free(victim)
+            victim.status = RequestStatus.PREEMPTED
+            victim.num_computed_before_preemption = max(
+                victim.num_computed_tokens, victim.num_computed_before_preemption
+            )
+        victim.num_computed_tokens = victim.num_executed_tokens = 0
+        victim.note_preemption(time.monotonic())
+        self.waiting.add(victim)
+        self.lora_slots.reconsider()
+        self.counters.num_preemptions += 1
+
+    def preempt_all(self) -> None:
+        """Preempts all requests by recompute: they release blocks and slots and continue from the
+        queue.
+
+        Called between steps.
+        """
+        while self.running:
+            self.preempt(self.running.pop(), may_swap=False)
+        for request in self.waiting:
+            if request.num_swapped_tokens:
+                request.num_computed_before_preemption = max(
+                    request.num_swapped_tokens, request.num_computed_before_preemption
+                )
+                request.status = RequestStatus.PREEMPTED
+                self._leave_host(request)
+
+    # ------------------------------------------------------------ the prefix cache
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """What the prefix cache has learned and forgotten since the last call."""
+        events, offload = self.kv_cache_manager.events, self.kv_cache_manager.offload
+        if events is None:
+            return []
+        if offload is not None:
+            events.changed(self._offload_medium, *offload.take_changes())
+        return events.take()
+
+    def keep_cached_blocks(self, most: int = sys.maxsize) -> None:
+        """Stores what the cache has and no request holds, before it is lost: the `most` blocks that
+        were used last, if there is a place for them.
+        """
+        manager = self.kv_cache_manager
+        if manager.offload is not None:
+            free = [
+                block for block in manager.block_pool.free_queue if block.block_hash is not None
+            ]
+            manager.offload.store_all(free[-most:])
+
+    def reset_prefix_cache(self) -> bool:
+        return self.kv_cache_manager.reset_prefix_cache()

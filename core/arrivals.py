@@ -13,11 +13,12 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from operator import attrgetter
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..ipc.checks import is_finite, require_owner
 from ..ipc.config import EngineConfig, resolved
@@ -61,7 +62,7 @@ class Arrivals:
     ):
         """wake: see GrammarGate. deliver: sends the rows at once, if the host can."""
         self.gate = GrammarGate(wake)
-        self._config = config
+        self._limits = RequestLimits.of(config)
         self._scheduler = scheduler
         self._checker = checker
         self._rows = rows
@@ -74,17 +75,18 @@ class Arrivals:
         A request that cannot be served gets an ERROR row in the next outputs; nothing is raised.
         """
         try:
-            check_request(request, self._config)
-            if self._scheduler.is_in_use(request.request_id) or request.request_id in self.gate:
-                raise InvalidParameterError(
-                    "request_id", f"{request.request_id!r} is already in use"
-                )
+            check_request(request, self._limits)
+            request_id = request.request_id
+            if self._scheduler.is_in_use(request_id) or request_id in self.gate.waiting:
+                raise InvalidParameterError("request_id", f"{request_id!r} is already in use")
         except InvalidParameterError as refusal:
             return self._refuse(str(request.request_id), refusal, client_index)
-        if request.structured_outputs is None:
+        if request.structured_outputs is not None:
+            self._check_grammar(request, client_index)
+        elif request.lora_request is not None:
             self._enter(request, client_index)
         else:
-            self._check_grammar(request, client_index)
+            self._scheduler.add_request(request, client_index)
 
     def _check_grammar(self, request: EngineCoreRequest, client_index: int) -> None:
         arrival = self._scheduler.reserve_arrivals(request.num_completions)
@@ -242,24 +244,24 @@ class GrammarGate:
     def __init__(self, wake: Callable[[], None]):
         """wake: ends the wait of the engine's host; called from any thread."""
         self._wake = wake
-        self._waiting: dict[str, GatedRequest] = {}  # in order of arrival
+        self.waiting: dict[str, GatedRequest] = {}  # by id, in order of arrival
         self._checked: SimpleQueue[GatedRequest] = SimpleQueue()
         self._ready: deque[GatedRequest] = deque()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
+        return request_id in self.waiting
 
     def __iter__(self) -> Iterator[GatedRequest]:
-        return iter(self._waiting.values())
+        return iter(self.waiting.values())
 
     def add(
         self, request: EngineCoreRequest, client_index: int, arrival: int, check: Future
     ) -> None:
         gated = GatedRequest(request, client_index, arrival, check)
-        self._waiting[request.request_id] = gated
+        self.waiting[request.request_id] = gated
         if check.done():  # a known grammar: there is no wait to end
             self._ready.append(gated)
         else:
@@ -272,7 +274,7 @@ class GrammarGate:
     @property
     def next_deadline(self) -> float | None:
         """By time.monotonic(), of the requests that wait here."""
-        if not self._waiting:
+        if not self.waiting:
             return None
         return min(
             (gated.request.deadline for gated in self if gated.request.deadline), default=None
@@ -280,7 +282,7 @@ class GrammarGate:
 
     def has_checked(self) -> bool:
         """Whether there is a request to take."""
-        if not self._waiting:  # what is left of others is dropped with the next `take`
+        if not self.waiting:  # what is left of others is dropped with the next `take`
             return False
         return bool(self._ready) or not self._checked.empty() or any(g.is_late for g in self)
 
@@ -292,11 +294,11 @@ class GrammarGate:
             self._ready.append(self._checked.get())
         self._ready.extend(g for g in self if g.is_late and g not in self._ready)
         taken = [
-            gated for gated in self._ready if self._waiting.get(gated.request.request_id) is gated
+            gated for gated in self._ready if self.waiting.get(gated.request.request_id) is gated
         ]
         self._ready.clear()
         for gated in taken:
-            del self._waiting[gated.request.request_id]
+            del self.waiting[gated.request.request_id]
         return taken
 
     def wait(self) -> None:
@@ -314,11 +316,11 @@ class GrammarGate:
         """
         taken = []
         for request_id in request_ids:
-            gated = self._waiting.get(request_id)
+            gated = self.waiting.get(request_id)
             if gated is not None and gated.client_index == client_index:
-                taken.append(self._waiting.pop(request_id))
+                taken.append(self.waiting.pop(request_id))
             elif gated is None:
-                parent = self._waiting.get(request_id.partition("_")[2])  # see child_request_id
+                parent = self.waiting.get(request_id.partition("_")[2])  # see child_request_id
                 if parent is not None and parent.client_index == client_index:
                     parent.aborted_ids.append(request_id)
         return taken
@@ -329,21 +331,21 @@ class GrammarGate:
         """
         mine = [
             request_id
-            for request_id, gated in self._waiting.items()
+            for request_id, gated in self.waiting.items()
             if gated.client_index == client_index
         ]
         for request_id in mine:
-            del self._waiting[request_id]
+            del self.waiting[request_id]
         return len(mine)
 
     def is_used_by(self, client_index: int) -> bool:
-        return any(gated.client_index == client_index for gated in self._waiting.values())
+        return any(gated.client_index == client_index for gated in self.waiting.values())
 
     def check_integrity(self, scheduled: Container[str]) -> None:
         """Raises AssertionError if a request is both here and in the scheduler, or waits for
         nothing.
         """
-        both = [request_id for request_id in self._waiting if request_id in scheduled]
+        both = [request_id for request_id in self.waiting if request_id in scheduled]
         forgotten = [
             gated.request.request_id
             for gated in self
@@ -355,163 +357,236 @@ class GrammarGate:
             )
 
 
-def check_request(request: EngineCoreRequest, config: EngineConfig) -> None:
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """What a request may ask for, from the configuration."""
+
+    vocab_size: int
+    max_model_len: int
+    max_logprobs: int  # as configured; it may be ALL_LOGPROBS
+    most_logprobs: int  # that a token may have
+    pooling_tasks: tuple[str, ...] | None  # None: the model cannot pool
+    only_pools: bool
+    has_loras: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> RequestLimits:
+        model = config.model_config
+        vocab_size, most = model.hf_config["vocab_size"], model.max_logprobs
+        return cls(
+            vocab_size=vocab_size,
+            max_model_len=resolved(model.max_model_len),
+            max_logprobs=most,
+            most_logprobs=vocab_size if most == ALL_LOGPROBS else min(most, vocab_size),
+            pooling_tasks=None if model.pooling is None else tuple(model.pooling.tasks),
+            only_pools=model.runner == "pooling",
+            has_loras=config.lora_config.enable_lora,
+        )
+
+
+class Rule(NamedTuple):
+    """What must hold of a request, and what is said of one for which it does not. A rule may rely
+    on those before it.
+    """
+
+    parameter: str
+    holds: Callable[[Any, RequestLimits], object]
+    problem: Callable[[Any, RequestLimits], str]
+
+
+def _are_token_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _in_vocabulary(token_ids: Collection[int] | None, limits: RequestLimits) -> bool:
+    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size)
+
+
+def _outside_vocabulary(token_ids: Collection[int], limits: RequestLimits) -> str:
+    extremes = min(token_ids), max(token_ids)
+    extreme = next(one for one in extremes if not 0 <= one < limits.vocab_size)
+    return f"token ids must be between 0 and {limits.vocab_size - 1}, got {extreme}"
+
+
+def _bad_words(request: Any) -> list[int]:
+    return [token_id for ids in request.params.bad_words_token_ids for token_id in ids]
+
+
+def _list_rule(name: str) -> Rule:
+    value = attrgetter(name)
+    return Rule(
+        name, lambda r, _: _are_token_ids(value(r)), lambda r, _: "must be a list of token ids"
+    )
+
+
+def _vocabulary_rule(name: str, value: Callable[[Any], Any]) -> Rule:
+    return Rule(
+        name,
+        lambda r, limits: _in_vocabulary(value(r), limits),
+        lambda r, limits: _outside_vocabulary(value(r), limits),
+    )
+
+
+def _logprobs_rule(name: str) -> Rule:
+    value = attrgetter(f"params.{name}")
+    return Rule(
+        name,
+        lambda r, limits: (
+            value(r) is None
+            or (limits.vocab_size if value(r) == ALL_LOGPROBS else value(r)) <= limits.most_logprobs
+        ),
+        lambda r, limits: (
+            f"must be at most {limits.most_logprobs} (max_logprobs={limits.max_logprobs}, a "
+            f"vocabulary of {limits.vocab_size}), got {value(r)}"
+        ),
+    )
+
+
+ID_RULES = (
+    Rule(
+        "request_id",
+        lambda r, _: isinstance(r.request_id, str),
+        lambda r, _: f"must be a string, got {r.request_id!r}",
+    ),
+)
+SAMPLING_RULES = (
+    Rule(
+        "params",
+        lambda r, _: isinstance(r.params, SamplingParams),
+        lambda r, _: f"must be SamplingParams or PoolingParams, got {type(r.params).__name__}",
+    ),
+    Rule(
+        "params",
+        lambda _, limits: not limits.only_pools,
+        lambda *_: (
+            "must be PoolingParams: this engine runs with runner=pooling and generates no text"
+        ),
+    ),
+    Rule(
+        "seed",
+        lambda r, _: r.params.seed is not None,
+        lambda *_: "must be resolved by the frontend, got None",
+    ),
+    Rule(
+        "max_tokens",
+        lambda r, _: r.params.max_tokens is not None,
+        lambda *_: "must be resolved by the frontend, got None",
+    ),
+    _logprobs_rule("logprobs"),
+    _logprobs_rule("prompt_logprobs"),
+    Rule(
+        "bad_words_token_ids",
+        lambda r, _: (
+            not (r.params.bad_words or r.params.bad_words_token_ids)
+            or bool(_bad_words(r)) == bool(r.params.bad_words)
+        ),
+        lambda *_: "must be resolved by the frontend: bad_words as token ids",
+    ),
+    _vocabulary_rule("stop_token_ids", lambda r: r.params.stop_token_ids),
+    _vocabulary_rule("allowed_token_ids", lambda r: r.params.allowed_token_ids),
+    _vocabulary_rule("logit_bias", lambda r: r.params.logit_bias),
+    _vocabulary_rule(
+        "bad_words_token_ids", lambda r: r.params.bad_words_token_ids and _bad_words(r)
+    ),
+)
+POOLING_RULES = (
+    Rule(
+        "params",
+        lambda _, limits: limits.pooling_tasks is not None,
+        lambda *_: "must be SamplingParams: the model generates text and cannot pool",
+    ),
+    Rule(
+        "task",
+        lambda r, limits: r.params.task in limits.pooling_tasks,
+        lambda r, limits: (
+            f"must be one of {', '.join(limits.pooling_tasks)} for this model, got {r.params.task}"
+        ),
+    ),
+)
+TOKEN_RULES = (
+    _list_rule("prompt_token_ids"),
+    _vocabulary_rule("prompt_token_ids", lambda r: r.prompt_token_ids),
+    _list_rule("resume_tokens"),
+    _vocabulary_rule("resume_tokens", lambda r: r.resume_tokens),
+    _list_rule("eos_token_ids"),  # an id that no token has ends nothing
+    Rule(
+        "resume_tokens",
+        lambda r, _: not r.resume_tokens or r.num_completions == 1,
+        lambda *_: "must be empty with n > 1: each child is resumed as a request of its own",
+    ),
+    Rule("prompt_token_ids", lambda r, _: r.prompt_token_ids, lambda *_: "must not be empty"),
+)
+POOLED_LENGTH_RULES = (
+    Rule(
+        "prompt_token_ids",
+        lambda r, limits: len(r.prompt_token_ids) <= limits.max_model_len and not r.resume_tokens,
+        lambda r, limits: (
+            f"must be at most max_model_len={limits.max_model_len} tokens, and none in "
+            f"resume_tokens, got {len(r.prompt_token_ids)} and {len(r.resume_tokens)}"
+        ),
+    ),
+)
+SAMPLED_LENGTH_RULES = (
+    Rule(
+        "prompt_token_ids",
+        lambda r, limits: len(r.prompt_token_ids) + len(r.resume_tokens) < limits.max_model_len,
+        lambda r, limits: (
+            f"must leave room for an output token in max_model_len={limits.max_model_len}, got "
+            f"{len(r.prompt_token_ids) + len(r.resume_tokens)} tokens"
+        ),
+    ),
+    Rule(
+        "resume_tokens",
+        lambda r, _: len(r.resume_tokens) < r.params.max_tokens,
+        lambda r, _: (
+            f"must be fewer than max_tokens={r.params.max_tokens}, got {len(r.resume_tokens)}"
+        ),
+    ),
+    Rule(
+        "ignore_eos",
+        lambda r, _: r.params.structured_outputs is None or not r.params.ignore_eos,
+        lambda *_: "must be False with structured_outputs, whose end is an end-of-sequence token",
+    ),
+    Rule(
+        "structured_outputs",
+        lambda r, limits: (
+            r.params.structured_outputs is None
+            or any(0 <= token_id < limits.vocab_size for token_id in r.eos_token_ids)
+        ),
+        lambda r, limits: (
+            f"needs an end-of-sequence token between 0 and {limits.vocab_size - 1}, the model's "
+            f"vocabulary, to end with; got {r.eos_token_ids}"
+        ),
+    ),
+)
+COMMON_RULES = (
+    Rule(
+        "priority",
+        lambda r, _: type(r.priority) is int,
+        lambda r, _: f"must be an integer, got {r.priority!r}",
+    ),
+    Rule(
+        "lora_request",
+        lambda r, limits: r.lora_request is None or limits.has_loras,
+        lambda *_: "needs an engine that was started with enable_lora",
+    ),
+    Rule("deadline", lambda r, _: is_finite(r.deadline), lambda *_: "must be a finite number"),
+    Rule(
+        "cache_salt",
+        lambda r, _: r.cache_salt is None or isinstance(r.cache_salt, str),
+        lambda *_: "must be a string or None",
+    ),
+)
+GENERATING = (*ID_RULES, *SAMPLING_RULES, *TOKEN_RULES, *SAMPLED_LENGTH_RULES, *COMMON_RULES)
+POOLING = (*ID_RULES, *POOLING_RULES, *TOKEN_RULES, *POOLED_LENGTH_RULES, *COMMON_RULES)
+
+
+def check_request(request: EngineCoreRequest, limits: RequestLimits) -> None:
     """Refuses requests that the engine cannot serve.
 
     Raises InvalidParameterError, naming the parameter and its range.
     """
-    _require(
-        isinstance(request.request_id, str),
-        "request_id",
-        f"must be a string, got {request.request_id!r}",
-    )
-    params = request.params
-    if isinstance(params, PoolingParams):
-        _check_pooling(params, config)
-    else:
-        _require(
-            isinstance(params, SamplingParams),
-            "params",
-            f"must be SamplingParams or PoolingParams, got {type(params).__name__}",
-        )
-        _require(
-            config.model_config.runner != "pooling",
-            "params",
-            "must be PoolingParams: this engine runs with runner=pooling and generates no text",
-        )
-        _check_params(params, config)
-    _check_token_ids(request, config)
-    vocab_size = config.model_config.hf_config["vocab_size"]
-    if request.structured_outputs is not None:
-        _require(
-            not request.sampling_params.ignore_eos,
-            "ignore_eos",
-            "must be False with structured_outputs, whose end is an end-of-sequence token",
-        )
-        _require(
-            any(0 <= token_id < vocab_size for token_id in request.eos_token_ids),
-            "structured_outputs",
-            f"needs an end-of-sequence token between 0 and {vocab_size - 1}, the model's "
-            f"vocabulary, to end with; got {request.eos_token_ids}",
-        )
-    _require(
-        type(request.priority) is int, "priority", f"must be an integer, got {request.priority!r}"
-    )
-    _require(
-        request.lora_request is None or config.lora_config.enable_lora,
-        "lora_request",
-        "needs an engine that was started with enable_lora",
-    )
-    _require(is_finite(request.deadline), "deadline", "must be a finite number")
+    for rule in POOLING if isinstance(request.params, PoolingParams) else GENERATING:
+        if not rule.holds(request, limits):
+            raise InvalidParameterError(rule.parameter, rule.problem(request, limits))
     require_owner(request.owner, request.owner_weight)
-    _require(
-        request.cache_salt is None or isinstance(request.cache_salt, str),
-        "cache_salt",
-        "must be a string or None",
-    )
-
-
-def _check_pooling(params: PoolingParams, config: EngineConfig) -> None:
-    pooling = config.model_config.pooling
-    if pooling is None:
-        raise InvalidParameterError(
-            "params", "must be SamplingParams: the model generates text and cannot pool"
-        )
-    _require(
-        params.task in pooling.tasks,
-        "task",
-        f"must be one of {', '.join(pooling.tasks)} for this model, got {params.task}",
-    )
-
-
-def _check_params(params: SamplingParams, config: EngineConfig) -> None:
-    _require(params.seed is not None, "seed", "must be resolved by the frontend, got None")
-    _require(
-        params.max_tokens is not None, "max_tokens", "must be resolved by the frontend, got None"
-    )
-    vocab_size, cap = config.model_config.hf_config["vocab_size"], config.model_config.max_logprobs
-    most = vocab_size if cap == ALL_LOGPROBS else min(cap, vocab_size)
-    for name in ("logprobs", "prompt_logprobs"):
-        value = getattr(params, name)
-        wanted = vocab_size if value == ALL_LOGPROBS else value or 0
-        _require(
-            wanted <= most,
-            name,
-            f"must be at most {most} (max_logprobs={cap}, a vocabulary of {vocab_size}), got "
-            f"{value}",
-        )
-    bad_words = [token_id for token_ids in params.bad_words_token_ids for token_id in token_ids]
-    _require(
-        bool(bad_words) == bool(params.bad_words),
-        "bad_words_token_ids",
-        "must be resolved by the frontend: bad_words as token ids",
-    )
-    lists = (params.stop_token_ids, params.allowed_token_ids, params.logit_bias, bad_words)
-    for name, token_ids in zip(
-        ("stop_token_ids", "allowed_token_ids", "logit_bias", "bad_words_token_ids"),
-        lists,
-        strict=True,
-    ):
-        if token_ids:
-            _check_vocabulary(name, token_ids, vocab_size)
-
-
-def _check_token_ids(request: EngineCoreRequest, config: EngineConfig) -> None:
-    vocab_size, max_model_len = (
-        config.model_config.hf_config["vocab_size"],
-        resolved(config.model_config.max_model_len),
-    )
-    for name in ("prompt_token_ids", "resume_tokens", "eos_token_ids"):
-        token_ids = getattr(request, name)
-        _require(
-            isinstance(token_ids, list) and set(map(type, token_ids)) <= {int},
-            name,
-            "must be a list of token ids",
-        )
-        if token_ids and name != "eos_token_ids":  # an id that no token has ends nothing
-            _check_vocabulary(name, token_ids, vocab_size)
-    num_prompt_tokens, num_resumed_tokens = (
-        len(request.prompt_token_ids),
-        len(request.resume_tokens),
-    )
-    is_one = request.num_completions == 1 or not num_resumed_tokens
-    _require(
-        is_one,
-        "resume_tokens",
-        "must be empty with n > 1: each child is resumed as a request of its own",
-    )
-    _require(num_prompt_tokens > 0, "prompt_token_ids", "must not be empty")
-    if isinstance(request.params, PoolingParams):
-        _require(
-            num_prompt_tokens <= max_model_len and not num_resumed_tokens,
-            "prompt_token_ids",
-            f"must be at most max_model_len={max_model_len} tokens, and none in resume_tokens, got "
-            f"{num_prompt_tokens} and {num_resumed_tokens}",
-        )
-        return
-    _require(
-        num_prompt_tokens + num_resumed_tokens < max_model_len,
-        "prompt_token_ids",
-        f"must leave room for an output token in max_model_len={max_model_len}, got "
-        f"{num_prompt_tokens + num_resumed_tokens} tokens",
-    )
-    max_tokens = resolved(request.sampling_params.max_tokens)
-    _require(
-        num_resumed_tokens < max_tokens,
-        "resume_tokens",
-        f"must be fewer than max_tokens={max_tokens}, got {num_resumed_tokens}",
-    )
-
-
-def _check_vocabulary(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Checks `token_ids`, which are not empty."""
-    for extreme in (min(token_ids), max(token_ids)):
-        if not 0 <= extreme < vocab_size:
-            raise InvalidParameterError(
-                name, f"token ids must be between 0 and {vocab_size - 1}, got {extreme}"
-            )
-
-
-def _require(holds: bool, parameter: str, problem: str) -> None:
-    if not holds:
-        raise InvalidParameterError(parameter, problem)

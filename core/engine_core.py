@@ -239,7 +239,7 @@ class EngineCore:
 
     def has_pending_outputs(self) -> bool:
         """Whether a client has rows to receive, or a step in flight may bring some."""
-        return bool(self.rows) or self.has_step_in_flight
+        return bool(self.rows) or bool(self._in_flight)
 
     @property
     def has_step_in_flight(self) -> bool:
@@ -252,18 +252,22 @@ class EngineCore:
 
     def has_work(self) -> bool:
         """Whether a step would compute something or deliver a row."""
-        if self.has_pending_outputs() or self.gate.has_checked():
+        if self.has_pending_outputs() or (self.gate.waiting and self.gate.has_checked()):
             return True
-        if self.scheduler.has_late_requests() or self.loras.is_due():
+        if self.scheduler.deadlines and self.scheduler.has_late_requests():
+            return True
+        if self.loras.is_enabled and self.loras.is_due():
             return True
         if self.waves is not None and self.waves.has_work():
             return True
         is_waiting = len(self.scheduler.requests) > len(self.scheduler.held)
-        return self.pausing.can_step and is_waiting and not self.loras.blocks_all()
+        if not (self.pausing.can_step and is_waiting):
+            return False
+        return not (self.loras.is_enabled and self.loras.blocks_all())
 
     def is_idle(self) -> bool:
         """Whether there is no work, and nothing in another thread that may bring some."""
-        return not self.has_work() and not self.gate and not self.loras.is_reading
+        return not self.has_work() and not self.gate.waiting and not self.loras.is_reading
 
     @property
     def is_in_wave(self) -> bool:
@@ -322,9 +326,9 @@ class EngineCore:
 
     def schedule(self) -> ScheduledStep | None:
         """The next step, if there is something to compute and the engine may."""
-        if self.gate.has_checked():
+        if self.gate.waiting and self.gate.has_checked():
             self.arrivals.admit_checked()
-        if self.scheduler.has_deadlines:
+        if self.scheduler.deadlines:
             end_late_requests(self.scheduler, self.rows)
         if self.loras.is_enabled:
             self.loras.settle()

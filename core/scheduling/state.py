@@ -122,7 +122,7 @@ class SchedulerState:
         self._is_holding = False
         self._first_held_arrival = 0
         self._num_arrivals = 0
-        self._deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
+        self.deadlines: list[tuple[float, str]] = []  # a heap; some may have ended
         # since the last step; not sent to the runner yet
         self._freed_slots: list[int] = []
         self._blocks_to_swap_out: list[tuple[int, int]] = []
@@ -170,7 +170,7 @@ class SchedulerState:
         )
         self.requests[request.request_id] = request
         if message.deadline:
-            heapq.heappush(self._deadlines, (message.deadline, request.request_id))
+            heapq.heappush(self.deadlines, (message.deadline, request.request_id))
         if self.limits.uses_loras:
             self.lora_slots.enter(adapter)
         if self._is_holding and self.is_held_back(arrival):
@@ -240,15 +240,11 @@ class SchedulerState:
         return aborted
 
     @property
-    def has_deadlines(self) -> bool:
-        return bool(self._deadlines)
-
-    @property
     def next_deadline(self) -> float | None:
         """By time.monotonic(), of the requests there are."""
-        while self._deadlines and self._deadlines[0][1] not in self.requests:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        while self.deadlines and self.deadlines[0][1] not in self.requests:
+            heapq.heappop(self.deadlines)
+        return self.deadlines[0][0] if self.deadlines else None
 
     def has_late_requests(self) -> bool:
         """Whether the deadline of a request has passed."""
@@ -257,7 +253,7 @@ class SchedulerState:
 
     def pop_late_request(self) -> Request:
         """The one with the earliest deadline, which no longer counts."""
-        return self.requests[heapq.heappop(self._deadlines)[1]]
+        return self.requests[heapq.heappop(self.deadlines)[1]]
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)

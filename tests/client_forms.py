@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quire import AsyncLLM, EngineArgs, LLMEngine
-from quire.frontend.clients.inproc_client import InprocClient
+from quire.tests.round_trip import RoundTripClient
 
 BLOCKING = ("inproc", "inproc with codec", "process", "daemon")
 ASYNCIO = ("inproc async", "process async")
@@ -53,7 +53,7 @@ def blocking_engine(client: str, directory: Path, **settings) -> Iterator[LLMEng
             yield engine
     elif client == "inproc with codec":
         config = engine_args(**settings).create_engine_config()
-        with closing(LLMEngine(config, InprocClient(config, round_trip=True))) as engine:
+        with closing(LLMEngine(config, RoundTripClient(config))) as engine:
             yield engine
     else:
         with closing(make_engine(client, **settings)) as engine:

@@ -9,8 +9,8 @@ import math
 import msgspec
 import pytest
 from quire import EngineArgs, InvalidParameterError, LLMEngine, PoolingParams, SamplingParams
-from quire.frontend.clients.inproc_client import InprocClient
 from quire.ipc.messages import EngineCoreRequest, FinishReason
+from quire.tests.round_trip import RoundTripClient
 
 GOOD = SamplingParams(temperature=0.8, seed=5, max_tokens=24, ignore_eos=True)
 PROMPTS = ["Once upon a time", "One day, a little fox", "The owl"]
@@ -46,7 +46,7 @@ def engine(request):
     args = EngineArgs(max_model_len=256, dtype="float32", num_threads=1, num_scheduler_steps=1)
     if request.param == "inproc with codec":
         config = args.create_engine_config()
-        made = LLMEngine(config, InprocClient(config, round_trip=True))
+        made = LLMEngine(config, RoundTripClient(config))
     else:
         made = LLMEngine.from_engine_args(args, engine=request.param)
     yield made

@@ -12,21 +12,20 @@ Must not know: text, sockets, the scheduler.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ...ipc import messages as m
-from ...ipc.codec import BadFrameError, Decoder, Encoder, readable_error
 from ...ipc.config import EngineConfig
 from ...ipc.counters import TransportStats
 from ...ipc.errors import EngineDeadError, EnginePausedError
@@ -55,23 +54,20 @@ class LocalEngine:
 
         self.outputs: deque[m.EngineCoreOutputs] = deque()
         self.death: EngineDeadError | None = None
-        self.num_bad_frames = 0  # requests that could not be encoded or decoded
         self.calls: set[Future] = set()  # utility calls without a result so far
         self.waiter: asyncio.Future | None = None  # set by the one task that waits for outputs
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None
         self._is_closing = False
         self._owner_pid = os.getpid()
-        host = Host(
-            deliver=self.deliver, wake=self.wake_thread, count_transport=self.count_transport
-        )
+        host = Host(deliver=self.deliver, wake=self.wake_thread, count_transport=_count_transport)
         self.core = EngineCore(config, executor, report, host=host)
 
     def submit(self, function: Callable[[], None]) -> None:
         """Runs `function` on the core between two steps: now, or in the thread that owns it."""
         if self.death is not None:
             raise self.death
-        if self._thread is None:
+        if self.thread is None:
             function()
         else:
             self._inbox.put(function)
@@ -79,32 +75,27 @@ class LocalEngine:
     def deliver(self, outputs: dict[int, m.EngineCoreOutputs] | None) -> None:
         if outputs and CLIENT in outputs:
             self.outputs.append(outputs[CLIENT])
-            self._notify()
+            if self.waiter is not None:
+                self._notify()
 
     def step(self) -> None:
-        """Runs one step and appends its outputs.
-
-        Raises EngineDeadError if the step fails; the engine is then dead.
-        """
+        """Runs one step and appends its outputs. If it fails, the engine is dead."""
         # a grammar is being compiled, or an adapter read, in another thread
         if not self.core.has_work():
             self.core.wait()
-        with self._fatal():
+        try:
             outputs, model_executed = self.core.step_fn()
             self.deliver(outputs)
             self.core.post_step(model_executed)
-
-    @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
-        """Marks the engine as dead after an exception and fails every waiting call."""
-        try:
-            yield
         except Exception as error:
-            self.deliver(self.core.take_rows())
-            self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
-            self.death.__cause__ = error
-            self._fail_calls()
-            raise self.death from error
+            self._die(error)
+
+    def _die(self, error: Exception) -> None:
+        """Fails every waiting call. The rows that precede the failure can still be read."""
+        self.deliver(self.core.take_rows())
+        self.death = EngineDeadError(f"the engine failed: {type(error).__name__}: {error}")
+        self.death.__cause__ = error
+        self._fail_calls()
 
     def begin_call(self, call: m.UtilityCall, receive: Callable[[m.UtilityResult], Any]) -> Future:
         """Calls a utility on the core. The Future gets the value of `receive(answer)`, now or after
@@ -126,14 +117,13 @@ class LocalEngine:
                 future.set_exception(self.death)
                 return
             self.calls.add(future)
-            with self._fatal():
+            try:
                 self.core.answer_utility(call, CLIENT, finish)
+            except Exception as error:
+                self._die(error)
 
         self.submit(run)
         return future
-
-    def count_transport(self) -> dict[str, int]:
-        return msgspec.structs.asdict(TransportStats(self.num_bad_frames))
 
     def _fail_calls(self) -> None:
         while self.calls:
@@ -141,14 +131,10 @@ class LocalEngine:
 
     # ------------------------------------------------------------ the thread
 
-    @property
-    def has_thread(self) -> bool:
-        return self._thread is not None
-
     def start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
-            self._thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
+            self.thread.start()
 
     def wake(self) -> None:
         """Resumes the thread if it waits because the reader had not taken its outputs."""
@@ -160,17 +146,15 @@ class LocalEngine:
         Called from any thread. Without a worker thread, the caller's next step finds the work
         itself.
         """
-        if self._thread is not None:
+        if self.thread is not None:
             self.wake()
 
     def _run(self) -> None:
         try:
-            while not self._is_closing:
+            while not self._is_closing and self.death is None:
                 self._take(block=not self._can_step())
-                if self._can_step() and not self._is_closing:
+                if self._can_step() and not self._is_closing and self.death is None:
                     self.step()
-        except EngineDeadError:
-            pass  # reported below, and by every later call
         finally:
             self._take(block=False)  # fails the calls that wait for a dead engine
             self._notify()
@@ -209,11 +193,11 @@ class LocalEngine:
             return
         self._is_closing = True
         self.death = self.death or EngineDeadError(cause)
-        if self._thread is not None:
+        if self.thread is not None:
             self.wake()
             # true if the thread dropped the last reference to the client
-            if self._thread is not threading.current_thread():
-                self._thread.join()
+            if self.thread is not threading.current_thread():
+                self.thread.join()
         self._fail_calls()
         self.core.shutdown()
 
@@ -221,6 +205,10 @@ class LocalEngine:
 def _resolve(waiter: asyncio.Future) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+def _count_transport() -> dict[str, int]:
+    return msgspec.structs.asdict(TransportStats())
 
 
 class InprocClient(EngineClient):
@@ -235,15 +223,13 @@ class InprocClient(EngineClient):
         config: EngineConfig,
         *,
         executor: Any = None,
-        round_trip: bool = False,
         report: Report | None = None,
         journal: Journal | None = None,
     ):
         """Makes the engine and waits until it is ready.
 
-        executor: replaces the default executor. round_trip: encodes and decodes every message, so
-        that tests cannot pass objects that the wire could not carry. report: called with (stage,
-        fraction) during the start; an exception from it cancels the start.
+        executor: replaces the default executor. report: called with (stage, fraction) during the
+        start; an exception from it cancels the start. journal: of the session; None: a new one.
         """
         self._engine = engine = LocalEngine(config, executor, report)
         self.journal = Journal() if journal is None else journal
@@ -251,10 +237,6 @@ class InprocClient(EngineClient):
         # also runs at exit, for scripts that do not call shutdown
         self._close = weakref.finalize(self, engine.close)
         self.ready = engine.core.ready
-        max_message_bytes = config.service_config.max_message_bytes
-        self._encoder = Encoder(max_message_bytes) if round_trip else None
-        self._to_engine = Decoder(m.ClientMessage, max_message_bytes)
-        self._to_client = Decoder(m.EngineMessage, max_message_bytes)
 
     @classmethod
     async def start(
@@ -284,82 +266,44 @@ class InprocClient(EngineClient):
     # ------------------------------------------------------------ requests
 
     def add_request(self, request: m.EngineCoreRequest) -> None:
-        core = self._engine.core
         with self._guard:
-            received = self._carry(request)
-            if received is not None:
-                self._engine.submit(lambda: core.add_request(received, CLIENT))
+            self._engine.submit(partial(self._engine.core.add_request, request, CLIENT))
 
     def abort_requests(self, request_ids: list[str]) -> None:
-        core = self._engine.core
         if request_ids:
             with self._guard:
-                self._engine.submit(lambda: core.abort_requests(request_ids, CLIENT))
+                self._engine.submit(partial(self._engine.core.abort_requests, request_ids, CLIENT))
 
     def pace_outputs(self, rows_per_s: int) -> None:
-        core = self._engine.core
         with self._guard:
-            self._engine.submit(lambda: core.pace_outputs(rows_per_s, CLIENT))
-
-    def _carry(self, request: m.EngineCoreRequest) -> m.EngineCoreRequest | None:
-        """Returns the request as the engine receives it. If it cannot be decoded, appends an error
-        row, as ipc/engine_input.py does, and returns None.
-        """
-        if self._encoder is None:
-            return request
-        frames = self._encoder.encode(request)
-        try:
-            return self._to_engine.decode(frames)
-        except BadFrameError as error:
-            self._engine.num_bad_frames += 1
-            finished = [m.Finished(0, m.FinishReason.ERROR, error=readable_error(error, frames))]
-            refusal = m.EngineCoreOutputs(
-                self.ready.epoch,
-                [request.request_id],
-                [0],
-                [0],
-                [],
-                finished,
-                engine_index=self.ready.engine_index,
-            )
-            self._engine.submit(lambda: self._engine.outputs.append(refusal))
-            return None
-
-    def _deliver(self) -> m.EngineCoreOutputs:
-        outputs = self._engine.outputs.popleft()
-        return (
-            outputs
-            if self._encoder is None
-            else self._to_client.decode(self._encoder.encode(outputs))
-        )
+            self._engine.submit(partial(self._engine.core.pace_outputs, rows_per_s, CLIENT))
 
     # ------------------------------------------------------------ blocking
 
     def get_output(self) -> m.EngineCoreOutputs:
         engine = self._engine
-        if engine.has_thread:
-            raise RuntimeError(OF_A_LOOP)
         with self._guard:
             while not engine.outputs:
-                if engine.death is not None:
-                    raise engine.death
-                if engine.core.is_idle():
-                    # no other client can resume it
-                    if stall := engine.core.pausing.describe_stall():
-                        raise EnginePausedError(stall)
-                    raise RuntimeError(
-                        "no request of this client is unfinished: there is nothing to wait for"
-                    )
-                # raised by the next call, after the rows that precede it
-                with contextlib.suppress(EngineDeadError):
-                    engine.step()
-            return self._deliver()
+                if engine.death is not None or engine.thread is not None or engine.core.is_idle():
+                    raise self._why_no_step()
+                engine.step()
+            return engine.outputs.popleft()
+
+    def _why_no_step(self) -> Exception:
+        engine = self._engine
+        if engine.thread is not None:
+            return RuntimeError(OF_A_LOOP)
+        if engine.death is not None:
+            return engine.death
+        if stall := engine.core.pausing.describe_stall():  # no other client can resume it
+            return EnginePausedError(stall)
+        return RuntimeError("no request of this client is unfinished: there is nothing to wait for")
 
     def call_utility(self, method: str, *args: Any) -> Any:
         engine = self._engine
         with self._guard:
             future = self._begin_call(method, args)
-            while not engine.has_thread and not future.done():
+            while engine.thread is None and not future.done():
                 if engine.death is not None:
                     raise engine.death
                 engine.step()  # the result arrives with a step, and only this thread makes steps
@@ -367,10 +311,9 @@ class InprocClient(EngineClient):
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         core = self._engine.core
-        worker = getattr(
-            core.executor, "worker", None
-        )  # else the ranks have processes of their own
-        if worker is None or self._engine.has_thread:
+        # None: the ranks have processes of their own
+        worker = getattr(core.executor, "worker", None)
+        if worker is None or self._engine.thread is not None:
             return super().apply_model(function)
         with self._guard:
             if self._engine.death is not None:
@@ -379,15 +322,7 @@ class InprocClient(EngineClient):
             return [function(worker.model)]
 
     def _begin_call(self, method: str, args: tuple) -> Future:
-        call = m.UtilityCall(0, method, list(args))
-        if self._encoder is not None:
-            call = self._to_engine.decode(self._encoder.encode(call))
-        return self._engine.begin_call(call, self._receive)
-
-    def _receive(self, message: m.UtilityResult) -> Any:
-        if self._encoder is not None:
-            message = self._to_client.decode(self._encoder.encode(message))
-        return result_of(message)
+        return self._engine.begin_call(m.UtilityCall(0, method, list(args)), result_of)
 
     # ------------------------------------------------------------ asyncio
 
@@ -405,7 +340,7 @@ class InprocClient(EngineClient):
                     await waiter
             finally:
                 engine.waiter = None
-        outputs = self._deliver()
+        outputs = engine.outputs.popleft()
         if not engine.outputs:  # the thread may have stopped because it was too far ahead
             engine.wake()
         return outputs

@@ -19,6 +19,7 @@ from quire.frontend.clients.inproc_client import InprocClient
 from quire.tests.fakes import FakeExecutor, expected_output
 from quire.tests.frontend.scripted_client import ScriptedClient
 from quire.tests.frontend.tiny_tokenizers import text_config, tiny_tokenizer
+from quire.tests.round_trip import RoundTripClient
 
 TEXT = tiny_tokenizer().encode("the end of it all")
 ENDLESS = SamplingParams(max_tokens=None, output_kind=RequestOutputKind.DELTA)
@@ -312,7 +313,10 @@ def test_over_a_real_engine_core(round_trip) -> None:
     async def test() -> None:
         config = text_config()
         llm = AsyncLLM(
-            config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip)
+            config,
+            (RoundTripClient if round_trip else InprocClient)(
+                config, executor=FakeExecutor(config)
+            ),
         )
 
         async def left(request_id: str) -> None:

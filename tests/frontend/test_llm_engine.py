@@ -28,6 +28,7 @@ from quire.tests.frontend.tiny_tokenizers import (
     tiny_tokenizer,
     tiny_tokenizer_directory,
 )
+from quire.tests.round_trip import RoundTripClient
 
 TEXT = tiny_tokenizer().encode("the end of it")
 
@@ -293,7 +294,8 @@ def test_default_sampling_params_are_those_of_the_model(model, tmp_path, caplog)
 def inproc_engine(*, round_trip: bool, **arguments) -> LLMEngine:
     config = text_config(**arguments)
     return LLMEngine(
-        config, InprocClient(config, executor=FakeExecutor(config), round_trip=round_trip)
+        config,
+        (RoundTripClient if round_trip else InprocClient)(config, executor=FakeExecutor(config)),
     )
 
 

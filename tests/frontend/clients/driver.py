@@ -21,6 +21,7 @@ from quire.ipc.messages import (
 from quire.ipc.params import SamplingParams
 from quire.tests.fake_engine import COMMAND, TroubledExecutor, daemon, open_blocking
 from quire.tests.fakes import expected_output, make_config
+from quire.tests.round_trip import RoundTripClient
 
 FORMS = [
     "inproc",
@@ -49,9 +50,8 @@ class Driver:
         self.runner = asyncio.Runner() if form.endswith("async") else None
         self.daemon = None
         if form.startswith("inproc"):
-            self.client: EngineClient = InprocClient(
-                self.config, executor=TroubledExecutor(self.config), round_trip="codec" in form
-            )
+            kind = RoundTripClient if "codec" in form else InprocClient
+            self.client: EngineClient = kind(self.config, executor=TroubledExecutor(self.config))
         elif form.startswith("replicas"):
             self.client = self._open(self._start_replicas())
         elif form.startswith("process"):

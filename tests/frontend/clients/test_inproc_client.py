@@ -19,9 +19,9 @@ from quire.tests.fake_engine import TroubledExecutor
 from quire.tests.fakes import make_config
 
 
-def open_client(round_trip: bool = False, **arguments) -> InprocClient:
+def open_client(**arguments) -> InprocClient:
     config = make_config(**arguments)
-    return InprocClient(config, executor=TroubledExecutor(config), round_trip=round_trip)
+    return InprocClient(config, executor=TroubledExecutor(config))
 
 
 def request(request_id: str = "a", max_tokens: int = 200) -> EngineCoreRequest:
@@ -62,14 +62,6 @@ def test_a_failed_step_keeps_its_traceback():
     client.shutdown()
 
 
-def test_a_bad_frame_is_counted():
-    client = open_client(round_trip=True)
-    client.add_request(EngineCoreRequest("a", ["one"], SamplingParams(seed=0)))
-    assert "`int`" in client.get_output().finished[0].error
-    assert client.call_utility("get_metrics")["num_bad_frames"] == 1
-    client.shutdown()
-
-
 def test_the_thread_ends_with_the_client():
     async def main() -> None:
         threads = threading.active_count()
@@ -96,8 +88,8 @@ def test_an_unclosed_client_is_collected():
 
     client, engine = asyncio.run(main())
     gc.collect()
-    engine._thread.join(5)
-    assert client() is None and engine.core.executor.is_shut_down and not engine._thread.is_alive()
+    engine.thread.join(5)
+    assert client() is None and engine.core.executor.is_shut_down and not engine.thread.is_alive()
 
 
 def test_the_thread_does_not_run_far_ahead_and_continues():

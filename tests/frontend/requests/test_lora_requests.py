@@ -10,6 +10,7 @@ from quire.frontend.llm import LLM
 from quire.frontend.requests.lora_requests import placed, to_reload
 from quire.tests.fake_loras import adapter_digest
 from quire.tests.fakes import FakeExecutor, expected_output, make_config
+from quire.tests.round_trip import RoundTripClient
 
 PROMPT = {"prompt_token_ids": [1, 2, 3]}
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
@@ -17,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0, max_tokens=5)
 
 def make_llm(**arguments) -> LLM:
     config = make_config(enable_lora=True, max_loras=2, max_cpu_loras=2, **arguments)
-    client = InprocClient(config, executor=FakeExecutor(config), round_trip=True)
+    client = RoundTripClient(config, executor=FakeExecutor(config))
     llm = LLM.__new__(LLM)
     from quire.frontend.clients.guard import Guard
 

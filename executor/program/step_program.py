@@ -193,14 +193,15 @@ def record_origins(
     """Records a program that `record_step` has made once more, and returns what `origin` gives for
     each of its calls while it is recorded.
     """
-    recorder = _recorder_for(model, limits, num_groups)
-    recorder.origin = origin
+    recorder = _recorder_for(model, limits, num_groups, origin)
     return [call.origin for call in _record(model, ops, recorder).calls]
 
 
-def _recorder_for(model: Model, limits: Limits, num_groups: int) -> Recorder:
+def _recorder_for(
+    model: Model, limits: Limits, num_groups: int, origin: Callable[[], Any] | None = None
+) -> Recorder:
     has_adapters = model.adapter_rows is not None
-    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters)
+    return Recorder(limits, num_groups, model.num_token_types > 0, has_adapters, origin)
 
 
 @torch.inference_mode()

@@ -124,7 +124,9 @@ class Call(Struct):
 
     def __init__(self, **values: Any):
         super().__init__(**values)
-        self.origin: Any = None  # what Recorder.origin says of a recorded call; not in the struct
+        self.origin: Any = (
+            None  # what a Recorder's `origin` says of a recorded call; not in the struct
+        )
 
 
 class CallList:

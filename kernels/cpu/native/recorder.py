@@ -73,16 +73,17 @@ class Recorder:
         num_groups: int = 1,
         has_token_types: bool = False,
         has_adapters: bool = False,
+        origin: Callable[[], Any] | None = None,
     ):
         """`num_groups`: of layers that have block tables of their own; has_token_types: the model
-        takes the type of each token; has_adapters: and its LoRA adapter.
+        takes the type of each token; has_adapters: and its LoRA adapter. origin: says, for traces,
+        where the call that is being recorded comes from.
         """
         # the number of rows of an operand tells tokens from logits
         num_logits = limits.num_logits + (limits.num_logits == limits.num_tokens)
         self.limits = limits
         self.calls: list[Call] = []
-        # for traces: the origin of the call that is being recorded
-        self.origin: Callable[[], Any] | None = None
+        self._origin = origin
         self._rows = {limits.num_tokens: ALL_TOKENS, num_logits: ALL_LOGITS}
         # kept alive so that no address is used twice
         self._memory: list[mmap.mmap] = []
@@ -173,8 +174,8 @@ class Recorder:
                 raise Unrecordable(
                     f"{type(call).__name__} takes {name} as an operand, not from the step"
                 )
-        if self.origin is not None:
-            call.origin = self.origin()
+        if self._origin is not None:
+            call.origin = self._origin()
         self.calls.append(call)
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

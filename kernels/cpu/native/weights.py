@@ -62,6 +62,15 @@ class HugePages:
     def __init__(self) -> None:
         self.last: _Piece | None = None
 
+    def begin(self, piece: _Piece) -> None:
+        """The next tensors are placed in `piece`, until it is full."""
+        self.last = piece
+
+    def end(self, piece: _Piece) -> None:
+        """No more tensors are placed in `piece`."""
+        if self.last is piece:
+            self.last = None
+
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Uninitialised memory, 64-byte aligned. Unless it is early memory, it is zeros."""
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -93,14 +102,14 @@ def early_memory(memory: mmap.mmap | None) -> Iterator[None]:
     if memory is None:
         yield
         return
-    _weights.last = piece = _Piece(memory)
+    piece = _Piece(memory)
     del memory
+    _weights.begin(piece)
     try:
         yield
     finally:
         piece.give_back()
-        if _weights.last is piece:
-            _weights.last = None
+        _weights.end(piece)
 
 
 def empty_weight(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -311,15 +311,15 @@ class InprocClient(EngineClient):
 
     def apply_model(self, function: Callable[[Any], Any]) -> list[Any]:
         core = self._engine.core
-        # None: the ranks have processes of their own
-        worker = getattr(core.executor, "worker", None)
-        if worker is None or self._engine.thread is not None:
+        device = self.ready.config.device_config
+        has_ranks = device.tensor_parallel_size * device.pipeline_parallel_size > 1
+        if has_ranks or self._engine.thread is not None:  # ranks are processes of their own
             return super().apply_model(function)
         with self._guard:
             if self._engine.death is not None:
                 raise self._engine.death
             core.drain()
-            return [function(worker.model)]
+            return [function(core.executor.model)]
 
     def _begin_call(self, method: str, args: tuple) -> Future:
         return self._engine.begin_call(m.UtilityCall(0, method, list(args)), result_of)

@@ -132,37 +132,12 @@ def record_step(
     hold nothing in block 0, which is never allocated to a request: it is overwritten during the
     check.
     """
-    if model.UNRECORDABLE:
-        logger.info("the model runs operation by operation: %s", model.UNRECORDABLE)
+    if not _is_native(model, ops):
         return None
-    operations = OPERATIONS + model.head_operations
-    operations += () if model.adapter_rows is None else LORA_OPERATIONS
-    others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
-    if len(others) == len(operations):
-        logger.info("the model runs operation by operation: there are no native kernels for it")
-        return None
-    if others:
-        logger.warning(
-            "the model runs operation by operation, several times slower for small models, since "
-            "not all are native: %s",
-            " ".join(others),
-        )
-        return None
-    program: Program | None = None
-    reason = "another rank cannot record its part"
-    try:
-        program = _record(model, ops, _recorder_for(model, limits, num_groups))
-    except Exception as error:  # a user's model or layer may raise anything
-        reason = _reason_of(error)
+    recorder = _recorder_for(model, limits, num_groups)
+    program, reason = _attempt(lambda: _record(model, ops, recorder))
     if all_agree(program is not None) and program is not None:
-        try:
-            with uncounted(model):
-                _try(program, model, ops, num_groups)
-        except Exception as error:
-            program, reason = None, _reason_of(error)
-        finally:
-            for layer in model.attention_layers():
-                layer.key_cache[0] = layer.value_cache[0] = 0
+        program, reason = _check(program, model, ops, num_groups)
         if not all_agree(program is not None):
             program = None
     else:
@@ -182,8 +157,50 @@ def record_step(
     return program
 
 
-def _reason_of(error: Exception) -> str:
-    return str(error) if isinstance(error, Unrecordable) else f"{type(error).__name__}: {error}"
+def _is_native(model: Model, ops: OpTable) -> bool:
+    """Whether there is a native kernel for all that the model calls. Logs why not."""
+    if model.UNRECORDABLE:
+        logger.info("the model runs operation by operation: %s", model.UNRECORDABLE)
+        return False
+    operations = OPERATIONS + model.head_operations
+    operations += () if model.adapter_rows is None else LORA_OPERATIONS
+    others = [f"{op}={ops.chosen[op]}" for op in operations if op not in ops.native]
+    if len(others) == len(operations):
+        logger.info("the model runs operation by operation: there are no native kernels for it")
+    elif others:
+        logger.warning(
+            "the model runs operation by operation, several times slower for small models, since "
+            "not all are native: %s",
+            " ".join(others),
+        )
+    return not others
+
+
+def _attempt(step: Callable[[], Program]) -> tuple[Program | None, str]:
+    """The result of `step`, or None and why it failed: a user's layer may raise anything."""
+    try:
+        return step(), "another rank cannot record its part"
+    except Unrecordable as error:
+        return None, str(error)
+    except Exception as error:
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _check(
+    program: Program, model: Model, ops: OpTable, num_groups: int
+) -> tuple[Program | None, str]:
+    """The program if it computes what the model does, else None and the reason."""
+
+    def tried() -> Program:
+        with uncounted(model):
+            _try(program, model, ops, num_groups)
+        return program
+
+    try:
+        return _attempt(tried)
+    finally:
+        for layer in model.attention_layers():
+            layer.key_cache[0] = layer.value_cache[0] = 0
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from ...ipc.step_messages import SchedulerOutput
 from ...kernels.cpu.native.replay import Program
 from ...kernels.registry import OpTable
 from ..device import CopyToHost
-from ..model import Forward, Model
+from ..model import Forward, Model, Taps
 from ..pooling.pooler import Pooler
 from ..program.step_program import OpByOp, StagedForward, TappedForward
 from ..sampling.grammar import Grammars
@@ -31,7 +32,7 @@ from ..sampling.sampler import Sampler
 from .block_mover import BlockMover
 from .bursts import Bursts, BurstStep
 from .cuda_graphs import GraphedStep
-from .device_inputs import DeviceInputMaker, DeviceTables
+from .device_inputs import DeviceInputMaker, DeviceTables, Tensors
 from .input_batch import InputBatch
 from .launched_steps import LaunchedSteps, StepLauncher
 from .look_ahead import LookAhead
@@ -93,37 +94,21 @@ def assemble(
     scorer = PromptScorer(model.compute_logits, ops, model.config.vocab_size, model.adapter_rows)
     special = SpecialRows(batch, Sampler(ops), state.grammars, scorer, pooler)
     apply = differences(batch, mover)
-    bursts = launched = None
-    step: StepRunner
     if state.tables is not None:
-        apply = in_turn(apply, state.tables.note_differences)
         buffers = forward.buffers if isinstance(forward, GraphedStep) else no_buffers
-        on_device = DeviceInputMaker(state.tables, batch.block_size, ops, buffers)
-        plain = PlainStep(batch, on_device, run_pass, ops, special)
-        step = look_ahead = LookAhead(batch, plain)
-        if state.pending is None:
-            assert state.copy_to_host is not None
-            launcher = StepLauncher(
-                batch, ops, state.tables, on_device, run_pass, state.copy_to_host
-            )
-            step = launched = LaunchedSteps(batch, apply, launcher, look_ahead)
-            apply = launched.apply
+        steps = _on_device(state, state.tables, run_pass, ops, special, apply, buffers)
     else:
-        inputs = StepInputMaker(batch, batch.block_size, model.num_token_types)
-        parts = batch, inputs, run_pass, ops, special
-        observed = None
-        if speculation is not None:
-            observed = ObservedStep(*parts, speculation=speculation, taps=model.taps)
-            apply = tell_drafter(speculation, apply)
-        plain = observed or PlainStep(*parts)
-        step = LookAhead(batch, plain)
+        make_inputs = StepInputMaker(batch, batch.block_size, model.num_token_types)
+        bursts = None
         if isinstance(forward, Program) and "sample_tokens" in ops.native and not is_divided:
-            bursts = Bursts(forward, batch, inputs)
-            step = BurstStep(bursts, step)
-        if speculation is not None and observed is not None:
-            step = SpeculativeStep(batch, speculation, bursts, observed, step)
+            bursts = Bursts(forward, batch, make_inputs)
+        parts = batch, make_inputs, run_pass, ops, special
+        if speculation is None:
+            steps = _plain(parts, bursts, apply)
+        else:
+            steps = _speculative(parts, bursts, apply, speculation, model.taps)
     if state.pending is not None:
-        step = StageStep(plain, state.pending)
+        steps = steps._replace(step=StageStep(steps.plain, state.pending))
     return ModelRunner(
         model=model,
         ops=ops,
@@ -131,13 +116,70 @@ def assemble(
         device=state.device,
         forward=forward,
         run_pass=run_pass,
-        plain=plain,
-        bursts=bursts,
+        plain=steps.plain,
+        bursts=steps.bursts,
         speculation=speculation,
-        launched=launched,
-        apply=apply,
-        step=step,
+        launched=steps.launched,
+        apply=steps.apply,
+        step=steps.step,
     )
+
+
+class _Steps(NamedTuple):
+    """The fields of a ModelRunner that depend on the kind of its steps."""
+
+    plain: PlainStep
+    step: StepRunner
+    apply: Apply
+    bursts: Bursts | None = None
+    launched: LaunchedSteps | None = None
+
+
+_Parts = tuple[InputBatch, StepInputMaker, Forward, OpTable, SpecialRows]  # of a PlainStep
+
+
+def _plain(parts: _Parts, bursts: Bursts | None, apply: Apply) -> _Steps:
+    plain = PlainStep(*parts)
+    return _Steps(plain, _with_bursts(bursts, LookAhead(parts[0], plain)), apply, bursts)
+
+
+def _speculative(
+    parts: _Parts,
+    bursts: Bursts | None,
+    apply: Apply,
+    speculation: Speculation,
+    taps: Taps | None,
+) -> _Steps:
+    batch, observed = parts[0], ObservedStep(*parts, speculation=speculation, taps=taps)
+    without_drafts = _with_bursts(bursts, LookAhead(batch, observed))
+    step = SpeculativeStep(batch, speculation, bursts, observed, without_drafts)
+    return _Steps(observed, step, tell_drafter(speculation, apply), bursts)
+
+
+def _with_bursts(bursts: Bursts | None, step: StepRunner) -> StepRunner:
+    return step if bursts is None else BurstStep(bursts, step)
+
+
+def _on_device(
+    state: RunnerState,
+    tables: DeviceTables,
+    run_pass: Forward,
+    ops: OpTable,
+    special: SpecialRows,
+    apply: Apply,
+    buffers: Callable[[int], Tensors | None],
+) -> _Steps:
+    """Steps whose tables are on a device; a stage before the last one does not launch them."""
+    batch, apply = state.batch, in_turn(apply, tables.note_differences)
+    make_inputs = DeviceInputMaker(tables, batch.block_size, ops, buffers)
+    plain = PlainStep(batch, make_inputs, run_pass, ops, special)
+    look_ahead = LookAhead(batch, plain)
+    if state.pending is not None:
+        return _Steps(plain, look_ahead, apply)
+    assert state.copy_to_host is not None
+    launcher = StepLauncher(batch, ops, tables, make_inputs, run_pass, state.copy_to_host)
+    launched = LaunchedSteps(batch, apply, launcher, look_ahead)
+    return _Steps(plain, launched, launched.apply, launched=launched)
 
 
 def no_buffers(count: int) -> None:

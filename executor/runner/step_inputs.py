@@ -72,16 +72,20 @@ class StepLayout(NamedTuple):
         """[R]"""
         return self.query_start_loc[1:][self.sampled_rows] - 1
 
+    def of_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """The position and the slot of each token: two of [T]."""
+        firsts = self.num_computed - self.query_start_loc[:-1]
+        positions = np.arange(self.query_start_loc[-1]) + np.repeat(firsts, self.query_lens)
+        return positions, np.repeat(self.slots, self.query_lens)
+
 
 def lay_out(scheduler_output: SchedulerOutput, num_tokens: np.ndarray) -> StepLayout:
     """num_tokens [slots]: length of each slot's sequence."""
     query_lens = np.array(scheduler_output.num_scheduled_tokens, np.int64)
     is_prefill = query_lens != 1
     num_decodes = len(query_lens) - int(np.count_nonzero(is_prefill))
-    slots, num_computed = (
-        np.array(scheduler_output.slots, np.int64),
-        np.array(scheduler_output.num_computed_tokens, np.int64),
-    )
+    slots = np.array(scheduler_output.slots, np.int64)
+    num_computed = np.array(scheduler_output.num_computed_tokens, np.int64)
     if num_decodes == len(slots):  # most steps
         order, query_start_loc = np.arange(num_decodes), np.arange(num_decodes + 1)
     else:
@@ -140,66 +144,49 @@ class StepInputMaker:
         return self._make(scheduler_output, count - 1)
 
     def _make(self, scheduler_output: SchedulerOutput, num_ahead: int = 0) -> StepInputs:
-        batch = self.batch
-        ahead = self._tokens_ahead
+        batch, ahead = self.batch, self._tokens_ahead
         layout = lay_out(scheduler_output, batch.num_tokens - ahead)
-        (
-            order,
-            slots,
-            num_computed,
-            query_lens,
-            query_start_loc,
-            seq_lens,
-            num_decodes,
-            sampled_rows,
-        ) = layout
+        slots, seq_lens = layout.slots, layout.seq_lens
         batch.check_blocks(slots, seq_lens + num_ahead)
-        if num_decodes == len(slots):  # most steps
-            positions, token_slots = num_computed, slots
-        else:
-            positions = np.arange(query_start_loc[-1]) + np.repeat(
-                num_computed - query_start_loc[:-1], query_lens
-            )
-            token_slots = np.repeat(slots, query_lens)
-        token_ids, slot_mapping = (
-            batch.token_ids[token_slots, positions + ahead],
-            self._slot_mapping(token_slots, positions),
-        )
+        positions, token_slots = layout.num_computed, slots
+        if layout.num_decodes < len(slots):
+            positions, token_slots = layout.of_tokens()
+        token_ids = batch.token_ids[token_slots, positions + ahead]
+        slot_mapping = self._slot_mapping(token_slots, positions)
         block_tables = self._block_tables(slots, seq_lens + num_ahead)
         slot_mappings = [torch.from_numpy(of_group) for of_group in slot_mapping]
         inputs = StepInputs(
-            order=order,
+            order=layout.order,
             slots=slots,
             token_ids=torch.from_numpy(token_ids),
             positions=torch.from_numpy(positions),
             logits_indices=torch.from_numpy(layout.logits_indices()),
             metadata=make_metadata(
-                torch.from_numpy(query_start_loc.astype(np.int32)),
+                torch.from_numpy(layout.query_start_loc.astype(np.int32)),
                 torch.from_numpy(seq_lens),
                 block_tables,
                 slot_mappings,
-                num_decodes,
-                query_lens.tolist(),
+                layout.num_decodes,
+                layout.query_lens.tolist(),
                 seq_lens.tolist(),
                 self._adapters(token_slots),
             ),
-            sampled_rows=sampled_rows,
-            sampled_slots=slots[sampled_rows],
+            sampled_rows=layout.sampled_rows,
+            sampled_slots=slots[layout.sampled_rows],
             token_types=self._token_types(token_slots, positions),
         )
         self._last = None
         if layout.is_all_sampled_decodes() and not num_ahead:
-            token_index = slots * batch.token_ids.shape[1] + positions + ahead
             self._last = _Decodes(
-                scheduler_output,
-                inputs,
-                token_index,
-                token_ids,
-                positions,
-                seq_lens,
-                slot_mapping,
-                block_tables,
-                slot_mappings,
+                output=scheduler_output,
+                inputs=inputs,
+                token_index=slots * batch.token_ids.shape[1] + positions + ahead,
+                token_ids=token_ids,
+                positions=positions,
+                seq_lens=seq_lens,
+                slot_mapping=slot_mapping,
+                block_tables=block_tables,
+                slot_mappings=slot_mappings,
             )
         return inputs
 
@@ -220,9 +207,8 @@ class StepInputMaker:
         )
 
     def _advance(self, last: _Decodes, now: SchedulerOutput) -> StepInputs:
-        """Gives the result of `_make` in the arrays of the previous step, in a third of its
-        time for
-        one row.
+        """Gives the result of `_make` in the arrays of the previous step. For one row this takes a
+        third of the time.
         """
         inputs, before = last.inputs, last.inputs.metadata
         last.positions += 1
@@ -246,18 +232,16 @@ class StepInputMaker:
             last.seq_lens.tolist(),
             before.adapters,
         )
-        last.output, last.inputs = (
-            now,
-            StepInputs(
-                inputs.order,
-                inputs.slots,
-                inputs.token_ids,
-                inputs.positions,
-                metadata,
-                inputs.sampled_rows,
-                inputs.sampled_slots,
-                inputs.logits_indices,
-            ),
+        last.output = now
+        last.inputs = StepInputs(
+            order=inputs.order,
+            slots=inputs.slots,
+            token_ids=inputs.token_ids,
+            positions=inputs.positions,
+            metadata=metadata,
+            sampled_rows=inputs.sampled_rows,
+            sampled_slots=inputs.sampled_slots,
+            logits_indices=inputs.logits_indices,
         )
         return last.inputs
 

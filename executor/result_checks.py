@@ -49,7 +49,7 @@ def check_results(ops: OpTable) -> None:
     for op in RESULTS:
         [chosen] = (one for one in implementations(op) if one.name == ops.chosen[op])
         if not chosen.function.__module__.startswith("quire.") and not chosen.is_native:
-            setattr(ops, op, checked(chosen))
+            ops.replace(op, checked(chosen))
 
 
 def checked(implementation: Implementation) -> Callable[..., Tensor]:

@@ -74,7 +74,11 @@ class OpTable:
             op for op, one in implementations.items() if one.is_native or one.name == NATIVE
         }
         for op, implementation in implementations.items():
-            setattr(self, op, implementation.function)
+            self.replace(op, implementation.function)
+
+    def replace(self, op: str, function: Callable[..., Any]) -> None:
+        """Calls of the operation go to `function` from now on."""
+        setattr(self, op, function)
 
     if TYPE_CHECKING:  # the attributes that __init__ sets
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from quire import LLM, SamplingParams
 from quire.tests.fake_engine import wait_until
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +40,7 @@ PROMISES = {
         r"=False: '.*', [1-9]\d* immediate repeats\n.*=True: '.*', 0 immediate repeats"
     ),
     "custom_kernel.py": r"the kernel ran [1-9]\d* times\nsame tokens as the reference: True",
+    "small_engine.py": r"Once upon a time, .+\nOne day, a little fox .+",
     "live_observation.py": (
         r"step \d+: \d requests hold \d+ of (.*\n)+3200 tokens; 4 requests finished"
     ),
@@ -47,7 +50,7 @@ PROMISES = {
 def test_every_program_is_tested_and_listed() -> None:
     programs = {path.name for path in EXAMPLES.glob("*.py")}
     # vector_store.py needs packages of its own: tests/clients/client_qdrant.py runs it
-    assert programs == {*PROMISES, "web_app.py", "vector_store.py"} and len(programs) == 11
+    assert programs == {*PROMISES, "web_app.py", "vector_store.py"} and len(programs) == 12
     listed = re.findall(r"^\| \[(\w+\.py)\]", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
     assert set(listed) == programs
 
@@ -90,6 +93,25 @@ def test_programs(program: str, results: Results) -> None:
     done = results[program].result()
     assert done.returncode == 0, done.stderr
     assert re.search(PROMISES[program], done.stdout), done.stdout
+
+
+def test_the_small_engine_gives_the_texts_of_llm() -> None:
+    example = runpy.run_path(str(EXAMPLES / "small_engine.py"))
+    prompts = ["Once upon a time", "12 + 30 =", "One day, a little fox"] * 3
+    engine = example["SmallEngine"](max_num_seqs=4, max_num_batched_tokens=16)
+    try:
+        for number, prompt in enumerate(prompts):
+            engine.add(prompt, max_tokens=5 + number, temperature=0.0 if number % 2 else 0.8)
+        texts = engine.run()
+    finally:
+        engine.close()
+    params = [
+        SamplingParams(temperature=0.0 if number % 2 else 0.8, max_tokens=5 + number, seed=0)
+        for number in range(len(prompts))
+    ]
+    with LLM(engine="inproc") as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert texts == [output.outputs[0].text for output in outputs]
 
 
 @pytest.mark.timeout(180)

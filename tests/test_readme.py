@@ -178,6 +178,7 @@ def test_options_named_on_a_page_exist(capsys: pytest.CaptureFixture[str]) -> No
     known = set(re.findall(r"--[a-z][\w-]+", capsys.readouterr().out))
     assert len(known) > 100
     known |= {f"--{name.replace('_', '-')}" for name in vllm_arguments.NAMES}  # not in the help
+    known.add("--version")  # of `quire` itself
     known |= other_engines.FLAGS.keys()  # what to use instead is said
     for page in REFERENCE:
         text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)

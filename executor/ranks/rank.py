@@ -1,4 +1,4 @@
-"""The program of one rank: `python -m quire.worker.ranks.rank`, started by LocalRanks.
+"""The program of one rank: `python -m quire.executor.ranks.rank`, started by LocalRanks.
 
 Must not know: the scheduler, clients, how many steps are under way.
 
@@ -226,7 +226,7 @@ def with_threads(config: EngineConfig, num_threads: int) -> EngineConfig:
 def main(argv: list[str] | None = None) -> None:
     """The program. Ends with its engine."""
     parser = argparse.ArgumentParser(
-        prog="quire.worker.ranks.rank", description="Runs one rank. Started by an engine."
+        prog="quire.executor.ranks.rank", description="Runs one rank. Started by an engine."
     )
     parser.add_argument("--ends", required=True, help="what it inherits, as JSON")
     parser.add_argument("--parent-pid", type=int, required=True)

@@ -14,7 +14,7 @@ from .decoder_config import MOST, MOST_OF_A_SIZE
 from .forms import Head
 from .quantization_config import parse_quantization
 
-# hidden_act -> the operation of kernels/encoder.py
+# hidden_act -> the operation of kernels/ops.py
 ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_new": "gelu_tanh",
@@ -53,7 +53,7 @@ class EncoderConfig:
     head_dim: int
     max_position_embeddings: int  # of a text, without the rows that position_offset skips
     layer_norm_eps: float
-    activation: str  # an operation of kernels/encoder.py, or the first part of one with _and_mul
+    activation: str  # an operation of kernels/ops.py, or the first part of one with _and_mul
     type_vocab_size: int = 0  # 0: tokens have no types
     has_pair_types: bool = False  # the second text of a pair has the type 1, not 0
     position_offset: int = 0  # the row of the first token in the table of positions

@@ -29,6 +29,7 @@ import zmq
 
 from ..ipc import engine_input as events
 from ..ipc import platform_tuning
+from ..ipc.codec import make_codec
 from ..ipc.config import DeviceConfig, EngineConfig, ServiceConfig
 from ..ipc.counters import TransportStats
 from ..ipc.engine_input import EngineInput
@@ -41,6 +42,7 @@ from ..ipc.log_format import FORMATS, configure_logging
 from ..ipc.machine import raise_descriptor_limit, use_cores, visible_gpus
 from ..ipc.messages import (
     AbortRequests,
+    ClientMessage,
     Config,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -165,7 +167,7 @@ class EngineCoreProc:
             deliver=self._deliver,
             wake=lambda: put(events.Wake()),
             count_transport=self._count_transport,
-            message_timer=MessageTimer(self.output, self.input),
+            message_timer=MessageTimer(self.input.codec),
             report_wave=self._send_to_all,
             is_full=lambda: self.output.is_full,
         )
@@ -373,9 +375,10 @@ def make_threads(
     """
     found: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     put = found.put
+    codec = make_codec(ClientMessage, max_message_bytes)
     output = EngineOutput(
         context,
-        max_message_bytes,
+        codec,
         max_backlog_bytes=max_backlog_bytes,
         on_drained=lambda: put(events.Wake()),
         on_overflow=(lambda client_index: put(events.ClientOverflowed(client_index)))
@@ -386,7 +389,7 @@ def make_threads(
             events.FromClient(client_index, AbortRequests(request_ids))
         ),
     )
-    return EngineInput(context, max_message_bytes, signals, found, output.send), output
+    return EngineInput(context, codec, signals, found, output.send), output
 
 
 def take_share(device: DeviceConfig) -> None:

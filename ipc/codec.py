@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import msgspec
@@ -140,6 +141,21 @@ class Decoder:
         if data.nbytes != math.prod(shape) * ITEM_BYTES[dtype]:
             raise BadFrameError(f"an Array of {dtype} {shape} cannot have {data.nbytes} bytes")
         return Array(dtype, tuple(shape), data)
+
+
+@dataclass
+class Codec:
+    """How one end of a wire encodes and decodes. While steps are traced, hops.py times both."""
+
+    max_message_bytes: int
+    encode: Callable[[msgspec.Struct], list[bytes | memoryview]]
+    decode: Callable[[Sequence[Any]], Any]
+
+
+def make_codec(received: Any, max_message_bytes: int) -> Codec:
+    """received: the type of the messages that this end decodes."""
+    encoder, decoder = Encoder(max_message_bytes), Decoder(received, max_message_bytes)
+    return Codec(max_message_bytes, encoder.encode, decoder.decode)
 
 
 _FIELDS = {cls.__struct_config__.tag: cls.__struct_fields__ for cls in get_args(ClientMessage)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import zmq
 
-from .codec import BadFrameError, Decoder, Encoder
+from .codec import BadFrameError, make_codec
 from .errors import EngineStartError
 from .listener import (
     TOKEN_VARIABLE,
@@ -63,8 +63,7 @@ class Connection:
         self.pull = make_pull(self.context, secret_key, max_message_bytes)
         self._rejected = [RejectedPeers(self.context, end) for end in (self.router, self.pull)]
         self._rejected_lock = threading.Lock()
-        self.encoder = Encoder(max_message_bytes)
-        self.decoder = Decoder(EngineMessage, max_message_bytes)
+        self.codec = make_codec(EngineMessage, max_message_bytes)
         self.num_bad_frames = 0  # from the engine, dropped
         self.process: EngineProcess | None = None  # a child
         self._daemon: socket.socket | None = None  # open while it lives and serves
@@ -109,12 +108,12 @@ class Connection:
 
     def send(self, message: ClientMessage) -> None:
         """Sends without blocking. Raises zmq.ZMQError if the engine is gone."""
-        self.router.send_multipart([ENGINE_IDENTITY, *self.encoder.encode(message)], zmq.NOBLOCK)
+        self.router.send_multipart([ENGINE_IDENTITY, *self.codec.encode(message)], zmq.NOBLOCK)
 
     def decode(self, frames: list) -> Any:
         """The engine's message in these frames, or None for a bad frame, which is counted."""
         try:
-            return self.decoder.decode(frames)
+            return self.codec.decode(frames)
         except BadFrameError:
             self.num_bad_frames += 1
             return None

@@ -91,8 +91,19 @@ class EngineCounters(msgspec.Struct):
         """Counts the end of an accepted request, by the name of a FinishReason; refused requests
         count in num_requests_refused only.
         """
-        name = f"num_finished_{reason}"
-        setattr(self, name, getattr(self, name) + 1)
+        match reason:
+            case "stop":
+                self.num_finished_stop += 1
+            case "length":
+                self.num_finished_length += 1
+            case "abort":
+                self.num_finished_abort += 1
+            case "error":
+                self.num_finished_error += 1
+            case "timeout":
+                self.num_finished_timeout += 1
+            case _:
+                raise ValueError(reason)
 
     def count_drafts(self, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
         """Counts the drafts of a step: of each, its tokens and those that were accepted."""

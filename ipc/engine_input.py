@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import zmq
 
-from .codec import BadFrameError, Decoder, Encoder, readable_error, sender_id
+from .codec import BadFrameError, Codec, Encoder, readable_error, sender_id
 from .errors import EngineDeadError
 from .listener import ATTACH_TIMEOUT_S, BadAttachError, Refusal, answer, credentials_of, read_attach
 from .machine import descriptor_limit, num_open_descriptors
@@ -34,7 +34,6 @@ from .messages import (
     BEAT,
     PROTOCOL,
     AbortRequests,
-    ClientMessage,
     Config,
     Hello,
     Served,
@@ -145,22 +144,21 @@ class EngineInput:
     def __init__(
         self,
         context: zmq.Context,
-        max_message_bytes: int,
+        codec: Codec,
         signals: SignalPipe,
         events: queue.SimpleQueue[Event],
         send: Callable[[int, UtilityResult], None],
     ):
-        """send: to the client with this index. The call "beat" is answered in this thread, so that
-        it overtakes the main thread's work.
+        """codec: decodes ClientMessages. send: to the client with this index. The call "beat" is
+        answered in this thread, so that it overtakes the main thread's work.
         """
         self.events = events
         self.aborts: deque[tuple[int, list[str]]] = deque()
         self.num_bad_frames = 0
         self._send = send
         self._context = context
-        self._max_message_bytes = max_message_bytes
-        self.decoder = Decoder(ClientMessage, max_message_bytes)
-        self._encoder = Encoder(max_message_bytes)
+        self.codec = codec
+        self._encoder = Encoder(codec.max_message_bytes)  # of this thread; for Hello alone
         self._signals = signals
         self._clients: dict[int, InputClient] = {}
         self._num_joined = 0
@@ -257,7 +255,7 @@ class EngineInput:
     ) -> int:
         client_index = self._num_joined
         self._num_joined += 1
-        dealer = connect_dealer(self._context, wire, self._max_message_bytes)
+        dealer = connect_dealer(self._context, wire, self.codec.max_message_bytes)
         dealer.send_multipart(self._encoder.encode(Hello(PROTOCOL, os.getpid())))
         self._clients[client_index] = InputClient(dealer, connection, pidfd)
         self._watch(dealer, lambda: self._on_dealer(client_index, dealer))
@@ -297,7 +295,7 @@ class EngineInput:
                 return
             self._clients[client_index].heard_at = time.monotonic()
             try:
-                self._on_message(client_index, self.decoder.decode(frames))
+                self._on_message(client_index, self.codec.decode(frames))
             except BadFrameError as error:
                 self.num_bad_frames += 1
                 if (identity := sender_id(frames)) is not None:

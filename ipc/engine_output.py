@@ -28,7 +28,7 @@ from typing import NamedTuple
 import msgspec
 import zmq
 
-from .codec import Encoder
+from .codec import Codec
 from .failures import pack_exception
 from .messages import (
     EngineCoreOutputs,
@@ -85,7 +85,7 @@ class EngineOutput:
     def __init__(
         self,
         context: zmq.Context,
-        max_message_bytes: int,
+        codec: Codec,
         *,
         max_backlog_bytes: int = MAX_BACKLOG_BYTES,
         on_drained: Callable[[], None] = lambda: None,
@@ -106,7 +106,7 @@ class EngineOutput:
         self._on_fatal = on_fatal
         self._on_lost = on_lost
         self._context = context
-        self.encoder = Encoder(max_message_bytes)
+        self._codec = codec
         self._readers: dict[int, Reader] = {}
         self._orders: deque[Connect | Disconnect | Send | Close] = deque()
         self._wake_fd = os.eventfd(0)
@@ -204,18 +204,18 @@ class EngineOutput:
 
     def _encode(self, order: Send) -> list:
         try:
-            return self.encoder.encode(order.message)
+            return self._codec.encode(order.message)
         # the client that waits for this message receives the reason instead
         except Exception as error:
             message = order.message
             if isinstance(message, UtilityResult):
-                return self.encoder.encode(
+                return self._codec.encode(
                     UtilityResult(message.call_id, failure=pack_exception(error))
                 )
             if isinstance(message, EngineCoreOutputs):
                 self.num_lost_outputs += len(message.request_ids)
                 self._on_lost(order.client_index, message.request_ids)
-                return self.encoder.encode(
+                return self._codec.encode(
                     error_rows(message, f"the output could not be sent: {error}")
                 )
             raise
@@ -236,7 +236,7 @@ class EngineOutput:
                     f"this client did not read its outputs (over {self.max_backlog_bytes} bytes "
                     f"waited); its requests were ended"
                 )
-                reader.keep(self.encoder.encode(EngineDead(cause)))
+                reader.keep(self._codec.encode(EngineDead(cause)))
                 reader.is_dropped = True
                 self._on_overflow(client_index)
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from .codec import Codec
 from .messages import EngineCoreOutputs, EngineCoreRequest
 from .trace import Coded, Hop
 
@@ -22,26 +25,27 @@ MAX_CODED = 4096  # of each end and direction; the oldest give way
 
 
 class MessageTimer:
-    """Times the `encoder` and the `decoder` of `sender` and `receiver`, from `start` to `stop`. It
-    replaces these attributes meanwhile.
-    """
+    """Times what `codec` encodes and decodes, from `start` to `stop`."""
 
-    def __init__(self, sender: Any, receiver: Any):
-        self._sender, self._receiver = sender, receiver
-        self._timed: tuple[_Timed, _Timed] | None = None
+    def __init__(self, codec: Codec):
+        self._codec = codec
+        self._untimed: Codec | None = None  # while it times: what `codec` is otherwise
+        self._coded: tuple[deque[Coded], ...] = ()  # of each direction, since `start`
 
     def start(self) -> None:
-        if self._timed is None:
-            self._timed = _Timed(self._sender.encoder), _Timed(self._receiver.decoder)
-            self._sender.encoder, self._receiver.decoder = self._timed
+        if self._untimed is None:
+            self._untimed = replace(self._codec)
+            encoded, decoded = self._coded = deque(maxlen=MAX_CODED), deque(maxlen=MAX_CODED)
+            self._codec.encode = partial(_timed_encode, self._codec.encode, encoded)
+            self._codec.decode = partial(_timed_decode, self._codec.decode, decoded)
 
     def stop(self) -> list[Coded]:
         """What was encoded and decoded since `start`."""
-        if self._timed is None:
+        if self._untimed is None:
             return []
-        (encoder, decoder), self._timed = self._timed, None
-        self._sender.encoder, self._receiver.decoder = encoder.codec, decoder.codec
-        return [*encoder.coded, *decoder.coded]
+        self._codec.encode, self._codec.decode = self._untimed.encode, self._untimed.decode
+        self._untimed = None
+        return [one for direction in self._coded for one in direction]
 
     def add_hops(self, trace: dict[str, Any]) -> dict[str, Any]:
         """Ends the timing of a client. trace: the engine's, as built-in types -> with the hops of
@@ -51,39 +55,31 @@ class MessageTimer:
         return trace | {"coded": [], "hops": hops(self.stop(), of_engine)}
 
 
-class _Timed:
-    """An Encoder or a Decoder that notes its work on requests and outputs."""
+def _timed_encode(encode: Callable[[Any], list], coded: deque[Coded], message: Any) -> list:
+    begin_s = time.monotonic()
+    frames = encode(message)
+    _note(coded, message, begin_s, frames)
+    return frames
 
-    def __init__(self, codec: Any):
-        self.codec = codec
-        self.coded: deque[Coded] = deque(maxlen=MAX_CODED)
 
-    def encode(self, message: Any) -> list:
-        begin_s = time.monotonic()
-        frames = self.codec.encode(message)
-        self._note(message, begin_s, frames)
-        return frames
+def _timed_decode(decode: Callable[[Any], Any], coded: deque[Coded], frames: Sequence[Any]) -> Any:
+    begin_s = time.monotonic()
+    message = decode(frames)
+    _note(coded, message, begin_s, frames)
+    return message
 
-    def decode(self, frames: Sequence[Any]) -> Any:
-        begin_s = time.monotonic()
-        message = self.codec.decode(frames)
-        self._note(message, begin_s, frames)
-        return message
 
-    def _note(self, message: Any, begin_s: float, frames: Sequence[Any]) -> None:
-        seconds = time.monotonic() - begin_s
-        num_bytes = sum(memoryview(frame).nbytes for frame in frames)
-        if isinstance(message, EngineCoreRequest):
-            self.coded.append(Coded(message.request_id, "", begin_s, seconds, num_bytes))
-        elif isinstance(message, EngineCoreOutputs):
-            queued = {
-                message.request_ids[timing.row]: timing.queued_time for timing in message.timings
-            }
-            # a request, because two clients of a daemon may get equal numbers in one step
-            about = message.epoch, message.engine_index, message.number, message.request_ids[:1]
-            self.coded.append(
-                Coded("", repr(about), begin_s, seconds, num_bytes, message.timestamp, queued)
-            )
+def _note(coded: deque[Coded], message: Any, begin_s: float, frames: Sequence[Any]) -> None:
+    """Appends it to `coded` if it is a request or outputs."""
+    seconds = time.monotonic() - begin_s
+    num_bytes = sum(memoryview(frame).nbytes for frame in frames)
+    if isinstance(message, EngineCoreRequest):
+        coded.append(Coded(message.request_id, "", begin_s, seconds, num_bytes))
+    elif isinstance(message, EngineCoreOutputs):
+        queued = {message.request_ids[timing.row]: timing.queued_time for timing in message.timings}
+        # a request, because two clients of a daemon may get equal numbers in one step
+        about = message.epoch, message.engine_index, message.number, message.request_ids[:1]
+        coded.append(Coded("", repr(about), begin_s, seconds, num_bytes, message.timestamp, queued))
 
 
 def hops(own: Sequence[Coded], of_engine: Sequence[Coded]) -> list[Hop]:

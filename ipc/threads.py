@@ -20,15 +20,8 @@ def begin(function: Callable[[], T]) -> Future[T]:
     """
     future: Future[T] = Future()
 
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="quire-beside", daemon=True).start()
+    name = "quire-beside"
+    threading.Thread(target=_fulfil, args=(future, function), name=name, daemon=True).start()
     return future
 
 
@@ -50,30 +43,23 @@ async def in_thread(
     from contextvars import copy_context
 
     future: Future[T] = Future()
-    is_cancelled = threading.Event()
-
-    def run() -> None:
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
     thread = threading.Thread(
-        target=copy_context().run, args=(run,), name="quire-blocking", daemon=True
+        target=copy_context().run,
+        args=(_fulfil, future, function),
+        name="quire-blocking",
+        daemon=True,
     )
     thread.start()
-    done, cancellation = asyncio.wrap_future(future), None
+    done = asyncio.wrap_future(future)
+    cancellation = None
     while not done.done():
         try:
             await asyncio.wait([done])
         except asyncio.CancelledError as error:
             if may_abandon:
                 raise
-            if on_cancel is not None and not is_cancelled.is_set():
+            if on_cancel is not None and cancellation is None:
                 on_cancel()
-            is_cancelled.set()
             cancellation = error
     thread.join()  # the thread has nothing left to do
     if cancellation is None:
@@ -81,3 +67,12 @@ async def in_thread(
     if done.exception() is None and discard is not None:
         await in_thread(lambda: discard(done.result()))
     raise cancellation
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

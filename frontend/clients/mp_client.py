@@ -284,7 +284,7 @@ class MPClient(EngineClient):
     def _time_messages(self) -> None:
         """Times messages until the answer to end_trace; an earlier trace goes on."""
         if self._message_timer is None:
-            self._message_timer = MessageTimer(self._connection, self._connection)
+            self._message_timer = MessageTimer(self._connection.codec)
             self._message_timer.start()
 
     def _result_of(self, method: str, message: m.UtilityResult) -> Any:

@@ -10,13 +10,14 @@ from queue import SimpleQueue
 import msgspec
 import pytest
 from quire.ipc import engine_input as events
-from quire.ipc.codec import Decoder, Encoder
+from quire.ipc.codec import Decoder, Encoder, make_codec
 from quire.ipc.engine_input import DESCRIPTORS_PER_CLIENT, MAX_PENDING, EngineInput
 from quire.ipc.listener import attach, bind_listener, connect_to_daemon, network_namespace
 from quire.ipc.messages import (
     PROTOCOL,
     AbortRequests,
     Attach,
+    ClientMessage,
     Config,
     EngineCoreRequest,
     EngineMessage,
@@ -73,7 +74,9 @@ def daemon(context, tmp_path):
     """An EngineInput with a listener. Yields (it, its address, a function that makes clients)."""
     address = f"ipc://{tmp_path}/listener"
     signals = SignalPipe()
-    input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
+    input_ = EngineInput(
+        context, make_codec(ClientMessage, LIMIT), signals, SimpleQueue(), lambda *_: None
+    )
     input_.serve_listener(bind_listener(address), address, None)
     input_.start()
     clients = []
@@ -282,7 +285,9 @@ def test_sigterm_stops_attaching_and_is_reported(context, tmp_path):
     previous = signal.getsignal(signal.SIGTERM)
     signals = SignalPipe(signal.SIGTERM)
     try:
-        input_ = EngineInput(context, LIMIT, signals, SimpleQueue(), lambda *_: None)
+        input_ = EngineInput(
+            context, make_codec(ClientMessage, LIMIT), signals, SimpleQueue(), lambda *_: None
+        )
         address = f"ipc://{tmp_path}/listener"
         input_.serve_listener(bind_listener(address), address, None)
         input_.start()

@@ -11,10 +11,11 @@ import time
 import pytest
 import zmq
 from quire.ipc import engine_output
-from quire.ipc.codec import INLINE_BYTES, Decoder
+from quire.ipc.codec import INLINE_BYTES, Decoder, make_codec
 from quire.ipc.engine_output import EngineOutput
 from quire.ipc.messages import (
     Array,
+    ClientMessage,
     EngineCoreOutputs,
     EngineDead,
     EngineMessage,
@@ -59,7 +60,9 @@ def start_output(context, readers):
     made = []
 
     def start(**callbacks) -> EngineOutput:
-        output = EngineOutput(context, LIMIT, max_backlog_bytes=100_000, **callbacks)
+        output = EngineOutput(
+            context, make_codec(ClientMessage, LIMIT), max_backlog_bytes=100_000, **callbacks
+        )
         made.append(output)
         output.start()
         for i, reader in enumerate(readers):
@@ -188,7 +191,7 @@ def test_a_message_that_cannot_be_encoded_becomes_an_error(start_output, readers
 
 
 def test_close_sends_the_rest(context, readers):
-    output = EngineOutput(context, LIMIT)
+    output = EngineOutput(context, make_codec(ClientMessage, LIMIT))
     output.start()
     output.connect(0, readers[0].wire)
     for i in range(500):
@@ -199,7 +202,7 @@ def test_close_sends_the_rest(context, readers):
 
 def test_close_does_not_wait_for_a_reader_forever(context, readers):
     fds = len(os.listdir("/proc/self/fd"))
-    output = EngineOutput(context, LIMIT)
+    output = EngineOutput(context, make_codec(ClientMessage, LIMIT))
     output.start()
     output.connect(0, readers[0].wire)
     for _ in range(4 * OUTPUT_HIGH_WATER_MARK):

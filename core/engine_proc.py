@@ -37,7 +37,7 @@ from ..ipc.engine_output import MAX_BACKLOG_BYTES, EngineOutput
 from ..ipc.errors import EngineDeadError, InvalidParameterError, QuireError
 from ..ipc.failures import pack_exception
 from ..ipc.hops import MessageTimer
-from ..ipc.listener import bind_listener, listener_pid, read_token
+from ..ipc.listener import bind_listener, listener_pid, read_token, taken_over
 from ..ipc.log_format import FORMATS, configure_logging
 from ..ipc.machine import raise_descriptor_limit, use_cores, visible_gpus
 from ..ipc.messages import (
@@ -61,7 +61,6 @@ from ..ipc.messages import (
 from ..ipc.process import STACKS_SIGNAL, SignalPipe, die_with_parent, read_key
 from ..ipc.sockets import KEY_BYTES, MAX_DAEMON_SOCKETS, Wire, ipc_path, make_context
 from ..ipc.systemd import Notifier
-from ..ipc.takeover import taken_over
 from .engine_core import EngineCore, Host, begin_import
 
 GROUP_S = 1.0  # between the Shutdowns of engines that leave together

@@ -31,7 +31,7 @@ from ..ipc.models.expert_parallel import check_expert_parallel
 from ..ipc.models.pooling import Pooling
 from ..ipc.models.ranks import check_ranks
 from ..ipc.models.rope_config import model_context
-from ..ipc.user_cache import user_cache
+from ..ipc.own_files import user_cache
 from .arguments import vllm_arguments
 from .arguments.speculation import check_speculation, resolve_speculation
 from .model_info.cpu import prefers_bfloat16

@@ -1,4 +1,5 @@
-"""The listener of a daemon: a socket file where programs ask to be served.
+"""The listener of a daemon: a socket file where programs ask to be served, and how another daemon
+takes it over.
 
 Must not know: requests, ZMQ, or what serving a program takes.
 
@@ -11,17 +12,20 @@ Each side learns from the end of the connection that the other is gone.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
+import signal
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from .errors import EngineStartError, InvalidParameterError
+from .errors import EngineStartError, InvalidParameterError, QuireError
 from .messages import PROTOCOL, Attach, Served, TurnedAway
 from .socket_files import directory_lock
 from .sockets import Wire, ipc_path
@@ -31,6 +35,7 @@ MIN_TOKEN_BYTES, MAX_TOKEN_BYTES = 16, 4096
 MAX_ATTACH_BYTES = 8192
 ATTACH_TIMEOUT_S = 5.0  # how long a program may take to send its Attach
 ANSWER_TIMEOUT_S = 10.0  # of a daemon, whose input thread answers at once
+CLOSE_TIMEOUT_S = 10.0  # of a daemon, whose input thread closes the listener at once
 LISTEN_GRACE_S = 0.5  # how long a socket file may exist before it has a listener
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -204,6 +209,35 @@ def listener_pid(path: Path) -> int | None:
                 continue
             return credentials_of(probe).pid
     return 0
+
+
+@contextlib.contextmanager
+def taken_over(path: Path) -> Iterator[None]:
+    """Inside, the daemon that listened at this socket file listens no more; bind the address there.
+    It ends with the context, in the middle of its requests, which its clients submit to the
+    daemon that they then find.
+
+    Raises QuireError if it cannot be asked. Does nothing if none listens.
+    """
+    if (pid := listener_pid(path)) is None:
+        yield
+        return
+    if pid == 0:
+        raise QuireError(f"the engine that listens at {path} cannot be seen (another container?)")
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        # 0: the kernel tells no pid, because the listener's queue is full
+        while listener_pid(path) in (pid, 0):
+            if time.monotonic() > deadline:
+                raise QuireError(f"the engine at {path} (pid {pid}) does not stop listening")
+            time.sleep(0.005)
+        yield
+        with contextlib.suppress(ProcessLookupError):  # it had no requests
+            signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+    finally:
+        os.close(pidfd)
 
 
 def read_attach(connection: socket.socket, token: bytes | None) -> Attach | None:

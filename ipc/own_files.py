@@ -22,6 +22,13 @@ TEMPORARY = ".writing"  # the end of the names of files that are not whole yet
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
+def user_cache() -> Path:
+    """Quire's folder for what can be made again, which may not exist yet: $XDG_CACHE_HOME/quire, or
+    ~/.cache/quire.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quire"
+
+
 class UntrustedFileError(OSError):
     """What lies at a path may be another's; the text says why."""
 

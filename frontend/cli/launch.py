@@ -15,7 +15,7 @@ from string import Template
 import msgspec
 
 from ...ipc.errors import InvalidParameterError
-from ...ipc.user_cache import user_cache
+from ...ipc.own_files import user_cache
 from .parser import Parser
 from .table import print_table
 from .top import Server

@@ -21,8 +21,7 @@ from typing import Any
 
 import msgspec
 
-from ..own_files import UntrustedFileError, read_own, replace_own
-from ..user_cache import user_cache
+from ..own_files import UntrustedFileError, read_own, replace_own, user_cache
 
 logger = logging.getLogger(__name__)
 LAYOUT = b"2"

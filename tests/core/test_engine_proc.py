@@ -240,7 +240,7 @@ def test_counters_of_its_threads_are_in_the_metrics():
     threads.
     """
     input_ = types.SimpleNamespace(
-        events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3
+        events=queue.SimpleQueue(), aborts=collections.deque(), num_bad_frames=3, codec=None
     )
     ignore = lambda *args: None  # noqa: E731
     output = types.SimpleNamespace(
@@ -276,7 +276,9 @@ def test_garbage_collection_is_off_at_start_and_skips_start_up_objects():
     """
     counts = []
     for is_enabled in (True, False):
-        input_ = types.SimpleNamespace(events=queue.SimpleQueue(), aborts=collections.deque())
+        input_ = types.SimpleNamespace(
+            events=queue.SimpleQueue(), aborts=collections.deque(), codec=None
+        )
         proc = EngineCoreProc(input_, types.SimpleNamespace(send=None), TroubledExecutor)
         proc.config = make_config()
         (gc.enable if is_enabled else gc.disable)()

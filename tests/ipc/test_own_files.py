@@ -15,7 +15,7 @@ from quire.executor.offload.block_store import BlockStore, StoreError
 from quire.executor.weights.packed_cache import PackedCache, StoredArray, checksum
 from quire.ipc.models import merge_cache
 from quire.ipc.models.merge_cache import Merges, merges_of
-from quire.ipc.own_files import UntrustedFileError, open_own, read_own, replace_own
+from quire.ipc.own_files import UntrustedFileError, open_own, read_own, replace_own, user_cache
 from quire.tests.executor.driver import make_config
 from quire.tests.tiny_models import save_tiny_model
 
@@ -194,3 +194,13 @@ def test_a_checksum_changes_with_any_byte_and_any_page(size: int) -> None:
     if size > 2**20:
         moved = data[2**20 : 2**21] + data[: 2**20] + data[2**21 :]
         assert checksum(memoryview(moved)) != before
+
+
+def test_the_folder_of_caches_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/of/a/user")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert user_cache() == Path("/of/a/user/.cache/quire")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert user_cache() == Path("/cache/quire")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")  # as unset
+    assert user_cache() == Path("/of/a/user/.cache/quire")

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from quire.ipc import takeover
+from quire.ipc import listener
 from quire.ipc.errors import QuireError
-from quire.ipc.listener import listener_pid
-from quire.ipc.takeover import taken_over
+from quire.ipc.listener import listener_pid, taken_over
 from quire.tests.fake_engine import COMMAND, daemon, wait_until
 from quire.tests.fakes import make_config
 from quire.tests.frontend.supervision.test_supervised_client import (
@@ -105,7 +104,7 @@ def test_the_old_daemon_ends(tmp_path: Path, is_busy: bool) -> None:
 
 def test_one_whose_queue_is_full_still_listens(tmp_path: Path, monkeypatch) -> None:
     path = tmp_path / "engine.sock"
-    monkeypatch.setattr(takeover, "CLOSE_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(listener, "CLOSE_TIMEOUT_S", 1.0)
     with daemon(tmp_path, make_config()) as (_, first), contextlib.ExitStack() as accepted:
         wait_until(lambda: listener_pid(path) == first.pid, 30)
         first.send_signal(signal.SIGSTOP)

@@ -126,14 +126,13 @@ def test_a_paused_engine_can_drain(how):
     def wait() -> None:
         try:
             while True:
-                client._wait()
-                client._raise_if_dead()
+                client._run(client.client.get_output_async)
         except EngineDeadError as error:
             thread_error.append(error)
 
     thread = threading.Thread(target=wait)
     thread.start()
-    os.kill(client._connection.engine_pid, signal.SIGTERM)
+    os.kill(client.engine_pid, signal.SIGTERM)
     thread.join(10)
     assert "asked to leave" in str(thread_error[0])
     client.shutdown()
@@ -151,7 +150,7 @@ def test_a_stopped_engine_with_waiting_requests_does_not_spin(stop):
         client.get_output()
     client.call_utility(*stop)
     client.add_request(request("held"))
-    process = psutil.Process(client._connection.engine_pid)
+    process = psutil.Process(client.engine_pid)
     client.call_utility("ping")
     before = sum(process.cpu_times()[:2])
     time.sleep(0.6)

@@ -21,7 +21,6 @@ import msgspec
 import psutil
 import pytest
 from quire.core.engine_proc import EngineCoreProc, make_threads
-from quire.frontend.clients.mp_client import MPClient
 from quire.ipc import engine_input as events
 from quire.ipc.codec import BadFrameError, Decoder, Encoder
 from quire.ipc.errors import EngineDeadError, EngineStartError
@@ -50,10 +49,6 @@ def expected(request: EngineCoreRequest, config) -> list[int]:
     )[0]
 
 
-def engine_pid(client: MPClient) -> int:
-    return client._connection.engine_pid
-
-
 # ---------------------------------------------------------------- signals
 
 
@@ -63,7 +58,7 @@ def test_sigterm_drains(open_client):
     running = make_request("running", max_tokens=20)
     client.add_request(running)
     client.get_output()
-    os.kill(engine_pid(client), signal.SIGTERM)
+    os.kill(client.engine_pid, signal.SIGTERM)
     time.sleep(0.1)
     client.add_request(make_request("late"))
     results = collect(client, "running", "late")
@@ -81,7 +76,7 @@ def test_an_immediate_shutdown_ends_in_the_middle_of_a_step(open_client, signals
     client.add_request(make_request("slow"))
     time.sleep(0.2)
     for number in signals:
-        os.kill(engine_pid(client), number)
+        os.kill(client.engine_pid, number)
         time.sleep(0.1)
     begin = time.monotonic()
     with pytest.raises(EngineDeadError, match=f"exited with code {128 + signals[-1]}"):
@@ -112,10 +107,10 @@ def test_an_idle_engine_uses_no_cpu(open_client):
     client.add_request(collect_one)
     collect(client, "a")
     time.sleep(0.2)
-    engine, own = cpu_seconds(engine_pid(client)), time.process_time()
+    engine, own = cpu_seconds(client.engine_pid), time.process_time()
     time.sleep(3)
     # of 3 s; the kernel counts in ticks of 0.01
-    assert cpu_seconds(engine_pid(client)) - engine <= 0.03
+    assert cpu_seconds(client.engine_pid) - engine <= 0.03
     assert time.process_time() - own <= 0.03
 
 
@@ -128,7 +123,7 @@ def test_a_deadline_passes_while_the_engine_is_paused(open_client):
     request = make_request("r", max_tokens=5)
     deadline = time.monotonic() + 0.2
     client.add_request(msgspec.structs.replace(request, deadline=deadline))
-    assert client._connection.pull.poll(5000)
+    assert client.client._connection.pull.poll(5000)
     outputs = client.get_output()
     assert [end.reason for end in outputs.finished] == [FinishReason.TIMEOUT]
     assert time.monotonic() >= deadline
@@ -138,7 +133,7 @@ def test_a_deadline_passes_while_the_engine_is_paused(open_client):
 def test_fuzz_towards_the_engine(open_client, num_frames):
     client = open_client(max_num_seqs=64)
     rng, config = random.Random(3), client.ready.config
-    router = client._connection.router
+    router = client.client._connection.router
     for chunk in range(max(1, num_frames // FRAMES_PER_CHUNK)):
         good = make_request(f"good-{chunk}", prompt=[chunk % 97, 1])
         for i, frames in enumerate(mutations(CLIENT_MESSAGES, rng, FRAMES_PER_CHUNK)):
@@ -157,7 +152,7 @@ def test_fuzz_towards_the_client(open_client, num_frames):
     client = open_client()
     rng, config = random.Random(4), client.ready.config
     context = make_context()
-    stranger = connect_push(context, client._connection.wire)
+    stranger = connect_push(context, client.client._connection.wire)
     for chunk in range(max(1, num_frames // FRAMES_PER_CHUNK)):
         good = make_request(f"good-{chunk}", prompt=[chunk % 97, 1])
         client.add_request(good)

@@ -34,7 +34,7 @@ def test_forged_outputs_do_not_arrive(key):
         client.add_request(request)
         forged = EngineCoreOutputs(0, ["r"], [0], [0], [], [Finished(0, FinishReason.ABORT)])
         [frame] = Encoder(2**20).encode(forged)
-        address = client._connection.wire.output_address
+        address = client.client._connection.wire.output_address
         subprocess.run([sys.executable, "-c", FORGER, address, frame.hex(), *key], check=True)
         tokens, end = collect(client, "r")["r"]
         assert tokens == expected(request, config) and end.reason == FinishReason.LENGTH

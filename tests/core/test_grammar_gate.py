@@ -276,7 +276,7 @@ def test_an_idle_process_wakes_up_for_a_check(leaves):
         client.add_request(request("a", "slow"))
         assert client.call_utility("scheduler_state")["waiting_for_grammar"] == ["a"]
         if leaves:  # requests taken before are finished first
-            os.kill(client._connection.engine_pid, signal.SIGTERM)
+            os.kill(client.engine_pid, signal.SIGTERM)
         tokens = 0
         while tokens < 2:
             tokens += sum(client.get_output().num_tokens)

@@ -121,7 +121,7 @@ def test_responsiveness():
         assert await llm.is_responsive(10)
         stream = llm.generate([5, 6, 7], ENDLESS, "a")
         await anext(stream)
-        pid = llm.client._connection.engine_pid
+        pid = llm.client.engine_pid
         stop(pid)  # an engine that hangs
         await asyncio.sleep(0.3)
         assert await llm.is_responsive(0.1) is False

@@ -56,8 +56,11 @@ def draft_config(config: EngineConfig) -> ModelConfig | None:
 
 
 class Draft:
-    """`builder` has built `model()`, which verifies and whose layers have the kv_cache_windows (see
-    Executor). What drafts keeps the whole context, in the blocks of the first group.
+    """Builds what drafts, without a cache. `builder` has built `model`, which verifies and whose
+    layers have the kv_cache_windows (see Executor). What drafts keeps the whole context, in the
+    blocks of the first group.
+
+    Raises ModelLoadError, InvalidParameterError, NotEnoughMemoryError.
     """
 
     def __init__(
@@ -65,9 +68,10 @@ class Draft:
         config: EngineConfig,
         model_config: ModelConfig,
         builder: ModelBuilder,
-        model: Callable[[], Any],
+        model: Model,
         batch: InputBatch,
         kv_cache_windows: tuple[int, ...],
+        report: Report,
     ):
         scheduler_config = config.scheduler_config
         method = resolved(scheduler_config.speculative_config).method
@@ -85,22 +89,18 @@ class Draft:
                 scheduler_config, disable_hybrid_kv_cache_manager=True
             ),
         )
-        self._model = model
         self._num_groups = len(kv_cache_windows)
         self._batch = batch
         max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
         most_held = resolved(scheduler_config.speculative_config).num_speculative_tokens + 1
         # a head computes what the model does, and what is held of each request
         self._rows = max_num_tokens + scheduler_config.max_num_seqs * most_held
-        self._kv_cache = builder.kv_cache_dtype, builder.device
+        kv_cache = builder.kv_cache_dtype, builder.device
         isa = builder.cpu_isa
         self._builder: Builder
         max_model_len = resolved(model_config.max_model_len)
-        self.drafter: DraftModel | HeadDrafter  # made with the model, and with its program
-        self._built: Model
-        self._cache: KVCacheMemory
         if method == "draft_model":
-            self._builder = own = _DraftModelBuilder(config, builder.dtype, *self._kv_cache, isa)
+            self._builder = own = _DraftModelBuilder(config, builder.dtype, *kv_cache, isa)
             if own.shape.is_bidirectional:
                 raise InvalidParameterError("speculative_config", "model: must generate text")
             self._drafter_of = partial(
@@ -111,18 +111,17 @@ class Draft:
             self._drafter_of = partial(
                 HeadDrafter, max_model_len=max_model_len, most_held=most_held
             )
+        self._built: Model = self._builder.build(report)
+        if isinstance(self._built, DraftHead):
+            self._built.share(model)
+        self._cache = KVCacheMemory(self.attention_layers(), config, *kv_cache)
+        self.drafter = self._make_drafter(None)  # made anew with the program
 
-    def load(self, report: Report) -> None:
-        """Builds what drafts, without a cache. Raises ModelLoadError, NotEnoughMemoryError."""
-        self._built = built = self._builder.build(report)
-        self._cache = KVCacheMemory(built.attention_layers(), self._config, *self._kv_cache)
-        self._make_drafter(None)
-
-    def _make_drafter(self, forward: Forward | None) -> None:
+    def _make_drafter(self, forward: Forward | None) -> DraftModel | HeadDrafter:
         """forward: None: operation by operation."""
         ahead = int(isinstance(self._built, DraftHead))
         passes = DraftPasses(self._built, self._builder.ops, self._batch, ahead, forward)
-        self.drafter = self._drafter_of(passes, self._batch)
+        return self._drafter_of(passes, self._batch)
 
     @property
     def weights_bytes(self) -> int:
@@ -144,12 +143,12 @@ class Draft:
         self._cache.bind(self.attention_layers(), num_blocks)
         self._record()
 
-    def use_model(self) -> None:
-        """Takes another model that verifies, before it runs: a head shares its weights. The model
-        has to be recorded afterwards.
+    def use_model(self, model: Model) -> None:
+        """Takes another model that verifies, of the same class, before it runs: a head shares its
+        weights. The model has to be recorded afterwards.
         """
         if isinstance(head := self._built, DraftHead):
-            head.share(self._model())
+            head.share(model)
             if head.attention_layers()[0].key_cache is not None:
                 self._record()
 
@@ -158,7 +157,8 @@ class Draft:
         max_num_seqs = self._config.scheduler_config.max_num_seqs
         limits = Limits(self._rows, max_num_seqs, max_num_seqs)
         ops = self._builder.ops
-        self._make_drafter(record_step(self._built, ops, limits, self._num_groups))
+        program = record_step(self._built, ops, limits, self._num_groups)
+        self.drafter = self._make_drafter(program)
 
     def run_pass(self, num_tokens: int) -> None:
         """A pass of one-token rows without effect on the cache."""
@@ -167,8 +167,4 @@ class Draft:
     def release_cache(self) -> None:
         """Frees the cache. No drafts follow until `allocate`."""
         release_caches(self.attention_layers())
-        self._make_drafter(None)
-
-    def release_weights(self) -> None:
-        """Frees the weights. `load` takes them again."""
-        del self._built, self.drafter
+        self.drafter = self._make_drafter(None)

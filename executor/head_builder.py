@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..ipc.config import EngineConfig, resolved
 from ..ipc.errors import InvalidParameterError, ModelLoadError
 from ..ipc.models.decoder_config import DecoderConfig, parse_decoder_config
+from .model import Model
 from .model_builder import ModelBuilder, select_operations
 from .models.decoder import Decoder
 from .models.draft_heads import DraftHead, Eagle3Head, MTPHead
@@ -22,8 +22,8 @@ OPTION = "speculative_config"
 
 
 class HeadBuilder:
-    """config: the engine's, with the model_config of the head. `builder` has built `model()`, which
-    verifies. rows: the most tokens of a pass.
+    """config: the engine's, with the model_config of the head. `builder` has built `model`, which
+    verifies and whose weights a head shares. rows: the most tokens of a pass.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class HeadBuilder:
         config: EngineConfig,
         method: str,
         builder: ModelBuilder,
-        model: Callable[[], Any],
+        model: Model,
         rows: int,
     ):
         self._config, self._method, self._builder = config, method, builder
-        self._model, self._rows = model, rows
+        self._rows = rows
         self.weights_bytes = 0
         target, hf_config = builder.shape, dict(config.model_config.hf_config)
-        if not isinstance(model(), Decoder):
+        if not isinstance(model, Decoder):
             raise InvalidParameterError(
                 OPTION, f"method {method} needs an architecture that Quire has a page for"
             )
@@ -70,7 +70,7 @@ class HeadBuilder:
         )
 
     def build(self, report: Callable[[str, float], None]) -> DraftHead:
-        """Raises ModelLoadError, InvalidParameterError."""
+        """A head that shares nothing yet. Raises ModelLoadError, InvalidParameterError."""
         model_config, builder = self._config.model_config, self._builder
         weights = HeadWeights(Path(model_config.model))
         make = LayerFactory(self.ops, builder.dtype, builder.device, model_config.quantization)
@@ -93,7 +93,6 @@ class HeadBuilder:
             fill_mtp(head.weights(), self.shape.hidden_size, weights, names, make.fill)
         report("load the head", 1.0)
         self.weights_bytes = make.weights_bytes
-        head.share(self._model())
         return head
 
     def _tap_layers(self) -> list[int]:

@@ -25,8 +25,8 @@ class KVCacheMemory:
 
     Without any, blocks have no bytes.
 
-    A layer has num_kv_heads and head_dim, and gets key_cache and value_cache. If it has a
-    sliding_window and a kv_cache_group, the window returns blocks (ipc/models/kv_layout.py).
+    A layer has num_kv_heads and head_dim. If it has a sliding_window and a kv_cache_group, the
+    window returns blocks (ipc/models/kv_layout.py).
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class KVCacheMemory:
         ]
         for group, members in enumerate(self.groups.layers):
             for index, page in zip(members, pages):
-                layers[index].key_cache, layers[index].value_cache = page
-                layers[index].kv_cache_group = group
+                _bind(layers[index], page[0], page[1], group)
 
     def host_caches(
         self, layers: Sequence[Any], num_blocks: int
@@ -100,11 +99,26 @@ class KVCacheMemory:
 def release_caches(layers: Sequence[Any]) -> None:
     """Frees the caches of a model's layers."""
     for layer in layers:
-        layer.key_cache = layer.value_cache = None
+        _bind(layer, None, None, _group_of(layer))
 
 
 def move_caches(old: Sequence[Any], new: Sequence[Any]) -> None:
     """Gives the caches of a model's layers to those of another one."""
     for layer, other in zip(new, old, strict=True):
-        layer.key_cache, layer.value_cache = other.key_cache, other.value_cache
-        layer.kv_cache_group = getattr(other, "kv_cache_group", 0)
+        _bind(layer, other.key_cache, other.value_cache, _group_of(other))
+
+
+def _bind(layer: Any, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
+    """Makes these the layer's part of the cache. A plugin's layer may lack `bind_cache`: its
+    attributes are set.
+    """
+    if hasattr(layer, "bind_cache"):
+        layer.bind_cache(key, value, group)
+        return
+    attributes = {"key_cache": key, "value_cache": value, "kv_cache_group": group}
+    for name, attribute in attributes.items():
+        setattr(layer, name, attribute)
+
+
+def _group_of(layer: Any) -> int:
+    return getattr(layer, "kv_cache_group", 0)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class AttentionLayer(Protocol):
     """Owns its part of each block of the KV cache, which KVCacheMemory allocates.
 
-    A plugin's layer may lack `sliding_window` and `kv_cache_group`: it keeps the whole context.
+    A plugin's layer may lack `sliding_window` and `kv_cache_group`: it keeps the whole context. It
+    may lack `bind_cache`: the attributes that this sets are set.
     """
 
     num_kv_heads: int
@@ -36,6 +37,10 @@ class AttentionLayer(Protocol):
     key_cache: Any
     value_cache: Any
     kv_cache_group: int  # of AttentionMetadata.groups, set with the cache
+
+    def bind_cache(self, key: torch.Tensor | None, value: torch.Tensor | None, group: int) -> None:
+        """Makes these its key_cache, value_cache and kv_cache_group; None: it has no cache now."""
+        ...
 
 
 class Taps(Protocol):

@@ -49,7 +49,14 @@ from .runner.cuda_graphs import Capture, CudaCapture, GraphedStep
 from .runner.input_batch import InputBatch
 from .runner.launched_steps import HostStep, PendingStep
 from .runner.model_runner import ModelRunner
-from .runner.speculation.verification import Speculation, make_speculation, max_num_logits
+from .runner.speculation.draft_depth import DraftDepth
+from .runner.speculation.drafters import LookupDrafter
+from .runner.speculation.verification import (
+    make_lookup,
+    make_speculation,
+    max_num_logits,
+    measure_depth,
+)
 from .runner.stage_step import PendingTokens
 from .sampling.grammar import Grammars
 from .sampling.logits_processors import LoadedProcessor, load_logits_processors
@@ -115,8 +122,11 @@ class Worker:
         # what the runner is made of besides the model: each None until there is a cache
         self._forward: Forward | None = None
         self._mover: BlockMover | None = None
-        self._speculation: Speculation | None = None
-        self._draft: Draft | None = None  # of an engine with a model or head that drafts
+        # of an engine that drafts: with a model or head, which is none while the weights sleep, or
+        # without; and what is known of drafts that were accepted
+        self._draft: Draft | None = None
+        self._lookup: LookupDrafter | None = None
+        self._depth: DraftDepth | None = None
 
     # ------------------------------------------------------------ start
 
@@ -146,13 +156,18 @@ class Worker:
         if model_config.pooling is not None:
             self._dense = load_dense(model_config.pooling.dense, self._directory)
         self._use_model(model)
-        if (of_draft := draft_config(self.config)) is not None:
-            tables = self.state.batch, self.kv_cache_windows
-            self._draft = Draft(self.config, of_draft, builder, lambda: self._model, *tables)
-            self._draft.load(report)
+        self._draft = self._make_draft(report)
+        self._lookup = make_lookup(self.config.scheduler_config, self.state.batch)
         self._assemble()
         if (launched := self.runner.launched) is not None:
             launched.launcher.warm_up()
+
+    def _make_draft(self, report: Callable[[str, float], None]) -> Draft | None:
+        """The model or head that drafts, if there is one."""
+        if (model_config := draft_config(self.config)) is None:
+            return None
+        tables = self.state.batch, self.kv_cache_windows
+        return Draft(self.config, model_config, self._builder, self.model, *tables, report)
 
     def _make_state(self, processors: Sequence[LoadedProcessor]) -> RunnerState:
         """The tables of requests, and what belongs to their slots."""
@@ -186,9 +201,11 @@ class Worker:
         pooling, model, pooler = self.config.model_config.pooling, self.model, None
         if pooling is not None:
             pooler = Pooler(pooling, self._dense, model.head)
-        speculation = self._speculation
-        if speculation is not None and self._draft is not None:
-            speculation = speculation.with_drafter(self._draft.drafter)
+        speculation = None
+        if (drafter := self._lookup if self._draft is None else self._draft.drafter) is not None:
+            speculation = make_speculation(
+                self.config.scheduler_config, self.state.batch, drafter, self._depth
+            )
         self._runner = assemble(
             self.state,
             model,
@@ -311,13 +328,13 @@ class Worker:
         # the first call of an operation may set things up, which must not delay a request; a broken
         # operation fails here
         self.runner.execute_dummy_batch()
-        if self._speculation is None:  # else it has slept, and its costs are known
-            self._speculation = make_speculation(
+        if self._depth is None:  # else it has slept, and its costs are known
+            self._depth = measure_depth(
                 self.config.scheduler_config,
                 self.state.batch,
                 lambda num_tokens: self.runner.execute_dummy_batch(num_tokens, num_tokens),
                 self.num_threads,
-                *([] if (draft := self._draft) is None else [draft.drafter, draft.run_pass]),
+                None if self._draft is None else self._draft.run_pass,
             )
             self._assemble()
 
@@ -636,9 +653,7 @@ class Worker:
             if self._draft is not None:
                 self._draft.release_cache()
         if "weights" in tags:
-            self._model = None
-            if self._draft is not None:
-                self._draft.release_weights()
+            self._model = self._draft = None
         self.asleep.update(tags)
         devices.release_memory()
 
@@ -653,8 +668,7 @@ class Worker:
                 continue
             if tag == "weights":
                 self._use_model(self._builder.build(self._directory, _report_nothing))
-                if self._draft is not None:
-                    self._draft.load(_report_nothing)
+                self._draft = self._make_draft(_report_nothing)
             else:
                 self._make_cache(self._num_blocks)
             self.asleep.discard(tag)
@@ -676,10 +690,10 @@ class Worker:
             move_caches(self._model.attention_layers(), model.attention_layers())
         self._directory = directory
         self._use_model(model)
-        if self._draft is not None:
-            if "weights" in self.asleep:
-                self._draft.load(_report_nothing)
-            self._draft.use_model()
+        if self._draft is None:
+            self._draft = self._make_draft(_report_nothing)
+        else:
+            self._draft.use_model(model)
         self.asleep.discard("weights")
         if not self.asleep:
             self._forward = self._make_forward()
@@ -701,7 +715,7 @@ class Worker:
             self.offload.close()
         self.expert_group.close()
         self._model = self._runner = self._state = self._forward = self._mover = None
-        self.tracer = self._stopped_tracer = self._draft = self._speculation = None
+        self.tracer = self._stopped_tracer = self._draft = self._lookup = None
 
 
 def _refuse_ranks(config: EngineConfig) -> None:

@@ -59,8 +59,9 @@ class DraftHead(Model):
         self.embed_tokens: Any = None
         self.lm_head: Any = None
 
-    def share(self, model: Decoder) -> None:
-        """Uses the model's embedding, and its output head unless the head has one."""
+    def share(self, model: Model) -> None:
+        """Uses the embedding of a Decoder, and its output head unless the head has one."""
+        assert isinstance(model, Decoder)
         self.embed_tokens = model.embed_tokens
         self.lm_head = model.lm_head
         model.use_taps(self.taps)
@@ -124,7 +125,7 @@ class Eagle3Head(DraftHead):
         num_known = config.vocab_size if known is None else len(known)
         self.own_head = make.linear(size, {"lm_head": num_known})
 
-    def share(self, model: Decoder) -> None:
+    def share(self, model: Model) -> None:
         super().share(model)
         self.lm_head = self.own_head
 

@@ -138,6 +138,10 @@ class Collected:
             self._rows.append(rows.copy())
         self.num_taken += len(rows)
 
+    def skip(self, count: int) -> None:
+        """Counts the next tokens, whose rows no mode reads."""
+        self.num_taken += count
+
     def result(self) -> np.ndarray:
         """f4 [size of all modes], or [num_tokens, size] by token"""
         if not self._modes:

@@ -62,7 +62,7 @@ class Pooler:
                     rows = whole[start:end]
                 else:
                     first = start if params.is_by_token else end - 1
-                    collected.num_taken += first - start
+                    collected.skip(first - start)
                     rows = hidden[first:end].float().numpy(force=True)
                 collected.take(rows, num_tokens)
             except ValueError as error:

@@ -1,8 +1,8 @@
-"""GrammarQueue: whose grammar is checked next.
+"""GrammarQueue: says whose grammar is checked next.
 
 Must not know: grammars, processes, threads beyond its lock, requests.
 
-    owner a  g1 g2 g3 …  ┐                          ┌─▶ a worker for whoever is next
+    owner a  g1 g2 g3 …  ┐                          ┌─▶ a worker for any owner
     owner b  g4          ├─▶ the owner whose checks ─┤
     owner c  g5 g6       ┘   have taken least time   └─▶ one that owners of slow grammars never get
 
@@ -16,20 +16,19 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
 ALLOWANCE_S = 0.5  # of CPU time; a usual check takes milliseconds, and at most 1.5 s
 ALLOWANCE_PER_S = 0.05  # by which it fills up
 MAX_OWNERS = 1024  # of those without a grammar here, whose time is remembered
 
 
+@dataclass(slots=True, eq=False)
 class _Owner:
-    __slots__ = ("checked_s", "spent_s", "updated", "waiting")
-
-    def __init__(self, checked_s: float, now: float):
-        self.waiting: dict[bytes, None] = {}  # in order of arrival
-        self.checked_s = checked_s  # CPU time of its checks; only differences have a meaning
-        self.spent_s = 0.0  # of the allowance, at the time `updated`
-        self.updated = now
+    checked_s: float  # CPU time of its checks; only differences have a meaning
+    updated: float
+    spent_s: float = 0.0  # of the allowance, at the time `updated`
+    waiting: dict[bytes, None] = field(default_factory=dict)  # in order of arrival
 
 
 class GrammarQueue:
@@ -46,11 +45,11 @@ class GrammarQueue:
     def add(self, owner: Hashable, grammar: bytes) -> None:
         """The grammar waits, unless it does already for this owner."""
         with self._lock:
-            mine = self._owners.pop(owner, None) or _Owner(self._last_checked_s, self._clock())
-            self._owners[owner] = mine
-            if not mine.waiting:  # who was away has no credit
-                mine.checked_s = max(mine.checked_s, self._last_checked_s)
-            mine.waiting[grammar] = None
+            account = self._owners.pop(owner, None) or _Owner(self._last_checked_s, self._clock())
+            self._owners[owner] = account
+            if not account.waiting:  # an owner that was away has no credit
+                account.checked_s = max(account.checked_s, self._last_checked_s)
+            account.waiting[grammar] = None
             if len(self._owners) > MAX_OWNERS:
                 idle = next((one for one in self._owners if not self._owners[one].waiting), owner)
                 if idle != owner:
@@ -63,17 +62,17 @@ class GrammarQueue:
         with self._lock:
             now, best = self._clock(), None
             may_be_slow = self._num_slow < max(1, self._num_workers - 1)
-            for owner, mine in self._owners.items():
-                if mine.waiting and (may_be_slow or not self._is_slow(mine, now)):
-                    if best is None or mine.checked_s < self._owners[best].checked_s:
+            for owner, account in self._owners.items():
+                if account.waiting and (may_be_slow or not self._is_slow(account, now)):
+                    if best is None or account.checked_s < self._owners[best].checked_s:
                         best = owner
             if best is None:
                 return None
-            mine = self._owners[best]
-            grammar = next(iter(mine.waiting))
-            del mine.waiting[grammar]
-            self._last_checked_s = mine.checked_s
-            is_slow = self._is_slow(mine, now)
+            account = self._owners[best]
+            grammar = next(iter(account.waiting))
+            del account.waiting[grammar]
+            self._last_checked_s = account.checked_s
+            is_slow = self._is_slow(account, now)
             self._num_slow += is_slow
             return best, grammar, is_slow
 
@@ -81,13 +80,13 @@ class GrammarQueue:
         """The check of a grammar that `take` returned has taken this CPU time."""
         with self._lock:
             self._num_slow -= was_slow
-            if (mine := self._owners.get(owner)) is not None:
-                mine.checked_s += seconds
-                self._is_slow(mine, self._clock())
-                mine.spent_s += seconds
+            if (account := self._owners.get(owner)) is not None:
+                account.checked_s += seconds
+                self._is_slow(account, self._clock())
+                account.spent_s += seconds
 
     @staticmethod
-    def _is_slow(mine: _Owner, now: float) -> bool:
-        mine.spent_s = max(0.0, mine.spent_s - ALLOWANCE_PER_S * (now - mine.updated))
-        mine.updated = now
-        return mine.spent_s > ALLOWANCE_S
+    def _is_slow(account: _Owner, now: float) -> bool:
+        account.spent_s = max(0.0, account.spent_s - ALLOWANCE_PER_S * (now - account.updated))
+        account.updated = now
+        return account.spent_s > ALLOWANCE_S

@@ -193,7 +193,7 @@ class _Multiply:
     def __init__(self, instruments: Instruments, path: str, layer: Linear, packed: Any):
         self._packed, self._instruments = packed, instruments
         tensors = list(tensors_of(packed))
-        instruments.weights |= {address_of(tensor): tensor.nbytes for tensor in tensors}
+        instruments.weights.update({address_of(tensor): tensor.nbytes for tensor in tensors})
         sizes = _sizes(packed, tensors, sum(layer.shards.values()))
         self._site = Site(
             path,

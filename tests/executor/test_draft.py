@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import msgspec
 import pytest
 from quire import EngineArgs
@@ -37,6 +40,17 @@ def test_blocks_weights_and_swap_space_hold_both_models():
     drafting.initialize_swap_space()
     assert len(layers) == 10 and len({layer.key_cache.data_ptr() for layer in layers}) == 10
     assert len(drafting._mover._host_caches) == 20
+
+
+def test_a_draft_model_leaves_memory_with_the_weights():
+    worker = make_worker(speculative_config=DRAFTING | {"adaptive": True})
+    worker.initialize_kv_cache(9)
+    draft_model = weakref.ref(worker._draft.drafter.passes.model)
+    worker.sleep(["kv_cache", "weights"])
+    gc.collect()
+    assert draft_model() is None
+    worker.wake_up(["weights", "kv_cache"])
+    assert worker.runner.speculation.drafter is worker._draft.drafter
 
 
 def test_a_model_without_whole_context_is_refused():

@@ -4,7 +4,7 @@ import logging
 from types import SimpleNamespace
 
 import torch
-from quire.executor.kv_cache_memory import KVCacheMemory, move_caches
+from quire.executor.kv_cache_memory import KVCacheMemory, move_caches, release_caches
 from quire.tests.fakes import make_config
 
 CPU = torch.device("cpu")
@@ -36,6 +36,17 @@ def test_layers_of_different_groups_share_their_pages():
     move_caches(layers, others)
     assert [layer.kv_cache_group for layer in others] == [1, 0, 1, 0, 2]
     assert [layer.key_cache.data_ptr() for layer in others] == addresses
+
+
+def test_a_layer_binds_its_part_of_the_cache_itself():
+    bound = []
+    layer = make_layers(0)[0]
+    layer.bind_cache = lambda key, value, group: bound.append((key, value, group))
+    make_memory([layer]).bind([layer], 7)
+    release_caches([layer])
+    (keys, values, group), released = bound
+    assert keys.shape == values.shape == (7, 16, 2, 8) and group == 0
+    assert released == (None, None, 0) and not hasattr(layer, "key_cache")
 
 
 def test_windows_keep_the_context_where_groups_are_not_possible(caplog):

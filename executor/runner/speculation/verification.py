@@ -50,32 +50,51 @@ def max_num_logits(scheduler_config: SchedulerConfig) -> int:
 def make_speculation(
     scheduler_config: SchedulerConfig,
     batch: InputBatch,
+    drafter: Drafter,
+    depth: DraftDepth | None,
+) -> Speculation:
+    """What an engine that drafts needs."""
+    return Speculation(
+        drafter,
+        depth,
+        batch,
+        most=resolved(scheduler_config.speculative_config).num_speculative_tokens,
+        max_num_tokens=resolved(scheduler_config.max_num_batched_tokens),
+        max_num_rows=max_num_logits(scheduler_config),
+    )
+
+
+def make_lookup(scheduler_config: SchedulerConfig, batch: InputBatch) -> LookupDrafter | None:
+    """The drafter of an engine that drafts without a model."""
+    wanted = scheduler_config.speculative_config
+    if wanted is None or wanted.draft_model_config is not None:
+        return None
+    return LookupDrafter(make_proposer(wanted), batch)
+
+
+def measure_depth(
+    scheduler_config: SchedulerConfig,
+    batch: InputBatch,
     run_pass: Callable[[int], None],
     num_threads: int,
-    model_drafter: Drafter | None = None,
     run_draft_pass: Callable[[int], None] | None = None,
-) -> Speculation | None:
-    """What an engine that drafts needs, else None. `run_pass` and `run_draft_pass`, of the model
-    and of the one that drafts, take a number of tokens, each with logits; num_threads compute them.
+) -> DraftDepth | None:
+    """How many drafts are worth their cost; None of an engine that doesn't ask. `run_pass` and
+    `run_draft_pass`, of the model and of the one that drafts, take a number of tokens, each with
+    logits; num_threads compute them.
     """
     wanted = scheduler_config.speculative_config
-    if wanted is None:
+    if wanted is None or not wanted.adaptive:
         return None
     most_rows = max_num_logits(scheduler_config)
-    drafter = model_drafter or LookupDrafter(make_proposer(wanted), batch)
-    depth = None
-    if wanted.adaptive:
-        counts = [count for count in MEASURED_TOKENS if count <= most_rows]
-        clock = cpu_clock(num_threads)
-        costs = _measured("a pass", wanted.method, run_pass, counts, clock)
-        draft_costs = None
-        if run_draft_pass is not None:
-            counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
-            draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts, clock)
-        depth = DraftDepth(wanted.num_speculative_tokens, batch, costs, draft_costs)
-    max_num_tokens = resolved(scheduler_config.max_num_batched_tokens)
-    most = wanted.num_speculative_tokens
-    return Speculation(drafter, depth, batch, most, max_num_tokens, most_rows)
+    counts = [count for count in MEASURED_TOKENS if count <= most_rows]
+    clock = cpu_clock(num_threads)
+    costs = _measured("a pass", wanted.method, run_pass, counts, clock)
+    draft_costs = None
+    if run_draft_pass is not None:
+        counts = [count for count in counts if count <= scheduler_config.max_num_seqs]
+        draft_costs = _measured("a draft", wanted.method, run_draft_pass, counts, clock)
+    return DraftDepth(wanted.num_speculative_tokens, batch, costs, draft_costs)
 
 
 def _measured(
@@ -130,11 +149,6 @@ class Speculation:
         self._drafts_decodes = False  # whether drafts are wanted of what the last pass computes
         self._max_num_tokens = max_num_tokens
         self._max_num_rows = max_num_rows
-
-    def with_drafter(self, drafter: Drafter) -> Speculation:
-        """The same with what drafts now; what is known of drafts that were accepted stays."""
-        sizes = self.most, self._max_num_tokens, self._max_num_rows
-        return Speculation(drafter, self.depth, self._batch, *sizes)
 
     def choose(self, scheduler_output: SchedulerOutput) -> list[int]:
         """How many drafts each row is to have."""

@@ -89,11 +89,13 @@ class EngineCore:
         engine_index: int = 0,
         is_alone: bool = False,
         imported: Future[Any] | None = None,
+        check_every_step: bool = False,
     ):
         """Loads the model and sizes the KV cache, calling `report(stage, fraction)`.
 
         `is_alone`: this process is the engine's own and runs no other program's code. `imported`:
-        of import_executor, if it has been called.
+        of import_executor, if it has been called. `check_every_step`: for tests, post_step checks
+        the scheduler's integrity.
         """
         check_config(config)
         report = report or (lambda stage, fraction: None)
@@ -121,7 +123,7 @@ class EngineCore:
         self._in_flight: deque[tuple[ScheduledStep, PendingOutput]] = deque()
         self.log_stats = not config.service_config.disable_log_stats
         self._log_steps = config.service_config.log_steps
-        self.check_every_step = False  # for tests: post_step runs check_integrity
+        self._check_every_step = check_every_step
         self.rows = OutputRows(epoch, engine_index)
         self.records = StepRecords()
         self._join_parts(host)
@@ -345,7 +347,7 @@ class EngineCore:
             self.records.begin(step, start_time, self.scheduler.counters)
             if recorder is not None:
                 recorder.scheduled(step)
-            if step.prefills and self.rows.holds_any and self.host.deliver is not None:
+            if step.prefills and self.host.deliver is not None and self.rows.holds_any:
                 self._deliver_before(step)
         return step
 
@@ -379,7 +381,7 @@ class EngineCore:
 
     def post_step(self, model_executed: bool) -> None:
         """Runs after each step, when its outputs are on their way."""
-        if model_executed and self.check_every_step:
+        if model_executed and self._check_every_step:
             self.scheduler.check_integrity()
         if self.kv_events is not None:
             self.publish_kv_events()

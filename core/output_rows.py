@@ -40,22 +40,21 @@ from .request import Request
 LEAST_GAP_S, MAX_GAP_S = 0.005, 0.05
 
 
-@dataclass(slots=True)
-class ClientRows:
-    """The columns of one client's next message; see EngineCoreOutputs."""
+class ClientRows(msgspec.Struct):
+    """The columns of one client's next message, which have the names of EngineCoreOutputs."""
 
-    request_ids: list[str] = field(default_factory=list)
-    first_indices: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    finished: list[Finished] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    num_cached_tokens: list[tuple[int, int]] = field(default_factory=list)
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
-    timings: list[RequestTiming] = field(default_factory=list)
-    step_times: list[float] = field(default_factory=list)
-    token_steps: list[int] = field(default_factory=list)
-    pooled: list[Pooled] = field(default_factory=list)
+    request_ids: list[str] = []
+    first_indices: list[int] = []
+    num_tokens: list[int] = []
+    token_ids: list[int] = []
+    finished: list[Finished] = []
+    logprobs: list[TokenLogprobs] = []
+    num_cached_tokens: list[tuple[int, int]] = []
+    prompt_logprobs: list[PromptLogprobs] = []
+    timings: list[RequestTiming] = []
+    step_times: list[float] = []
+    token_steps: list[int] = []
+    pooled: list[Pooled] = []
 
     def add(self, request_id: str, first_index: int, token_ids: list[int]) -> None:
         self.request_ids.append(request_id)
@@ -150,14 +149,18 @@ class Pace:
     """
 
     def __init__(self, rows_per_s: int):
-        self.rows_per_s = rows_per_s
+        self._rows_per_s = rows_per_s
         self._held: dict[str, HeldRow] = {}  # by request id
         self._step_times: list[float] = []  # of the steps since all rows left
-        self._told_at = float("-inf")
+        self._sent_at = float("-inf")
 
     def __bool__(self) -> bool:
         """Whether rows are held."""
         return bool(self._held)
+
+    def change(self, rows_per_s: int) -> None:
+        """The client requests another pace. Rows that are held follow it, too."""
+        self._rows_per_s = rows_per_s
 
     def take(self, rows: ClientRows, now: float, *, everything: bool) -> ClientRows | None:
         """What leaves after a step that ended at `now` and gave `rows`; None for nothing.
@@ -165,21 +168,21 @@ class Pace:
         `everything`: all rows leave.
         """
         gap_s = (
-            min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self.rows_per_s)
-            if self.rows_per_s
+            min(MAX_GAP_S, max(len(rows.request_ids), len(self._held)) / self._rows_per_s)
+            if self._rows_per_s
             else 0.0
         )
-        is_due = everything or gap_s < LEAST_GAP_S or now - self._told_at >= gap_s
+        is_due = everything or gap_s < LEAST_GAP_S or now - self._sent_at >= gap_s
         if is_due:
-            self._told_at = now
+            self._sent_at = now
             if not self._held:
                 return rows
         self._hold(rows, now)
         leaving = list(self._held) if is_due else rows.urgent_ids()
-        told = self._release(leaving, rows) if leaving else None
+        sent = self._release(leaving, rows) if leaving else None
         if is_due:
             self._step_times = []
-        return told
+        return sent
 
     def _hold(self, rows: ClientRows, now: float) -> None:
         held, step, end = self._held, len(self._step_times), 0
@@ -198,24 +201,28 @@ class Pace:
 
     def _release(self, request_ids: list[str], rows: ClientRows) -> ClientRows:
         """The held rows of these requests, with everything else of the step that gave `rows`."""
-        told, index_of = ClientRows(step_times=self._step_times.copy()), {}
-        for index, request_id in enumerate(request_ids):
-            row, index_of[request_id] = self._held.pop(request_id), index
-            told.add(request_id, row.first_index, row.token_ids)
-            told.token_steps += row.token_steps
-            if row.logprobs:
-                told.logprobs.append(_joined(index, row.logprobs))
+        index_of = {request_id: index for index, request_id in enumerate(request_ids)}
 
         def moved(entry):
             return msgspec.structs.replace(entry, row=index_of[rows.request_ids[entry.row]])
 
-        told.finished, told.timings = [*map(moved, rows.finished)], [*map(moved, rows.timings)]
-        told.prompt_logprobs = [*map(moved, rows.prompt_logprobs)]
-        told.pooled = [*map(moved, rows.pooled)]
-        told.num_cached_tokens = [
-            (index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens
-        ]
-        return told
+        sent = ClientRows(
+            finished=[*map(moved, rows.finished)],
+            timings=[*map(moved, rows.timings)],
+            prompt_logprobs=[*map(moved, rows.prompt_logprobs)],
+            pooled=[*map(moved, rows.pooled)],
+            num_cached_tokens=[
+                (index_of[rows.request_ids[row]], number) for row, number in rows.num_cached_tokens
+            ],
+            step_times=self._step_times.copy(),
+        )
+        for index, request_id in enumerate(request_ids):
+            row = self._held.pop(request_id)
+            sent.add(request_id, row.first_index, row.token_ids)
+            sent.token_steps += row.token_steps
+            if row.logprobs:
+                sent.logprobs.append(_joined(index, row.logprobs))
+        return sent
 
 
 def _joined(row: int, parts: list[TokenLogprobs]) -> TokenLogprobs:
@@ -245,7 +252,7 @@ class OutputRows:
         self._paces: dict[int, Pace] = {}  # of the clients that requested one
 
     def __bool__(self) -> bool:
-        return bool(self._by_client) or self.holds_any
+        return bool(self._by_client or (self._paces and self.holds_any))
 
     @property
     def holds_any(self) -> bool:
@@ -254,7 +261,7 @@ class OutputRows:
 
     def pace(self, client_index: int, rows_per_s: int) -> None:
         """Sets a client's pace; see PaceOutputs."""
-        self._paces.setdefault(client_index, Pace(rows_per_s)).rows_per_s = rows_per_s
+        self._paces.setdefault(client_index, Pace(rows_per_s)).change(rows_per_s)
 
     def stamp(self) -> None:
         """Records when the model ran, for its rows. The clock is read once per step."""
@@ -280,36 +287,24 @@ class OutputRows:
         """
         by_client, self._by_client = self._by_client, {}
         now, self.now = self.now or time.monotonic(), 0.0
-        for client_index, pace in self._paces.items():
-            if client_index in by_client or (everything and pace):
-                told = pace.take(
-                    by_client.pop(client_index, None) or ClientRows(), now, everything=everything
-                )
-                if told is not None:
-                    by_client[client_index] = told
+        if self._paces:
+            self._keep_pace(by_client, now, everything=everything)
         return {
-            client_index: self._message(rows, stats, now)
+            client_index: EngineCoreOutputs(
+                epoch=self.epoch,
+                engine_index=self.engine_index,
+                stats=stats,
+                timestamp=now,
+                **msgspec.structs.asdict(rows),
+            )
             for client_index, rows in by_client.items()
         } or None
 
-    def _message(
-        self, rows: ClientRows, stats: SchedulerStats | None, now: float
-    ) -> EngineCoreOutputs:
-        return EngineCoreOutputs(
-            epoch=self.epoch,
-            engine_index=self.engine_index,
-            request_ids=rows.request_ids,
-            first_indices=rows.first_indices,
-            num_tokens=rows.num_tokens,
-            token_ids=rows.token_ids,
-            finished=rows.finished,
-            logprobs=rows.logprobs,
-            num_cached_tokens=rows.num_cached_tokens,
-            prompt_logprobs=rows.prompt_logprobs,
-            stats=stats,
-            timestamp=now,
-            timings=rows.timings,
-            step_times=rows.step_times,
-            token_steps=rows.token_steps,
-            pooled=rows.pooled,
-        )
+    def _keep_pace(self, by_client: dict[int, ClientRows], now: float, *, everything: bool) -> None:
+        """Replaces the new rows of clients with a pace by those that are due."""
+        for client_index, pace in self._paces.items():
+            if client_index in by_client or (everything and pace):
+                rows = by_client.pop(client_index, None) or ClientRows()
+                due = pace.take(rows, now, everything=everything)
+                if due is not None:
+                    by_client[client_index] = due

@@ -6,9 +6,11 @@ Must not know: requests, tokens, or the memory behind a block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KVCacheBlock:
     """The state of one block.
 
@@ -16,14 +18,15 @@ class KVCacheBlock:
     has it.
     """
 
-    __slots__ = ("block_hash", "block_id", "next_free", "prev_free", "ref_cnt")
+    block_id: int
+    ref_cnt: int = 0
+    block_hash: bytes | None = None  # set when full and computed
+    # its neighbours in the free list; the block itself while it is not in the list
+    prev_free: KVCacheBlock = field(init=False)
+    next_free: KVCacheBlock = field(init=False)
 
-    def __init__(self, block_id: int):
-        self.block_id = block_id
-        self.ref_cnt = 0
-        self.block_hash: bytes | None = None  # set when full and computed
-        self.prev_free: KVCacheBlock = self  # of itself while it is not in the free list
-        self.next_free: KVCacheBlock = self
+    def __post_init__(self) -> None:
+        self.prev_free = self.next_free = self
 
     def __repr__(self) -> str:
         cached = "" if self.block_hash is None else f", cached as {self.block_hash.hex()[:8]}"

@@ -16,6 +16,7 @@ def make_core(
     burst_weights_bytes: int = 0,
     windows: tuple[int, ...] = (0,),
     host: Host = Host(),
+    check_every_step: bool = True,
     **arguments,
 ) -> EngineCore:
     """`burst_weights_bytes` and `windows` (of the groups of layers) are the fake executor's."""
@@ -23,8 +24,7 @@ def make_core(
     executor = FakeExecutor(config)
     executor.burst_weights_bytes = burst_weights_bytes
     executor.kv_cache_windows = windows
-    core = EngineCore(config, executor, host=host)
-    core.check_every_step = True
+    core = EngineCore(config, executor, host=host, check_every_step=check_every_step)
     core.scheduler.limits.least_samples = (
         1  # few requests are in several steps, where there are stages
     )

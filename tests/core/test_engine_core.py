@@ -225,7 +225,9 @@ def test_post_step_checks_only_if_enabled(monkeypatch):
     monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(1))
     core.post_step(True)
     core.post_step(False)
-    core.check_every_step = False
+    assert len(checks) == 1
+    core = make_core(check_every_step=False)
+    monkeypatch.setattr(core.scheduler, "check_integrity", lambda: checks.append(1))
     core.post_step(True)
     assert len(checks) == 1
 

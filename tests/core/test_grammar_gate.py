@@ -37,9 +37,7 @@ def make_core(*unfinished: str, **arguments) -> EngineCore:
     config = make_config(**arguments)
     executor = FakeExecutor(config)
     executor.grammar_checks = {regex: Future() for regex in unfinished}
-    core = EngineCore(config, executor)
-    core.check_every_step = True
-    return core
+    return EngineCore(config, executor, check_every_step=True)
 
 
 def checks(core: EngineCore) -> dict[str, Future]:

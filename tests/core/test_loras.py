@@ -96,8 +96,12 @@ def test_adapters_take_turns_in_memory_that_holds_one() -> None:
 
 
 def test_a_thousand_adapters_share_the_memory_of_four() -> None:
-    core = lora_core(max_loras=2, max_cpu_loras=4, max_num_seqs=8)
-    core.check_every_step = False  # quadratic
+    core = lora_core(
+        max_loras=2,
+        max_cpu_loras=4,
+        max_num_seqs=8,
+        check_every_step=False,  # which would be quadratic
+    )
     adapters = [lora(f"n{i}", i + 1) for i in range(1000)]
     order = random.Random(1).sample(range(1000), 1000)
     for i in order:

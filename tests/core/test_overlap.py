@@ -39,9 +39,7 @@ class LateResult(Future):
 
 def make_late_core(**arguments) -> EngineCore:
     config = make_config(async_scheduling=True, **arguments)
-    core = EngineCore(config, LateExecutor(config))
-    core.check_every_step = True
-    return core
+    return EngineCore(config, LateExecutor(config), check_every_step=True)
 
 
 def request(

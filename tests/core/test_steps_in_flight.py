@@ -63,8 +63,7 @@ class InFlight:
 
 def make_core(num_stages: int = 2, least_samples: int = 1, **arguments) -> EngineCore:
     config = make_config(pipeline_parallel_size=num_stages, **arguments)
-    core = EngineCore(config, StagesExecutor(config))
-    core.check_every_step = True
+    core = EngineCore(config, StagesExecutor(config), check_every_step=True)
     core.scheduler.limits.least_samples = least_samples
     return core
 

@@ -24,9 +24,7 @@ def start_core(directory: str | Path, **arguments) -> EngineCore:
         "max_model_len": 256,
     }
     args = EngineArgs(str(directory), **{**defaults, **arguments})
-    core = EngineCore(args.create_engine_config())
-    core.check_every_step = True
-    return core
+    return EngineCore(args.create_engine_config(), check_every_step=True)
 
 
 def run(core: EngineCore, requests: dict[str, tuple[list[int], PoolingParams | SamplingParams]]):

@@ -118,7 +118,7 @@ class SimulatedEngine:
         world.num_engines += 1
         host = Host(deliver=self._send_rows, wake=self._run_soon)
         self.core = EngineCore(config, SimulatedExecutor(config, world), host=host, epoch=epoch)
-        self.core.check_every_step = world.rng.random() < 0.2
+        self._checks_every_step = world.rng.random() < 0.2
         self.ready = self.core.ready
         self.links: dict[int, Link] = {}
         self.exit_signal: signal.Signals | None = None
@@ -165,6 +165,8 @@ class SimulatedEngine:
                 if self._is_killed():
                     return
                 self._send_rows(rows)
+                if ran and self._checks_every_step:
+                    self.core.scheduler.check_integrity()
                 self.core.post_step(ran)
         except ProcessEnds:
             return self.end(signal.SIGSEGV)

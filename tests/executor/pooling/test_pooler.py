@@ -41,8 +41,8 @@ def start(tiny):
             config = make_config(tiny("qwen3"), **arguments)
             replace = msgspec.structs.replace
             model_config = replace(config.model_config, pooling=pooling)
-            cores[key] = EngineCore(replace(config, model_config=model_config))
-            cores[key].check_every_step = True
+            config = replace(config, model_config=model_config)
+            cores[key] = EngineCore(config, check_every_step=True)
         return cores[key]
 
     yield start

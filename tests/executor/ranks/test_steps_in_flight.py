@@ -62,8 +62,7 @@ def check_equal(one: dict[str, Answer], other: dict[str, Answer]) -> None:
 
 
 def run_jobs(executor: Any, config: Any, jobs: list[Job]) -> tuple[dict[str, Answer], EngineCore]:
-    core = EngineCore(config, executor)
-    core.check_every_step = True
+    core = EngineCore(config, executor, check_every_step=True)
     core.scheduler.limits.least_samples = 1
     answers = drive(core, jobs)
     assert_nothing_left(core)

@@ -9,8 +9,10 @@ import gc
 import threading
 import time
 import weakref
+from functools import partialmethod
 
 import pytest
+from quire.core.engine_core import EngineCore
 from quire.frontend.clients.inproc_client import MAX_QUEUED_OUTPUTS, InprocClient
 from quire.ipc.errors import EngineDeadError
 from quire.ipc.messages import EngineCoreRequest
@@ -122,10 +124,12 @@ def test_waiters_of_a_client_that_is_shut_down():
     asyncio.run(main())
 
 
-def test_adds_and_aborts_from_the_loop_never_race_the_step():
+def test_adds_and_aborts_from_the_loop_never_race_the_step(monkeypatch):
+    checked = partialmethod(EngineCore.__init__, check_every_step=True)
+    monkeypatch.setattr(EngineCore, "__init__", checked)
+
     async def main() -> None:
         client = open_client(max_num_seqs=64)
-        client._engine.core.check_every_step = True
         finished: set[str] = set()
 
         async def read() -> None:

@@ -127,10 +127,15 @@ class EngineCore:
         self.rows = OutputRows(epoch, engine_index)
         self.records = StepRecords()
         self._join_parts(host)
+        self._join_observers(host)
 
     def _join_parts(self, host: Host) -> None:
-        """Makes what stands around the scheduler and the executor. Each part gets what it uses."""
-        scheduler, executor, rows = self.scheduler, self.executor, self.rows
+        """Makes what works on the scheduler and the executor between two steps. Each part gets what
+        it uses.
+        """
+        scheduler = self.scheduler
+        executor = self.executor
+        rows = self.rows
         self.loras = LoraRegistry(
             self.config.lora_config,
             scheduler,
@@ -170,6 +175,11 @@ class EngineCore:
                 is_full=host.is_full,
             )
             self.step_fn = self.waves.step
+
+    def _join_observers(self, host: Host) -> None:
+        """Makes what observes those parts, and what clients may call of all of them."""
+        scheduler = self.scheduler
+        executor = self.executor
         self.tracing = Tracing(
             self.config, scheduler, executor, self.gate, self.step_fn, host.message_timer
         )

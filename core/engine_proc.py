@@ -485,6 +485,35 @@ def main(
     `make_executor(config)` replaces the real executor: a program that calls main with one is an
     engine that MPClient(command=[...]) can start, as tests do.
     """
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.connect is not None:
+        die_with_parent(args.parent_pid)
+    configure_logging(args.log_level, args.log_format, args.log_model)
+    # the stacks of all threads on stderr, also of a thread that holds the GIL
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    # a server's threads give way to its engine (SCHED_BATCH), and an engine started later is their
+    # child
+    platform_tuning.stop_giving_way()
+    platform_tuning.begin_start()
+    if args.connect is not None:
+        return run_child(
+            Wire(args.connect, read_key(args.key_fd, KEY_BYTES)),
+            args.max_message_bytes,
+            make_executor,
+            imports_early=args.import_early,
+        )
+    if args.listen is None:
+        parser.error("one of --listen and --connect is needed")
+    try:
+        config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
+    except msgspec.MsgspecError as error:
+        parser.error(f"stdin must hold the configuration as JSON: {error}")
+    return run_daemon(args.listen, config, make_executor, replaces=args.replace)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The program's arguments."""
     parser = argparse.ArgumentParser(
         prog="quire.core.engine_proc",
         description="Runs an engine. Started by MPClient, or by `quire engine`.",
@@ -511,30 +540,7 @@ def main(
     parser.add_argument("--log-level", type=int, default=logging.WARNING)
     parser.add_argument("--log-format", choices=FORMATS, default="text")
     parser.add_argument("--log-model", default="", help="the model that lines of the log name")
-    args = parser.parse_args(argv)
-    if args.connect is not None:
-        die_with_parent(args.parent_pid)
-    configure_logging(args.log_level, args.log_format, args.log_model)
-    # the stacks of all threads on stderr, also of a thread that holds the GIL
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    # a server's threads give way to its engine (SCHED_BATCH), and an engine started later is their
-    # child
-    platform_tuning.stop_giving_way()
-    platform_tuning.begin_start()
-    if args.connect is not None:
-        return run_child(
-            Wire(args.connect, read_key(args.key_fd, KEY_BYTES)),
-            args.max_message_bytes,
-            make_executor,
-            imports_early=args.import_early,
-        )
-    if args.listen is None:
-        parser.error("one of --listen and --connect is needed")
-    try:
-        config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
-    except msgspec.MsgspecError as error:
-        parser.error(f"stdin must hold the configuration as JSON: {error}")
-    return run_daemon(args.listen, config, make_executor, replaces=args.replace)
+    return parser
 
 
 def leave(exit_code: int) -> NoReturn:

@@ -65,6 +65,10 @@ class Family:
             and request.request_id in self.members
         )
 
+    def waits_for_prompt(self, request: Request) -> bool:
+        """Whether another member is to compute the prompt for this one."""
+        return self.first is not request and self.find_source() is None
+
     def leave(self, request: Request) -> None:
         """The member ends. Its status may still be RUNNING."""
         del self.members[request.request_id]

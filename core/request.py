@@ -209,7 +209,8 @@ class Request:
     @property
     def num_tokens_left(self) -> int:
         """Output tokens that may still be sampled, besides pending ones."""
-        return self.max_output_tokens - self.num_output_tokens - self.num_pending_tokens
+        num_output_tokens = len(self.token_ids) - self.num_prompt_tokens
+        return self.max_output_tokens - num_output_tokens - self.num_pending_tokens
 
     @property
     def is_finished(self) -> bool:

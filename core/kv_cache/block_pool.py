@@ -65,7 +65,8 @@ class FreeBlockQueue:
         return block
 
     def remove(self, block: KVCacheBlock) -> None:
-        block.prev_free.next_free, block.next_free.prev_free = block.next_free, block.prev_free
+        block.prev_free.next_free = block.next_free
+        block.next_free.prev_free = block.prev_free
         block.prev_free = block.next_free = block
         self.num_free_blocks -= 1
 
@@ -149,17 +150,21 @@ class BlockPool:
             raise ValueError(f"{num_blocks} blocks wanted, {self.num_free_blocks} are free")
         blocks = [self._take() for _ in range(num_blocks)]
         for block in blocks:
-            self.uncache(block)
+            if block.block_hash is not None:
+                self.uncache(block)
             block.ref_cnt = 1
         return blocks
 
     def _take(self) -> KVCacheBlock:
         block = self.free_queue.popleft()
-        if block is self._untouched:
-            block = KVCacheBlock(len(self.blocks))
-            self.blocks.append(block)
-            if len(self.blocks) < self.num_blocks:
-                self.free_queue.prepend_n([self._untouched])
+        return self._create() if block is self._untouched else block
+
+    def _create(self) -> KVCacheBlock:
+        """A block that was never allocated."""
+        block = KVCacheBlock(len(self.blocks))
+        self.blocks.append(block)
+        if len(self.blocks) < self.num_blocks:
+            self.free_queue.prepend_n([self._untouched])
         return block
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

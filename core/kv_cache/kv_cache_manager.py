@@ -125,10 +125,15 @@ class KVCacheManager:
         At least one token remains to compute, since its logits are needed. A prompt that is cached
         to its end recomputes its last block.
         """
-        if not self.enable_caching or not request.reads_prefix_cache:
+        most = (request.num_tokens - 1) // self.block_size
+        if not (most and self.enable_caching and request.reads_prefix_cache):
             return self.no_blocks()
-        hashes = request.extend_block_hashes(self.block_size)
-        num_blocks, before = (request.num_tokens - 1) // self.block_size, -1
+        return self._find_cached(request.extend_block_hashes(self.block_size), most)
+
+    def _find_cached(self, hashes: list[bytes], most: int) -> Blocks:
+        """The longest beginning of these blocks, of at most `most`."""
+        num_blocks = most
+        before = -1
         while num_blocks != before:
             before = num_blocks
             for group, window in enumerate(self.layout.windows):
@@ -190,31 +195,45 @@ class KVCacheManager:
         `blocks` hold the beginning of the computed tokens (get_computed_blocks, get_blocks); these
         are all computed tokens unless `num_computed_tokens` is given.
         """
-        null, blocks = self.block_pool.null_block, blocks or self.no_blocks()
-        num_given = len(blocks[0])
-        num_computed = (
-            num_given * self.block_size if num_computed_tokens is None else num_computed_tokens
-        )
+        tables = self.no_blocks()
+        blocks = blocks or tables
+        num_given = len(blocks[0]) * self.block_size
+        num_computed = num_given if num_computed_tokens is None else num_computed_tokens
+        if num_computed:
+            tables = self._begin_tables(blocks, num_computed)
         num_blocks = -(-(num_computed + num_new_tokens) // self.block_size)
-        tables: Blocks = []
-        num_missing = []
-        for window, row in zip(self.layout.windows, blocks):
-            first = self.layout.first_seen(window, num_computed)
-            num_null = min(first, num_given)
-            tables.append([null] * num_null + row[num_null:] + [null] * (first - num_given))
-            num_missing.append(num_blocks - len(tables[-1]))
+        num_missing = [num_blocks - len(table) for table in tables]
         if self.num_free_after(sum(num_missing), tables) < 0:
             return None
-        self.block_pool.touch(self._kept(tables))
-        if num_computed < num_given * self.block_size:
-            self._take_over(request, tables, num_given - 1)
+        if num_computed:
+            self._hold(request, tables, num_given, num_computed)
         new = iter(self.block_pool.get_new_blocks(sum(num_missing)))
         for table, count in zip(tables, num_missing):
             table.extend(islice(new, count))
         self._tables[request.request_id] = tables
-        if num_given:
-            self._num_cached[request.request_id] = min(num_given, num_computed // self.block_size)
         return [block.block_id for table in tables for block in table]
+
+    def _begin_tables(self, blocks: Blocks, num_computed: int) -> Blocks:
+        """The tables of the computed tokens, whose beginning `blocks` hold, without those that no
+        later token sees.
+        """
+        null = self.block_pool.null_block
+        num_given = len(blocks[0])
+        tables: Blocks = []
+        for window, row in zip(self.layout.windows, blocks):
+            first = self.layout.first_seen(window, num_computed)
+            num_null = min(first, num_given)
+            tables.append([null] * num_null + row[num_null:] + [null] * (first - num_given))
+        return tables
+
+    def _hold(self, request: Request, tables: Blocks, num_given: int, num_computed: int) -> None:
+        """The request holds what its tables have. `num_given`: tokens of the blocks that it got."""
+        self.block_pool.touch(self._kept(tables))
+        num_blocks = num_given // self.block_size
+        if num_computed < num_given:
+            self._take_over(request, tables, num_blocks - 1)
+        if num_blocks:
+            self._num_cached[request.request_id] = min(num_blocks, num_computed // self.block_size)
 
     def _take_over(self, request: Request, tables: Blocks, index: int) -> None:
         """The request writes into these blocks, and no other one holds them. What they held after
@@ -337,10 +356,8 @@ class KVCacheManager:
         """Frees the request's blocks and allocates a host block for each; returns the copies to
         make, (device, host). None if the host is full.
         """
-        null, num_used = (
-            self.block_pool.null_block,
-            -(-request.num_computed_tokens // self.block_size),
-        )
+        null = self.block_pool.null_block
+        num_used = -(-request.num_computed_tokens // self.block_size)
         # without the room of drafts that were not accepted
         tables = [table[:num_used] for table in self._tables[request.request_id]]
         if len(self._kept(tables)) > len(self._free_host_blocks):

@@ -31,20 +31,24 @@ def find_start(manager: KVCacheManager, request: Request) -> StartPoint | None:
 
     None: it must wait until the family's first member has computed the prompt.
     """
-    family = request.family
-    if family is not None and not request.num_output_tokens and not request.num_swapped_tokens:
-        start = _find_prompt(manager, request, family)
-        if start is not None:
-            return start
-        if family.first is not request and family.find_source() is None:
-            return None
-    blocks = manager.get_computed_blocks(request)
     if request.num_swapped_tokens:
-        num_cached = len(blocks[0]) * manager.block_size
-        return StartPoint(max(num_cached, request.num_swapped_tokens), blocks)
+        return _find_swapped(manager, request)
+    family = request.family
+    if family is not None and not request.num_output_tokens:
+        start = _find_prompt(manager, request, family)
+        if start is not None or family.waits_for_prompt(request):
+            return start
+    blocks = manager.get_computed_blocks(request)
     num_loaded = 0 if manager.offload is None else manager.count_offloaded(request, blocks)
     num_tokens = (len(blocks[0]) + num_loaded) * manager.block_size
     return StartPoint(num_tokens, blocks, num_loaded=num_loaded)
+
+
+def _find_swapped(manager: KVCacheManager, request: Request) -> StartPoint:
+    """Its tokens in host memory count as computed; of those that are cached, nothing is copied."""
+    blocks = manager.get_computed_blocks(request)
+    num_cached = len(blocks[0]) * manager.block_size
+    return StartPoint(max(num_cached, request.num_swapped_tokens), blocks)
 
 
 def _find_prompt(manager: KVCacheManager, request: Request, family: Family) -> StartPoint | None:

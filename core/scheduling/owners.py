@@ -113,6 +113,11 @@ class WaitingQueue:
 
         Among owners with equal service, that of the one with the fewest requests.
         """
+        if len(self.owners) > 1 or passed:
+            return self._next_of_several(passed)
+        return next((owner.waiting[0] for owner in self.owners.values() if owner.waiting), None)
+
+    def _next_of_several(self, passed: dict[RequestOwner, int]) -> Request | None:
         best: RequestOwner | None = None
         for owner in self.owners.values():
             if len(owner.waiting) > passed.get(owner, 0) and (

@@ -19,6 +19,7 @@ from ...ipc.step_messages import (
     RowRefusal,
     SlotLogprobs,
     SlotPooled,
+    SlotPromptLogprobs,
 )
 from ..output_rows import OutputRows
 from ..request import Request, RequestStatus
@@ -66,9 +67,7 @@ def update_from_output(
         if not is_running and request.is_finished:  # since the step was scheduled
             continue
         if slot in prompt_logprobs:
-            client_rows = rows.of(request.client_index)
-            client_rows.add(request.request_id, request.num_output_tokens, [])
-            client_rows.add_prompt_logprobs(prompt_logprobs[slot])
+            write_prompt_logprobs(request, prompt_logprobs[slot], rows)
         reason = None
         if num_sampled:
             reason = append_tokens(state, request, token_ids, rows, logprobs.get(slot))
@@ -185,6 +184,13 @@ def append_tokens(
         client_rows.finish(reason, request.stop_reason)
         client_rows.add_timing(request, rows.now)
     return reason
+
+
+def write_prompt_logprobs(request: Request, logprobs: SlotPromptLogprobs, rows: OutputRows) -> None:
+    """Writes a row without a token."""
+    client_rows = rows.of(request.client_index)
+    client_rows.add(request.request_id, request.num_output_tokens, [])
+    client_rows.add_prompt_logprobs(logprobs)
 
 
 def write_pooled(request: Request, pooled: SlotPooled, rows: OutputRows) -> FinishReason:

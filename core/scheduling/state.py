@@ -146,19 +146,8 @@ class SchedulerState:
         if arrival is None:
             arrival = self.reserve_arrivals(message.num_completions)
         queued_time = time.monotonic() if queued_time is None else queued_time
-        if message.num_completions == 1:
-            self._add(message, client_index, arrival, queued_time, adapter)
-        else:
-            self._add_family(message, client_index, arrival, queued_time, adapter)
-
-    def _add(
-        self,
-        message: EngineCoreRequest,
-        client_index: int,
-        arrival: int,
-        queued_time: float,
-        adapter: Adapter | None,
-    ) -> Request:
+        if message.num_completions > 1:
+            return self._add_family(message, client_index, arrival, queued_time, adapter)
         request = Request(
             message,
             max_model_len=self.limits.max_model_len,
@@ -177,7 +166,6 @@ class SchedulerState:
             self.held[request.request_id] = request
         else:
             self.waiting.add(request)
-        return request
 
     def _add_family(
         self,
@@ -188,10 +176,10 @@ class SchedulerState:
         adapter: Adapter | None,
     ) -> None:
         """The requests of a message with n > 1 are held back together, or not."""
-        members = [
-            self._add(child, client_index, place, queued_time, adapter)
-            for place, child in enumerate(split(message), start=arrival)
-        ]
+        children = split(message)
+        for place, child in enumerate(children, start=arrival):
+            self.add_request(child, client_index, place, queued_time, adapter)
+        members = [self.requests[child.request_id] for child in children]
         family = self.families[message.request_id] = Family(message.request_id, members)
         for member in members:
             member.family = family

@@ -9,6 +9,7 @@ counted in `num_pending_tokens`, and not yet in `token_ids`.
 from __future__ import annotations
 
 import heapq
+import sys
 import time
 from bisect import bisect_right, insort
 from collections.abc import Collection
@@ -53,8 +54,8 @@ class ScheduledStep:
 
 
 def most_samples(state: SchedulerState, num_requests: int) -> int:
-    """How many of `num_requests` may sample a token in a step, so that the steps in flight have
-    equally many: all, unless the model has stages. Requests with a pending token count, too.
+    """Where the model has stages: how many of `num_requests` may sample a token in a step, so that
+    the steps in flight have equally many. Requests with a pending token count, too.
     """
     limits = state.limits
     even = -(-min(num_requests, limits.max_num_seqs) // limits.num_stages)
@@ -155,7 +156,7 @@ def schedule_running(
     """
     limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
     has_stages = limits.num_stages > 1
-    num_samples_left = most_samples(state, len(state.running))
+    num_samples_left = most_samples(state, len(state.running)) if has_stages else 0
     running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
     index = 0
     while index < len(running) and budget > 0:
@@ -221,8 +222,10 @@ def admit_waiting(
     passed: dict[RequestOwner, int] = {}  # requests that wait for a sibling or an adapter
     manager, limits, reason = state.kv_cache_manager, state.limits, ""
     num_reserved: int | None = None
-    num_samples_left = most_samples(state, len(state.running) + len(state.waiting))
-    num_samples_left -= sum(map(bool, step.num_expected))
+    num_samples_left = sys.maxsize
+    if limits.num_stages > 1:
+        num_samples_left = most_samples(state, len(state.running) + len(state.waiting))
+        num_samples_left -= sum(map(bool, step.num_expected))
     while (request := state.waiting.next(passed)) is not None:
         if budget <= 0 or not state.free_slots:
             return "budget" if budget <= 0 else "slots"
@@ -237,10 +240,9 @@ def admit_waiting(
             _pass_family(state, request, passed)
             continue
         num_tokens = min(request.num_tokens - start.num_tokens, limits.max_chunk_tokens)
-        if num_tokens > budget:
-            if not limits.enable_chunked_prefill:
-                return "budget"
-            num_tokens = budget
+        if num_tokens > budget and not limits.enable_chunked_prefill:
+            return "budget"
+        num_tokens = min(num_tokens, budget)
         is_whole = start.num_tokens + num_tokens == request.num_tokens
         if is_whole and num_samples_left <= 0:
             return "budget"

@@ -17,6 +17,7 @@ with one.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import msgspec
@@ -248,11 +249,12 @@ class OutputRows:
     def __init__(self, epoch: int = 0, engine_index: int = 0):
         self.epoch, self.engine_index = epoch, engine_index
         self.now = 0.0  # when the model last ran; see stamp
-        self._by_client: dict[int, ClientRows] = {}  # since rows were last taken
+        # since rows were last taken
+        self._by_client: defaultdict[int, ClientRows] = defaultdict(ClientRows)
         self._paces: dict[int, Pace] = {}  # of the clients that requested one
 
     def __bool__(self) -> bool:
-        return bool(self._by_client or (self._paces and self.holds_any))
+        return bool(self._by_client) or self.holds_any
 
     @property
     def holds_any(self) -> bool:
@@ -268,10 +270,7 @@ class OutputRows:
         self.now = time.monotonic()
 
     def of(self, client_index: int) -> ClientRows:
-        rows = self._by_client.get(client_index)
-        if rows is None:
-            rows = self._by_client[client_index] = ClientRows()
-        return rows
+        return self._by_client[client_index]
 
     def drop(self, client_index: int) -> None:
         """The client is gone: discards its rows."""
@@ -285,7 +284,7 @@ class OutputRows:
 
         Without `everything`, clients with a pace may get theirs later.
         """
-        by_client, self._by_client = self._by_client, {}
+        by_client, self._by_client = self._by_client, defaultdict(ClientRows)
         now, self.now = self.now or time.monotonic(), 0.0
         if self._paces:
             self._keep_pace(by_client, now, everything=everything)

@@ -172,16 +172,15 @@ def append_tokens(
     state.counters.num_generation_tokens += len(token_ids)
     client_rows = rows.of(request.client_index)
     client_rows.add(request.request_id, first_index, token_ids)
-    if first_index == request.report_index:  # the first token, or the first after a preemption
-        if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
-            request.first_token_time = rows.now
-            client_rows.add_num_cached_tokens(request.num_cached_tokens or 0)
-        if reason is None:
-            client_rows.add_timing(request, rows.now)
+    if first_index == request.num_resumed_tokens and request.first_token_time == 0.0:
+        request.first_token_time = rows.now
+        client_rows.add_num_cached_tokens(request.num_cached_tokens or 0)
     if logprobs is not None:
         client_rows.add_logprobs(logprobs, len(token_ids))
     if reason is not None:
         client_rows.finish(reason, request.stop_reason)
+    # after its first token, after the first that follows a preemption, and after its last
+    if first_index == request.report_index or reason is not None:
         client_rows.add_timing(request, rows.now)
     return reason
 

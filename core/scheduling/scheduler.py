@@ -120,7 +120,7 @@ class Scheduler(SchedulerState):
             len(self.running),
             len(self.waiting) + len(self.held) - num_swapped,
             num_swapped,
-            manager.num_free_blocks,
+            manager.block_pool.num_free_blocks,
             manager.block_pool.num_blocks,
         )
 

@@ -97,12 +97,8 @@ def begin_step(
         num_scheduled_tokens=[],
         num_computed_tokens=[],
         new_block_ids=[],
-        new_requests=[],
         freed_slots=freed_slots,
-        num_lookahead_tokens=[],
         blocks_to_swap_out=swap_out,
-        blocks_to_swap_in=[],
-        blocks_to_copy=[],
         num_passes=num_passes if state.limits.drafts else 1,
     )
     return ScheduledStep(output, lookahead_of(num_passes, state.limits.num_tokens_per_pass))
@@ -156,7 +152,7 @@ def schedule_running(
     """
     limits, budget, preempted = state.limits, state.limits.max_num_batched_tokens, False
     has_stages = limits.num_stages > 1
-    num_samples_left = most_samples(state, len(state.running)) if has_stages else 0
+    bounds = None if shares is None and not has_stages else RowBounds(state, shares)
     running, allocate_slots = state.running, state.kv_cache_manager.allocate_slots
     index = 0
     while index < len(running) and budget > 0:
@@ -169,11 +165,8 @@ def schedule_running(
         # first stage would have to wait for the token
         if num_pending and (request.num_tokens_left <= 0 or limits.drafts or has_stages):
             num_tokens = 0
-        if shares is not None:
-            num_tokens = min(num_tokens, shares[request.owner])
-        if has_stages and num_samples_left <= 0:
-            is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
-            num_tokens = 0 if is_sampled else num_tokens
+        if bounds is not None:
+            num_tokens = bounds.apply(request, num_tokens)
         if not num_tokens:
             index += 1
             continue
@@ -189,12 +182,37 @@ def schedule_running(
             preempted = True
             continue
         add_row(state, step, request, num_tokens, num_lookahead, block_ids)
-        num_samples_left -= step.num_expected[-1] > 0
+        if bounds is not None:
+            bounds.count(request, num_tokens, is_sampled=step.num_expected[-1] > 0)
         budget -= num_tokens
-        if shares is not None:
-            shares[request.owner] -= num_tokens
         index += 1
     return budget, preempted
+
+
+class RowBounds:
+    """What bounds the rows of running requests beside the budget: the shares of owners, and, where
+    the model has stages, how many may sample a token.
+    """
+
+    def __init__(self, state: SchedulerState, shares: dict[RequestOwner, int] | None):
+        """shares: see divide_budget. They are counted down."""
+        self._shares = shares
+        self._num_samples_left = sys.maxsize
+        if state.limits.num_stages > 1:
+            self._num_samples_left = most_samples(state, len(state.running))
+
+    def apply(self, request: Request, num_tokens: int) -> int:
+        """How many of these tokens the request may compute in this step."""
+        if self._shares is not None:
+            num_tokens = min(num_tokens, self._shares[request.owner])
+        is_sampled = request.num_computed_tokens + num_tokens == request.num_tokens
+        return 0 if is_sampled and self._num_samples_left <= 0 else num_tokens
+
+    def count(self, request: Request, num_tokens: int, *, is_sampled: bool) -> None:
+        """The request has got a row."""
+        self._num_samples_left -= is_sampled
+        if self._shares is not None:
+            self._shares[request.owner] -= num_tokens
 
 
 def lookahead_for(step: ScheduledStep, request: Request, num_tokens: int) -> int:
@@ -306,13 +324,8 @@ def _admit(
         state.lora_slots.start(request.adapter, state.num_steps)
     if request.family is not None:
         request.family.note_start(request)
-    if request.scheduled_time == 0.0:
-        request.scheduled_time = time.monotonic()
-    # hits after a preemption are its own old blocks and say nothing about the cache
-    if request.num_cached_tokens is None:
-        request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
-        if request.reads_prefix_cache and not start.is_fork:
-            _count_hits(state, request, start)
+    if request.num_cached_tokens is None:  # else it was preempted
+        _note_first_start(state, request, start)
     step.output.new_requests.append(
         NewRequestData(
             slot=request.slot,
@@ -349,9 +362,12 @@ def _swap_in(
     request.num_swapped_tokens = 0
 
 
-def _count_hits(state: SchedulerState, request: Request, start: StartPoint) -> None:
+def _note_first_start(state: SchedulerState, request: Request, start: StartPoint) -> None:
+    """Later hits are its own old blocks and say nothing about the cache."""
+    request.scheduled_time = time.monotonic()
+    request.num_cached_tokens = min(start.num_tokens, request.num_prompt_tokens)
     manager = state.kv_cache_manager
-    if manager.enable_caching:
+    if manager.enable_caching and request.reads_prefix_cache and not start.is_fork:
         num_loaded = start.num_loaded * manager.block_size
         num_hit = start.num_tokens - num_loaded
         state.counters.prefix_cache_queries += request.num_tokens

@@ -71,7 +71,7 @@ def test_chunks_and_a_cached_prefix_change_no_bit(tmp_path):
     first = pool(whole, TEXTS, "classify")
     for core in (whole, chunked):
         assert [x.tobytes() for x in pool(core, TEXTS, "classify")] == [x.tobytes() for x in first]
-    assert whole.get_metrics()["prefix_cache_hits"] > 0
+    assert whole.observer.get_metrics()["prefix_cache_hits"] > 0
     whole.shutdown(), chunked.shutdown()
 
 
